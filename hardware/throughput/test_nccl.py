@@ -8,7 +8,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.rank_processes import run_ranks, with_suites
+from support.python_child import suites_environ
+from support.rank_processes import run_ranks
 from support.rates import WARM_UP_ROUNDS, Meter, Rates
 
 from gdrkit.harness.needs import cuda, host, needs, verbs
@@ -53,7 +54,7 @@ def test_all_reduce(
     output = run_ranks(
         [[sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common] for rank in range(ranks)],
         folder=tmp_path,
-        environ=with_suites({**os.environ, **ENVIRONMENT}),
+        environ=suites_environ({**os.environ, **ENVIRONMENT}),
         deadline_s=DEADLINE_S,
     )
     results = [json.loads(lines[-1]) for lines in output]

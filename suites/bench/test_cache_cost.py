@@ -13,7 +13,7 @@ import resource
 from typing import TYPE_CHECKING
 
 import pytest
-from support.in_turn import in_turn
+from bench.interleaved import measure_interleaved
 from support.ledger import calls
 from support.reach import DMABUF
 
@@ -74,7 +74,9 @@ def test_a_hit_beside_one_pointer_attribute(
         for hit in things.values():
             hit()  # Each cache learns what it may.
         before, registered = calls(Api.VERBS), {count: cache.statistics() for count, cache in caches.items()}
-        found = in_turn(things, rounds_count=300 if is_measured else 1, calls_count=200 if is_measured else 1)
+        found = measure_interleaved(
+            things, rounds_count=300 if is_measured else 1, calls_count=200 if is_measured else 1
+        )
         assert calls(Api.VERBS) == before
         for count, cache in caches.items():
             after = cache.statistics()
@@ -84,7 +86,7 @@ def test_a_hit_beside_one_pointer_attribute(
         evidence.number("rounds_count", 300)
         for name, times_ns in found.items():
             evidence.number(f"{name}_ns_median", times_ns.median)
-            evidence.number(f"{name}_ns_min", times_ns.least)
+            evidence.number(f"{name}_ns_min", times_ns.minimum)
             evidence.number(f"{name}_over_query_ratio", times_ns.median / found["query"].median)
         evidence.number("most_over_fewest_regions_ratio", found["hit_10000"].median / found["hit_10"].median)
 

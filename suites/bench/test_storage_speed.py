@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.storage_speed import (
+from bench.storage_speed import (
     Kvikio,
     Part,
     best_of,

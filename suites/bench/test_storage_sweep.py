@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage_speed import check_whole, make_random_file, say
-from support.storage_sweep import TIMES_S, Sweep, table
+from bench.storage_speed import check_whole, make_random_file, say
+from bench.storage_sweep import TIMES_S, Sweep, table
 
 from gdrkit.harness.needs import cuda, needs
 from gdrkit.units import MIB

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.python_child import module_command, suites_environ
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gdrkit.harness.evidence import Evidence
 
 COUNTS = (10_000, 100_000, 1_000_000)
@@ -33,10 +33,8 @@ MEMORY_MIB_MAX = 16
 def planned(folder: Path, count: int, rounds: int) -> dict[str, Any]:
     """Medians of what it took, and the peak of memory of the process."""
     folder.mkdir()
-    suites = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join(filter(None, (str(suites), os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, str(suites / "support" / "tier_plan.py"), str(folder), str(count), str(rounds)]
-    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True)
+    command = module_command("bench.tier_plan", folder, count, rounds)
+    said = subprocess.run(command, env=suites_environ(), check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(said.stdout)
     assert 0 < found["moves"] < count
     return found | {each: statistics.median(found[each]) for each in ("seconds", "processor_s")}

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.nccl import FUNCTIONS, UniqueId, folder_of_nccl
 from support.nccl_rank import own_first
-from support.rank_processes import RankError, run_ranks, with_suites
+from support.python_child import suites_environ
+from support.rank_processes import RankError, run_ranks
 
 from gdrkit.harness.needs import host, needs
 
@@ -54,7 +55,7 @@ def test_nccl_argument_widths_match_the_header(name: str) -> None:
 @INSTALLED
 def test_communicator_ids_are_unique(tmp_path: Path) -> None:
     asks = python("from support.nccl import *; n = Nccl(); print(n.version, n.unique_id().hex(), n.unique_id().hex())")
-    ((line,),) = run_ranks([asks], folder=tmp_path, environ=with_suites(os.environ), deadline_s=LONG_S)
+    ((line,),) = run_ranks([asks], folder=tmp_path, environ=suites_environ(), deadline_s=LONG_S)
     version, first, second = line.split()
     assert int(version) > 22000
     assert first != second
@@ -67,7 +68,7 @@ def test_nccl_failure_is_an_error_with_call_and_message(tmp_path: Path) -> None:
     program = "n = Nccl(); Communicator(n, rank=2, ranks_count=2, unique_id=n.unique_id())"
     asks = python(f"from support.nccl import *; {program}")
     with pytest.raises(RankError, match=r"NcclError: ncclCommInitRank failed: [1-9]: \w+") as caught:
-        run_ranks([asks], folder=tmp_path, environ=with_suites(os.environ), deadline_s=LONG_S)
+        run_ranks([asks], folder=tmp_path, environ=suites_environ(), deadline_s=LONG_S)
     assert "NCCL WARN" in str(caught.value)
 
 

@@ -14,9 +14,9 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from support.kill_campaign import Campaign
-from support.kill_phases import PAIRS, POINTS
-from support.kill_world import Traps
+from fault.kill_campaign import AgentCampaign
+from fault.kill_phases import TRAPPED_CALLS, VICTIM_PHASES
+from fault.traps import Traps
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, needs, software, verbs
@@ -41,13 +41,11 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
     chance = random.Random(seed)
     mount = tmp_path / "mount"
     mount.mkdir()
-    traps = Traps(tmp_path / "traps", POINTS)
+    traps = Traps(tmp_path / "traps", TRAPPED_CALLS)
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(traps.plan))
-    rounds = math.ceil(KILLS / len(PAIRS))
-    with Campaign(mount, traps, chance) as campaign:
-        for _ in range(rounds):
-            for victim, phase in chance.sample(PAIRS, len(PAIRS)):
-                campaign.hit(victim, phase)
+    rounds = math.ceil(KILLS / len(VICTIM_PHASES))
+    with AgentCampaign(mount, traps, chance) as campaign:
+        campaign.run(rounds * len(VICTIM_PHASES))
     counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.hits.items()}
     evidence["hits"] = counts
     evidence["kinds"] = campaign.kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_hlthunk import RawDevice
+from gaudi.raw_hlthunk import RawDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_hlthunk import FLAGS, errno_of
+from gaudi.raw_hlthunk import FLAGS, errno_of
 
 from gdrkit import gaudi as product
 from gdrkit.errors import Reason, Unsupported
@@ -20,7 +20,7 @@ from gdrkit.harness.needs import needs
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
-    from support.raw_hlthunk import RawDevice
+    from gaudi.raw_hlthunk import RawDevice
 
     from gdrkit.gaudi import Device
 

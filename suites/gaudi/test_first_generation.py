@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.calls import called
-from support.raw_hlthunk import errno_of
+from gaudi.raw_hlthunk import errno_of
+from gaudi.twin_calls import called
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.gaudi import list_devices
@@ -17,7 +17,7 @@ from gdrkit.harness.needs import needs, software
 from gdrkit.units import GIB, KIB
 
 if TYPE_CHECKING:
-    from support.raw_hlthunk import RawDevice
+    from gaudi.raw_hlthunk import RawDevice
 
     from gdrkit.gaudi import Device
 

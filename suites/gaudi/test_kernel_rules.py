@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_hlthunk import FLAGS, errno_of
+from gaudi.raw_hlthunk import FLAGS, errno_of
 
 from gdrkit.errors import ApiError
 from gdrkit.gaudi import Device, list_devices
@@ -19,7 +19,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from support.raw_hlthunk import RawDevice
+    from gaudi.raw_hlthunk import RawDevice
 
 pytestmark = needs(gaudi.device(), gaudi.mapped_memory)
 

@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_hlthunk import RawDevice
+from gaudi.raw_hlthunk import RawDevice
 from support.reach import joined
 
 from gdrkit import gaudi as product

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.calls import Call, called, matched, parse
+from gaudi.twin_calls import Call, called, matched, parse
 
 from gdrkit.gaudi import Device, list_devices
 from gdrkit.harness.needs import gaudi, needs, software, verbs

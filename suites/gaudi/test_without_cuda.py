@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.python_child import module_command, suites_environ
 
 from gdrkit.harness.needs import gaudi, needs, software, verbs
 
-PAIR = Path(__file__).parents[1] / "support" / "gaudi_pair.py"
 GENERATIONS = [
     pytest.param(name, marks=needs(software("hlthunk"), verbs.nic(), verbs.dmabuf_region))
     for name in ("gaudi", "gaudi2", "gaudi3")
@@ -21,10 +18,9 @@ GENERATIONS = [
 
 
 def exchanged(**environment: str) -> dict[str, Any]:
-    command = [sys.executable, str(PAIR)]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=60
-    )
+    command = module_command("gaudi.pair_without_cuda")
+    environ = suites_environ() | environment
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.gds import engine_threads
-from support.kill_world import until
+from support.processes import wait_until
 
 from gdrkit import gds
 
@@ -25,7 +25,7 @@ def engines_end() -> Iterator[None]:
     gds.close_engines()
     gds.close_driver()
     # The kernel may list a thread for a short time after it was joined.
-    until(lambda: engine_threads() == 0, "the threads of the engines to end")
+    wait_until(lambda: engine_threads() == 0, "the threads of the engines to end")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.unruly_files import UnrulyFiles
+from gds.faulty_file import UnrulyFiles
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, UsageError

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from gds.faulty_file import UnrulyFiles
 from support.faulty_fuse import FaultyMount
 from support.mounts import mounted, power_cut
 from support.other_user import open_folder, run_program
-from support.unruly_files import UnrulyFiles
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, UsageError

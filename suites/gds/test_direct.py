@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support import gds_child, udev
+from gds import direct_scenario
+from support import udev
 from support.cufile_scene import Scene
 
 from gdrkit import pattern
@@ -36,7 +37,7 @@ def scene(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[S
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
-        yield replace(Scene(path, seed, request.node.stash[CASE], facts), program=gds_child.__file__)
+        yield replace(Scene(path, seed, request.node.stash[CASE], facts), program=direct_scenario.__file__)
 
 
 def is_right(answer: dict[str, Any]) -> bool:

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.kill_world import until
-from support.unruly_files import UnrulyFiles
+from gds.faulty_file import UnrulyFiles
+from support.processes import wait_until
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ClosedResource
@@ -100,7 +100,7 @@ def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) 
         reading = threads.submit(file.read_into, buffer)
         unruly.await_line("waiting")
         closing = threads.submit(file.close)
-        until(lambda: is_refused(file), "close to begin")
+        wait_until(lambda: is_refused(file), "close to begin")
         assert not closing.done()
         unruly.say("open")
         assert reading.result(60).bytes == len(buffer)

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from gds.faulty_file import UnrulyFiles
 from support.gds import PLACES, holding
-from support.kill_world import until
-from support.unruly_files import UnrulyFiles
+from support.processes import wait_until
 
 from gdrkit import gds, pattern
 from gdrkit.errors import Api, Reason
@@ -70,7 +70,7 @@ def test_bytes_after_a_gap_are_not_counted(unruly: UnrulyFiles, seed: int, kind:
         pending = file.start_read_into(memory.buffer)
         unruly.await_line("waiting")
         # Other threads continue to read. Their bytes are after the byte that will never arrive.
-        until(lambda: pending.bytes_moved > BAD, "bytes after the gap", timeout_s=60)
+        wait_until(lambda: pending.bytes_moved > BAD, "bytes after the gap", timeout_s=60)
         unruly.say("open")
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()

@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from support.machines import GOOD, NIC, config, machine
+from inventory.healthy_machine import GOOD, NIC, config, machine
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine

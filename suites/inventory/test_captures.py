@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.machines import machine
+from inventory.healthy_machine import machine
 
 from gdrkit import serialization
 from gdrkit.cli import main
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def recorded(root: Path) -> Machine:
-    """Return the correct host of support.machines, whose reads are recorded."""
+    """Return the healthy host of inventory.healthy_machine, whose reads are recorded."""
     host = machine(root)
     return replace(host, files=Recorder(DiskFiles(root)))
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.machines import machine
+from inventory.healthy_machine import machine
+from inventory.rule_examples import FAILING
 from support.other_user import UNPRIVILEGED_DOCTOR, run_program
-from support.rule_trees import FAILING
 
 from gdrkit import serialization
 from gdrkit.cli import main

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
+from inventory.rule_examples import FAILING, PASSING
 from support import udev
-from support.rule_trees import FAILING, PASSING
 
 from gdrkit import launch, serialization
 from gdrkit.evidence import KernelLog

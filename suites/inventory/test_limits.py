@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
+from inventory.healthy_machine import GOOD, GPU, machine
 from support.hosts import host_facts
-from support.machines import GOOD, GPU, machine
 
 from gdrkit.host import NvmlFacts
 from gdrkit.inventory import device_limit, path_limit, topology

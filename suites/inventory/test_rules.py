@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.machines import machine
-from support.rule_trees import FAILING, PASSING
+from inventory.healthy_machine import machine
+from inventory.rule_examples import FAILING, PASSING
 
 from gdrkit.inventory import RULES, Finding, diagnose, rule_of
 from gdrkit.verdict import Verdict

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fuzz import run_fuzzer
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.host import ProcessIdentity
@@ -123,15 +120,7 @@ def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
     assert raised.value.reason is Reason.MALFORMED
 
 
-@pytest.mark.timeout(FUZZ_S + 60)
+@pytest.mark.timeout(FUZZ_S + 120)
 def test_fuzzer_finds_no_crash_in_the_parsers() -> None:
     """Fuzz for GDRKIT_FUZZ_S seconds, guided by coverage if atheris is installed, else with random changes."""
-    fuzzer = Path(__file__).resolve().parents[1] / "support" / "fuzz_handles.py"
-    command = [sys.executable, str(fuzzer), "--seconds", str(FUZZ_S)]
-    with contextlib.ExitStack() as stack:
-        child = stack.enter_context(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-        printed, _ = child.communicate(timeout=FUZZ_S + 50)
-    assert child.returncode == 0, printed[-4000:]
-    print(printed.splitlines()[-1])  # noqa: T201 - which fuzzer ran, and how often.
+    print(run_fuzzer("property.fuzz_handles", seconds=FUZZ_S))  # noqa: T201 - the number of inputs.

@@ -204,7 +204,7 @@ class TierMachine(RuleBasedStateMachine):
             return
         here = self.manager.find(name).tier
         self.mover.start(self.configuration, name, to, phase=phase.value, how="kill")
-        ended = self.mover.end()
+        ended = self.mover.migration_code()
         assert ended == (0 if here == to else 1 if self._is_written(name) else -signal.SIGKILL)
         if ended == -signal.SIGKILL:
             self.manager.check(repair=True)

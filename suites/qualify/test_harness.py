@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.child_pytest import ChildRun, run_cases
+from qualify.child_pytest import ChildRun, run_cases
 from support.json_schema import problems
 
 from gdrkit.errors import Api

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from support.job import job, job_of_this_machine
+from qualify.mpi_job import job, job_of_this_machine
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software

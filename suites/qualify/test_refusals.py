@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.child_pytest import ChildRun, run_cases
+from qualify.child_pytest import ChildRun, run_cases
 from support.json_schema import problems
 from support.records import record_of
 

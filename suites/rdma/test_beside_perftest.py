@@ -9,7 +9,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 import pytest
-from support import perftest
+from rdma import perftest
 from support.passive import initiating
 
 from gdrkit import evidence, pattern

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.python_child import suites_environ
 from support.reach import DMABUF
 
 from gdrkit.errors import Api, UsageError
@@ -19,6 +18,7 @@ from gdrkit.registration import Distance, Placement
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
@@ -129,11 +129,9 @@ with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() 
 
 
 def served_by(root: Path, nics: Mapping[str, str]) -> dict[str, object]:
-    suites = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(suites), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, "-c", CHILD, str(root)],
-        env=os.environ | {"GDRKIT_TWINS_NICS": "4", "PYTHONPATH": path},
+        env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
         capture_output=True,
         text=True,
         check=False,

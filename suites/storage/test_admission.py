@@ -8,13 +8,12 @@ import os
 import re
 import select
 import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.other_user import open_folder, run_program
+from support.python_child import module_command, suites_environ
 from support.storage import serving
 
 from gdrkit import pattern
@@ -27,6 +26,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
+    from pathlib import Path
 
     from support.storage import Service
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # Operations of the client beside an attack. A record needs 100,000.
 OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
 ATTACKERS = 300
-SUITES = Path(__file__).resolve().parents[1]
 BATCH, SIZE = 50, 4 * KIB
 
 
@@ -44,18 +43,11 @@ BATCH, SIZE = 50, 4 * KIB
 def slow_hellos(service: Service) -> Iterator[list[int]]:
     """Run an attack by slow hellos. Yield a list, which has the number of its connections after the block."""
     address, opened = ServerAddress.parse(service.address), list[int]()
-    path = os.pathsep.join(filter(None, (str(SUITES), os.environ.get("PYTHONPATH", ""))))
     with subprocess.Popen(
-        [
-            sys.executable,
-            str(Path(__file__).with_name("slow_hellos.py")),
-            address.host,
-            str(address.port),
-            str(ATTACKERS),
-        ],
+        module_command("storage.slow_hellos", address.host, address.port, ATTACKERS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env=suites_environ(),
     ) as attack:
         assert attack.stdout is not None
         try:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.fuzz_frames import parse_frame
+from storage.fuzz_frames import parse_frame
+from support.fuzz import run_fuzzer
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.storage import messages
@@ -198,7 +197,4 @@ def test_invalid_reply_is_malformed(payload: bytes) -> None:
 
 @pytest.mark.timeout(FUZZ_S + 120)
 def test_fuzzer_finds_no_defect_in_the_parsers() -> None:
-    command = [sys.executable, str(PROJECT_ROOT / "support" / "fuzz_frames.py"), "--seconds", str(FUZZ_S)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "changed frames" in done.stdout
+    run_fuzzer("storage.fuzz_frames", seconds=FUZZ_S)

@@ -14,12 +14,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.python_child import suites_environ
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = ["UNPRIVILEGED_DOCTOR", "become_unprivileged", "open_folder", "program_command", "run_program"]
 
-_SUITES = Path(__file__).resolve().parents[1]
 _UID = 65534
 # `gdrkit doctor` without the checks that act on devices.
 UNPRIVILEGED_DOCTOR = """
@@ -50,8 +51,7 @@ def become_unprivileged() -> None:
 
 def program_command(program: str, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment of a Python program that can import from the suites."""
-    path = os.pathsep.join(filter(None, (str(_SUITES), environ.get("PYTHONPATH", ""))))
-    return [sys.executable, "-c", program], {**environ, "PYTHONPATH": path}
+    return [sys.executable, "-c", program], suites_environ(environ)
 
 
 def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,13 +11,13 @@ import selectors
 import signal
 import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-__all__ = ["RankError", "run_ranks", "with_suites"]
+__all__ = ["RankError", "run_ranks"]
 
 # For the stack of one that is told to end.
 _LAST_WORDS_S = 5.0
@@ -122,12 +122,6 @@ def run_ranks(
     if why is not None:
         raise RankError("\n".join([why, *(each.told(how) for each, how in zip(ranks, ends, strict=True))]))
     return [each.said.decode().splitlines() for each in ranks]
-
-
-def with_suites(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which the package `support` is found first."""
-    folder = str(Path(__file__).resolve().parents[1])
-    return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [folder, environ.get("PYTHONPATH")]))}
 
 
 def _follow(ranks: Sequence[_Rank], deadline: float, deadline_s: float) -> str | None:

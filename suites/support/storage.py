@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.kill_world import is_stopped, until
+from support.processes import is_stopped, wait_until
 from support.reach import DMABUF
 
 from gdrkit.harness.needs import needs, verbs
@@ -75,7 +75,7 @@ class Service:
         """Stop the server by SIGSTOP until the block ends."""
         self.process.send_signal(signal.SIGSTOP)
         try:
-            until(lambda: is_stopped(self.process.pid), "the server stops")
+            wait_until(lambda: is_stopped(self.process.pid), "the server stops")
             yield
         finally:
             self.process.send_signal(signal.SIGCONT)

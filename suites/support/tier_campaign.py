@@ -1,159 +1,171 @@
-"""A campaign of kills on one set of tiers: a process that migrates a file is killed in a named phase, and each time it
-is looked at whether every byte is there, once, where the catalogue says.
+"""Campaign that kills a process while it migrates a file between tiers.
+
+After each kill, it checks that every file is in exactly one tier, has all its bytes, and is in the catalogue.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Any
 
-from support.tier_mover import task
-from support.tier_world import NAMES, expect, place_file
+from support.kill_campaign import KillCampaign
+from support.processes import LineChild
+from support.tier_world import NAMES, check_tiers, create_file
 
 from gdrkit import pattern
-from gdrkit.tiers import Phase, TierManager
+from gdrkit.errors import ApiError, Reason
+from gdrkit.tiers import Configuration, Phase, Tier, TierManager
 from gdrkit.units import KIB, MIB
 
-if TYPE_CHECKING:
-    from gdrkit.tiers import Configuration
+__all__ = ["ANYWHERE", "PHASES", "Mover", "TierCampaign"]
 
-__all__ = ["ANYWHERE", "PHASES", "Campaign", "Mover"]
-
-# Killed from outside, at whatever it does just then.
+# The campaign kills the process from outside, after a random number of phases.
 ANYWHERE = "anywhere"
 PHASES = (*(phase.value for phase in Phase), ANYWHERE)
-_SUITES = Path(__file__).resolve().parents[1]
-_IN_PARTS = frozenset({Phase.COPY.value, Phase.VERIFY.value})
+# A large file goes through these phases several times.
+_REPEATED = frozenset({Phase.COPY.value, Phase.VERIFY.value})
 _LARGE_BYTES = 9 * MIB
-_ENDS_S = 60
+_BUSY, _FAILED = 1, 2
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-class Mover:
-    """The process whose children migrate (:mod:`support.tier_mover`); use it as a context manager."""
+class Mover(LineChild):
+    """A process that migrates files, each in a forked child.
+
+    The fork saves the imports for each of hundreds of migrations.
+    """
 
     def __init__(self) -> None:
-        path = os.pathsep.join(filter(None, (str(_SUITES), os.environ.get("PYTHONPATH", ""))))
-        self._child = 0
-        self._process = subprocess.Popen(
-            [sys.executable, str(_SUITES / "support" / "tier_mover.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        super().__init__("support.tier_campaign")
+        self._migration = 0
 
-    def start(self, configuration: Configuration, name: str, to: str, **how: object) -> int:
-        """Begin a migration; the process that does it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(task(configuration, name, to, **how) + "\n")
-        self._child = int(self.line().removeprefix("pid "))
-        return self._child
+    def start(
+        self,
+        configuration: Configuration,
+        name: str,
+        to: str,
+        *,
+        phase: str | None = None,
+        count: int = 1,
+        how: str = "kill",
+        prints_phases: bool = False,
+    ) -> int:
+        """Start a migration and return the id of its process.
 
-    def line(self) -> str:
-        """What is said next."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, "the mover has ended"
-        return line
+        Parameters
+        ----------
+        configuration : Configuration
+            The tiers and the catalogue.
+        name : str
+            Name of the file.
+        to : str
+            Name of the new tier.
+        phase : str, optional
+            Phase in which the process sends a signal to itself.
+        count : int
+            Number of the occurrence of the phase at which it does so.
+        how : str
+            The signal: ``kill`` for SIGKILL, ``stop`` for SIGSTOP.
+        prints_phases : bool
+            Whether the process prints a line at the begin of each phase.
+        """
+        tiers = [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers]
+        task: dict[str, object] = {"tiers": tiers, "catalogue": str(configuration.catalogue), "name": name, "to": to}
+        task |= {"phase": phase, "count": count, "how": how, "prints_phases": prints_phases}
+        self.write_line(json.dumps(task))
+        self._migration = int(self.read_line().removeprefix("pid "))
+        return self._migration
 
-    def end(self) -> int:
-        """How the process ended: 0, or the signal that killed it, negative."""
-        while not (line := self.line()).startswith("ended "):
+    def migration_code(self) -> int:
+        """Wait for the end of the migration and return its exit code, or the negative number of its signal.
+
+        The code is 1 if the file was busy.
+        """
+        while not (line := self.read_line()).startswith("ended "):
             pass
-        self._child = 0
+        self._migration = 0
         return int(line.removeprefix("ended "))
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        if self._child:  # A case failed while it was stopped.
-            os.kill(self._child, signal.SIGKILL)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(_ENDS_S)
+        if self._migration:
+            # A case failed while the migration was stopped.
+            os.kill(self._migration, signal.SIGKILL)
+        self.end()
 
 
-class Campaign:
-    """Files in tiers, and processes that die moving them.
+class TierCampaign(KillCampaign[str]):
+    """Files in tiers, and kills of processes that migrate them.
 
     Parameters
     ----------
     configuration : Configuration
-        Of empty tiers named as in :data:`NAMES`.
+        Empty tiers with the names :data:`NAMES`.
     mover : Mover
-        Whose children are killed.
+        The process whose migrations are killed.
     seed : int
-        Of everything that is drawn: the same seed kills the same processes in the same phases.
+        Seed of all random decisions.
+
+    Attributes
+    ----------
+    killed_in_time : int
+        Number of kills from outside that ended a migration before its own end.
     """
 
     def __init__(self, configuration: Configuration, mover: Mover, *, seed: int) -> None:
+        super().__init__(PHASES, random.Random(seed))
         self.configuration = configuration
         self._mover = mover
-        self.hits = dict.fromkeys(PHASES, 0)
-        self.before = 0
-        self._chance = random.Random(seed)
+        self.killed_in_time = 0
         self._files: dict[str, bytes] = {}
         sizes = {"empty": 0, "small": 17, "folder/page": 4 * KIB, "folder/odd": 100_003, "large": _LARGE_BYTES}
         with TierManager(configuration) as manager:
             for number, (name, size) in enumerate(sizes.items()):
                 tier = self._chance.choice(NAMES)
-                self._files[name] = place_file(manager, name, size, seed=seed + number, tier=tier)
+                self._files[name] = create_file(manager, name, size, seed=seed + number, tier=tier)
 
-    def run(self, kills: int) -> None:
-        """So many kills, evenly over the phases, in an order that is drawn."""
-        while sum(self.hits.values()) < kills:
-            left = kills - sum(self.hits.values())
-            for phase in self._chance.sample(PHASES, len(PHASES))[:left]:
-                self.hit(phase)
-
-    def hit(self, phase: str) -> None:
-        """Kill a process in this phase, restart, and look."""
-        name = "large" if phase in {*_IN_PARTS, ANYWHERE} else self._chance.choice(sorted(self._files))
+    def kill(self, phase: str) -> None:
+        """Kill a migration in this phase, restart, and check all files."""
+        name = "large" if phase in {*_REPEATED, ANYWHERE} else self._chance.choice(sorted(self._files))
         with TierManager(self.configuration) as manager:
-            here = manager.find(name).tier
-        to = self._chance.choice([tier for tier in NAMES if tier != here])
+            source = manager.find(name).tier
+        target = self._chance.choice([tier for tier in NAMES if tier != source])
         try:
             if phase == ANYWHERE:
-                self._kill_from_outside(name, to)
+                self._kill_from_outside(name, target)
             else:
-                self._kill_itself(name, to, phase)
+                self._kill_in_phase(name, target, phase)
             if self._chance.random() < 0.25:
                 shutil.rmtree(self.configuration.catalogue)
-            expect(self.configuration, self._files)
-            self._change()
+            check_tiers(self.configuration, self._files)
+            self._change_a_file()
         except AssertionError as error:
-            error.add_note(f"{name}: {here} -> {to}, killed in {phase}; before it {self.hits}")
+            error.add_note(f"{name}: {source} -> {target}")
             raise
-        self.hits[phase] += 1
 
-    def _kill_itself(self, name: str, to: str, phase: str) -> None:
-        count = self._chance.randint(1, 3) if phase in _IN_PARTS else 1
-        self._mover.start(self.configuration, name, to, phase=phase, count=count, how="kill")
-        assert self._mover.end() == -signal.SIGKILL, f"it was not killed in {phase}"
+    def _kill_in_phase(self, name: str, target: str, phase: str) -> None:
+        count = self._chance.randint(1, 3) if phase in _REPEATED else 1
+        self._mover.start(self.configuration, name, target, phase=phase, count=count)
+        assert self._mover.migration_code() == -signal.SIGKILL, f"the migration was not killed in {phase}"
 
-    def _kill_from_outside(self, name: str, to: str) -> None:
-        """After a line that is drawn; what it does by then nobody knows."""
-        process_id = self._mover.start(self.configuration, name, to, say=True)
+    def _kill_from_outside(self, name: str, target: str) -> None:
+        """Kill the migration after a random number of phases. It may be in any later phase by then."""
+        process_id = self._mover.start(self.configuration, name, target, prints_phases=True)
         for _ in range(self._chance.randint(1, len(PHASES))):
-            assert not self._mover.line().startswith("ended")
-        # On a busy machine it may be over, and fetched, before we are here.
+            assert not self._mover.read_line().startswith("ended")
+        # On a busy machine, the migration may already have ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
-        self.before += self._mover.end() == -signal.SIGKILL
+        self.killed_in_time += self._mover.migration_code() == -signal.SIGKILL
 
-    def _change(self) -> None:
-        """Somebody writes to a file, so that an old copy would be noticed."""
+    def _change_a_file(self) -> None:
+        """Write to a random file, so that a later check would detect an old copy of it."""
         name = self._chance.choice(sorted(set(self._files) - {"empty"}))
         data = bytearray(self._files[name])
         begin = self._chance.randrange(len(data))
@@ -162,3 +174,42 @@ class Campaign:
             os.pwrite(file.fileno(), part, begin)
         data[begin : begin + len(part)] = part
         self._files[name] = bytes(data)
+
+
+def _migrate(task: dict[str, Any]) -> None:
+    """Execute one task of :meth:`Mover.start`, in the child."""
+    tiers = tuple(Tier(name, Path(directory), accesses_min) for name, directory, accesses_min in task["tiers"])
+    count = 0
+
+    def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
+        nonlocal count
+        if task["prints_phases"]:
+            os.write(1, f"{phase.value} {offset_bytes}\n".encode())
+        if phase.value == task["phase"]:
+            count += 1
+            if count == task["count"]:
+                os.kill(os.getpid(), _SIGNALS[task["how"]])
+
+    with TierManager(Configuration(tiers=tiers, catalogue=Path(task["catalogue"]), timeout_ms=20_000)) as manager:
+        manager.move(task["name"], task["to"], observe=observe)
+
+
+def main() -> None:
+    """Execute a migration for each line of standard input.
+
+    A line ``pid N`` reports the process of the migration, and ``ended CODE`` its end.
+    """
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os.write(1, f"pid {os.getpid()}\n".encode())
+            try:
+                _migrate(json.loads(line))
+            except ApiError as error:
+                os._exit(_BUSY if error.reason is Reason.BUSY else _FAILED)
+            os._exit(0)
+        os.write(1, f"ended {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

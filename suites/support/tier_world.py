@@ -1,4 +1,4 @@
-"""Tiers for cases: folders or mounts, files with known bytes, and what must hold of them whatever has happened."""
+"""Tiers for cases: their configuration, files with known bytes, and the checks that must hold after any restart."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from gdrkit import pattern
 from gdrkit.tiers import Configuration, Tier, TierManager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from gdrkit.tiers import TierFinding
 
-__all__ = ["NAMES", "configuration_of", "contents", "expect", "place_file", "wrong"]
+__all__ = ["NAMES", "check_tiers", "configuration_of", "contents", "create_file", "unrepaired"]
 
 NAMES = ("nvme", "ssd", "hdd")
-_LEAST = {"nvme": 100, "ssd": 10, "hdd": 0}
+_ACCESSES_MIN = {"nvme": 100, "ssd": 10, "hdd": 0}
 
 
 def configuration_of(root: Path, **changes: object) -> Configuration:
-    """Three tiers in folders of `root`, which are made if they are not there; the catalogue beside them."""
+    """Return a configuration of three tiers in folders of `root`, which are created, and of a catalogue there."""
     for name in NAMES:
         (root / name).mkdir(exist_ok=True)
-    tiers = tuple(Tier(name, root / name, _LEAST[name]) for name in NAMES)
-    made = Configuration(tiers=tiers, catalogue=root / "catalogue", timeout_ms=20_000)
-    return replace(made, **changes)  # type: ignore[arg-type] # fields of it.
+    tiers = tuple(Tier(name, root / name, _ACCESSES_MIN[name]) for name in NAMES)
+    configuration = Configuration(tiers=tiers, catalogue=root / "catalogue", timeout_ms=20_000)
+    return replace(configuration, **changes)  # type: ignore[arg-type] # fields of it.
 
 
-def place_file(manager: TierManager, name: str, length_bytes: int, *, seed: int, tier: str | None = None) -> bytes:
-    """A new file of the pattern, in this tier if one is said; its bytes."""
+def create_file(manager: TierManager, name: str, length_bytes: int, *, seed: int, tier: str | None = None) -> bytes:
+    """Create a file with the pattern of the seed, move it to `tier` if one is given, and return its bytes."""
     data = pattern.payload(length_bytes, seed=seed)
     with manager.open(name, "a+") as file:
         assert os.pwrite(file.fileno(), data, 0) == length_bytes
@@ -42,7 +42,7 @@ def place_file(manager: TierManager, name: str, length_bytes: int, *, seed: int,
 
 
 def contents(manager: TierManager, name: str) -> bytes:
-    """The whole file, by its logical name."""
+    """Return the contents of a file."""
     with manager.open(name) as file:
         length = os.fstat(file.fileno()).st_size
         data = os.pread(file.fileno(), length, 0)
@@ -50,26 +50,34 @@ def contents(manager: TierManager, name: str) -> bytes:
     return data
 
 
-def wrong(findings: list[TierFinding]) -> list[TierFinding]:
-    """What a check found that is not mended."""
+def unrepaired(findings: list[TierFinding]) -> list[TierFinding]:
+    """Return the findings of a check that are errors and were not repaired."""
     return [each for each in findings if each.is_wrong]
 
 
-def expect(configuration: Configuration, files: Mapping[str, bytes], *, tell: Callable[[str], object] = print) -> None:
-    """After a restart: every file has its bytes, in one tier, which the catalogue names, and nothing else is left."""
+def check_tiers(configuration: Configuration, files: Mapping[str, bytes]) -> None:
+    """Require after a restart that each file is in one tier with all its bytes and in the catalogue, and no other file.
+
+    Parameters
+    ----------
+    configuration : Configuration
+        The tiers and the catalogue.
+    files : Mapping of str to bytes
+        The expected contents of all files.
+    """
     with TierManager(configuration) as manager:
         findings = manager.check()
-        assert not wrong(findings), findings
+        assert not unrepaired(findings), findings
         assert not manager.catalogue.moves()
         for name, data in files.items():
-            where = [tier.name for tier in configuration.tiers if (tier.directory / name).exists()]
-            assert len(where) == 1, f"{name} is in {where}"
-            assert manager.find(name).tier == where[0]
-            assert contents(manager, name) == data, f"{name} in {where[0]} has other bytes"
+            tiers = [tier.name for tier in configuration.tiers if (tier.directory / name).exists()]
+            assert len(tiers) == 1, f"{name} is in {tiers}"
+            assert manager.find(name).tier == tiers[0]
+            assert contents(manager, name) == data, f"{name} in {tiers[0]} has other bytes"
         for tier in configuration.tiers:
             own = tier.directory / ".gdrkit-tiers"
             left = [each for folder in ("incoming", "moves", "retired", "kept") for each in (own / folder).iterdir()]
             assert not left, left
-            there = {str(path.relative_to(tier.directory)) for path in tier.directory.rglob("*") if path.is_file()}
-            strange = {each for each in there if not each.startswith(own.name)} - set(files)
-            assert not strange, strange
+            names = {str(path.relative_to(tier.directory)) for path in tier.directory.rglob("*") if path.is_file()}
+            unexpected = {name for name in names if not name.startswith(own.name)} - set(files)
+            assert not unexpected, unexpected

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.gds import engine_threads
-from support.kill_world import until
+from support.processes import wait_until
 from support.tier_world import configuration_of
 
 from gdrkit import gds
@@ -25,7 +25,7 @@ def engines_end() -> Iterator[None]:
     yield
     gds.close_engines()
     gds.close_driver()
-    until(lambda: engine_threads() == 0, "the threads of the engines to end")
+    wait_until(lambda: engine_threads() == 0, "the threads of the engines to end")
 
 
 @pytest.fixture

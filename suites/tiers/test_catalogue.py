@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import contents, place_file
+from support.tier_world import contents, create_file
 
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.tiers import Configuration, FindingKind, Phase, TierFinding, TierManager
@@ -40,7 +40,7 @@ def locked(configuration: Configuration) -> Iterator[None]:
 def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         files = {
-            tier: place_file(manager, f"folder/{tier}", 1000, seed=1, tier=tier) for tier in ("nvme", "ssd", "hdd")
+            tier: create_file(manager, f"folder/{tier}", 1000, seed=1, tier=tier) for tier in ("nvme", "ssd", "hdd")
         }
         manager.pin("folder/ssd", "nvme")
     shutil.rmtree(configuration.catalogue)
@@ -54,7 +54,7 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
 
 
 def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configuration: Configuration) -> None:
-    data = place_file(manager, "file", 1000, seed=1, tier="nvme")
+    data = create_file(manager, "file", 1000, seed=1, tier="nvme")
     shutil.rmtree(configuration.catalogue)
     configuration.catalogue.mkdir()
     assert contents(manager, "file") == data
@@ -65,7 +65,7 @@ def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configu
 @pytest.mark.parametrize("begin", [0, 20])
 def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuration, begin: int) -> None:
     with TierManager(configuration) as manager:
-        data = place_file(manager, "file", 1000, seed=1, tier="ssd")
+        data = create_file(manager, "file", 1000, seed=1, tier="ssd")
     with database(configuration).open("r+b") as file:
         file.seek(begin)
         file.write(b"no database at all " * 10)
@@ -77,7 +77,7 @@ def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuratio
 
 def test_empty_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
-        place_file(manager, "file", 1000, seed=1, tier="ssd")
+        create_file(manager, "file", 1000, seed=1, tier="ssd")
     database(configuration).write_bytes(b"")
     with TierManager(configuration) as manager:
         assert manager.find("file").tier == "ssd"
@@ -85,7 +85,7 @@ def test_empty_catalogue_is_rebuilt(configuration: Configuration) -> None:
 
 def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
-        place_file(manager, "file", 1000, seed=1)
+        create_file(manager, "file", 1000, seed=1)
         manager.pin("file", "hdd")
     # Catalogues of earlier versions did not have this table.
     with closing(sqlite3.connect(database(configuration))) as connection:
@@ -116,7 +116,7 @@ def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Config
 
 def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
-        data = place_file(manager, "file", 1000, seed=1, tier="ssd")
+        data = create_file(manager, "file", 1000, seed=1, tier="ssd")
         with locked(configuration):
             for _ in range(300):
                 assert contents(manager, "file") == data
@@ -126,7 +126,7 @@ def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration)
 
 def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
-        data = place_file(manager, "file", 1000, seed=1)
+        data = create_file(manager, "file", 1000, seed=1)
         with locked(configuration), pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         error = raised.value
@@ -137,7 +137,7 @@ def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuratio
 
 def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
-        data = place_file(manager, "file", 1000, seed=1)
+        data = create_file(manager, "file", 1000, seed=1)
         other = sqlite3.connect(database(configuration), isolation_level=None)
 
         def lock(phase: Phase, name: str, offset_bytes: int) -> None:
@@ -160,7 +160,7 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
         return heat(manager.find(name).score, at=manager.catalogue.now())
 
     with TierManager(configuration, clock=lambda: now[0]) as manager:
-        place_file(manager, "file", 100, seed=1)
+        create_file(manager, "file", 100, seed=1)
         for _ in range(49):
             manager.open("file").close()
         assert heat_of(manager, "file") == pytest.approx(50)
@@ -182,7 +182,7 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
 def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) -> None:
     now = [1_800_000_000.0]
     with TierManager(configuration, clock=lambda: now[0]) as manager:
-        place_file(manager, "file", 100, seed=1)
+        create_file(manager, "file", 100, seed=1)
         for _ in range(15):
             manager.open("file").close()
     with TierManager(replace(configuration, half_life_s=3600.0), clock=lambda: now[0]) as manager:
@@ -193,7 +193,7 @@ def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) ->
 
 def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
-        data = place_file(manager, "file", 1000, seed=1)
+        data = create_file(manager, "file", 1000, seed=1)
         other = configuration.tiers[0].directory / "file"
         other.write_bytes(b"another program's")
         (finding,) = manager.check()
@@ -214,7 +214,7 @@ def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Config
 def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, configuration: Configuration) -> None:
     nvme, ssd, hdd = (tier.directory for tier in configuration.tiers)
     for name in ("moved", "removed", "grown"):
-        place_file(manager, name, 1000, seed=1)
+        create_file(manager, name, 1000, seed=1)
     (ssd / "created").write_bytes(b"there")
     (hdd / "moved").rename(nvme / "moved")
     (hdd / "removed").unlink()
@@ -232,7 +232,7 @@ def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, con
 
 
 def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configuration: Configuration) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
     (configuration.tiers[2].directory / "file").rename(configuration.tiers[1].directory / "file")
     manager.move("file", "nvme")
     assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
@@ -241,7 +241,7 @@ def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configurati
 
 def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Configuration) -> None:
     for number in range(10):
-        place_file(manager, f"f{number}", 5000 * number, seed=number, tier=("nvme", "ssd", "hdd")[number % 3])
+        create_file(manager, f"f{number}", 5000 * number, seed=number, tier=("nvme", "ssd", "hdd")[number % 3])
     manager.remove("f4")
     with manager.open("f5", "r+") as file:
         import os
@@ -256,7 +256,7 @@ def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Co
 
 def test_retired_file_without_a_record_is_kept_and_reported(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
-        place_file(manager, "file", 1000, seed=1)
+        create_file(manager, "file", 1000, seed=1)
     own = configuration.tiers[2].directory / ".gdrkit-tiers"
     (own / "retired" / "0123").write_bytes(b"the last of its kind")
     with TierManager(configuration) as manager:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.kill_world import until
+from support.processes import wait_until
+from support.python_child import suites_environ
 from support.tier_campaign import Mover
-from support.tier_world import NAMES, contents, place_file, wrong
+from support.tier_world import NAMES, contents, create_file, unrepaired
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.tiers import TierManager
@@ -48,7 +49,7 @@ def move_unless_busy(manager: TierManager, name: str, to: str) -> None:
 
 
 def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
-    data = place_file(manager, "file", FILE_BYTES, seed=1)
+    data = create_file(manager, "file", FILE_BYTES, seed=1)
     over = threading.Event()
 
     def read() -> int:
@@ -68,7 +69,7 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
 
 
 def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
-    place_file(manager, "file", FILE_BYTES, seed=1)
+    create_file(manager, "file", FILE_BYTES, seed=1)
     over, last = threading.Event(), [0]
 
     def write() -> None:
@@ -98,11 +99,11 @@ def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
         for each in running:
             each.result()
     assert contents(manager, "file") == versioned(last[0])
-    assert not wrong(manager.check())
+    assert not unrepaired(manager.check())
 
 
 def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     path = configuration.tiers[2].directory / "file"
 
     def is_writer_waiting() -> bool:
@@ -113,7 +114,7 @@ def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, co
         inode = os.fstat(old.fileno()).st_ino
         fcntl.flock(old, fcntl.LOCK_EX)
         writer = threads.submit(manager.open, "file", "r+")
-        until(is_writer_waiting, "the writer waits for the lock")
+        wait_until(is_writer_waiting, "the writer waits for the lock")
         path.rename(configuration.tiers[0].directory / "elsewhere")
         path.write_bytes(b"new")
         fcntl.flock(old, fcntl.LOCK_UN)
@@ -124,7 +125,7 @@ def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, co
 def test_processes_share_one_catalogue(configuration: Configuration) -> None:
     names = [f"file-{number}" for number in range(4)]
     with TierManager(configuration) as manager:
-        files = {name: place_file(manager, name, 100_000 + len(name), seed=7) for name in names}
+        files = {name: create_file(manager, name, 100_000 + len(name), seed=7) for name in names}
         with contextlib.ExitStack() as stack:
             movers = [stack.enter_context(Mover()) for _ in range(3)]
             for repetition in range(6):
@@ -135,8 +136,8 @@ def test_processes_share_one_catalogue(configuration: Configuration) -> None:
                 for name, data in files.items():
                     assert contents(manager, name) == data
                 for mover in movers:
-                    assert mover.end() in {0, 1}
-        assert not wrong(manager.check())
+                    assert mover.migration_code() in {0, 1}
+        assert not unrepaired(manager.check())
         assert {name: contents(manager, name) for name in names} == files
 
 
@@ -154,10 +155,9 @@ with TierManager(configuration_of(Path(sys.argv[1]))) as manager:
         manager.open("file").close()
     assert contents(manager, "file") == b"here"
 """
-    suites = str(Path(__file__).resolve().parents[1])
     command = [sys.executable, "-c", program, str(configuration.catalogue.parent)]
     with contextlib.ExitStack() as stack:
-        environ = {**os.environ, "PYTHONPATH": suites}
+        environ = suites_environ()
         processes = [
             stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)) for _ in range(4)
         ]
@@ -180,4 +180,4 @@ def test_two_managers_create_a_file_once(configuration: Configuration) -> None:
                 assert len({os.fstat(file.fileno()).st_ino for file in opened}) == 1
                 for file in opened:
                     file.close()
-        assert not wrong(one.check())
+        assert not unrepaired(one.check())

@@ -12,7 +12,7 @@ import pytest
 from support.faulty_fuse import LIE, FaultyMount
 from support.mounts import mounted, remount
 from support.other_user import open_folder, run_program
-from support.tier_world import configuration_of, contents, place_file
+from support.tier_world import configuration_of, contents, create_file
 
 from gdrkit.errors import ApiError, DataMismatch, Reason, SetupMissing
 from gdrkit.harness.needs import host, needs
@@ -55,7 +55,7 @@ def is_consistent(manager: TierManager) -> bool:
 @ON_EXT4
 def test_device_that_fills_up_is_no_space(on_ext4: Configuration) -> None:
     with TierManager(on_ext4) as manager:
-        data = place_file(manager, "file", 8 * MIB, seed=1)
+        data = create_file(manager, "file", 8 * MIB, seed=1)
         junk = on_ext4.tiers[0].directory / ".gdrkit-tiers" / "junk"
 
         def fill(phase: Phase, name: str, offset_bytes: int) -> None:
@@ -80,7 +80,7 @@ def test_read_only_device_refuses_migrations(on_ext4: Configuration) -> None:
     nvme = on_ext4.tiers[0].directory
     with TierManager(on_ext4) as manager:
         on_nvme, on_hdd = (
-            place_file(manager, name, 1000, seed=1, tier=tier) for name, tier in (("a", "nvme"), ("b", "hdd"))
+            create_file(manager, name, 1000, seed=1, tier=tier) for name, tier in (("a", "nvme"), ("b", "hdd"))
         )
         remount(nvme, "ro")
         for name, to in (("a", "hdd"), ("b", "nvme")):
@@ -146,7 +146,7 @@ def test_failing_destination_leaves_the_file_in_its_tier(
     on_fuse: Configuration, fuse: FaultyMount, request_name: str
 ) -> None:
     with TierManager(on_fuse) as manager:
-        data = place_file(manager, "file", 100_000, seed=1)
+        data = create_file(manager, "file", 100_000, seed=1)
         fuse.fail(**{request_name: errno.EIO})
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
@@ -162,7 +162,7 @@ def test_failing_destination_leaves_the_file_in_its_tier(
 @needs(host.fuse)
 def test_destination_that_stores_other_bytes_is_found(on_fuse: Configuration, fuse: FaultyMount) -> None:
     with TierManager(on_fuse) as manager:
-        data = place_file(manager, "file", 100_000, seed=1)
+        data = create_file(manager, "file", 100_000, seed=1)
 
         def lie(phase: Phase, name: str, offset_bytes: int) -> None:
             # Only the writes of the copy lie; the record of the migration is stored as written.
@@ -180,7 +180,7 @@ def test_failing_source_leaves_the_file_in_its_tier(
     on_fuse: Configuration, fuse: FaultyMount, request_name: str
 ) -> None:
     with TierManager(on_fuse) as manager:
-        data = place_file(manager, "file", 100_000, seed=1, tier="nvme")
+        data = create_file(manager, "file", 100_000, seed=1, tier="nvme")
         fuse.fail(**{request_name: errno.EIO})
         with pytest.raises(ApiError) as raised:
             manager.move("file", "ssd")
@@ -193,7 +193,7 @@ def test_failing_source_leaves_the_file_in_its_tier(
 @needs(host.fuse)
 def test_failed_undo_is_completed_by_a_recovery(on_fuse: Configuration, fuse: FaultyMount) -> None:
     with TierManager(on_fuse) as manager:
-        data = place_file(manager, "file", 100_000, seed=1)
+        data = create_file(manager, "file", 100_000, seed=1)
 
         def fail(phase: Phase, name: str, offset_bytes: int) -> None:
             if phase is Phase.RETIRE:
@@ -223,7 +223,7 @@ def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) ->
     nvme.rmdir()
     with mounted("ext4", nvme), TierManager(configuration) as manager:
         if has_files:
-            place_file(manager, "file", 1000, seed=1, tier="nvme")
+            create_file(manager, "file", 1000, seed=1, tier="nvme")
     for repair in (False, True):
         with TierManager(configuration) as manager:
             assert "is its file system mounted" in manager.status()[0].absent
@@ -233,7 +233,7 @@ def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) ->
     (nvme / ".gdrkit-tiers").mkdir()
     with TierManager(configuration) as manager:
         assert not manager.status()[0].absent
-        assert place_file(manager, "other", 1000, seed=2, tier="nvme") == contents(manager, "other")
+        assert create_file(manager, "other", 1000, seed=2, tier="nvme") == contents(manager, "other")
 
 
 @ON_EXT4
@@ -243,7 +243,7 @@ def test_files_of_an_unmounted_tier_are_not_missing(tmp_path: Path) -> None:
     with mounted("ext4", tmp_path / "disk"):
         mounted_tier = replace(configuration, tiers=(replace(fastest, directory=tmp_path / "disk"), *others))
         with TierManager(mounted_tier) as manager:
-            data = place_file(manager, "file", 1000, seed=1, tier="nvme")
+            data = create_file(manager, "file", 1000, seed=1, tier="nvme")
             manager.pin("file")
         # An unmounted file system leaves the empty folder of its mount point.
         unmounted_tier = replace(configuration, tiers=(replace(fastest, directory=tmp_path / "nvme"), *others))

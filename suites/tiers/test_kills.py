@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.mounts import mounted
-from support.tier_campaign import PHASES, Campaign, Mover
+from support.tier_campaign import PHASES, Mover, TierCampaign
 from support.tier_world import NAMES, configuration_of
 
 from gdrkit.harness.needs import host, needs
@@ -42,10 +42,10 @@ def test_killed_migration_loses_no_byte(
             stack.enter_context(mounted(file_system, tmp_path / NAMES[0]))
             stack.enter_context(mounted(file_system, tmp_path / NAMES[1]))
         mover = stack.enter_context(Mover())
-        campaign = Campaign(configuration_of(tmp_path), mover, seed=seed)
+        campaign = TierCampaign(configuration_of(tmp_path), mover, seed=seed)
         campaign.run(KILLS)
     evidence["hits"] = campaign.hits
-    evidence["killed_from_outside_before_the_end"] = campaign.before
+    evidence["killed_from_outside_before_the_end"] = campaign.killed_in_time
     with capsys.disabled():
         print(f"\n  {file_system}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - for the log.
     assert min(campaign.hits.values()) >= KILLS // len(PHASES)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import contents, place_file
+from support.tier_world import contents, create_file
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError, Reason
@@ -39,7 +39,7 @@ def failed_move(manager: TierManager, name: str, to: str, **options: object) -> 
 @pytest.mark.parametrize("length_bytes", [0, 1, 4 * KIB, 4 * MIB, 4 * MIB + 1, 9 * MIB + 5])
 def test_migrated_file_has_the_same_bytes(manager: TierManager, length_bytes: int) -> None:
     """A file that has moved to another tier has every byte, and no other tier has the file."""
-    data = place_file(manager, "a/b/file", length_bytes, seed=1)
+    data = create_file(manager, "a/b/file", length_bytes, seed=1)
     manager.move("a/b/file", "nvme")
     assert contents(manager, "a/b/file") == data
     assert at(manager.configuration, "nvme", "a/b/file").read_bytes() == data
@@ -47,7 +47,7 @@ def test_migrated_file_has_the_same_bytes(manager: TierManager, length_bytes: in
 
 
 def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 100, seed=1)
+    create_file(manager, "file", 100, seed=1)
     path = at(configuration, "hdd", "file")
     path.chmod(0o2641)
     os.utime(path, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
@@ -62,14 +62,14 @@ def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Conf
 
 
 def test_mode_of_a_folder_is_kept(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "private/file", 100, seed=1)
+    create_file(manager, "private/file", 100, seed=1)
     at(configuration, "hdd", "private").chmod(0o711)
     manager.move("private/file", "ssd")
     assert at(configuration, "ssd", "private").stat().st_mode & 0o7777 == 0o711
 
 
 def test_extended_attributes_are_kept(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 100, seed=1)
+    create_file(manager, "file", 100, seed=1)
     path = at(configuration, "hdd", "file")
     os.setxattr(path, "user.origin", b"\0\xff bytes")
     os.setxattr(path, "user.empty", b"")
@@ -95,7 +95,7 @@ def test_holes_stay_holes(manager: TierManager, configuration: Configuration) ->
 
 
 def test_file_with_two_hard_links_stays(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 100, seed=1)
+    create_file(manager, "file", 100, seed=1)
     at(configuration, "hdd", "second").hardlink_to(at(configuration, "hdd", "file"))
     manager.check(repair=True)
     error = failed_move(manager, "file", "nvme")
@@ -107,7 +107,7 @@ def test_file_with_two_hard_links_stays(manager: TierManager, configuration: Con
 
 
 def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 100, seed=1)
+    create_file(manager, "file", 100, seed=1)
 
     def link(phase: Phase, name: str, offset_bytes: int) -> None:
         if phase is Phase.VERIFY and offset_bytes == 0:
@@ -122,7 +122,7 @@ def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuratio
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_in_any_phase_leaves_the_file_in_its_tier(manager: TierManager, phase: Phase) -> None:
-    place_file(manager, "folder/file", 100_000, seed=1)
+    create_file(manager, "folder/file", 100_000, seed=1)
 
     def fail(reached: Phase, name: str, offset_bytes: int) -> None:
         if reached is phase:
@@ -133,7 +133,7 @@ def test_failure_in_any_phase_leaves_the_file_in_its_tier(manager: TierManager, 
 
 @pytest.mark.parametrize("phase", [Phase.COPY, Phase.VERIFY, Phase.RENAME, Phase.RETIRE, Phase.CATALOGUE, Phase.REMOVE])
 def test_open_for_writing_ends_the_migration(manager: TierManager, configuration: Configuration, phase: Phase) -> None:
-    place_file(manager, "file", 100_000, seed=1)
+    create_file(manager, "file", 100_000, seed=1)
     before = at(configuration, "hdd", "file").stat().st_ctime_ns
     seen: list[Phase] = []
 
@@ -159,7 +159,7 @@ def test_last_check_finds_that_the_copy_is_gone(
     manager: TierManager, configuration: Configuration, phase: Phase
 ) -> None:
     """The old file is removed only if the copy has its name at that moment (issue 15, D)."""
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     seen: list[Phase] = []
 
     def remove(reached: Phase, name: str, offset_bytes: int) -> None:
@@ -178,7 +178,7 @@ def test_last_check_finds_that_the_copy_is_gone(
 
 
 def test_file_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
     with at(configuration, "hdd", "file").open("r+b", buffering=0) as other:
         assert failed_move(manager, "file", "nvme").reason is Reason.BUSY
         other.write(b"new")
@@ -189,7 +189,7 @@ def test_file_open_for_writing_stays(manager: TierManager, configuration: Config
 def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
     import mmap
 
-    data = place_file(manager, "file", 4096, seed=1)
+    data = create_file(manager, "file", 4096, seed=1)
     with at(configuration, "hdd", "file").open("r+b") as other:
         mapped = mmap.mmap(other.fileno(), 4096)
     # The descriptor is closed, and the mapping still exists.
@@ -201,7 +201,7 @@ def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration
 
 
 def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     draft = at(configuration, "hdd", "draft")
     draft.write_bytes(b"saved by rename")
 
@@ -217,7 +217,7 @@ def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, conf
 
 
 def test_open_file_stays_readable_after_migrations(manager: TierManager) -> None:
-    data = place_file(manager, "file", 100_000, seed=1)
+    data = create_file(manager, "file", 100_000, seed=1)
     with manager.open("file") as before:
         manager.move("file", "nvme")
         manager.move("file", "ssd")
@@ -226,7 +226,7 @@ def test_open_file_stays_readable_after_migrations(manager: TierManager) -> None
 
 
 def test_reader_finds_the_file_in_every_phase(manager: TierManager) -> None:
-    data = place_file(manager, "file", 100_000, seed=1)
+    data = create_file(manager, "file", 100_000, seed=1)
     seen = []
 
     def read(phase: Phase, name: str, offset_bytes: int) -> None:
@@ -245,7 +245,7 @@ def test_migration_to_a_full_tier_is_refused(configuration: Configuration) -> No
     small = replace(configuration.tiers[0], capacity_bytes=64 * KIB)
     with TierManager(replace(configuration, tiers=(small, *configuration.tiers[1:]))) as manager:
         for name in ("first", "second"):
-            place_file(manager, name, 40 * KIB, seed=1)
+            create_file(manager, name, 40 * KIB, seed=1)
         manager.move("first", "nvme")
         assert failed_move(manager, "second", "nvme").reason is Reason.NO_SPACE
 
@@ -263,8 +263,8 @@ def test_attributes_without_support_refuse_the_migration(tmp_path: Path) -> None
         configuration = configuration_of(tmp_path)
         on_fuse = replace(configuration.tiers[0], directory=fuse.mount)
         with TierManager(replace(configuration, tiers=(on_fuse, *configuration.tiers[1:]))) as manager:
-            place_file(manager, "plain", 100, seed=1)
-            place_file(manager, "labelled", 100, seed=2)
+            create_file(manager, "plain", 100, seed=1)
+            create_file(manager, "labelled", 100, seed=2)
             os.setxattr(at(configuration, "hdd", "labelled"), "user.label", b"here")
             manager.move("plain", "nvme")
             error = failed_move(manager, "labelled", "nvme")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.system_calls import SystemCall, run_observed
-from support.tier_world import contents, place_file, wrong
+from support.tier_world import contents, create_file, unrepaired
 
 from gdrkit.errors import Api, ApiError, DataMismatch, GdrkitError, Reason
 from gdrkit.tiers import Phase
@@ -52,14 +52,14 @@ def fail() -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 5000])
 def test_move_returns_the_allocated_bytes(manager: TierManager, hdd: Path, size_bytes: int) -> None:
-    place_file(manager, "file", size_bytes, seed=1)
+    create_file(manager, "file", size_bytes, seed=1)
     allocated_bytes = (hdd / "file").stat().st_blocks * 512
     assert manager.move("file", "nvme") == allocated_bytes
     assert manager.move("file", "nvme") == 0
 
 
 def test_locks_of_a_migration(manager: TierManager, hdd: Path, nvme: Path) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     locks: list[tuple[str, int]] = []
 
     def record(call: SystemCall) -> None:
@@ -78,14 +78,14 @@ def test_locks_of_a_migration(manager: TierManager, hdd: Path, nvme: Path) -> No
 
 
 def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path, nvme: Path) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
     (hdd / "file").rename(hdd.parent / "ssd" / "file")
     manager.move("file", "nvme")
     assert (nvme / "file").read_bytes() == data
 
 
 def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
 
     def spoil() -> None:
         (copy,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
@@ -104,19 +104,19 @@ def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path)
 def test_failure_after_the_removal_notes_the_new_tier(
     manager: TierManager, hdd: Path, nvme: Path, phase: Phase
 ) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
     error = failed_move(manager, phase, fail)
     assert error.__notes__ == ["the migration has moved 'file' to nvme nevertheless"]
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
     manager.check(repair=True)
-    assert not wrong(manager.check())
+    assert not unrepaired(manager.check())
     assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
 
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Phase) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     error = failed_move(manager, phase, fail)
     assert isinstance(error, ApiError)
     assert not hasattr(error, "__notes__")
@@ -130,7 +130,7 @@ def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Pha
 
 
 def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     for name in ("second", "third"):
         (hdd / name).hardlink_to(hdd / "file")
     with pytest.raises(ApiError) as raised:
@@ -144,7 +144,7 @@ def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> Non
 
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
 def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, phase: Phase) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     error = failed_move(manager, phase, (nvme / "file").unlink)
     assert isinstance(error, ApiError)
     assert (error.operation, error.errno, error.arguments) == (
@@ -155,7 +155,7 @@ def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, ph
 
 
 def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: Path, nvme: Path) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
 
     def replace() -> None:
         (hdd / "file").rename(hdd / "other")
@@ -170,7 +170,7 @@ def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: P
 
 
 def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Path, nvme: Path) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
 
     def replace() -> None:
         (nvme / "file").rename(nvme / "elsewhere")

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import contents, place_file
+from support.tier_world import contents, create_file
 
 from gdrkit.errors import ApiError, Reason, UsageError
 from gdrkit.tiers import FindingKind, Phase
@@ -45,7 +45,7 @@ def test_invalid_name_is_refused(manager: TierManager, name: str, mode: str) -> 
     "name", ["a", "a b", "...", ".hidden", "ä/ö", "line\nbreak", os.fsdecode(b"\xff\xfe"), "x" * 255]
 )
 def test_unusual_name_is_accepted(manager: TierManager, name: str) -> None:
-    data = place_file(manager, name, 100, seed=1)
+    data = create_file(manager, name, 100, seed=1)
     manager.move(name, "nvme")
     assert contents(manager, name) == data
     assert not manager.check()
@@ -80,8 +80,8 @@ def test_symbolic_link_is_not_followed(
 def test_folder_replaced_by_a_link_is_not_followed(
     manager: TierManager, configuration: Configuration, outside: Path, phase: Phase, tier: str
 ) -> None:
-    data = place_file(manager, "folder/file", 1000, seed=1)
-    place_file(manager, "folder/other", 1000, seed=2, tier="nvme")
+    data = create_file(manager, "folder/file", 1000, seed=1)
+    create_file(manager, "folder/other", 1000, seed=2, tier="nvme")
     folder = configuration.tier(tier).directory / "folder"
 
     def swap(reached: Phase, name: str, offset_bytes: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import configuration_of, place_file
+from support.tier_world import configuration_of, create_file
 
 from gdrkit.serialization import to_json_data
 from gdrkit.tiers import Configuration, TierManager
@@ -157,7 +157,7 @@ def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> No
     now = [1_800_000_000.0]
     with TierManager(configuration, clock=lambda: now[0]) as manager:
         for name, accesses in (("hot", 100), ("warm", 10), ("cold", 9)):
-            place_file(manager, name, 1000, seed=1)
+            create_file(manager, name, 1000, seed=1)
             for _ in range(accesses - 1):
                 manager.open(name).close()
         result = manager.migrate()
@@ -173,7 +173,7 @@ def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> No
 
 
 def test_plan_moves_nothing(manager: TierManager) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     for _ in range(99):
         manager.open("file").close()
     with manager.plan() as plan:
@@ -186,7 +186,7 @@ def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
     full = (replace(configuration.tiers[0], capacity_bytes=KIB), *configuration.tiers[1:])
     with TierManager(replace(configuration, tiers=full)) as manager:
         for name, size_bytes, accesses in (("warm", 4 * KIB, 20), ("hot", 4 * KIB, 200), ("pinned", 8 * KIB, 1)):
-            place_file(manager, name, size_bytes, seed=1)
+            create_file(manager, name, size_bytes, seed=1)
             for _ in range(accesses):
                 manager.open(name).close()
         manager.pin("pinned", "ssd")
@@ -207,9 +207,9 @@ def test_moves_down_come_before_moves_up(tmp_path: Path) -> None:
         configuration.tiers[2],
     )
     with TierManager(replace(configuration, tiers=small)) as manager:
-        place_file(manager, "was hot", 64 * KIB, seed=1, tier="nvme")
-        place_file(manager, "was warm", 64 * KIB, seed=2, tier="ssd")
-        place_file(manager, "is hot", 64 * KIB, seed=3)
+        create_file(manager, "was hot", 64 * KIB, seed=1, tier="nvme")
+        create_file(manager, "was warm", 64 * KIB, seed=2, tier="ssd")
+        create_file(manager, "is hot", 64 * KIB, seed=3)
         for name, accesses in (("is hot", 200), ("was hot", 20)):
             for _ in range(accesses):
                 manager.open(name).close()
@@ -219,7 +219,7 @@ def test_moves_down_come_before_moves_up(tmp_path: Path) -> None:
 
 
 def test_pin_overrides_the_policy(manager: TierManager) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     assert manager.pin("file", "nvme") == "nvme"
     assert manager.migrate().moved == 1
     assert manager.migrate().moved == 0
@@ -231,7 +231,7 @@ def test_pin_overrides_the_policy(manager: TierManager) -> None:
 
 def test_file_that_cannot_move_does_not_stop_the_others(manager: TierManager) -> None:
     for name in ("first", "second"):
-        place_file(manager, name, 1000, seed=1)
+        create_file(manager, name, 1000, seed=1)
         manager.pin(name, "nvme")
     with manager.open("first", "r+"):
         result = manager.migrate()
@@ -242,7 +242,7 @@ def test_file_that_cannot_move_does_not_stop_the_others(manager: TierManager) ->
 def test_new_file_is_created_in_the_landing_tier(tmp_path: Path) -> None:
     configuration = configuration_of(tmp_path, landing="ssd")
     with TierManager(configuration) as manager:
-        place_file(manager, "file", 100, seed=1)
+        create_file(manager, "file", 100, seed=1)
         assert manager.find("file").tier == "ssd"
     # If the landing tier is full, the file is created in the next slower one.
     nvme, ssd, hdd = configuration.tiers

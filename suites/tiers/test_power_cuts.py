@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.kill_world import is_stopped, until
 from support.mounts import mounted, power_cut
+from support.processes import is_stopped, wait_until
 from support.tier_campaign import Mover
-from support.tier_world import NAMES, configuration_of, expect, place_file
+from support.tier_world import NAMES, check_tiers, configuration_of, create_file
 
 from gdrkit.harness.needs import host, needs
 from gdrkit.tiers import Configuration, Phase, TierManager
@@ -53,10 +53,10 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, kind: str, complete
         for number, phase in enumerate(PHASES):
             name, source, to = f"folder-{number}/{phase.value}", *ON_DEVICES[:: 1 - 2 * (number % 2)]
             with TierManager(configuration) as manager:
-                files = {name: place_file(manager, name, 300 * KIB + number, seed=seed + number, tier=source)}
+                files = {name: create_file(manager, name, 300 * KIB + number, seed=seed + number, tier=source)}
             subprocess.run(["sync"], check=True)
             process_id = mover.start(configuration, name, to, phase=phase.value, how="stop")
-            until(
+            wait_until(
                 lambda process_id=process_id: is_stopped(process_id),  # type: ignore[misc]
                 f"the migration is stopped in {phase}",
                 timeout_s=60,
@@ -69,8 +69,8 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, kind: str, complete
             with contextlib.ExitStack() as cuts:
                 for tier in ON_DEVICES:
                     cuts.enter_context(power_cut(kind, tmp_path / tier, copies / tier))
-                expect(on_copies(configuration, copies), files)
+                check_tiers(on_copies(configuration, copies), files)
             os.kill(process_id, signal.SIGCONT)
-            assert mover.end() == 0
+            assert mover.migration_code() == 0
             with TierManager(configuration) as manager:
                 manager.remove(name)

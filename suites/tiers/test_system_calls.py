@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.system_calls import SystemCall, run_observed
-from support.tier_world import contents, place_file, wrong
+from support.tier_world import contents, create_file, unrepaired
 
 from gdrkit import evidence, pattern
 from gdrkit.errors import ApiError, Reason
@@ -40,7 +40,7 @@ def failed_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall]
     with pytest.raises(ApiError) as raised:
         run_move(manager, name, reply=reply, calls=calls)
     assert (manager.find(name).tier, contents(manager, name)) == ("hdd", data)
-    assert not wrong(manager.check())
+    assert not unrepaired(manager.check())
     assert not manager.catalogue.moves()
     return raised.value
 
@@ -65,7 +65,7 @@ def trace_of(manager: TierManager, root: Path, name: str) -> list[str]:
 
 def test_each_step_is_synced_before_the_next(manager: TierManager, configuration: Configuration) -> None:
     size = 4 * MIB + 5
-    place_file(manager, "a/file", size, seed=1)
+    create_file(manager, "a/file", size, seed=1)
     (configuration.tier("nvme").directory / "a").mkdir()
     own = ".gdrkit-tiers"
     assert trace_of(manager, configuration.catalogue.parent, "a/file") == [
@@ -93,7 +93,7 @@ def test_each_step_is_synced_before_the_next(manager: TierManager, configuration
 
 
 def test_undone_migration_is_synced(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "a/file", 1000, seed=1)
+    create_file(manager, "a/file", 1000, seed=1)
     synced: list[str] = []
 
     def fail(phase: Phase, _name: str, _offset_bytes: int) -> None:
@@ -113,7 +113,7 @@ def test_undone_migration_is_synced(manager: TierManager, configuration: Configu
 
 
 def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None:
-    place_file(manager, "file", 100 * KIB, seed=1)
+    create_file(manager, "file", 100 * KIB, seed=1)
     calls: list[tuple[str, tuple[int, ...]]] = []
 
     def record(call: SystemCall) -> None:
@@ -125,7 +125,7 @@ def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None
 
 
 def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     nvme = configuration.tier("nvme").directory
     modes = set()
     locked = []
@@ -149,8 +149,8 @@ def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configu
 
 @pytest.mark.parametrize("phase", [None, Phase.COPY, Phase.REMOVE])
 def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase | None) -> None:
-    place_file(manager, "file", 1000, seed=1)
-    place_file(manager, "before", 1000, seed=1, tier="nvme")
+    create_file(manager, "file", 1000, seed=1)
+    create_file(manager, "before", 1000, seed=1, tier="nvme")
 
     def fail(reached: Phase, _name: str, _offset_bytes: int) -> None:
         if reached is phase:
@@ -165,7 +165,7 @@ def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase 
 
 
 def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, configuration: Configuration) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
     hdd, ssd = (configuration.tier(tier).directory for tier in ("hdd", "ssd"))
 
     def move_away(call: SystemCall) -> None:
@@ -178,7 +178,7 @@ def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, co
 
 
 def test_file_replaced_before_its_lock_is_migrated(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     hdd = configuration.tier("hdd").directory
     (hdd / "new").write_bytes(b"saved by rename")
 
@@ -212,7 +212,7 @@ def is_copy(call: SystemCall) -> bool:
 def test_failed_call_on_the_copy_ends_the_migration(
     manager: TierManager, configuration: Configuration, name: str, number: int, reason: Reason
 ) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     os.setxattr(configuration.tier("hdd").directory / "file", "user.origin", b"here")
     error = failed_move(manager, "file", reply=lambda call: -number if is_copy(call) else None, calls=name)
     assert (error.errno, error.reason, error.operation) == (number, reason, "migrate")
@@ -223,7 +223,7 @@ def test_failed_call_on_the_copy_ends_the_migration(
     ("number", "moves"), [(errno.EOPNOTSUPP, True), (errno.ENOSYS, True), (errno.EIO, False), (errno.EACCES, False)]
 )
 def test_failed_listing_of_attributes(manager: TierManager, number: int, *, moves: bool) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     if moves:
         run_move(manager, "file", reply=lambda _call: -number, calls="flistxattr")
         assert manager.find("file").tier == "nvme"
@@ -232,7 +232,7 @@ def test_failed_listing_of_attributes(manager: TierManager, number: int, *, move
 
 
 def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> None:
-    data = place_file(manager, "file", 1000, seed=1)
+    data = create_file(manager, "file", 1000, seed=1)
     refused = []
 
     def refuse(call: SystemCall) -> Reply:
@@ -247,7 +247,7 @@ def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> N
 
 
 def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Configuration) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     run_move(manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown")
     assert manager.find("file").tier == "nvme"
     if os.geteuid() == 0:
@@ -262,7 +262,7 @@ def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Co
 
 
 def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
-    place_file(manager, "file", 4 * MIB + 5, seed=1)
+    create_file(manager, "file", 4 * MIB + 5, seed=1)
 
     def end(call: SystemCall) -> Reply:
         return 0 if call.path.endswith("hdd/file") and call.arguments[3] == 4 * MIB else None
@@ -275,7 +275,7 @@ def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
 @needs(host.capability("CAP_SYS_ADMIN"))
 @pytest.mark.parametrize("name", ["security.ima", "security.evm", "security.selinux"])
 def test_label_of_the_old_location_is_not_copied(manager: TierManager, configuration: Configuration, name: str) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     path = configuration.tier("hdd").directory / "file"
     os.setxattr(path, name, b"\x01" + bytes(20))
     os.setxattr(path, "user.kept", b"yes")
@@ -306,7 +306,7 @@ def test_hole_with_data_in_the_copy_is_an_error(
     assert (error.errno, error.reason, error.operation) == (errno.EIO, Reason.IO_ERROR, "read")
     assert 0 <= offset_bytes - error.arguments["offset_bytes"] < 4 * MIB  # type: ignore[operator] # a number.
     assert contents(manager, "sparse") == data
-    assert not wrong(manager.check())
+    assert not unrepaired(manager.check())
 
 
 @pytest.mark.parametrize(("number", "moves"), [(errno.EINVAL, True), (errno.EIO, False)])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import udev
-from support.tier_world import configuration_of, contents, place_file
+from support.tier_world import configuration_of, contents, create_file
 
 from gdrkit import gds, pattern
 from gdrkit.cufile import RouteState
@@ -43,7 +43,7 @@ def ignored_fallback_warnings() -> Iterator[None]:
 
 
 def test_file_is_read_into_host_memory_from_any_tier(manager: TierManager) -> None:
-    data = place_file(manager, "file", MIB + 5, seed=1)
+    data = create_file(manager, "file", MIB + 5, seed=1)
     for tier in ("hdd", "nvme", "ssd"):
         manager.move("file", tier)
         memory = bytearray(MIB + 5)
@@ -64,7 +64,7 @@ def test_write_creates_a_file(manager: TierManager) -> None:
 
 
 def test_transfers_count_as_accesses(manager: TierManager) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     for _ in range(99):
         manager.read_into("file", bytearray(1000))
     assert manager.migrate().moved == 1
@@ -72,7 +72,7 @@ def test_transfers_count_as_accesses(manager: TierManager) -> None:
 
 
 def test_file_that_moves_during_a_read_is_read_completely(manager: TierManager) -> None:
-    data = place_file(manager, "file", MIB, seed=1)
+    data = create_file(manager, "file", MIB, seed=1)
     memory = bytearray(MIB)
     with manager.open("file") as file:
         file.read_into(memory, length_bytes=1000)
@@ -82,7 +82,7 @@ def test_file_that_moves_during_a_read_is_read_completely(manager: TierManager) 
 
 
 def test_write_to_a_file_opened_for_reading_is_refused(manager: TierManager) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     with manager.open("file") as file, pytest.raises(UsageError):
         file.write_from(b"x")
 
@@ -94,7 +94,7 @@ def test_read_of_a_missing_file_is_enoent(manager: TierManager) -> None:
 
 
 def test_tier_without_device_transfers_is_unproven(manager: TierManager) -> None:
-    place_file(manager, "file", 1000, seed=1)
+    create_file(manager, "file", 1000, seed=1)
     manager.read_into("file", bytearray(1000))
     assert {tier.route.state for tier in manager.status()} == {RouteState.UNPROVEN}
 
@@ -104,7 +104,7 @@ def test_tier_without_device_transfers_is_unproven(manager: TierManager) -> None
 @pytest.mark.usefixtures("ignored_fallback_warnings")
 def test_route_to_device_memory_is_reported(manager: TierManager, device: Device, evidence: Evidence) -> None:
     """A file of a tier is read into device memory and written back, and the tier reports the route of its bytes."""
-    data = place_file(manager, "file", MIB, seed=1, tier="nvme")
+    data = create_file(manager, "file", MIB, seed=1, tier="nvme")
     with device.allocate(MIB) as memory:
         result = manager.read_into("file", memory)
         assert memory.read() == data
@@ -124,7 +124,7 @@ def test_route_to_device_memory_is_reported(manager: TierManager, device: Device
 @needs(cuda.device())
 @pytest.mark.usefixtures("ignored_fallback_warnings")
 def test_required_direct_route_is_direct_or_an_error(manager: TierManager, device: Device) -> None:
-    place_file(manager, "file", MIB, seed=1)
+    create_file(manager, "file", MIB, seed=1)
     with device.allocate(MIB) as memory, contextlib.ExitStack() as stack:
         reasons = stack.enter_context(_error_reasons())
         result = manager.read_into("file", memory, direct="required")
@@ -136,7 +136,7 @@ def test_required_direct_route_is_direct_or_an_error(manager: TierManager, devic
 @pytest.mark.usefixtures("ignored_fallback_warnings")
 def test_file_outlives_its_manager(configuration: Configuration, device: Device) -> None:
     with TierManager(configuration) as manager:
-        data = place_file(manager, "file", MIB, seed=1)
+        data = create_file(manager, "file", MIB, seed=1)
         file = manager.open("file")
     with file, device.allocate(MIB) as memory:
         assert file.read_into(memory).bytes == MIB

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.kill_world import until
 from support.other_user import open_folder, run_program
+from support.processes import wait_until
+from support.python_child import suites_environ
 from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, shared_memory
 
 from gdrkit import pattern
@@ -22,12 +22,14 @@ from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = needs(verbs.nic())
 
 CLIENT = """
 import os, sys
 from pathlib import Path
+from support.python_child import suites_environ
 from support.raw_usrbio import RawClient, RawIov, RawRing
 mount = Path(sys.argv[1])
 client, iov, ring = RawClient(mount), RawIov(1 << 20), RawRing(32, for_read=True)
@@ -41,7 +43,6 @@ for _ in range(1 << 30):
     ring.submit()
     ring.wait(16)
 """
-SUITES = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -56,12 +57,11 @@ def links(mount: Path) -> set[str]:
 
 @contextlib.contextmanager
 def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
-    path = os.pathsep.join([str(SUITES), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(mount)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=suites_environ(),
     ) as process:
         assert process.stdout is not None
         try:
@@ -78,7 +78,7 @@ def test_killed_client_leaves_nothing(mount: Path) -> None:
             memory = shared_memory(mount)
             client.kill()
             client.wait()
-            until(lambda: not links(mount), "the links of the killed client are removed", timeout_s=60)
+            wait_until(lambda: not links(mount), "the links of the killed client are removed", timeout_s=60)
         assert {path for path in memory if path.exists()} == shared_memory(mount)
         assert list((mount / "3fs-virt" / "publications").iterdir()) == []
         assert agent.terminate() == 0, agent.errors
@@ -137,7 +137,7 @@ def test_killed_server_is_started_again(mount: Path, seed: int) -> None:
             results.append(result)
             return result == MIB and -errno.EREMOTEIO in results
 
-        until(is_served_again, "a new server serves the ring", timeout_s=60)
+        wait_until(is_served_again, "a new server serves the ring", timeout_s=60)
         pattern.check(iov.memory[:], seed=seed)
         assert agent.terminate() == 0, agent.errors
         assert agent.statistics["session_renewals"] == 1
@@ -166,6 +166,7 @@ def test_other_user_is_refused_by_the_agent() -> None:
 OTHER_USER = """
 import sys
 from pathlib import Path
+from support.python_child import suites_environ
 from support.raw_usrbio import RawClient, Refusal
 from support.other_user import become_unprivileged
 become_unprivileged()
@@ -219,7 +220,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
             assert result in {4096, -errno.EREMOTEIO}
             return result == 4096
 
-        until(is_served_again, "a new server serves the ring", timeout_s=60)
+        wait_until(is_served_again, "a new server serves the ring", timeout_s=60)
         assert iov.memory[:4096] == pattern.payload(MIB, seed=seed)[4096:8192]
         assert iov.memory[4096:] == b"\xee" * (MIB - 4096)
         assert agent.server_process_id() != server

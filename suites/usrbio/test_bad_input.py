@@ -17,14 +17,14 @@ import sys
 import uuid
 from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.fuzz_messages import changed_messages
-from support.kill_world import HungError, descriptors, until
+from support.fuzz import changed_inputs, run_fuzzer
 from support.other_user import open_folder, run_program
+from support.processes import HungError, open_files, wait_until
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
+from usrbio.fuzz_messages import TARGET
 
 from gdrkit import pattern, usrbio
 from gdrkit.errors import UsageError
@@ -34,13 +34,13 @@ from gdrkit.usrbio._library import library_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from gdrkit.usrbio.native_types import Ioring, Iovec
 
 pytestmark = needs(verbs.nic())
 
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
-SUITES = Path(__file__).resolve().parents[1]
 ENTRIES = 8
 READ, WRITE = True, False
 TIMEOUT = timedelta(seconds=10)
@@ -264,7 +264,7 @@ def test_refused_publication_closes_its_descriptors(agent: AgentProcess, target:
     with opened(agent.mount / "file", registered=False) as fd, RawClient(agent.mount) as client:
         with pytest.raises(Refusal, check=lambda error: error.errno == errno.EINVAL):
             client.publish(f"{uuid.uuid4()}.gdr.d0", target, bytes(384), [fd])
-        assert str(agent.mount / "file") not in descriptors(agent.process.pid)
+        assert str(agent.mount / "file") not in open_files(agent.process.pid)
 
 
 def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: int) -> None:
@@ -274,8 +274,8 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
         for number in range(2 * ENTRIES):
             writer.prepare(iov[:KIB], WRITE, fd, number * KIB)
             assert results_of(writer) == [KIB]
-        before = Counter(descriptors(pid))
-        for data in changed_messages(rng, 500):
+        before = Counter(open_files(pid))
+        for data in changed_inputs(TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
                 peer.send(data, [fd] * rng.randrange(4))
                 # Some peers wait for the reply, others close the connection at once.
@@ -288,9 +288,9 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
             writer.prepare(iov[:], WRITE, fd, 0)
             assert results_of(writer) == [MIB]
         try:
-            until(lambda: Counter(descriptors(pid)) == before, "the agent has closed its descriptors", timeout_s=60)
+            wait_until(lambda: Counter(open_files(pid)) == before, "the agent has closed its descriptors", timeout_s=60)
         except HungError as error:
-            after = Counter(descriptors(pid))
+            after = Counter(open_files(pid))
             error.add_note(f"more: {after - before}, less: {before - after}")
             raise
 
@@ -298,8 +298,4 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
 @pytest.mark.timeout(FUZZ_S + 120)
 def test_message_fuzzer_finds_nothing() -> None:
     """The fuzzer runs for GDRKIT_FUZZ_S seconds."""
-    command = [sys.executable, str(SUITES / "support" / "fuzz_messages.py"), "--seconds", str(FUZZ_S)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=FUZZ_S + 100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "changed messages" in done.stdout
-    print(done.stdout.splitlines()[-1])  # noqa: T201 - it names the fuzzer and the number of its inputs.
+    print(run_fuzzer("usrbio.fuzz_messages", seconds=FUZZ_S))  # noqa: T201 - the number of inputs.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.application import Application
-from support.borrower import Borrower
-from support.kill_world import until
+from support.processes import wait_until
 from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory
+from usrbio.borrower import Borrower
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, needs, verbs
@@ -56,7 +56,7 @@ def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionIn
 def wait_for_links(mount: Path, count: int) -> None:
     """Wait until the agent has removed the links of clients that have ended."""
     folder = mount / "3fs-virt" / "iovs"
-    until(lambda: len(list(folder.iterdir())) == count, f"the mount has {count} links", timeout_s=60)
+    wait_until(lambda: len(list(folder.iterdir())) == count, f"the mount has {count} links", timeout_s=60)
 
 
 class Owner:
@@ -75,16 +75,16 @@ def test_owner_and_borrower_use_memory_until_the_owner_ends(agent: AgentProcess,
     with contextlib.ExitStack() as stack:
         stack.callback(owner.application.close)
         other = stack.enter_context(Borrower(agent.mount, agent.mount / "file"))
-        assert other.ask(*owner.command) == 0
+        assert other.call(*owner.command) == 0
         owner.application.fill(0xA5)
-        assert other.ask("read", 4097, 2 * MIB) == 2 * MIB
+        assert other.call("read", 4097, 2 * MIB) == 2 * MIB
         owner.application.check(4097, 2 * MIB, seed=seed, file_offset=4097)
         assert owner.application.peek(0, 4097) == b"\xa5" * 4097
         assert owner.application.peek(4097 + 2 * MIB, 64) == b"\xa5" * 64
         owner.application.close()
-        assert other.ask("read", 0, 4096) == -errno.EACCES
-        assert other.ask("close") == 0
-        other.end()
+        assert other.call("read", 0, 4096) == -errno.EACCES
+        assert other.call("close") == 0
+        other.close()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -97,11 +97,11 @@ def test_end_of_a_borrower_does_not_affect_the_owner(agent: AgentProcess, method
         for dies in (False, True):
             with Borrower(agent.mount, agent.mount / "file") as other:
                 for _ in range(2):
-                    assert other.ask(*owner.command) == 0
-                assert other.ask("close") == 0
-                assert other.ask("read", 1, 64 * KIB) == 64 * KIB
+                    assert other.call(*owner.command) == 0
+                assert other.call("close") == 0
+                assert other.call("read", 1, 64 * KIB) == 64 * KIB
                 if not dies:
-                    other.end()
+                    other.close()
             wait_for_links(agent.mount, links)
             owner.application.fill(0)
             assert owner.application.read((fd, 5, 5, MIB)) == [MIB]
@@ -194,7 +194,7 @@ def test_unpublish_or_end_of_the_owner_ends_the_borrowing(two: TwoClients) -> No
     two.borrow(two.other)
     assert two.read() == 4096
     two.owner.close()
-    until(lambda: two.read() == -errno.EACCES, "the iov of an ended owner is not borrowed any more", timeout_s=60)
+    wait_until(lambda: two.read() == -errno.EACCES, "the iov of an ended owner is not borrowed any more", timeout_s=60)
 
 
 def test_client_of_another_user_cannot_borrow() -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.application import KINDS, Application
-from support.kill_world import until
 from support.other_user import open_folder, run_program
+from support.processes import wait_until
 from support.raw_usrbio import AgentProcess
 from support.storage import serving
 
@@ -187,7 +187,7 @@ os._exit(0)
         process.kill()
         process.wait()
     # The agent removes the link some time after the end of the process.
-    until(lambda: not link.is_symlink(), "the link of the killed process is removed", timeout_s=60)
+    wait_until(lambda: not link.is_symlink(), "the link of the killed process is removed", timeout_s=60)
 
 
 def test_submit_link_cannot_be_removed(agent: AgentProcess) -> None:

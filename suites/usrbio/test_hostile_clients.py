@@ -8,28 +8,27 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hostile_client import ATTACKS
+from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess
+from usrbio.hostile_client import ATTACKS
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(verbs.nic())
 
-SUITES = Path(__file__).resolve().parents[1]
 OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "4000"))
 # The limit suits a busy machine: each attack ends the session with the server, and a new session takes some 30 ms.
 TIMEOUT_S = 120 + OPERATIONS / 100
-WITH_SUITES = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUITES), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
@@ -38,11 +37,11 @@ def test_attack_by_shared_memory_hurts_no_other_client(
     attack: str, tmp_path: Path, seed: int, evidence: Evidence
 ) -> None:
     (tmp_path / "input").write_bytes(pattern.payload(MIB, seed=seed))
-    command = [sys.executable, "-m", "support.hostile_client", str(tmp_path), attack]
+    command = module_command("usrbio.hostile_client", tmp_path, attack)
     with (
         AgentProcess(tmp_path) as agent,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=WITH_SUITES
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=suites_environ()
         ) as attacker,
     ):
         assert attacker.stdin is not None
@@ -50,11 +49,11 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         try:
             assert attacker.stdout.readline() == "attacks\n"
             honest = subprocess.run(
-                [sys.executable, "-m", "support.honest_client", str(tmp_path), str(OPERATIONS)],
+                module_command("usrbio.verifying_client", tmp_path, OPERATIONS),
                 capture_output=True,
                 text=True,
                 check=False,
-                env=WITH_SUITES,
+                env=suites_environ(),
                 timeout=TIMEOUT_S,
             )
             output, _ = attacker.communicate(input="\n", timeout=60)

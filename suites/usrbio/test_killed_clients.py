@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from support.kill_world import descriptors, until
+from support.processes import open_files, wait_until
+from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, shared_memory
 
 from gdrkit import pattern
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-SUITES = Path(__file__).resolve().parents[1]
 KILLED = int(os.environ.get("GDRKIT_KILLED_CLIENTS", "2000"))
 # The first clients start the agent's threads, fill malloc's arenas and grow Python's tables to the size that they keep.
 WARM_UP = 200
@@ -46,7 +45,7 @@ def resident_kib(process_id: int) -> int:
 def count_resources(agent: AgentProcess) -> ResourceCounts:
     process_id = agent.process.pid
     return ResourceCounts(
-        descriptors=len(descriptors(process_id)),
+        descriptors=len(open_files(process_id)),
         threads=len(list(Path(f"/proc/{process_id}/task").iterdir())),
         shared=len(shared_memory(agent.mount)),
         links=len(list((agent.mount / "3fs-virt" / "iovs").iterdir())),
@@ -54,9 +53,8 @@ def count_resources(agent: AgentProcess) -> ResourceCounts:
 
 
 def kill_clients(agent: AgentProcess, count: int) -> None:
-    path = os.pathsep.join([str(SUITES), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "support.client_kills", str(agent.mount), str(count)]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S, env={**os.environ, "PYTHONPATH": path})
+    command = module_command("usrbio.killed_clients", agent.mount, count)
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, env=suites_environ())
 
 
 @pytest.mark.timeout(TIMEOUT_S + 120)
@@ -65,12 +63,14 @@ def test_agent_does_not_grow_by_killed_clients(tmp_path: Path, seed: int, eviden
     with AgentProcess(tmp_path) as agent:
         links = count_resources(agent).links
         kill_clients(agent, WARM_UP)
-        until(lambda: count_resources(agent).links == links, "the links of the first clients are removed", timeout_s=60)
+        wait_until(
+            lambda: count_resources(agent).links == links, "the links of the first clients are removed", timeout_s=60
+        )
         idle = count_resources(agent)
         before_kib = resident_kib(agent.process.pid)
         kill_clients(agent, KILLED)
         # The counts may be lower: in `idle`, the thread of the last client may have been about to end.
-        until(
+        wait_until(
             lambda: all(now <= before for now, before in zip(count_resources(agent), idle, strict=True)),
             "the resources of the killed clients are released",
             timeout_s=60,

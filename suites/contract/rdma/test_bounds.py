@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.loop import WAIT_MS, connected
+from contract.rdma.connected_pair import WAIT_MS, connected
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs

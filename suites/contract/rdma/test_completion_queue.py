@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.loop import WAIT_MS, connected, refused
+from contract.rdma.connected_pair import WAIT_MS, connected, refused
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB

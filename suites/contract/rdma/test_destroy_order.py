@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.plain_verbs import PlainVerbs
+from contract.rdma.ctypes_verbs import PlainVerbs
 
 from gdrkit.harness.needs import needs, verbs
 

@@ -7,8 +7,8 @@ import mmap
 from typing import TYPE_CHECKING
 
 import pytest
-from support.loop import ALL_ACCESS, WAIT_MS, connected, refused
-from support.raw_verbs import register
+from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connected, refused
+from contract.rdma.raw_queue_pair import register
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -28,7 +28,7 @@ UNKNOWN_ACCESS = 1 << 19  # It is unknown, and not one of the optional bits 20 t
 @pytest.fixture
 def pages() -> Iterator[int]:
     """Yield the address of four pages, the last of which is unmapped."""
-    from support.pages import mapped_pages
+    from contract.rdma.mapped_pages import mapped_pages
 
     with mapped_pages(4, unmapped_from=3) as address:
         yield address
@@ -62,7 +62,7 @@ def test_region_survives_deregistration_of_an_overlapping_one(nic: Nic, seed: in
 
 
 def test_read_only_memory_is_registered_only_for_reading(nic: Nic) -> None:
-    from support.pages import mapped_pages
+    from contract.rdma.mapped_pages import mapped_pages
 
     with mapped_pages(1, writable=False) as address:
         with register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(Access.REMOTE_READ)):

@@ -6,8 +6,8 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.loop import ALL_ACCESS, WAIT_MS, connected, refused
-from support.raw_verbs import STEPS, Mask, RawPair, step_address, values
+from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connected, refused
+from contract.rdma.raw_queue_pair import STEPS, Mask, RawPair, step_address, values
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB

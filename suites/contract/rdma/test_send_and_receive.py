@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.loop import WAIT_MS, connected, refused, unready
+from contract.rdma.connected_pair import WAIT_MS, connected, refused, unready
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs

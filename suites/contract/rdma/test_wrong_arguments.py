@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.loop import refused
+from contract.rdma.connected_pair import refused
 
 from gdrkit import verbs as rdma
 from gdrkit.errors import Reason, UsageError

@@ -1,6 +1,6 @@
 """A client that attacks the agent of a mount, again and again, until its standard input ends.
 
-``python -m support.hostile_client MOUNT ATTACK`` prints ``attacks`` when the first round is over, and at the end
+``python -m usrbio.hostile_client MOUNT ATTACK`` prints ``attacks`` when the first round is over, and at the end
 how many rounds there were. Each round is a new connection with new memory.
 """
 

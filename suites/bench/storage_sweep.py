@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from support.storage_speed import (
+from bench.storage_speed import (
     drop_cache,
     host_memory,
     measure,

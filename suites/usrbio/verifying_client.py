@@ -1,6 +1,6 @@
 """An application that writes and reads back through rings while others attack its agent.
 
-``python -m support.honest_client MOUNT OPERATIONS`` prints one JSON object: how many operations there were,
+``python -m usrbio.verifying_client MOUNT OPERATIONS`` prints one JSON object: how many operations there were,
 how many failed with which errno, and how many bytes read were not those written.
 """
 

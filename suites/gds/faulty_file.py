@@ -1,7 +1,7 @@
 # ruff: noqa: ARG002 - libfuse says more than a file system of one file wants to know.
 """A small file system whose one file fails, ends early or waits where it is told to; a process of its own.
 
-    python -m support.unruly_files MOUNT LENGTH SEED
+    python -m gds.faulty_file MOUNT LENGTH SEED
 
 The file `data` has LENGTH bytes of the pattern. On standard input come lines: ``eio OFFSET`` (the byte at OFFSET can
 neither be read nor written), ``end OFFSET`` (the file ends there from now on, whatever its size was said to be),
@@ -41,7 +41,7 @@ class UnrulyFiles:
         self.path = mount / "data"
         path = os.pathsep.join(filter(None, (str(_SUITES), os.environ.get("PYTHONPATH", ""))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.unruly_files", str(mount), str(length_bytes), str(seed)],
+            [sys.executable, "-m", "gds.faulty_file", str(mount), str(length_bytes), str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # What is read ahead of a line is not seen by select.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.machines import ACS_REDIRECT, GPU, NIC, SWITCH_PORT, config
+from inventory.healthy_machine import ACS_REDIRECT, GPU, NIC, SWITCH_PORT, config
 
 from gdrkit.errors import Reason
 from gdrkit.host import GpuLink, NvmlFacts
@@ -49,7 +49,7 @@ def _failed(reason: Reason, status: int | None = None) -> dict[str, Observation]
     return {"driver_open": Observation("driver_open", failure=failure)}
 
 
-# By the code of the rule, and a name: the arguments of support.machines.machine.
+# By the code of the rule, and a name: the arguments of inventory.healthy_machine.machine.
 FAILING: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "every way refused"): {"ways": (), "files": _NO_PEER_MEMORY},
     ("peermem-symbols", "refused by the kernel"): {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.kill_world import until
+from support.processes import wait_until
 
 from gdrkit.verbs import Direction
 
@@ -86,7 +86,7 @@ def measure(
     command += ["-u", "18"]
     command += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
     with _running(command) as passive:
-        until(lambda: passive.poll() is not None or _listens(port), "perftest to wait for its peer")
+        wait_until(lambda: passive.poll() is not None or _listens(port), "perftest to wait for its peer")
         begin = time.monotonic()
         with _running([*command, "127.0.0.1"]) as active:
             said, _ = active.communicate(timeout=_LIMIT_S)

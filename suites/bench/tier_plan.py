@@ -1,6 +1,6 @@
-"""What the policy needs for a catalogue of many files: ``python tier_plan.py FOLDER FILES ROUNDS`` prints JSON.
+"""Time and memory of a migration plan for many files: ``python -m bench.tier_plan FOLDER FILES ROUNDS`` prints JSON.
 
-A process of its own, so that its peak of memory is that of the policy.
+The plan is made in its own process, so that the peak memory of the process is that of the plan.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ __all__ = ["main"]
 _SIZES_BYTES = (4096, 1 << 20, 1 << 30)
 
 
-def _rows(count: int, at: float) -> Iterator[tuple[object, ...]]:
-    """Files of all sizes in all tiers, most of them cold; one in a hundred pinned, one in a hundred with two names."""
+def _rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
+    """Yield rows of the catalogue: files of all sizes in all tiers, most of them cold.
+
+    One in a hundred is pinned to a tier, and one in a hundred has two names.
+    """
     chance = random.Random(count)
     for number in range(count):
-        score = score_of(chance.paretovariate(0.5), at=at - chance.uniform(0, 8))
-        size, pin = chance.choice(_SIZES_BYTES), chance.randrange(100)
-        pinned = chance.choice(NAMES) if pin == 0 else None
+        score = score_of(chance.paretovariate(0.5), at=now - chance.uniform(0, 8))
+        size, percent = chance.choice(_SIZES_BYTES), chance.randrange(100)
+        pinned = chance.choice(NAMES) if percent == 0 else None
         name = f"folder-{number % 1000}/file-{number}".encode()
-        yield name, chance.choice(NAMES), size, size, 2 if pin == 1 else 1, score, 1, pinned
+        yield name, chance.choice(NAMES), size, size, 2 if percent == 1 else 1, score, 1, pinned
 
 
 def _peak_mib() -> float:
@@ -44,29 +47,28 @@ def _peak_mib() -> float:
 
 
 def main() -> None:
-    """Fill a catalogue, and plan again and again."""
+    """Fill a catalogue, plan several times, and print what the plans took."""
     folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     with TierManager(configuration_of(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
         with manager.catalogue.write_transaction("fill") as connection:
             rows = _rows(count, manager.catalogue.now())
             connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
-        # Room for a tenth, a third, all.
+        # The tiers have room for a tenth of the files, for a third, and for all.
         total = sum(each.allocated_bytes for each in manager.catalogue.totals().values())
-        places = [
-            TierLimits(name, least, int(total * part))
-            for name, least, part in zip(NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
+        limits = [
+            TierLimits(name, accesses_min, int(total * part))
+            for name, accesses_min, part in zip(NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
         ]
         seconds, processor_s, moves = [], [], 0
         for _ in range(rounds):
             begin, processor = time.perf_counter(), time.process_time()
-            with MigrationPlan(manager.catalogue, places, hysteresis=0.1) as plan:
+            with MigrationPlan(manager.catalogue, limits, hysteresis=0.1) as plan:
                 seconds.append(time.perf_counter() - begin)
                 processor_s.append(time.process_time() - processor)
                 assert plan.considered == count
                 moves = plan.count
-    said = {"seconds": seconds, "processor_s": processor_s, "moves": moves, "peak_mib": _peak_mib()}
-    print(json.dumps(said))  # noqa: T201 - the answer.
+    print(json.dumps({"seconds": seconds, "processor_s": processor_s, "moves": moves, "peak_mib": _peak_mib()}))  # noqa: T201
 
 
 if __name__ == "__main__":

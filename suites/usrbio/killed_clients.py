@@ -1,6 +1,6 @@
 """Clients of an agent that are killed one after the other.
 
-``python -m support.client_kills MOUNT COUNT`` forks so many clients. Each connects, publishes memory and a ring,
+``python -m usrbio.killed_clients MOUNT COUNT`` forks so many clients. Each connects, publishes memory and a ring,
 registers a file, leaves reads in flight, and kills itself with SIGKILL at a point of this sequence that its number
 decides.
 """

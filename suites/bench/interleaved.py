@@ -1,0 +1,39 @@
+"""Comparison of short calls that are measured in turn, so that the load of the machine affects all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["CallTimes", "measure_interleaved"]
+
+
+@dataclass(frozen=True)
+class CallTimes:
+    """Time of one call over all rounds, in nanoseconds."""
+
+    median: float
+    minimum: float
+
+
+def measure_interleaved(
+    calls: Mapping[str, Callable[[], object]], *, rounds_count: int, calls_count: int
+) -> dict[str, CallTimes]:
+    """Measure several calls. Each round makes each call `calls_count` times, one after the other.
+
+    A load that lasts longer than a round slows all calls. A shorter one changes single rounds, but no median. The times
+    include the loop around the calls, which is the same for each.
+    """
+    times_ns: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds_count):
+        for name, call in calls.items():
+            begin_ns = time.perf_counter_ns()
+            for _ in range(calls_count):
+                call()
+            times_ns[name].append((time.perf_counter_ns() - begin_ns) / calls_count)
+    return {name: CallTimes(statistics.median(each), min(each)) for name, each in times_ns.items()}

@@ -1,0 +1,66 @@
+"""Traps that stop a process in a named call of a twin.
+
+A trap is a rule of the twins' fault plan with ``stop=PATH``. While PATH exists, the next process that makes the call
+renames PATH to PATH.PID and stops itself by SIGSTOP.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from support.processes import WAIT_S, is_stopped, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["Traps"]
+
+
+class Traps:
+    """A fault plan of traps, and the files that arm them.
+
+    Parameters
+    ----------
+    folder : Path
+        New folder for the files.
+    calls : Mapping of str to str
+        Name of the trap for each call of the plan.
+
+    Attributes
+    ----------
+    plan : Path
+        The fault plan, for the environment variable GDRKIT_TWINS_FAULTS.
+    """
+
+    def __init__(self, folder: Path, calls: Mapping[str, str]) -> None:
+        self._folder = folder
+        folder.mkdir()
+        self.plan = folder / "plan"
+        rules = [f"{call} call=* stop={folder / trap}" for call, trap in calls.items()]
+        self.plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
+
+    def arm(self, trap: str) -> None:
+        """Have the trap stop the next process that makes one of its calls."""
+        (self._folder / trap).touch()
+
+    def disarm(self, trap: str) -> bool:
+        """Disarm the trap; return False if a process has already renamed its file and stops."""
+        try:
+            (self._folder / trap).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def has_caught(self, trap: str, process_id: int) -> bool:
+        """Return whether the trap has stopped this process. No other process may be in it."""
+        files = list(self._folder.glob(f"{trap}.*"))
+        assert all(file.suffix == f".{process_id}" for file in files), f"{files} instead of process {process_id}"
+        return bool(files) and is_stopped(process_id)
+
+    def wait_for(self, trap: str, process_id: int, *, timeout_s: float = WAIT_S) -> None:
+        """Wait until the trap has stopped this process, and remove its file."""
+        wait_until(
+            lambda: self.has_caught(trap, process_id), f"process {process_id} in trap {trap}", timeout_s=timeout_s
+        )
+        (self._folder / f"{trap}.{process_id}").unlink()

@@ -1,0 +1,260 @@
+"""An application of usrbio in a child process, which the case controls step by step and may kill.
+
+``python -m fault.usrbio_client MOUNT FILE KIND`` is the child, whose memory is of the kind ``host`` or ``device``. It
+reads one command as a JSON object per line, and prints its result or its errno as one JSON object per line. So the case
+knows in which phase the child is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.processes import WAIT_S, LineChild
+
+from gdrkit import cuda, pattern, usrbio
+
+if TYPE_CHECKING:
+    from gdrkit.usrbio.native_types import Ioring, Iovec
+
+__all__ = ["RingMemory", "UsrbioClient", "main", "published_links", "shared_memory_of"]
+
+_SHARED = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_START_S = 60.0
+# A client answers within its own timeout and the time that a busy machine needs to schedule it.
+_SCHEDULING_S = 5.0
+_IOV_BYTES = 8 << 20
+_ENTRIES = 64
+
+
+class UsrbioClient(LineChild):
+    """The application, seen from the case.
+
+    Attributes
+    ----------
+    links : set of str
+        Names of the links that :meth:`open` published.
+    """
+
+    def __init__(self, mount: Path, file: Path, kind: str) -> None:
+        super().__init__("fault.usrbio_client", mount, file, kind)
+        self.links: set[str] = set()
+        self._mount = mount
+
+    def open(self) -> None:
+        """Have the client open its file, its memory and its rings."""
+        before = published_links(self._mount)
+        self.call("open", timeout_s=_START_S)
+        self.links = published_links(self._mount) - before
+
+    def start(self, command: str, **arguments: object) -> None:
+        """Send a command. :meth:`answer` returns its result."""
+        self.write_line(json.dumps({"command": command, **arguments}))
+
+    def answer(self, *, timeout_s: float = WAIT_S + _SCHEDULING_S) -> dict[str, object]:
+        """Return the result of the last command, or its errno and text."""
+        answer: dict[str, object] = json.loads(self.read_line(timeout_s=timeout_s))
+        return answer
+
+    def call(self, command: str, *, timeout_s: float = WAIT_S + _SCHEDULING_S, **arguments: object) -> object:
+        """Send a command that must succeed, and return its result."""
+        self.start(command, **arguments)
+        answer = self.answer(timeout_s=timeout_s)
+        assert "errno" not in answer, answer
+        return answer["result"]
+
+    def ring(self, agent: int, *, for_read: bool) -> RingMemory:
+        """Map a ring of this client, by the descriptor of the agent with this process id."""
+        (name,) = (link for link in self.links if f".{'r' if for_read else 'w'}0" in link)
+        return RingMemory(agent, f"hf3fs-iov-{name.partition('.')[0]}")
+
+    def close(self) -> None:
+        """Have the client release everything and end."""
+        self.start("close")
+        self.answer()
+        self.end(timeout_s=WAIT_S)
+
+
+class RingMemory:
+    """The indices of a ring, which stay readable after the deaths of its client and its agent."""
+
+    def __init__(self, agent: int, name: str) -> None:
+        path = next(
+            link for link in Path(f"/proc/{agent}/fd").iterdir() if _target(link).startswith(f"{_SHARED}/{name}")
+        )
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._memory = mmap.mmap(descriptor, 4096, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def has_submissions(self) -> bool:
+        """Whether the ring has submissions that are not completed."""
+        head, tail, _, _ = struct.unpack_from("=4i", self._memory)
+        return bool(head != tail)
+
+    @property
+    def has_completions(self) -> bool:
+        """Whether the ring has completions that the client has not taken."""
+        _, _, head, tail = struct.unpack_from("=4i", self._memory)
+        return bool(head != tail)
+
+    def close(self) -> None:
+        """Unmap the ring."""
+        self._memory.close()
+
+
+def published_links(mount: Path) -> set[str]:
+    """Return the names of the links that clients have published in a mount."""
+    names = {path.name for path in (mount / "3fs-virt" / "iovs").iterdir()}
+    return {name for name in names if not name.startswith("submit-ios")}
+
+
+def shared_memory_of(process_id: int) -> set[str]:
+    """Return the names of the shared memory of usrbio that a process has mapped."""
+    maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    paths = (line.split(maxsplit=5)[5] for line in maps if f"{_SHARED}/hf3fs-iov-" in line)
+    return {path.removeprefix(f"{_SHARED}/").removesuffix(" (deleted)") for path in paths}
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:
+        return ""
+
+
+class _Application:
+    """The application in the child. Its public methods are the commands."""
+
+    def __init__(self, mount: str, file: str, kind: str) -> None:
+        self._mount = mount
+        self._file = file
+        self._device: cuda.Device | None = cuda.Device(0) if kind == "device" else None
+        self._memory: cuda.DeviceMemory | None = None
+        self._stack = contextlib.ExitStack()
+        self._rings: dict[bool, Ioring] = {}
+        self._published: list[Iovec] = []
+
+    def open(self) -> None:
+        """Open a file, memory, and a ring for each direction."""
+        self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+        self._stack.callback(os.close, self._fd)
+        usrbio.register_fd(self._fd)
+        self._stack.callback(usrbio.deregister_fd, self._fd)
+        if self._device is not None:
+            self._memory = self._stack.enter_context(self._device.allocate(_IOV_BYTES))
+            self._iov = self._stack.enter_context(usrbio.make_gpu_iovec(self._mount, self._memory))
+        else:
+            self._iov = self._stack.enter_context(usrbio.create_iovec(self._mount, length_bytes=_IOV_BYTES))
+        for for_read in (False, True):
+            ring = usrbio.make_ioring(self._mount, _ENTRIES, for_read=for_read)
+            self._rings[for_read] = self._stack.enter_context(ring)
+
+    def publish(self) -> None:
+        """Publish another iov."""
+        if self._device is not None:
+            self._published.append(usrbio.make_gpu_iovec(self._mount, length_bytes=1 << 20))
+        else:
+            self._published.append(usrbio.create_iovec(self._mount, length_bytes=1 << 20))
+
+    def unpublish(self) -> None:
+        """Close the last published iov."""
+        self._published.pop().close()
+
+    def write(self, operations: list[tuple[int, int, int]]) -> None:
+        """Submit writes of (offset, length, seed) from consecutive memory."""
+        ring, begin = self._rings[False], 0
+        for number, (offset, length, seed) in enumerate(operations):
+            self._set(begin, pattern.payload(length, seed=seed))
+            ring.prepare(self._iov[begin : begin + length], False, self._fd, offset, number)  # noqa: FBT003
+            begin += length
+        ring.submit()
+
+    def read(self, operations: list[tuple[int, int, int]]) -> None:
+        """Submit reads of (offset, length, unused) into consecutive memory."""
+        ring, begin = self._rings[True], 0
+        for number, (offset, length, _seed) in enumerate(operations):
+            ring.prepare(self._iov[begin : begin + length], True, self._fd, offset, number)  # noqa: FBT003
+            begin += length
+        ring.submit()
+
+    def wait(self, *, for_read: bool, count: int) -> list[tuple[int, int]]:
+        """Return number and result of each completion that arrives in time."""
+        done = self._rings[for_read].wait(min_results=count, max_results=count, timeout=timedelta(seconds=WAIT_S))
+        return [(int(str(each.userdata)), each.result) for each in done]
+
+    def save(self, into: str) -> list[int]:
+        """Read the whole file through the agent, save it to another file, and return the results of the reads."""
+        results: list[int] = []
+        length = os.fstat(self._fd).st_size
+        with Path(into).open("wb") as file:
+            for offset in range(0, length, 1 << 20):
+                part = min(1 << 20, length - offset)
+                self.read([(offset, part, 0)])
+                ((_, result),) = self.wait(for_read=True, count=1)
+                file.write(self._get(max(result, 0)))
+                results.append(result)
+        return results
+
+    def step(self, offset: int, length: int, seed: int) -> bool:
+        """Write a part of the file, read it back and compare it."""
+        self.write([(offset, length, seed)])
+        self._require(length, self.wait(for_read=False, count=1))
+        self._set(0, bytes(length))
+        self.read([(offset, length, 0)])
+        self._require(length, self.wait(for_read=True, count=1))
+        pattern.check(self._get(length), seed=seed)
+        return True
+
+    def close(self) -> None:
+        """Release everything."""
+        while self._published:
+            self.unpublish()
+        self._stack.close()
+
+    def _set(self, offset: int, data: bytes) -> None:
+        if self._memory is not None:
+            self._memory.write(data, offset_bytes=offset)
+        else:
+            with memoryview(self._iov) as memory:
+                memory[offset : offset + len(data)] = data
+
+    def _get(self, length: int) -> bytes:
+        if self._memory is not None:
+            return self._memory.read(length_bytes=length) if length else b""
+        with memoryview(self._iov) as memory:
+            return bytes(memory[:length])
+
+    @staticmethod
+    def _require(length: int, results: list[tuple[int, int]]) -> None:
+        ((_, result),) = results
+        if result != length:
+            raise OSError(-result if result < 0 else 0, f"{result} of {length} bytes")
+
+
+def main() -> None:
+    """Execute commands until the end of standard input."""
+    application = _Application(*sys.argv[1:4])
+    commands = ("open", "publish", "unpublish", "write", "read", "wait", "save", "step", "close")
+    methods = {name: getattr(application, name) for name in commands}
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        answer: dict[str, object] = {}
+        try:
+            answer["result"] = methods[arguments.pop("command")](**arguments)
+        except OSError as error:
+            answer |= {"errno": error.errno, "text": str(error)}
+        print(json.dumps(answer), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Fuzz targets of the capture importers: ``python -m inventory.fuzz_importers nccl|lspci|folder|capture --seconds 10``.
+
+An importer may refuse an input with its documented error. Facts, topology and doctor must work on what it accepts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support import fuzz
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.inventory import Capture, capture, capture_file, diagnose, parse_capture, read_capture, replayed, topology
+from gdrkit.inventory.importers import folder, functions, lspci, nccl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TARGETS"]
+
+_XML = b"""<system version="1"><cpu numaid="0" arch="x86_64">
+<pci busid="0000:1a:00.0" class="0x060400" vendor="0x1000" link_speed="32.0 GT/s PCIe" link_width="16">
+<pci busid="0000:20:00.0" class="0x030200" vendor="0x10de" device="0x2330"><gpu dev="0" sm="90"/></pci>
+<pci busid="0000:21:00.0" class="0x020700"><nic><net name="mlx5_0" port="1" gdr="1"/></nic></pci>
+</pci></cpu><cpu numaid="1"><pci busid="0000:30:00.0" class="0x030200"/></cpu></system>"""
+_TEXT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352a (rev 30)
+\tNUMA node: 0
+\tIOMMU group: 4
+\tBus: primary=00, secondary=01, subordinate=03, sec-latency=0
+\t\t\tMaxPayload 512 bytes, MaxReadReq 512 bytes, RlxdOrd+
+\t\tLnkCap:\tPort #1, Speed 32GT/s, Width x16
+\t\tLnkSta:\tSpeed 16GT/s (downgraded), Width x8 (downgraded)
+\t\tACSCtl:\tSrcValid+ TransBlk- ReqRedir+ CmpltRedir- UpstreamFwd+
+\tKernel driver in use: pcieport
+
+01:00.0 3D controller: NVIDIA Corporation Device 2330 (rev a1)
+\t\tATSCtl:\tEnable-, Smallest Translation Unit: 00
+02:00.0 Infiniband controller: Mellanox Technologies MT2910 [15b3:1021]
+\tCapabilities: <access denied>
+"""
+# A copied folder of sysfs: each line has the path of a file or a link, a blank, and its contents or @ and its target.
+_TREE = b"""mlx5_0/ports/1/state 4: ACTIVE
+mlx5_0/ports/1/phys_state 5: LinkUp
+mlx5_0/ports/1/rate 400 Gb/sec (4X NDR)
+mlx5_0/ports/1/link_layer InfiniBand
+mlx5_0/ports/1/counters/link_downed 255
+mlx5_0/fw_ver 28.41.1000
+mlx5_0/device @../../../devices/pci0000:00/0000:00:01.0
+mlx5_1/ports/1/state @../../../mlx5_0/ports/1/state
+"""
+_CAPTURE = json.dumps(
+    {
+        "schema_version": 1,
+        "origin": "a case",
+        "answers": {
+            "texts": {"/sys/devices/pci0000:00/0000:00:01.0/vendor": "0x10de", "/proc/cmdline": "iommu=pt"},
+            "binaries": {"/sys/devices/pci0000:00/0000:00:01.0/config": "AAAAAAAAEAA="},
+            "folders": {"/sys/bus/pci/devices": ["0000:00:01.0"], "/sys": ["bus", "class"]},
+            "links": {"/sys/bus/pci/devices/0000:00:01.0": "../../../devices/pci0000:00/0000:00:01.0"},
+            "lines": {"/proc/cpuinfo|flags": ["flags : hypervisor"]},
+            "refused": {"read": {"/proc/driver/nvidia/params": 13}},
+        },
+    }
+).encode()
+_TOKENS = (
+    b"<pci busid=",
+    b"</pci>",
+    b"..",
+    b"/",
+    b"0000:1a:00.0",
+    b"\tBus: primary=00, secondary=00,",
+    b"@",
+    b"[0302]",
+    b'"',
+)
+
+
+def _check(import_capture: Callable[[bytes], Capture], data: bytes) -> None:
+    """Import the data, and compute what gdrkit derives from a capture."""
+    try:
+        imported = import_capture(data)
+    except UsageError as error:
+        if error.reason is not Reason.MALFORMED:
+            raise
+        return
+    machine = replayed(imported)
+    topology(machine).to_json()
+    diagnose(machine).to_json()
+    machine.facts.to_json()
+
+
+def _import_folder(data: bytes) -> Capture:
+    path = Path(tempfile.mkdtemp(prefix="gdrkit-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: S108, PTH112
+    try:
+        _write_tree(path / "tree", data)
+        return read_capture(path / "tree")
+    finally:
+        shutil.rmtree(path)
+
+
+def _write_tree(root: Path, data: bytes) -> None:
+    (root / "mlx5_0" / "ports").mkdir(parents=True)
+    for line in data.split(b"\n")[:40]:
+        name, _, content = line.partition(b" ")
+        parts = [part for part in name.split(b"/") if part not in (b"", b".", b"..")][:12]
+        if not parts or any(len(part) > 200 or b"\0" in part for part in parts):
+            continue
+        path = os.path.join(os.fsencode(root), *parts)  # noqa: PTH118 - names of bytes.
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+            if content.startswith(b"@") and b"\0" not in content and len(content) > 1:
+                os.symlink(content[1:4000], path)  # noqa: PTH211
+            elif not os.path.lexists(path):
+                Path(os.fsdecode(path)).write_bytes(content)
+        except OSError:
+            continue  # The path needs a folder where a file exists, or the reverse: the tree does not have it.
+
+
+def _target(import_capture: Callable[[bytes], Capture], valid: bytes) -> fuzz.FuzzTarget:
+    return fuzz.FuzzTarget(
+        partial(_check, import_capture),
+        [valid],
+        (nccl, lspci, folder, functions, capture, capture_file),
+        changes=(1, 6),
+        alphabet=b"0123456789abcdef:.,x<>[]{}",
+        tokens=_TOKENS,
+        length_max=4096,
+    )
+
+
+TARGETS = {
+    "nccl": _target(parse_capture, _XML),
+    "lspci": _target(parse_capture, _TEXT),
+    "folder": _target(_import_folder, _TREE),
+    "capture": _target(parse_capture, _CAPTURE),
+}
+
+if __name__ == "__main__":
+    fuzz.main(TARGETS)

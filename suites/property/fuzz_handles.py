@@ -1,0 +1,55 @@
+"""Fuzz target of the parsers of memory handles: ``python -m property.fuzz_handles --seconds 20``."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from support import fuzz
+
+from gdrkit.host import ProcessIdentity
+from gdrkit.registration.gdr_handle import GdrHandle
+from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
+
+__all__ = ["TARGET"]
+
+_BODY_BYTES = SHARE_HANDLE_BYTES - 16
+
+
+def _check(data: bytes) -> None:
+    """Parse the data as each kind of handle, also with a valid checksum and with a valid length."""
+    # A fuzzer cannot guess a SHA-256. With a valid one, it also reaches the code after its check.
+    body = data[:_BODY_BYTES].ljust(_BODY_BYTES, b"\0")
+    for candidate in (data, body + hashlib.sha256(body).digest()[:16]):
+        fuzz.parse_or_malformed(lambda packed: ShareHandle.parse(packed).pack(), candidate)
+    for candidate in (data, data[:80].ljust(80, b"\0")):
+        fuzz.parse_or_malformed(lambda packed: GdrHandle.parse(packed).pack(), candidate)
+
+
+def _valid_handles() -> list[bytes]:
+    ipc = ShareHandle(
+        kind=ShareKind.IPC,
+        allocation_bytes=1 << 20,
+        offset_bytes=5,
+        length_bytes=7,
+        ipc=bytes(range(64)),
+        device_uuid=bytes(range(1, 17)),
+        owner=ProcessIdentity(boot_id=bytes(range(16)), process_id=1234, namespace=4026531836, started_ticks=99),
+    )
+    vmm = dataclasses.replace(
+        ipc,
+        kind=ShareKind.VMM,
+        allocation_bytes=6 << 20,
+        length_bytes=5 << 20,
+        chunk_bytes=2 << 20,
+        descriptor_count=3,
+        ipc=bytes(64),
+    )
+    dmabuf = dataclasses.replace(ipc, kind=ShareKind.DMABUF, address=(1 << 40) + 5, descriptor_count=1, ipc=bytes(64))
+    return [handle.pack() for handle in (ipc, vmm, dmabuf)]
+
+
+TARGET = fuzz.FuzzTarget(_check, _valid_handles(), (ShareHandle, GdrHandle), length_max=384)
+
+if __name__ == "__main__":
+    fuzz.main({"handles": TARGET})

@@ -1,0 +1,164 @@
+"""Processes of cases: waiting with a deadline, their states in /proc, and children that exchange lines with a case."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from support.python_child import module_command, suites_environ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "WAIT_S",
+    "HungError",
+    "LineChild",
+    "is_gone",
+    "is_idle",
+    "is_stopped",
+    "open_files",
+    "stop_process",
+    "wait_until",
+]
+
+# Within this time, a process must notice the end of another one.
+WAIT_S = 10.0
+# The start of an interpreter took half a minute on a busy machine.
+_LINE_TIMEOUT_S = 90.0
+_POLL_PERIOD_S = 0.001
+_SHARED = "/dev/shm/"  # noqa: S108 - the folder of POSIX shared memory.
+
+
+class HungError(AssertionError):
+    """A process did not end, or did not do something, within its time."""
+
+
+def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: float = WAIT_S) -> None:
+    """Wait until the condition holds; raise :class:`HungError` with the description after the timeout."""
+    end_s, event = time.monotonic() + timeout_s, threading.Event()
+    while not condition():
+        if time.monotonic() > end_s:
+            message = f"not within {timeout_s} s: {description}"
+            raise HungError(message)
+        event.wait(_POLL_PERIOD_S)
+
+
+def is_stopped(process_id: int) -> bool:
+    """Return whether a signal has stopped every thread of the process."""
+    states = _thread_states(process_id)
+    return bool(states) and all(state == "T" for state in states)
+
+
+def is_idle(process_id: int) -> bool:
+    """Return whether every thread of the process sleeps."""
+    states = _thread_states(process_id)
+    return bool(states) and all(state == "S" for state in states)
+
+
+def is_gone(process_id: int) -> bool:
+    """Return whether the process has ended. Its parent may not have waited for it yet."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return _state_in(stat) in {"Z", "X"}
+
+
+def stop_process(process_id: int) -> None:
+    """Send SIGSTOP to a process and wait until all its threads are stopped."""
+    os.kill(process_id, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(process_id), f"process {process_id} is stopped")
+
+
+def open_files(process_id: int) -> list[str]:
+    """Return the targets of a process's descriptors, and the shared memory that it has mapped."""
+    targets = []
+    for link in Path(f"/proc/{process_id}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            targets.append(str(link.readlink()))
+    maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
+    return [*targets, *(line.split(maxsplit=5)[5] for line in maps if _SHARED in line)]
+
+
+def _thread_states(process_id: int) -> list[str]:
+    """Return the state letter of each thread, or nothing if a thread or the process has just ended."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{process_id}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [_state_in(stat) for stat in stats]
+
+
+def _state_in(stat: str) -> str:
+    # The name of the program is in parentheses, and may contain blanks and parentheses.
+    return stat.rpartition(")")[2].split()[0]
+
+
+class LineChild:
+    """A module of the suites in a child process that exchanges lines of text with the case.
+
+    The end of the context kills the process if it still runs.
+    """
+
+    def __init__(self, module: str, *arguments: object) -> None:
+        self._name = module
+        self.process = subprocess.Popen(
+            module_command(module, *arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # select() does not see data that Python has read in advance.
+            bufsize=0,
+            env=suites_environ(),
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._input, self._output = self.process.stdin, self.process.stdout
+
+    def write_line(self, line: str) -> None:
+        """Send a line to the standard input of the process."""
+        self._input.write(f"{line}\n".encode())
+
+    def read_line(self, *, timeout_s: float = _LINE_TIMEOUT_S) -> str:
+        """Return the next line of the standard output; raise :class:`HungError` after the timeout."""
+        readable, _, _ = select.select([self._output], [], [], timeout_s)
+        if not readable:
+            message = f"{self._name} printed no line within {timeout_s} s"
+            raise HungError(message)
+        line = self._output.readline().decode().strip()
+        assert line, f"{self._name} has ended"
+        return line
+
+    def expect_line(self, expected: str) -> None:
+        """Require that this is the next line."""
+        line = self.read_line()
+        assert line == expected, f"{line!r} instead of {expected!r}"
+
+    def end(self, *, timeout_s: float = _LINE_TIMEOUT_S) -> None:
+        """Close the standard input, and require that the process then ends with exit code 0."""
+        self._input.close()
+        code = self.process.wait(timeout_s)
+        self._output.close()
+        assert code == 0, f"{self._name} ended with {code}"
+
+    def kill(self) -> None:
+        """Kill the process by SIGKILL and wait for its end."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        for pipe in (self._input, self._output):
+            # A line that the process did not read is lost.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()

@@ -1,0 +1,106 @@
+"""Fuzz target of the agent's messages, link names and link targets: ``python -m usrbio.fuzz_messages --seconds 10``."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from functools import partial
+from typing import TYPE_CHECKING
+
+from support import fuzz
+
+from gdrkit.usrbio.agent import link_names, protocol
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.protocol import AgentHello, AgentMessage, AgentRequest, PublishRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TARGET"]
+
+_UUID = "0f0e0d0c-0b0a-0908-0706-050403020100"
+_TARGET = "gdr://v2/device/0/allocation/2097152/offset/4096/size/65536/"
+_LENGTH = struct.Struct("=I")
+# Offset in the header of the field that has the length of the payload.
+_LENGTH_OFFSET = 8
+
+
+def _parse_payload(request: AgentRequest, payload: bytes) -> bytes:
+    """Parse the payload of a message, and the names and targets in it, and pack it again."""
+    match request:
+        case AgentRequest.HELLO:
+            return protocol.pack_hello(protocol.parse_hello(payload))
+        case AgentRequest.PUBLISH | AgentRequest.BORROW:
+            publish = protocol.parse_publish(payload)
+            for parse, text in (
+                (link_names.parse_name, publish.name),
+                (link_names.parse_device_target, publish.target),
+            ):
+                _parse_or_einval(parse, text)
+            return protocol.pack_publish(publish)
+        case AgentRequest.UNPUBLISH | AgentRequest.GIVE_BACK:
+            name = protocol.parse_name(payload)
+            _parse_or_einval(link_names.parse_name, name)
+            return protocol.pack_name(name)
+        case AgentRequest.HARD_LINK:
+            return protocol.pack_name(protocol.parse_name(payload))
+        case AgentRequest.PUNCH_HOLE:
+            return protocol.pack_punch(*protocol.parse_punch(payload))
+        case AgentRequest.REGISTER_FILE | AgentRequest.DEREGISTER_FILE:
+            return protocol.pack_number(protocol.parse_number(payload))
+
+
+def _parse_or_einval(parse: Callable[[str], object], text: str) -> None:
+    try:
+        parse(text)
+    except AgentError as error:
+        if error.errno != errno.EINVAL:
+            raise
+
+
+def _parse_message(data: bytes, *, descriptors: int) -> bytes:
+    message = protocol.parse(data, descriptors=descriptors)
+    payload = _parse_payload(message.request, message.payload)
+    return protocol.pack(AgentMessage(message.request, message.sequence, payload, message.descriptors))
+
+
+def _check(data: bytes) -> None:
+    """Parse the data as a message with each number of descriptors, also with the valid length in its header."""
+    for candidate in (data, _with_length(data)):
+        for descriptors in range(protocol.DESCRIPTORS_MAX + 1):
+            fuzz.parse_or_malformed(partial(_parse_message, descriptors=descriptors), candidate)
+
+
+def _with_length(data: bytes) -> bytes:
+    header = bytearray(data[: protocol.HEADER_BYTES].ljust(protocol.HEADER_BYTES, b"\0"))
+    _LENGTH.pack_into(header, _LENGTH_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
+    return bytes(header) + data[protocol.HEADER_BYTES :]
+
+
+def _valid_messages() -> list[bytes]:
+    publications = (
+        PublishRequest(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a target.
+        PublishRequest(f"{_UUID}.b4096", "/dev/shm/x", b""),  # noqa: S108
+        PublishRequest(f"{_UUID}.r-16.ph.t50.f11", "/dev/shm/x", b""),  # noqa: S108
+        PublishRequest(f"{_UUID}.gdr.d0", f"{_TARGET}dmabuf", bytes(range(80))),
+        PublishRequest(f"{_UUID}.gdr.d0", f"{_TARGET}ipc/{'5a' * 64}", bytes(80)),
+    )
+    messages = [
+        AgentMessage(AgentRequest.HELLO, 1, protocol.pack_hello(AgentHello(0, 4711, "hf3fs_api_shared"))),
+        *(AgentMessage(AgentRequest.PUBLISH, 2, protocol.pack_publish(each), 1) for each in publications),
+        AgentMessage(AgentRequest.UNPUBLISH, 3, protocol.pack_name(f"{_UUID}.w0")),
+        AgentMessage(AgentRequest.BORROW, 8, protocol.pack_publish(publications[0])),
+        AgentMessage(AgentRequest.GIVE_BACK, 9, protocol.pack_name(_UUID)),
+        AgentMessage(AgentRequest.REGISTER_FILE, 4, protocol.pack_number(0), 1),
+        AgentMessage(AgentRequest.DEREGISTER_FILE, 5, protocol.pack_number(1 << 63)),
+        AgentMessage(AgentRequest.PUNCH_HOLE, 6, protocol.pack_punch(0, ((0, 4096), (1 << 40, (1 << 40) + 1))), 1),
+        AgentMessage(AgentRequest.HARD_LINK, 7, protocol.pack_name("name"), 2),
+    ]
+    return [protocol.pack(each) for each in messages]
+
+
+# The alphabet of names makes more of the changed messages valid.
+TARGET = fuzz.FuzzTarget(_check, _valid_messages(), (protocol, link_names), alphabet=b"0123456789abcdef.-/rwpthlbg")
+
+if __name__ == "__main__":
+    fuzz.main({"messages": TARGET})
