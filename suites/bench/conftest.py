@@ -1,4 +1,4 @@
-"""What a benchmark measured goes into the record of its case, beside its peer's of the same run."""
+"""Fixtures of the benchmarks: their numbers go into the record of the case, and a summary into the terminal."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 PROGRAMS = "GDRKIT_BENCH_PROGRAMS"
-# Native benchmarks are programs that only `nox -s bench` builds; it says where they are.
+# Only `nox -s bench` builds the native benchmark programs and sets this variable to their folder.
 collect_ignore = [] if PROGRAMS in os.environ else ["test_path_speed.py", "test_ring_speed.py"]
-_SAID = pytest.StashKey[list[str]]()
+_SUMMARY = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(autouse=True)
-def _keep_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Iterator[None]:
+def _record_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Iterator[None]:
     if "benchmark" not in request.fixturenames:
-        yield  # The case measures and keeps for itself.
+        # The case measures and records its numbers itself.
+        yield
         return
     benchmark: BenchmarkFixture = request.getfixturevalue("benchmark")
     yield
-    # Nothing was measured in a run of the suites: benchmarks are off there, and each body runs once.
+    # In a run of the suites, benchmarks are disabled: each body runs once, and nothing is measured.
     if benchmark.stats is None or not benchmark.enabled:
         return
     stats = benchmark.stats.stats
@@ -37,15 +38,15 @@ def _keep_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Iterato
 
 
 @pytest.fixture
-def said(request: pytest.FixtureRequest) -> list[str]:
-    """Lines for the end of the run, where pytest-benchmark has its table."""
-    return request.config.stash.setdefault(_SAID, [])
+def summary(request: pytest.FixtureRequest) -> list[str]:
+    """Lines that are printed at the end of the run."""
+    return request.config.stash.setdefault(_SUMMARY, [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print them."""
-    lines = config.stash.get(_SAID, [])
+    """Print the lines of the fixture `summary`."""
+    lines = config.stash.get(_SUMMARY, [])
     if lines:
-        terminalreporter.write_sep("-", "ring and path, beside their peers of the same run")
+        terminalreporter.write_sep("-", "measurements, next to their peers in the same run")
         for line in lines:
             terminalreporter.write_line(line)

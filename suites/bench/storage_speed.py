@@ -1,6 +1,6 @@
-"""Readers and writers of one file, side by side: gdrkit, kvikio, and what no program can beat.
+"""Measurement of functions that transfer a file, in turn, and such functions of kvikio, of the disk and of the bus.
 
-Each is a function that moves everything once; what it takes is measured here, in turn with the others.
+Each function transfers all bytes once. The functions of the disk and of the bus are upper bounds of other programs.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from gdrkit.cuda import CudaMemory, Device
 
 __all__ = [
+    "DevicePart",
     "Kvikio",
-    "Part",
-    "Round",
     "Series",
-    "best_of",
-    "check_whole",
+    "TransferTime",
+    "check_all_bytes",
+    "create_random_file",
     "drop_cache",
+    "fastest_of",
     "host_memory",
-    "in_pairs",
-    "make_random_file",
+    "log_progress",
     "measure",
+    "measure_in_turn",
     "pinned_copier",
     "raw_direct_reader",
-    "say",
     "split_file",
 ]
 
 _PART_BYTES = 16 * MIB
 _CHECK_BYTES = 32 * MIB
-_began = time.monotonic()
+_start_s = time.monotonic()
 
 
-def say(line: str) -> None:
-    """Print what is being done, with the time since the beginning."""
-    print(f"[{time.monotonic() - _began:6.1f} s] {line}", flush=True)  # noqa: T201 - a run of minutes shows what it does.
+def log_progress(line: str) -> None:
+    """Print a line with the time since the start, because a run takes minutes."""
+    print(f"[{time.monotonic() - _start_s:6.1f} s] {line}", flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One turn of one reader: how fast, and at what cost of processors."""
+class TransferTime:
+    """The rate of one transfer, and its processor time."""
 
     rate_gb_per_s: float
     cpu_s_per_gib: float
@@ -64,104 +64,123 @@ class Round:
 
 @dataclass(slots=True)
 class Series:
-    """The turns of one reader."""
+    """The repeated transfers of one function."""
 
     name: str
-    rounds: list[Round] = field(default_factory=list)
+    times: list[TransferTime] = field(default_factory=list)
 
     @property
     def rate_gb_per_s(self) -> float:
-        """Median."""
-        return statistics.median(each.rate_gb_per_s for each in self.rounds)
+        """Median rate."""
+        return statistics.median(each.rate_gb_per_s for each in self.times)
 
     @property
     def cpu_s_per_gib(self) -> float:
-        """Median."""
-        return statistics.median(each.cpu_s_per_gib for each in self.rounds)
+        """Median processor time."""
+        return statistics.median(each.cpu_s_per_gib for each in self.times)
 
     @property
     def spread(self) -> float:
-        """Fastest less slowest, as a share of the median."""
-        rates = [each.rate_gb_per_s for each in self.rounds]
+        """Difference of the highest and the lowest rate, as a share of the median."""
+        rates = [each.rate_gb_per_s for each in self.times]
         return (max(rates) - min(rates)) / self.rate_gb_per_s
 
     def __str__(self) -> str:
-        turns = " ".join(f"{each.rate_gb_per_s:.2f}" for each in self.rounds)
+        rates = " ".join(f"{each.rate_gb_per_s:.2f}" for each in self.times)
         return (
-            f"{self.name}: {self.rate_gb_per_s:.2f} GB/s ({turns}; spread {self.spread:.1%}), "
+            f"{self.name}: {self.rate_gb_per_s:.2f} GB/s ({rates}; spread {self.spread:.1%}), "
             f"{self.cpu_s_per_gib:.3f} CPU s/GiB"
         )
 
 
-def measure(mover: Callable[[], object], length_bytes: int) -> Round:
-    """One turn."""
+def measure(transfer: Callable[[], object], length_bytes: int) -> TransferTime:
+    """Measure one transfer of this length."""
     before = resource.getrusage(resource.RUSAGE_SELF)
-    began = time.perf_counter()
-    mover()
-    passed_s = time.perf_counter() - began
+    begin_s = time.perf_counter()
+    transfer()
+    duration_s = time.perf_counter() - begin_s
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return Round(length_bytes / passed_s / 1e9, cpu_s / (length_bytes / GIB))
+    return TransferTime(length_bytes / duration_s / 1e9, cpu_s / (length_bytes / GIB))
 
 
-def in_pairs(
-    movers: Mapping[str, Callable[[], object]],
+def measure_in_turn(
+    transfers: Mapping[str, Callable[[], object]],
     length_bytes: int,
     *,
     rounds_count: int,
     prepare: Callable[[], object] | None = None,
-    spread_most: float = 0.03,
-    tries_count: int = 3,
+    spread_max: float = 0.03,
+    attempts_count: int = 3,
 ) -> dict[str, Series]:
-    """The movers in turn, the order reversed every second time; again where what it shows spreads too much.
+    """Measure several transfers in turn, in reversed order in every second round.
 
-    Of several tries the one with the smallest spread counts; all are printed.
+    If the spread of a series exceeds `spread_max`, the measurement is repeated. The attempt with the smallest spread is
+    returned, and all are printed.
+
+    Parameters
+    ----------
+    transfers : Mapping of str to callable
+        The transfers by name.
+    length_bytes : int
+        Number of bytes of each transfer.
+    rounds_count : int
+        Number of rounds of an attempt.
+    prepare : callable, optional
+        It is called before each transfer, outside of the measured time.
+    spread_max : float
+        Largest accepted spread.
+    attempts_count : int
+        Greatest number of attempts.
     """
-    tries = []
-    for attempt in range(tries_count):
-        found = {name: Series(name) for name in movers}
+    attempts = []
+    for attempt in range(attempts_count):
+        series = {name: Series(name) for name in transfers}
         for number in range(rounds_count):
-            names = list(movers) if number % 2 == 0 else list(movers)[::-1]
+            names = list(transfers) if number % 2 == 0 else list(transfers)[::-1]
             for name in names:
                 if prepare is not None:
                     prepare()
-                found[name].rounds.append(measure(movers[name], length_bytes))
-        for each in found.values():
-            say(f"  {each}")
-        tries.append(found)
-        worst = max(each.spread for each in found.values())
-        if worst <= spread_most or rounds_count == 1:
+                series[name].times.append(measure(transfers[name], length_bytes))
+        for each in series.values():
+            log_progress(f"  {each}")
+        attempts.append(series)
+        worst = max(each.spread for each in series.values())
+        if worst <= spread_max or rounds_count == 1:
             break
-        if attempt + 1 < tries_count:
-            say(f"  spread {worst:.1%}: again")
-    return min(tries, key=lambda found: max(each.spread for each in found.values()))
+        if attempt + 1 < attempts_count:
+            log_progress(f"  spread {worst:.1%}: another attempt")
+    return min(attempts, key=lambda series: max(each.spread for each in series.values()))
 
 
-def best_of(
+def fastest_of(
     candidates: Mapping[str, Callable[[], object]],
     length_bytes: int,
     *,
-    turns_count: int,
+    repeats: int,
     prepare: Callable[[], object] | None = None,
 ) -> str:
-    """The name of the fastest candidate, by its best turn; one that is far behind gets one turn."""
-    best, best_rate = "", 0.0
-    for name, mover in candidates.items():
+    """Return the name of the candidate with the highest rate of `repeats` transfers.
+
+    A candidate that reaches less than half of the highest rate so far is not repeated.
+    """
+    fastest, highest_rate = "", 0.0
+    for name, transfer in candidates.items():
         rate = 0.0
-        for _turn in range(turns_count):
+        for _ in range(repeats):
             if prepare is not None:
                 prepare()
-            rate = max(rate, measure(mover, length_bytes).rate_gb_per_s)
-            if rate < best_rate / 2:
+            rate = max(rate, measure(transfer, length_bytes).rate_gb_per_s)
+            if rate < highest_rate / 2:
                 break
-        say(f"  {name}: {rate:.2f} GB/s")
-        if rate > best_rate:
-            best, best_rate = name, rate
-    return best
+        log_progress(f"  {name}: {rate:.2f} GB/s")
+        if rate > highest_rate:
+            fastest, highest_rate = name, rate
+    return fastest
 
 
-class Part:
-    """A part of device memory, as other libraries take it."""
+class DevicePart:
+    """A part of device memory with the CUDA array interface, for other libraries."""
 
     def __init__(self, memory: CudaMemory, offset_bytes: int, length_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -175,10 +194,10 @@ class Part:
 
 
 class Kvikio:
-    """kvikio by its Python interface, without cuFile, as it is where no GPU Direct Storage is.
+    """kvikio without cuFile, as on a machine without GPUDirect Storage.
 
-    Settings are those of kvikio.defaults; changing the number of threads makes a new pool. What it opens for good is
-    closed with `stack`.
+    The settings are those of kvikio.defaults. A change of the number of threads creates a new thread pool. Files that
+    stay open are closed by `stack`.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -192,18 +211,18 @@ class Kvikio:
         self._module.defaults.set({"compat_mode": kvikio.CompatMode.ON})
 
     def use(self, **settings: object) -> None:
-        """Take these settings where they differ."""
+        """Apply the settings that differ from the present ones."""
         changed = {name: value for name, value in settings.items() if self._settings.get(name) != value}
         if changed:
             self._module.defaults.set(changed)
             self._settings.update(changed)
 
     def open(self, path: Path, mode: str = "r") -> Any:  # noqa: ANN401 - of kvikio.
-        """An open CuFile."""
+        """Open a CuFile."""
         return self._module.CuFile(str(path), mode)
 
     def reader(self, path: Path, memory: object, **settings: object) -> Callable[[], None]:
-        """Reads the whole file into memory; the file is open before."""
+        """Return a function that reads a whole file, which is already open, into the memory."""
         file = self._stack.enter_context(self.open(path))
 
         def read() -> None:
@@ -213,17 +232,17 @@ class Kvikio:
         return read
 
     def files_reader(self, paths: Sequence[Path], memory: CudaMemory, **settings: object) -> Callable[[], None]:
-        """Opens, reads and closes all files, one behind the other in memory."""
+        """Return a function that opens, reads and closes all files, into consecutive memory."""
         sizes = [path.stat().st_size for path in paths]
 
         def read() -> None:
             self.use(**settings)
-            files, futures, where = [], [], 0
+            files, futures, offset_bytes = [], [], 0
             for path, size in zip(paths, sizes, strict=True):
                 file = self.open(path)
                 files.append(file)
-                futures.append(file.pread(Part(memory, where, size)))
-                where += size
+                futures.append(file.pread(DevicePart(memory, offset_bytes, size)))
+                offset_bytes += size
             for future in futures:
                 future.get()
             for file in files:
@@ -232,7 +251,7 @@ class Kvikio:
         return read
 
     def writer(self, path: Path, memory: object, *, sync: bool, **settings: object) -> Callable[[], None]:
-        """Writes memory into a new file."""
+        """Return a function that writes the memory to a new file."""
 
         def write() -> None:
             self.use(**settings)
@@ -244,8 +263,8 @@ class Kvikio:
         return write
 
 
-def make_random_file(path: Path, length_bytes: int) -> None:
-    """A file of random bytes, written by many threads, and on the disk afterwards."""
+def create_random_file(path: Path, length_bytes: int) -> None:
+    """Create a file of random bytes by several threads, and write it to the disk."""
     with path.open("wb") as file:
         file.truncate(length_bytes)
         fd = file.fileno()
@@ -259,7 +278,7 @@ def make_random_file(path: Path, length_bytes: int) -> None:
 
 
 def split_file(path: Path, folder: Path, part_bytes: int) -> list[Path]:
-    """The parts of a file as files of their own, written by many threads."""
+    """Copy the parts of a file into separate files by several threads, and return their paths."""
     folder.mkdir()
     with path.open("rb") as source:
         offsets = range(0, path.stat().st_size, part_bytes)
@@ -274,31 +293,31 @@ def split_file(path: Path, folder: Path, part_bytes: int) -> list[Path]:
 
 
 def host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
-    """Memory of the host in large pages, every one of them there."""
+    """Allocate host memory in huge pages, and write to every page."""
     memory = stack.enter_context(mmap.mmap(-1, length_bytes))
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = bytes(length_bytes)
     return memory
 
 
-def check_whole(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes: int) -> None:
-    """Every byte of the memory is that of the file; many threads look."""
+def check_all_bytes(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes: int) -> None:
+    """Require that the memory has the bytes of the file. Several threads compare them."""
     with path.open("rb") as file:
 
         def check(offset: int) -> None:
             count = min(_CHECK_BYTES, length_bytes - offset)
             if isinstance(memory, mmap.mmap):
-                found = memory[offset : offset + count]
+                contents = memory[offset : offset + count]
             else:
-                found = memory.read(offset_bytes=offset, length_bytes=count)
-            assert found == os.pread(file.fileno(), count, offset), offset
+                contents = memory.read(offset_bytes=offset, length_bytes=count)
+            assert contents == os.pread(file.fileno(), count, offset), offset
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(check, range(0, length_bytes, _CHECK_BYTES)))
 
 
 def drop_cache(path: Path) -> None:
-    """Have the kernel forget what it has cached of the file; it must."""
+    """Drop the file from the page cache, and require that the kernel did so."""
     forget(path)
     share = cached_share(path)
     assert share <= RESIDENT_MOST, f"{share:.1%} of {path} is still cached"
@@ -307,7 +326,10 @@ def drop_cache(path: Path) -> None:
 def raw_direct_reader(
     path: Path, stack: ExitStack, *, threads_count: int, part_bytes: int, length_bytes: int | None = None
 ) -> Callable[[], None]:
-    """Reads the file, or so much of it, by O_DIRECT into host memory, and that is all: what the disk can do."""
+    """Return a function that reads a file, or its first `length_bytes`, by O_DIRECT into host memory.
+
+    It does nothing else, so its rate is that of the disk.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     stack.callback(os.close, fd)
     size = os.fstat(fd).st_size if length_bytes is None else length_bytes
@@ -341,28 +363,31 @@ def raw_direct_reader(
 def pinned_copier(
     device: Device, memory: CudaMemory, *, length_bytes: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Copies pinned host memory into the whole of the memory: what the bus can do; and what frees it again."""
+    """Return a function that copies pinned host memory into device memory, and one that frees the pinned memory.
+
+    The first does nothing else, so its rate is that of the bus.
+    """
     from cuda.bindings import driver
 
-    def done(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of the bindings.
-        assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer[0]
-        return answer[1] if len(answer) > 1 else None
+    def checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of the bindings.
+        assert result[0] == driver.CUresult.CUDA_SUCCESS, result[0]
+        return result[1] if len(result) > 1 else None
 
     part_bytes = min(256 * MIB, length_bytes)
     with device.current():
-        host = done(driver.cuMemHostAlloc(part_bytes, 0))
-        stream = done(driver.cuStreamCreate(1))
+        host = checked(driver.cuMemHostAlloc(part_bytes, 0))
+        stream = checked(driver.cuStreamCreate(1))
 
     def copy() -> None:
         with device.current():
             for offset in range(0, length_bytes, part_bytes):
                 count = min(part_bytes, length_bytes - offset)
-                done(driver.cuMemcpyHtoDAsync(memory.address + offset, host, count, stream))
-            done(driver.cuStreamSynchronize(stream))
+                checked(driver.cuMemcpyHtoDAsync(memory.address + offset, host, count, stream))
+            checked(driver.cuStreamSynchronize(stream))
 
     def free() -> None:
         with device.current():
-            done(driver.cuStreamDestroy(stream))
-            done(driver.cuMemFreeHost(host))
+            checked(driver.cuStreamDestroy(stream))
+            checked(driver.cuMemFreeHost(host))
 
     return copy, free

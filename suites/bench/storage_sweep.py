@@ -1,8 +1,8 @@
-"""How fast the copy engine is with other settings than its own: one table, from which its defaults are chosen.
+"""Rates of the copy engine with several settings, as one table, from which its defaults are chosen.
 
-What is best on a machine that matters becomes the default in ``gdrkit.gds.EngineOptions``. The settings of a kind take
-turns, so that what slows the machine meets all of them, and each kind has a time of its own. Cached reads are measured
-as a program meets them: right after another reader has had the caches and the bus.
+The best settings on the relevant machines become the defaults of ``gdrkit.gds.EngineOptions``. The settings of a kind
+of transfer are measured in turn, so that the load of the machine affects all of them, and each kind has its own time
+limit. A cached read is measured after another reader has used the processor caches and the bus, as in a real program.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from bench.storage_speed import (
     drop_cache,
     host_memory,
+    log_progress,
     measure,
     pinned_copier,
     raw_direct_reader,
-    say,
 )
 
 from gdrkit.gds import HOST, Engine, EngineOptions
@@ -40,58 +40,63 @@ __all__ = ["Row", "Sweep", "table"]
 
 Options = dict[str, int]
 
-AS_IT_IS: Options = {}
+DEFAULT: Options = {}
 CACHED: list[Options] = [
-    AS_IT_IS,
-    # Each thread loads copies of its own.
+    DEFAULT,
+    # With these, each thread fills its own copies.
     {"coalesced_bytes": 4 * MIB},
     {"coalesced_bytes": 4 * MIB, "chunk_bytes": 2 * MIB, "buffers_count": 3},
     *(
-        {"coalesced_bytes": haul * MIB, "coalesced_count": hauls, "slice_bytes": load * KIB}
-        for haul, hauls, load in itertools.product((8, 16, 32), (3, 4, 5, 8), (512, 1024, 2048))
-        if 32 <= haul * hauls <= 128 and (load == 1024 or haul * hauls == 64)
+        {"coalesced_bytes": size * MIB, "coalesced_count": count, "slice_bytes": slice_kib * KIB}
+        for size, count, slice_kib in itertools.product((8, 16, 32), (3, 4, 5, 8), (512, 1024, 2048))
+        if 32 <= size * count <= 128 and (slice_kib == 1024 or size * count == 64)
     ),
     *({"workers_count": workers} for workers in (8, 10, 14, 16)),
     {"chunk_bytes": 2 * MIB, "first_chunk_bytes": 2 * MIB},
     {"polls_device": False},
 ]
 HOST_READS: list[Options] = [
-    AS_IT_IS,
+    DEFAULT,
     *(
-        {"workers_count": workers, "chunk_bytes": piece * MIB, "first_chunk_bytes": first * MIB}
-        for workers, piece, first in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
+        {"workers_count": workers, "chunk_bytes": chunk * MIB, "first_chunk_bytes": first * MIB}
+        for workers, chunk, first in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
     ),
 ]
-BUFFERED_WRITES: list[Options] = [AS_IT_IS, {"buffered_writers_count": 1}, {"buffered_writers_count": 3}]
+BUFFERED_WRITES: list[Options] = [DEFAULT, {"buffered_writers_count": 1}, {"buffered_writers_count": 3}]
 DURABLE_WRITES: list[Options] = [
-    AS_IT_IS,
+    DEFAULT,
     *(
-        {"direct_writers_count": workers, "direct_write_bytes": piece * MIB}
-        for workers, piece in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
+        {"direct_writers_count": workers, "direct_write_bytes": size * MIB}
+        for workers, size in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
     ),
 ]
-# The last ones go through less staging memory: whether a disk that is a program of the host fills caches, too.
+# The last settings use less staging memory. They show whether a virtual disk, which is a program of the host, also
+# fills the processor caches.
 COLD: list[Options] = [
-    AS_IT_IS,
+    DEFAULT,
     *(
-        {"direct_readers_count": readers, "direct_read_bytes": piece * MIB}
-        for readers, piece in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
+        {"direct_readers_count": readers, "direct_read_bytes": size * MIB}
+        for readers, size in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
     ),
     *(
-        {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "chunk_bytes": 4 * MIB, **few}
+        {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "chunk_bytes": 4 * MIB, **less_memory}
         for readers in (2, 4)
-        for few in ({"workers_count": readers, "buffers_count": 1}, {"workers_count": readers + 1, "buffers_count": 2})
+        for less_memory in (
+            {"workers_count": readers, "buffers_count": 1},
+            {"workers_count": readers + 1, "buffers_count": 2},
+        )
     ),
 ]
+# Numbers of threads and sizes of reads, in MiB, of the readers by O_DIRECT.
 RAW = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
-# What each kind may take, in seconds; the file is made and removed beside that. In all less than two minutes.
+# Time limit of each kind of transfer, in seconds, without the creation of the file. The sum is less than two minutes.
 TIMES_S = {"cached read": 24.0, "host read": 8.0, "write": 8.0, "durable write": 14.0, "cold read": 48.0}
-TURNS_MAX = 5
+ROUNDS_MAX = 5
 
 
 @dataclass(slots=True)
 class Row:
-    """One setting of the engine in one kind, or what is beside it, and what each turn gave."""
+    """The results of one setting of the engine, or of a peer, for one kind of transfer."""
 
     kind: str
     setting: str
@@ -101,44 +106,46 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Median in GB/s; 0 where no time was left for it."""
+        """Median rate in GB/s, or 0 if there was no time for this setting."""
         return statistics.median(self.rates) if self.rates else 0.0
 
     def __str__(self) -> str:
         if not self.rates:
-            return f"{self.kind:14} {'-':>7} {'-':>7} {'-':>7} {'-':>6}  {self.setting} (no time was left)"
+            return f"{self.kind:14} {'-':>7} {'-':>7} {'-':>7} {'-':>6}  {self.setting} (not measured: no time)"
         cpu_s = statistics.median(self.cpu_s_per_gib)
         rates = f"{self.rate:7.2f} {max(self.rates):7.2f} {min(self.rates):7.2f} {cpu_s:6.3f}"
         return f"{self.kind:14} {rates}  {self.setting}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Its lines: kinds as they were measured, and in each the fastest first."""
-    lines = [f"{'kind':14} {'GB/s':>7} {'best':>7} {'least':>7} {'CPU/GiB':>6}  setting"]
+    """Return the lines of the table: the kinds of transfer in the order of rows, with the fastest setting first."""
+    lines = [f"{'kind':14} {'GB/s':>7} {'max':>7} {'min':>7} {'CPU/GiB':>6}  setting"]
     for kind in dict.fromkeys(row.kind for row in rows):
         lines += [str(row) for row in sorted(rows, key=lambda each: -each.rate) if row.kind == kind]
     return lines
 
 
-def _named(options: Options) -> str:
+def _description(options: Options) -> str:
     words = [
         f"{key.removesuffix('_bytes')} {value >> 10} KiB" if key.endswith("_bytes") else f"{key} {value}"
         for key, value in options.items()
     ]
-    return ", ".join(words) or "as it is"
+    return ", ".join(words) or "default"
 
 
 class Sweep:
-    """One file and one memory, moved by engines of any setting.
+    """Transfers between a file and memory by engines with different settings.
 
     Parameters
     ----------
     source : Path
-        A file that is longer than the memory, or as long; what is written goes to another beside it.
+        The file, at least as long as the memory. Writes go to another file in its folder.
+    device : Device
+        The device.
     memory : CudaMemory
-        Of the device.
+        Memory of the device.
     times_share : float
-        Of the times that the kinds have; 0: one turn of the first two settings of each kind.
+        Share of the time limits to use. If it is 0, only the first two settings of each kind are measured, once.
     """
 
     def __init__(self, source: Path, device: Device, memory: CudaMemory, *, times_share: float = 1.0) -> None:
@@ -149,29 +156,31 @@ class Sweep:
         self._file_bytes = source.stat().st_size
 
     def run(self) -> list[Row]:
-        """Measure everything; the file's pages are cached before and not afterwards.
+        """Measure all kinds of transfer and return the rows of the table.
 
-        The first half of the memory has afterwards what the last cold read of an engine moved.
+        The file must be in the page cache before, and is not in it afterwards. The first half of the memory then has
+        the data of the last cold read of an engine.
         """
         length_bytes = self.memory.length_bytes
         with contextlib.ExitStack() as stack:
             copy, free = pinned_copier(self.device, self.memory, length_bytes=length_bytes)
             stack.callback(free)
-            other = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
-            stack.callback(other.close)
+            other_engine = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
+            stack.callback(other_engine.close)
 
-            def others() -> None:
-                self._read(other, length_bytes)
+            def use_caches_and_bus() -> None:
+                self._read(other_engine, length_bytes)
                 copy()
 
-            self._kind("cached read", CACHED, self._read, length_bytes, before=others, beside={"pinned copy": copy})
+            peers: dict[str, Callable[[], object]] = {"pinned copy": copy}
+            self._measure("cached read", CACHED, self._read, length_bytes, before=use_caches_and_bus, peers=peers)
         self._host_reads(length_bytes)
         half_bytes = length_bytes // 2
         for kind, options, move in (
             ("write", BUFFERED_WRITES, self._write),
             ("durable write", DURABLE_WRITES, self._write_durably),
         ):
-            self._kind(kind, options, move, half_bytes, before=self._remove)
+            self._measure(kind, options, move, half_bytes, before=self._remove)
         self._remove()
         with contextlib.ExitStack() as stack:
             raw = {
@@ -180,11 +189,10 @@ class Sweep:
                 )
                 for threads, part in RAW
             }
-            # What is beside the engines reads into memory of its own.
-            self._kind("cold read", COLD, self._read, half_bytes, before=self._drop, beside=raw, is_cleared=True)
+            self._measure("cold read", COLD, self._read, half_bytes, before=self._drop, peers=raw, is_cleared=True)
         return self.rows
 
-    def _kind(
+    def _measure(
         self,
         kind: str,
         settings: Iterable[Options],
@@ -192,39 +200,58 @@ class Sweep:
         length_bytes: int,
         *,
         before: Callable[[], object],
-        beside: Mapping[str, Callable[[], object]] | None = None,
+        peers: Mapping[str, Callable[[], object]] | None = None,
         base: EngineOptions | None = None,
         is_cleared: bool = False,
     ) -> None:
-        """Measure the settings of a kind, and what is `beside` them, in turns until its time is over.
+        """Measure the settings of one kind of transfer, and its peers, in turn until the time limit.
 
-        Where memory `is_cleared` before each turn of an engine, it has afterwards what the last of them moved.
+        Parameters
+        ----------
+        kind : str
+            The kind of transfer.
+        settings : iterable of Options
+            The settings of the engine, added to `base`.
+        move : callable
+            It transfers a number of bytes by an engine.
+        length_bytes : int
+            The number of bytes.
+        before : callable
+            It is called before each transfer.
+        peers : Mapping of str to callable
+            Other functions that transfer the same number of bytes, into their own memory.
+        base : EngineOptions, optional
+            Settings that all engines have.
+        is_cleared : bool
+            Whether the device memory is cleared before each transfer of an engine.
         """
         is_short = self.times_share == 0
+        peers = dict(peers or {})
         with contextlib.ExitStack() as stack:
-            # Engines come first: where there is time for a part of them alone, it is theirs.
-            movers: dict[str, Callable[[], object]] = {}
+            # The engines come before the peers, because the time may suffice for a part only.
+            transfers: dict[str, Callable[[], object]] = {}
             for options in list(settings)[: 2 if is_short else None]:
                 engine = Engine(replace(base or EngineOptions(), **options))  # type: ignore[arg-type]
                 stack.callback(engine.close)
-                movers[_named(options)] = partial(move, engine, length_bytes)
-                # Its memory is pinned, its streams are there.
+                transfers[_description(options)] = partial(move, engine, length_bytes)
+                # The first read pins the memory of the engine and creates its streams.
                 self._read(engine, min(length_bytes, 256 * MIB), access="buffered")
-            movers.update(list((beside or {}).items())[: 2 if is_short else None])
-            rows = {name: Row(kind, name, name not in (beside or {})) for name in movers}
+            transfers.update(list(peers.items())[: 2 if is_short else None])
+            rows = {name: Row(kind, name, name not in peers) for name in transfers}
             self.rows += rows.values()
-            over = time.monotonic() + TIMES_S[kind] * self.times_share
-            for turn in range(1 if is_short else TURNS_MAX):
-                for name in list(movers)[:: -1 if turn % 2 else 1]:
-                    if not is_short and time.monotonic() > over:
+            end_s = time.monotonic() + TIMES_S[kind] * self.times_share
+            for number in range(1 if is_short else ROUNDS_MAX):
+                for name in list(transfers)[:: -1 if number % 2 else 1]:
+                    if not is_short and time.monotonic() > end_s:
                         break
                     before()
                     if is_cleared and rows[name].is_engine:
                         self.memory.fill(0)
-                    found = measure(movers[name], length_bytes)
-                    rows[name].rates.append(found.rate_gb_per_s)
-                    rows[name].cpu_s_per_gib.append(found.cpu_s_per_gib)
-        say(f"{kind}: {sum(len(each.rates) for each in rows.values())} turns of {len(rows)} settings")
+                    result = measure(transfers[name], length_bytes)
+                    rows[name].rates.append(result.rate_gb_per_s)
+                    rows[name].cpu_s_per_gib.append(result.cpu_s_per_gib)
+        count = sum(len(each.rates) for each in rows.values())
+        log_progress(f"{kind}: {count} transfers with {len(rows)} settings")
 
     def _read(self, engine: Engine, length_bytes: int, *, access: str = "automatic") -> None:
         self._move(engine, self.source, os.O_RDONLY, length_bytes, access=access)
@@ -237,16 +264,16 @@ class Sweep:
         self._move(engine, self.target, flags, length_bytes, access="direct", durable=True)
 
     def _host_reads(self, length_bytes: int) -> None:
-        """Into memory of the host, by engines of their own."""
+        """Measure reads into host memory, by engines with other base settings."""
         with contextlib.ExitStack() as stack:
-            held = native().HostMemory(host_memory(stack, length_bytes), writable=True)
-            stack.callback(held.release)
+            memory = native().HostMemory(host_memory(stack, length_bytes), writable=True)
+            stack.callback(memory.release)
 
             def read(engine: Engine, length_bytes: int) -> None:
-                where = (HOST, held.address)
-                self._move(engine, self.source, os.O_RDONLY, length_bytes, access="automatic", where=where)
+                target = (HOST, memory.address)
+                self._move(engine, self.source, os.O_RDONLY, length_bytes, access="automatic", target=target)
 
-            self._kind("host read", HOST_READS, read, length_bytes, before=int, base=HOST_OPTIONS)
+            self._measure("host read", HOST_READS, read, length_bytes, before=int, base=HOST_OPTIONS)
 
     def _move(
         self,
@@ -257,9 +284,10 @@ class Sweep:
         *,
         access: str,
         durable: bool = False,
-        where: tuple[int, int] | None = None,
+        target: tuple[int, int] | None = None,
     ) -> None:
-        device_index, address = where or (self.device.index, self.memory.address)
+        """Transfer data between a file and memory: that of the sweep, or `target` (device index and address)."""
+        device_index, address = target or (self.device.index, self.memory.address)
         fd = os.open(path, flags, 0o600)
         try:
             job = engine.submit(

@@ -1,9 +1,8 @@
-"""What a cache hit costs beside one cuPointerGetAttribute call.
+"""Time of a cache hit, compared with one cuPointerGetAttribute call.
 
-A hit, with the close of its lease, asks the driver for the buffer id once. It should cost no more than 4 such calls,
-and no more than half as much again with 10,000 regions as with 10. All are measured in turn, some hundred times, so
-that a machine that is busy for a while slows down each of them; the ratios are of the medians. Run it with
---benchmark-enable.
+A hit, with the close of its lease, queries the buffer id once. It should take at most 4 times as long as such a query,
+and with 10,000 regions at most 1.5 times as long as with 10. All calls are measured in turn some hundred times, so that
+the load of the machine affects each of them, and the ratios are of the medians. Run it with --benchmark-enable.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ COUNTS = (10, 100, 1000, 10_000)
 
 @pytest.fixture
 def descriptors() -> Iterator[None]:
-    """As many descriptors as this process may have."""
+    """Raise the limit of open descriptors as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
@@ -47,7 +46,7 @@ def descriptors() -> Iterator[None]:
 
 @pytest.mark.usefixtures("descriptors")
 @pytest.mark.timeout(300)
-def test_a_hit_beside_one_pointer_attribute(
+def test_cache_hit_beside_a_pointer_query(
     request: pytest.FixtureRequest, evidence: Evidence, device: Device, nic: Nic
 ) -> None:
     from cuda.bindings import driver
@@ -57,25 +56,26 @@ def test_a_hit_beside_one_pointer_attribute(
     with contextlib.ExitStack() as stack:
         memories = [stack.enter_context(device.allocate(64 * KIB)) for _ in range(max(COUNTS))]
         address = memories[0].address
-        things: dict[str, Callable[[], object]] = {
+        measured_calls: dict[str, Callable[[], object]] = {
             "query": lambda: driver.cuPointerGetAttribute(attribute, address),
         }
         caches = {}
         for count in COUNTS:
-            # By address: a dma-buf region of a twin keeps a descriptor, and ten thousand memories have ten thousand.
+            # Registration by address: a dma-buf region of the twin has a descriptor, and there are 10,000 regions.
             cache = RegionCache([nic], route=RegistrationRoute.PEER_MEMORY, regions_max=count)
             caches[count] = stack.enter_context(cache)
             for memory in memories[:count]:
                 cache.lease(memory).close()
-            things[f"hit_{count}"] = _hit(cache, memories[count // 2])
-        # A tensor, say: it is not watched and has no entry of its own, so that it is searched by its address.
+            measured_calls[f"hit_{count}"] = _hit(cache, memories[count // 2])
+        # Borrowed memory, such as a tensor, has no entry of its own. The cache searches it by its address.
         part = cuda.borrow(device, memories[5000].address + 4 * KIB, length_bytes=4 * KIB)
-        things["borrowed_hit_10000"] = _hit(caches[10_000], stack.enter_context(part))
-        for hit in things.values():
-            hit()  # Each cache learns what it may.
+        measured_calls["borrowed_hit_10000"] = _hit(caches[10_000], stack.enter_context(part))
+        # After the first hit, the internal state of each cache no longer changes.
+        for call in measured_calls.values():
+            call()
         before, registered = calls(Api.VERBS), {count: cache.statistics() for count, cache in caches.items()}
-        found = measure_interleaved(
-            things, rounds_count=300 if is_measured else 1, calls_count=200 if is_measured else 1
+        times = measure_interleaved(
+            measured_calls, rounds_count=300 if is_measured else 1, calls_count=200 if is_measured else 1
         )
         assert calls(Api.VERBS) == before
         for count, cache in caches.items():
@@ -84,11 +84,11 @@ def test_a_hit_beside_one_pointer_attribute(
             assert after.hits > registered[count].hits
     if is_measured:
         evidence.number("rounds_count", 300)
-        for name, times_ns in found.items():
-            evidence.number(f"{name}_ns_median", times_ns.median)
-            evidence.number(f"{name}_ns_min", times_ns.minimum)
-            evidence.number(f"{name}_over_query_ratio", times_ns.median / found["query"].median)
-        evidence.number("most_over_fewest_regions_ratio", found["hit_10000"].median / found["hit_10"].median)
+        for name, each in times.items():
+            evidence.number(f"{name}_ns_median", each.median)
+            evidence.number(f"{name}_ns_min", each.minimum)
+            evidence.number(f"{name}_over_query_ratio", each.median / times["query"].median)
+        evidence.number("most_over_fewest_regions_ratio", times["hit_10000"].median / times["hit_10"].median)
 
 
 def _hit(cache: RegionCache, memory: DeviceBuffer) -> Callable[[], None]:

@@ -1,8 +1,8 @@
-"""How long `gdrkit doctor` takes on the libraries that a machine really has: without hardware, less than a second.
+"""Duration of `gdrkit doctor` with the real libraries of the machine: less than a second without hardware.
 
-With its acts and without them, and as an ordinary user. The clock on the wall says something only on a machine that is
-idle, or for a run that the scheduler puts before others (`chrt -f 1`), so the record says under which policy and load
-it was.
+It is measured with and without the checks that act on devices, and as an unprivileged user. The duration is meaningful
+only on an idle machine or with a real-time priority (`chrt -f 1`), so the record has the scheduling policy and the
+load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLICIES = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", o
 
 
 def timed(benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], environ: dict[str, str]) -> None:
-    """Run it some times; each must end as a doctor does."""
+    """Measure a command, whose runs must end with an exit code of the doctor."""
     policy = os.sched_getscheduler(0)
     evidence["scheduling"] = POLICIES.get(policy, str(policy))
     evidence.number("load_1min_count", os.getloadavg()[0])
@@ -42,12 +42,12 @@ def timed(benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], e
 
 
 @pytest.mark.parametrize("command", ["doctor", "doctor --read-only"])
-def test_the_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: str) -> None:
+def test_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: str) -> None:
     environ = launch.environment(launch.Launch(software=frozenset()))
     timed(benchmark, evidence, [sys.executable, "-m", "gdrkit", *command.split()], environ)
 
 
 @needs(host.capability("CAP_SETUID"))
-def test_the_doctor_as_an_ordinary_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
+def test_doctor_as_an_unprivileged_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
     command, environ = program_command(UNPRIVILEGED_DOCTOR, launch.environment(launch.Launch(software=frozenset())))
     timed(benchmark, evidence, command, environ)

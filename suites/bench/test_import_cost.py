@@ -1,4 +1,4 @@
-"""What `import gdrkit` costs over a bare interpreter; compare the medians of the two rows of one run."""
+"""Duration of `import gdrkit`: the difference of the medians of the two cases in one run."""
 
 from __future__ import annotations
 

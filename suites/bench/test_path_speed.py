@@ -1,13 +1,13 @@
-"""How fast reads go through ring, agent, server and NIC, beside what the kernel does with the same cached file.
+"""Rate of reads through ring, agent, server and NIC, compared with reads of the same cached file by the kernel.
 
-On two idle cores 4 KiB reads at depth 64 should reach a quarter of io_uring's, and 1 MiB reads half of one thread's
-`pread`. This is not asserted, because the machine may be busy. The processor time of an operation, which other load
-disturbs less, is recorded beside it, and so is a second peer: the copies of this path alone, by two threads. That peer
-is no bound; it was slower than the path itself in some runs.
-`nox -s bench` builds the program that measures.
+On two idle cores, 4 KiB reads at depth 64 should reach a quarter of the rate of io_uring, and 1 MiB reads half of the
+rate of `pread` in one thread. This is not asserted, because the machine may be busy. The record also has the processor
+time of an operation, on which other load has less effect, and the rate of a second peer: only the copies of this path,
+by two threads. The second peer is not an upper bound; in some runs it was slower than the path.
+`nox -s bench` builds the measuring program.
 
-All of it has two cores, also where there are more. Where its threads run is first left to the system; then the thread
-that reads and sums for the server, which has as much to do as all others together, gets a core of its own.
+All processes share two cores, also on a machine with more. In a first run, the scheduler places the threads. In a
+second one, the session thread of the server, which has as much work as all others together, has its own core.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 FILE_BYTES = 64 * MIB
-ROUNDS, TURN_MS = 9, 300
-# A twin is late by seed, which limits what a depth can move, and each NIC has threads: two would have more of them than
-# two cores can run. Hardware knows nothing of either.
+ROUNDS, DURATION_MS = 9, 300
+# By default, the twin delays completions at random, which limits the rate at a depth, and has two NICs, whose threads
+# do not fit on two cores. Hardware does not have these variables.
 ENVIRONMENT = {"GDRKIT_TWINS_LATE_US": "0", "GDRKIT_TWINS_NICS": "1"}
-# Each measurement with its peer, a second peer that has only the copies of the path, and the share of the first peer's
-# speed that is the goal on idle cores.
-PAIRS = {
+# For each size: the measurement, its peer, the peer that makes only the copies of the path, and the desired share of
+# the first peer's rate on idle cores.
+PEERS = {
     "4 KiB": ("path_small", "io_uring", "bare_small", 0.25),
     "1 MiB": ("path_large", "pread", "bare_large", 0.5),
 }
@@ -51,16 +51,16 @@ KINDS = [
 pytestmark = pytest.mark.timeout(180)
 
 
-def make_file(mount: Path, seed: int) -> Path:
-    """A file that was written through the path, so that every read is verified by the sums of its chunks."""
+def create_file(mount: Path, seed: int) -> Path:
+    """Create a file through the agent, so that its chunks have checksums and every read verifies them."""
     path = mount / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         usrbio.register_fd(fd)
         with Application(mount, kind="host", length_bytes=MIB) as application:
-            for at in range(0, FILE_BYTES, MIB):
-                application.poke(0, pattern.payload(MIB, seed=seed, offset_bytes=at))
-                assert application.write((fd, 0, at, MIB)) == [MIB]
+            for offset in range(0, FILE_BYTES, MIB):
+                application.poke(0, pattern.payload(MIB, seed=seed, offset_bytes=offset))
+                assert application.write((fd, 0, offset, MIB)) == [MIB]
         usrbio.deregister_fd(fd)
     finally:
         os.close(fd)
@@ -69,53 +69,53 @@ def make_file(mount: Path, seed: int) -> Path:
 
 @contextlib.contextmanager
 def two_cores() -> Iterator[list[int]]:
-    """The processors that this process, and what it starts, may use meanwhile."""
+    """Restrict this process and its children to two cores, and yield their numbers."""
     before = os.sched_getaffinity(0)
-    chosen = sorted(before)[:2]
-    os.sched_setaffinity(0, chosen)
+    cores = sorted(before)[:2]
+    os.sched_setaffinity(0, cores)
     try:
-        yield chosen
+        yield cores
     finally:
         os.sched_setaffinity(0, before)
 
 
-def set_apart(agent: AgentProcess, cores: list[int]) -> None:
-    """The server's session gets the last core, everything else the first."""
-    # Of this process the thread that starts the client, which is what two_cores() puts back.
+def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
+    """Restrict the session thread of the server to the last core, and all other threads to the first."""
+    # This thread starts the client, which inherits its core. two_cores() restores the affinity.
     os.sched_setaffinity(0, {cores[0]})
     for process in (agent.process.pid, agent.server_process_id()):
         for task in Path(f"/proc/{process}/task").iterdir():
-            # One that ends meanwhile needs no core.
+            # A thread may end between the two calls.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 name = (task / "comm").read_text().strip()
                 os.sched_setaffinity(int(task.name), {cores[-1] if name == "gdrkit-session" else cores[0]})
 
 
 def measure(agent: AgentProcess, path: Path, kind: str, cores: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """The turns of each name."""
+    """Run the measuring program, and return its measurements by name."""
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_path_bench"
     command = [str(program), str(agent.mount), str(path), "--kind", kind]
-    command += ["--rounds", str(ROUNDS), "--ms", str(TURN_MS)]
+    command += ["--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
     if len(cores) > 1:
         command += ["--cores", f"{cores[0]},{cores[-1]}"]
     command += ["--pid", f"agent={agent.process.pid}", "--pid", f"server={agent.server_process_id()}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    turns: dict[str, list[dict[str, Any]]] = {}
+    measurements: dict[str, list[dict[str, Any]]] = {}
     for line in done.stdout.splitlines():
-        turn = json.loads(line)
-        turns.setdefault(turn["turn"], []).append(turn)
-    return turns
+        measurement = json.loads(line)
+        measurements.setdefault(measurement["turn"], []).append(measurement)
+    return measurements
 
 
-def rate(turn: dict[str, Any]) -> float:
-    """Operations per second."""
-    return float(turn["operations"] / turn["passed_s"])
+def rate(measurement: dict[str, Any]) -> float:
+    """Return the operations per second."""
+    return float(measurement["operations"] / measurement["passed_s"])
 
 
-def median_share(turns: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """Of rates. Turns of one round follow each other: what else the machine did met both."""
-    return statistics.median(rate(one) / rate(other) for one, other in zip(turns, others, strict=True))
+def median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]) -> float:
+    """Return the median of the ratios of rates in the same round, in which the load of the machine affects both."""
+    return statistics.median(rate(one) / rate(peer) for one, peer in zip(measurements, peers, strict=True))
 
 
 @pytest.mark.parametrize("placement", ["by the system", "session apart"])
@@ -127,7 +127,7 @@ def test_reads_beside_the_kernel(
     placement: str,
     seed: int,
     evidence: Evidence,
-    said: list[str],
+    summary: list[str],
 ) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -135,34 +135,31 @@ def test_reads_beside_the_kernel(
     load = os.getloadavg()[0]
     with two_cores() as cores, AgentProcess(tmp_path) as agent:
         evidence["cores"] = len(cores)
-        path = make_file(tmp_path, seed)
+        path = create_file(tmp_path, seed)
         if placement == "session apart":
-            set_apart(agent, cores)
-        turns = measure(agent, path, kind, cores)
+            isolate_session(agent, cores)
+        measured = measure(agent, path, kind, cores)
     assert agent.statistics["failed"] == 0
     evidence["load_1min"] = [load, os.getloadavg()[0]]
-    for name, (ours, peer, bare, wanted) in PAIRS.items():
-        if peer not in turns:
-            said.append(f"{kind:6} {name}, {placement}: this system lets nobody have an {peer}")
+    for name, (ours, peer, bare, desired) in PEERS.items():
+        if peer not in measured:
+            summary.append(f"{kind:6} {name}, {placement}: {peer} is not allowed on this system")
             continue
-        share = median_share(turns[ours], turns[peer])
+        share = median_share(measured[ours], measured[peer])
         evidence.number(f"{ours}_share_of_{peer}_ratio_median", share)
         for each in (ours, peer):
-            evidence.number(f"{each}_per_s_median", statistics.median(map(rate, turns[each])))
-            costs = {
-                who: statistics.median(turn["cpu_s"][who] / turn["operations"] * 1e6 for turn in turns[each])
-                for who in turns[each][0]["cpu_s"]
-            }
-            for who, cost in costs.items():
-                evidence.number(f"{each}_{who}_cpu_us_median", cost)
-        alone = ""
-        if bare in turns:
-            bare_share = median_share(turns[bare], turns[peer])
+            evidence.number(f"{each}_per_s_median", statistics.median(map(rate, measured[each])))
+            for process in measured[each][0]["cpu_s"]:
+                cpu_us = statistics.median(one["cpu_s"][process] / one["operations"] * 1e6 for one in measured[each])
+                evidence.number(f"{each}_{process}_cpu_us_median", cpu_us)
+        copies = ""
+        if bare in measured:
+            bare_share = median_share(measured[bare], measured[peer])
             evidence.number(f"{bare}_share_of_{peer}_ratio_median", bare_share)
-            evidence.number(f"{ours}_share_of_{bare}_ratio_median", median_share(turns[ours], turns[bare]))
-            alone = f"; its copies by two threads, another peer: {bare_share:.2f}"
-        whole = sum(evidence.numbers[f"{ours}_{who}_cpu_us_median"] for who in ("client", "agent", "server"))
-        said.append(
-            f"{kind:6} {name} reads, {placement}: {share:.2f} x {peer} (wanted on idle cores: {wanted}{alone}); "
-            f"processor time {whole / evidence.numbers[f'{peer}_client_cpu_us_median']:.1f} x {peer}; load {load:.1f}"
+            evidence.number(f"{ours}_share_of_{bare}_ratio_median", median_share(measured[ours], measured[bare]))
+            copies = f"; only the copies, by two threads: {bare_share:.2f}"
+        cpu_us = sum(evidence.numbers[f"{ours}_{process}_cpu_us_median"] for process in ("client", "agent", "server"))
+        summary.append(
+            f"{kind:6} {name} reads, {placement}: {share:.2f} x {peer} (goal on idle cores: {desired}{copies}); "
+            f"processor time {cpu_us / evidence.numbers[f'{peer}_client_cpu_us_median']:.1f} x {peer}; load {load:.1f}"
         )

@@ -1,8 +1,8 @@
-"""What an operation of the ring costs its client, beside io_uring's NOP and a bare loop with the same semaphores.
+"""Processor time of a ring operation in the client, compared with a NOP of io_uring and a bare loop of semaphores.
 
-At most twice the NOP is wanted of an agent that looks for up to 50 us before it sleeps, and at most 1.2 times the bare
-loop of one that sleeps at once, on idle cores. That is no assertion: the machine may be busy. `nox -s bench` builds the
-program that measures; its peers take turns with it.
+On idle cores, it should be at most twice that of the NOP if the agent polls for up to 50 us before it sleeps, and at
+most 1.2 times that of the loop if the agent sleeps at once. This is not asserted, because the machine may be busy.
+`nox -s bench` builds the measuring program, which measures all of them in turn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {
 pytestmark = pytest.mark.timeout(180)
 
 
-def test_an_operation_of_the_ring_beside_its_peers(evidence: Evidence, said: list[str]) -> None:
+def test_ring_operation_beside_its_peers(evidence: Evidence, summary: list[str]) -> None:
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_ring_bench"
     load = os.getloadavg()[0]
     done = subprocess.run(
@@ -45,9 +45,10 @@ def test_an_operation_of_the_ring_beside_its_peers(evidence: Evidence, said: lis
         name = NAMES[line["name"]]
         if "ratio" in line:
             evidence.number(f"{name}_ratio_median", line["ratio"])
-            said.append(f"{line['name']}: {line['ratio']:.2f} (wanted on idle cores: {line['limit']}); load {load:.1f}")
+            goal = f"goal on idle cores: {line['limit']}"
+            summary.append(f"{line['name']}: {line['ratio']:.2f} ({goal}); load {load:.1f}")
         elif "not_run" in line:
-            said.append(f"{line['name']}: {line['not_run']}")
+            summary.append(f"{line['name']}: {line['not_run']}")
         else:
             evidence.number(f"{name}_client_cpu_ns_median", line["client_cpu_ns_per_operation"])
             evidence.number(f"{name}_client_cpu_ns_min", line["client_cpu_ns_per_operation_min"])

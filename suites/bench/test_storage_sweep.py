@@ -1,11 +1,11 @@
-r"""The settings of the copy engine beside each other, as one table: what its defaults should be on this machine.
+r"""Comparison of the copy engine's settings, as one table that shows the best defaults for this machine.
 
 It takes less than two minutes and 6 GB of disk:
 
     pytest -c suites/pytest.ini suites/bench/test_storage_sweep.py --benchmark-enable -s --records FILE
 
-Without ``--benchmark-enable`` a small file goes each way by two settings. GDRKIT_BENCH_STORAGE_MIB sets the size of the
-file, GDRKIT_BENCH_STORAGE_FOLDER where it lies.
+Without ``--benchmark-enable``, each kind of transfer runs once with two settings and a small file.
+GDRKIT_BENCH_STORAGE_MIB is the size of the file, GDRKIT_BENCH_STORAGE_FOLDER its folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from bench.storage_speed import check_whole, make_random_file, say
+from bench.storage_speed import check_all_bytes, create_random_file, log_progress
 from bench.storage_sweep import TIMES_S, Sweep, table
 
 from gdrkit.harness.needs import cuda, needs
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = [needs(cuda.device()), pytest.mark.timeout(300)]
 
 
-def test_settings_of_the_copy_engine_in_one_table(
+def test_copy_engine_settings_in_one_table(
     request: pytest.FixtureRequest, device: Device, tmp_path: Path, evidence: Evidence
 ) -> None:
     is_measured = bool(request.config.getoption("--benchmark-enable"))
@@ -38,20 +38,20 @@ def test_settings_of_the_copy_engine_in_one_table(
     folder.mkdir(parents=True)
     try:
         source = folder / "file"
-        make_random_file(source, length_bytes)
+        create_random_file(source, length_bytes)
         with device.allocate(length_bytes) as memory:
             rows = Sweep(source, device, memory, times_share=float(is_measured)).run()
-            # What the last engine left: its read was cold, and half of the file.
-            check_whole(memory, source, length_bytes=length_bytes // 2)
+            # The last engine read the first half of the file.
+            check_all_bytes(memory, source, length_bytes=length_bytes // 2)
     finally:
         shutil.rmtree(folder)
     assert {row.kind for row in rows} == TIMES_S.keys()
     for line in table(rows):
-        say(line)
+        log_progress(line)
     for row in (each for each in rows if is_measured and each.rates):
         evidence[f"{row.kind}: {row.setting}"] = {"rates_gb_per_s": row.rates, "cpu_s_per_gib": row.cpu_s_per_gib}
         kind = row.kind.replace(" ", "_")
-        if row.setting == "as it is":
+        if row.setting == "default":
             evidence.number(f"{kind}_gb_per_s_median", row.rate)
         elif row.is_engine and row.rate == max(each.rate for each in rows if each.kind == row.kind and each.is_engine):
             evidence[f"{kind}_best"] = row.setting

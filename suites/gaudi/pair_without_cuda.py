@@ -1,7 +1,7 @@
-"""Two processes without anything of CUDA: this one has memory of a Gaudi, a peer writes into it and reads from it.
+"""Transfers between memory of a Gaudi and a peer process, without CUDA in either process.
 
-``python gaudi_pair.py`` prints one JSON object: the libraries and Python modules of both, after bytes went both ways
-and were compared through the device's own copies.
+``python -m gaudi.pair_without_cuda`` writes and reads the memory from a peer, checks the bytes by copies of the device,
+and prints a JSON object with the libraries and Python modules of both processes.
 """
 
 from __future__ import annotations

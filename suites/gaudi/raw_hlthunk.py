@@ -1,4 +1,4 @@
-"""hl-thunk as a C program calls it: what the kernel driver answers, without anything of gdrkit between."""
+"""hl-thunk by ctypes, for the results of the kernel driver without gdrkit in between."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["FLAGS", "RawDevice", "errno_of"]
 
 FLAGS = os.O_RDWR | os.O_CLOEXEC
-_DONT_CARE = 4
-_NUMBERS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
+_ANY_DEVICE = 4
+# These functions return a 64-bit handle or address.
+_RETURN_64_BITS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
 
 
 def _library() -> ctypes.CDLL:
@@ -22,37 +23,40 @@ def _library() -> ctypes.CDLL:
             return ctypes.CDLL(name, use_errno=True)
         except OSError:
             continue
-    message = "no hl-thunk"
+    message = "dlopen(libhl-thunk.so) and dlopen(libhlthunk.so) failed: install hl-thunk"
     raise OSError(message)
 
 
-def errno_of(answer: int) -> int:
-    """The errno of an answer: of -errno, or of a 0 where an address or a handle was asked for; 0 when it worked."""
-    return -answer if answer < 0 else ctypes.get_errno() if answer == 0 else 0
+def errno_of(result: int) -> int:
+    """Return the errno of a result that is a negative errno, or that is 0 instead of a handle or an address.
+
+    The errno of a successful call is 0.
+    """
+    return -result if result < 0 else ctypes.get_errno() if result == 0 else 0
 
 
 class RawDevice:
-    """The first free device. Numbers are taken as they are; the caller undoes what it did."""
+    """The first free device. Arguments are not checked, and the caller releases what it allocates."""
 
     def __init__(self) -> None:
         self._library = _library()
-        self.fd = self.call("hlthunk_open", _DONT_CARE, None)
+        self.fd = self.call("hlthunk_open", _ANY_DEVICE, None)
         assert self.fd >= 0
 
     def call(self, name: str, *arguments: object) -> int:
-        """One call: integers as 64-bit values, except descriptors, which the callee takes the lower half of."""
+        """Call a function. Integers are passed as 64-bit values; the callee uses the lower half of a descriptor."""
         function = getattr(self._library, name)
-        function.restype = ctypes.c_uint64 if name in _NUMBERS else ctypes.c_int
+        function.restype = ctypes.c_uint64 if name in _RETURN_64_BITS else ctypes.c_int
         ctypes.set_errno(0)
-        given = [ctypes.c_uint64(part) if isinstance(part, int) and part >= 0 else part for part in arguments]
-        return int(function(*given))
+        values = [ctypes.c_uint64(each) if isinstance(each, int) and each >= 0 else each for each in arguments]
+        return int(function(*values))
 
     def allocate(self, length_bytes: int, *, page_bytes: int = 0) -> int:
-        """The handle, or 0."""
+        """Allocate memory; return its handle, or 0."""
         return self.call("hlthunk_device_memory_alloc", self.fd, length_bytes, page_bytes, 1, 0)
 
-    def mapped(self, length_bytes: int) -> tuple[int, int]:
-        """A new allocation: handle and address."""
+    def allocate_mapped(self, length_bytes: int) -> tuple[int, int]:
+        """Allocate and map memory; return its handle and its address."""
         handle = self.allocate(length_bytes)
         address = self.map(handle)
         assert handle
@@ -60,33 +64,33 @@ class RawDevice:
         return handle, address
 
     def map(self, handle: int) -> int:
-        """The address, or 0."""
+        """Map memory; return its address, or 0."""
         return self.call("hlthunk_device_memory_map", self.fd, handle, 0)
 
     def unmap(self, address: int) -> int:
-        """0 or -errno."""
+        """Unmap memory; return 0 or a negative errno."""
         return self.call("hlthunk_memory_unmap", self.fd, address)
 
     def free(self, handle: int) -> int:
-        """0 or -errno."""
+        """Free memory; return 0 or a negative errno."""
         return self.call("hlthunk_device_memory_free", self.fd, handle)
 
     def export(self, address: int, size: int, *, offset: int = 0, flags: int = FLAGS, fd: int | None = None) -> int:
-        """The call for devices whose driver maps memory: a descriptor or -errno."""
+        """Export mapped memory; return a descriptor or a negative errno."""
         name, device = "hlthunk_device_mapped_memory_export_dmabuf_fd", self.fd if fd is None else fd
         return self.call(name, device, address, size, offset, flags)
 
     def export_physical(self, address: int, size: int) -> int:
-        """The call for the first Gaudi: a descriptor or -errno."""
+        """Export memory of the first Gaudi by its physical address; return a descriptor or a negative errno."""
         return self.call("hlthunk_device_memory_export_dmabuf_fd", self.fd, address, size, FLAGS)
 
     def map_host(self, buffer: bytearray) -> int:
-        """The device address of a host buffer, or 0; it must not be resized until it is unmapped."""
-        place = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        return self.call("hlthunk_host_memory_map", self.fd, place, 0, len(buffer))
+        """Map a host buffer, which must keep its size; return its address on the device, or 0."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        return self.call("hlthunk_host_memory_map", self.fd, address, 0, len(buffer))
 
     def close(self) -> None:
-        """hlthunk_close."""
+        """Close the device."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             assert self.call("hlthunk_close", fd) == 0

@@ -36,7 +36,7 @@ def test_documented_export_by_handle_is_refused(raw: RawDevice) -> None:
 
     The handle is then in the place of the device's descriptor, and the out-parameter in that of the address.
     """
-    handle, address = raw.mapped(SIZE)
+    handle, address = raw.allocate_mapped(SIZE)
     fd = ctypes.c_int(NOT_SET)
     answer = raw.call("hlthunk_device_memory_export_dmabuf_fd", handle, ctypes.addressof(fd), SIZE, FLAGS)
     assert answer < 0
@@ -49,7 +49,7 @@ def test_documented_export_by_handle_is_refused(raw: RawDevice) -> None:
 @mapped_memory
 def test_documented_export_with_three_arguments_is_refused(raw: RawDevice) -> None:
     """Call ``hlthunk_device_mapped_memory_export_dmabuf_fd(addr, size, &fd)``, without device, offset and flags."""
-    handle, address = raw.mapped(SIZE)
+    handle, address = raw.allocate_mapped(SIZE)
     fd = ctypes.c_int(NOT_SET)
     name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
     answer = raw.call(name, address, SIZE, ctypes.addressof(fd), 0, 0)
@@ -70,7 +70,7 @@ def test_export_of_mapped_host_memory_is_refused(raw: RawDevice) -> None:
 @mapped_memory
 def test_export_call_of_the_feature_document_succeeds(raw: RawDevice) -> None:
     """Pass device, mapped address, size, offset 0 and O_RDWR | O_CLOEXEC."""
-    handle, address = raw.mapped(SIZE)
+    handle, address = raw.allocate_mapped(SIZE)
     fd = raw.export(address, SIZE)
     assert fd >= 0
     os.close(fd)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from gaudi.raw_hlthunk import errno_of
-from gaudi.twin_calls import called
+from gaudi.twin_calls import calls_of
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.gaudi import list_devices
@@ -72,7 +72,7 @@ def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
 def test_gaudi1_memory_is_exported_by_physical_address(gaudi: Device) -> None:
     with gaudi.allocate(9000) as memory, memory.export_dmabuf(offset_bytes=4097, length_bytes=10) as exported:
         assert (exported.offset_bytes, exported.length_bytes, exported.address) == (1, 10, memory.address + 4097)
-    (call,) = called("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd")[-1:]
+    (call,) = calls_of("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd")[-1:]
     assert call.name == "hlthunk_device_memory_export_dmabuf_fd"
     assert (int(call.arguments["addr"], 0), call.arguments["size"]) == (memory.address + 4096, "4096")
 

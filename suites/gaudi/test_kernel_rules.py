@@ -31,7 +31,7 @@ OVERFLOWING = (1 << 64) - PAGE
 @pytest.fixture
 def mapped(raw: RawDevice) -> Iterator[tuple[int, int]]:
     """Yield the handle and the address of an allocation."""
-    handle, address = raw.mapped(SIZE)
+    handle, address = raw.allocate_mapped(SIZE)
     yield handle, address
     assert raw.unmap(address) == 0
     assert raw.free(handle) == 0
@@ -90,7 +90,7 @@ def test_free_of_mapped_memory_is_refused(raw: RawDevice, mapped: tuple[int, int
 
 
 def test_export_of_unmapped_memory_is_refused(raw: RawDevice) -> None:
-    handle, address = raw.mapped(SIZE)
+    handle, address = raw.allocate_mapped(SIZE)
     assert raw.unmap(address) == 0
     assert errno_of(raw.export(address, SIZE)) == errno.EINVAL
     assert errno_of(raw.unmap(address)) == errno.EINVAL

@@ -91,7 +91,7 @@ def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, s
 @needs(a_gaudi.mapped_memory)
 def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int) -> None:
     with RawDevice() as raw:
-        _handle, address = raw.mapped(SIZE)
+        _handle, address = raw.allocate_mapped(SIZE)
         exported = DmabufRange(raw.export(address, SIZE), offset_bytes=0, length_bytes=SIZE, address=address)
         region = nic.register_dmabuf(exported)
         exported.close()

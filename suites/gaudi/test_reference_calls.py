@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaudi.twin_calls import Call, called, matched, parse
+from gaudi.twin_calls import Call, calls_of, difference, parse
 
 from gdrkit.gaudi import Device, list_devices
 from gdrkit.harness.needs import gaudi, needs, software, verbs
@@ -33,9 +33,9 @@ def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
         register(memory, [nic]),
     ):
         pass
-    calls = called(*names)
+    calls = calls_of(*names)
     begin = max(at for at, call in enumerate(calls) if call.name == vector[0].name)
-    assert matched(vector, calls[begin:]) is None
+    assert difference(vector, calls[begin:]) is None
 
 
 def test_missing_swapped_or_changed_call_is_detected() -> None:
@@ -48,9 +48,9 @@ def test_missing_swapped_or_changed_call_is_detected() -> None:
         )
         for call in vector
     ]
-    assert matched(vector, named) is None
-    assert matched(vector, named[:-1]) is not None
-    assert matched(vector, [*named[1::-1], *named[2:]]) is not None
+    assert difference(vector, named) is None
+    assert difference(vector, named[:-1]) is not None
+    assert difference(vector, [*named[1::-1], *named[2:]]) is not None
     # This is the documented call, with the handle in the place of the address.
     wrong = dataclasses.replace(named[3], arguments={**named[3].arguments, "addr": "handle"})
-    assert matched(vector, [*named[:3], wrong, *named[4:]]) is not None
+    assert difference(vector, [*named[:3], wrong, *named[4:]]) is not None

@@ -1,4 +1,4 @@
-"""What the twins of verbs and hl-thunk were called with in this process, in order."""
+"""Calls of the twins of verbs and hl-thunk in this process, and their comparison with an expected sequence."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gdrkit import launch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Call", "called", "matched", "parse"]
+__all__ = ["Call", "calls_of", "difference", "parse"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: name, arguments as they were written, and what it gave."""
+    """A call: its name, its arguments as text, and its result."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)
@@ -23,44 +23,46 @@ class Call:
 
 
 def parse(line: str) -> Call:
-    """``hlthunk_memory_unmap fd=5 device_virt_addr=0x1000 -> 0`` as a call."""
+    """Parse a call such as ``hlthunk_memory_unmap fd=5 device_virt_addr=0x1000 -> 0``."""
     text, _, result = line.partition(" -> ")
     name, *words = text.split()
     return Call(name, dict(word.split("=", 1) for word in words), result.strip() or None)
 
 
-def called(*names: str) -> list[Call]:
-    """The calls of these functions so far, of both twins, by their times."""
+def calls_of(*names: str) -> list[Call]:
+    """Return the calls of these functions of both twins so far, in the order of their times."""
     lines: list[tuple[int, str]] = []
     for api in ("verbs", "hlthunk"):
         state = launch.twin_control().ledger(api) or {}
         for line in cast("list[str]", state.get("trace", [])):
-            when, _, rest = line.partition(" ")
-            lines.append((int(when), rest))
-    calls = (parse(text) for _when, text in sorted(lines))
+            time_ns, _, text = line.partition(" ")
+            lines.append((int(time_ns), text))
+    calls = (parse(text) for _time_ns, text in sorted(lines))
     return [call for call in calls if call.name in names]
 
 
-def matched(vector: Iterable[Call], calls: Iterable[Call]) -> str | None:
-    """Where calls differ from a vector, one sentence; None when they agree.
+def difference(expected: Iterable[Call], actual: Iterable[Call]) -> str | None:
+    """Return the first difference of two sequences of calls as a sentence, or None if they agree.
 
-    A value ``$name`` in the vector stands for one value: the first that is met, and from then on that one.
+    A value ``$name`` in an expected call is a variable. It gets its value at its first use.
     """
-    meant: dict[str, str] = {}
-    expected, actual = list(vector), list(calls)
+    variables: dict[str, str] = {}
+    expected, actual = list(expected), list(actual)
     if [call.name for call in expected] != [call.name for call in actual]:
-        return f"called were {[call.name for call in actual]}"
-    for one, other in zip(expected, actual, strict=True):
-        pairs = [(one.arguments[name], other.arguments.get(name), name) for name in one.arguments]
-        pairs += [(one.result, other.result, "the result")] if one.result is not None else []
-        for wanted, found, name in pairs:
-            value = meant.setdefault(wanted, found or "") if wanted and wanted.startswith("$") else wanted
-            if found is None or _value(found) != _value(value or ""):
-                return f"{other.name}: {name} is {found} and not {wanted} ({value})"
+        return f"the calls were {[call.name for call in actual]}"
+    for expected_call, call in zip(expected, actual, strict=True):
+        values = [(expected_call.arguments[name], call.arguments.get(name), name) for name in expected_call.arguments]
+        if expected_call.result is not None:
+            values.append((expected_call.result, call.result, "the result"))
+        for required, value, name in values:
+            is_variable = bool(required) and required.startswith("$")
+            required_value = variables.setdefault(required, value or "") if is_variable else required
+            if value is None or _number_or_text(value) != _number_or_text(required_value or ""):
+                return f"{call.name}: {name} is {value}, not {required} ({required_value})"
     return None
 
 
-def _value(text: str) -> int | str:
+def _number_or_text(text: str) -> int | str:
     try:
         return int(text, 0)
     except ValueError:

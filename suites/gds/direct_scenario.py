@@ -1,4 +1,4 @@
-"""One scenario of files and direct paths in a process of its own, as :mod:`support.cufile_child` for cuFile alone."""
+"""Scenario of direct transfers of `gdrkit.gds` in its own process; see :mod:`support.cufile_child` for its protocol."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["main"]
 _LENGTH = 1 * MIB
 
 
-def _said(result: gds.Transferred) -> dict[str, Any]:
+def _result_json(result: gds.Transferred) -> dict[str, Any]:
     return {"bytes": result.bytes, "route": result.route.value, "why": result.why_not_direct}
 
 
 def _tried(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
-    """What a call came to, whichever way it ended."""
+    """Return the result of a call, or its error."""
     try:
-        return _said(call())
+        return _result_json(call())
     except GdrkitError as error:
-        found: dict[str, Any] = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
+        fields: dict[str, Any] = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
         if isinstance(error, ApiError):
-            found |= {"api": error.api.value, "status": error.status, "errno": error.errno}
+            fields |= {"api": error.api.value, "status": error.status, "errno": error.errno}
         if isinstance(error, gds.TransferFailed):
-            found |= _said(error.transferred) | {"parts": list(error.transferred.parts)}
-        return found
+            fields |= _result_json(error.transferred) | {"parts": list(error.transferred.parts)}
+        return fields
 
 
 def there_and_back(asked: dict[str, Any]) -> dict[str, Any]:

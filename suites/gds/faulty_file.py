@@ -1,88 +1,63 @@
-# ruff: noqa: ARG002 - libfuse says more than a file system of one file wants to know.
-"""A small file system whose one file fails, ends early or waits where it is told to; a process of its own.
+# ruff: noqa: ARG002 - libfuse passes more arguments than this file system uses.
+"""A FUSE file system in its own process, whose one file fails, ends early or blocks at chosen offsets.
 
-    python -m gds.faulty_file MOUNT LENGTH SEED
+``python -m gds.faulty_file MOUNT LENGTH SEED`` mounts it. The file `data` has LENGTH bytes of the pattern. The process
+reads one command per line from standard input and prints ``ok`` for each:
 
-The file `data` has LENGTH bytes of the pattern. On standard input come lines: ``eio OFFSET`` (the byte at OFFSET can
-neither be read nor written), ``end OFFSET`` (the file ends there from now on, whatever its size was said to be),
-``gate OFFSET END`` (who reads anything from OFFSET to END waits for ``open``), ``open``. Each is answered by ``ok``;
-the first that waits at the gate is told by ``waiting``. It ends with its standard input.
+- ``eio OFFSET``: reads and writes of the byte at OFFSET fail with EIO.
+- ``end OFFSET``: the file ends at OFFSET, although its size in stat(2) stays the same.
+- ``gate OFFSET END``: reads of bytes from OFFSET to END block until ``open``. The process prints ``waiting`` for the
+  first of them.
+- ``open``: blocked reads continue.
+
+It unmounts and ends at the end of standard input.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import select
 import stat
 import subprocess
 import sys
 import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
+
+from support.processes import LineChild
 
 from gdrkit import pattern
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from pathlib import Path
 
-__all__ = ["UnrulyFiles"]
+__all__ = ["FaultyFile"]
 
-_SUITES = Path(__file__).resolve().parents[1]
-# Nothing takes so long unless it hangs; the start of an interpreter was seen to take half a minute.
 _TIMEOUT_S = 90.0
 _NAME = "/data"
 
 
-class UnrulyFiles:
-    """The file system in a process of its own, mounted on `mount`, an empty folder."""
+class FaultyFile(LineChild):
+    """The file system, mounted on the empty folder `mount`, seen from the case."""
 
     def __init__(self, mount: Path, *, length_bytes: int, seed: int) -> None:
+        super().__init__("gds.faulty_file", mount, length_bytes, seed)
         self.path = mount / "data"
-        path = os.pathsep.join(filter(None, (str(_SUITES), os.environ.get("PYTHONPATH", ""))))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "gds.faulty_file", str(mount), str(length_bytes), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # What is read ahead of a line is not seen by select.
-            bufsize=0,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        self.await_line("mounted")
+        self.expect_line("mounted")
 
-    def say(self, line: str) -> None:
-        """Tell it something, and wait until it knows."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n".encode())
-        self._process.stdin.flush()
-        self.await_line("ok")
+    def send(self, command: str) -> None:
+        """Send a command, and wait until it is executed."""
+        self.write_line(command)
+        self.expect_line("ok")
 
-    def await_line(self, wanted: str) -> None:
-        """Wait for this line."""
-        assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT_S)
-        said = self._process.stdout.readline().decode().strip() if readable else "nothing"
-        assert said == wanted, f"{said!r} instead of {wanted!r}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+    def __exit__(self, *_: object) -> None:
         try:
-            assert self._process.wait(_TIMEOUT_S) == 0
+            self.end()
         finally:
-            self._process.kill()
-            self._process.wait(_TIMEOUT_S)
-            self._process.stdout.close()
+            self.kill()
 
 
 class _Operations:
-    """What libfuse asks; `data` is the file, `written` shows what was written over it."""
+    """The requests of libfuse. Methods without a docstring implement the request of their name."""
 
     use_ns = True
 
@@ -90,30 +65,29 @@ class _Operations:
         self._data = bytearray(data)
         self._size = len(data)
         self._end = len(data)
-        self._bad = len(data) + 1
+        self._failing_offset = len(data) + 1
         self._gate = (0, 0)
-        self._opened = threading.Event()
-        self._is_waited_for = threading.Lock()
+        self._is_open = threading.Event()
+        self._has_reported_waiting = threading.Lock()
 
-    def order(self, line: str) -> None:
-        """Do as a line of standard input says."""
-        what, _, number = line.partition(" ")
-        if what == "open":
-            self._opened.set()
-        elif what == "eio":
-            self._bad = int(number)
-        elif what == "end":
-            self._end = int(number)
-        elif what == "gate":
-            self._opened.clear()
-            first, _, end = number.partition(" ")
-            self._gate = int(first), int(end)
+    def execute(self, line: str) -> None:
+        """Execute a command of standard input."""
+        command, *numbers = line.split()
+        if command == "open":
+            self._is_open.set()
+        elif command == "eio":
+            self._failing_offset = int(numbers[0])
+        elif command == "end":
+            self._end = int(numbers[0])
+        elif command == "gate":
+            self._is_open.clear()
+            self._gate = int(numbers[0]), int(numbers[1])
 
     def init_with_config(self, connection: Any, config: Any) -> None:  # noqa: ANN401 - of libfuse.
-        """Let nothing be cached: each read comes here."""
+        """Disable the page cache, so that each read of an application becomes a request."""
         if config is not None:
             config.direct_io = 1
-        say("mounted")
+        _print_line("mounted")
 
     def getattr(self, path: str, _handle: int | None = None) -> dict[str, int]:
         if path == "/":
@@ -126,44 +100,44 @@ class _Operations:
         return 1
 
     def read(self, path: str, length: int, offset: int, handle: int) -> bytes:
-        first, end = self._gate
-        if offset < end and offset + length > first and not self._opened.is_set():
-            if self._is_waited_for.acquire(blocking=False):
-                say("waiting")
-            self._opened.wait(_TIMEOUT_S)
-        return bytes(self._data[offset : self._until(offset, length)])
+        begin, end = self._gate
+        if offset < end and offset + length > begin and not self._is_open.is_set():
+            if self._has_reported_waiting.acquire(blocking=False):
+                _print_line("waiting")
+            self._is_open.wait(_TIMEOUT_S)
+        return bytes(self._data[offset : self._end_of(offset, length)])
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
-        until = self._until(offset, len(data))
-        self._data[offset:until] = data[: until - offset]
-        return until - offset
+        end = self._end_of(offset, len(data))
+        self._data[offset:end] = data[: end - offset]
+        return end - offset
 
-    def _until(self, offset: int, length: int) -> int:
-        if offset == self._bad:
+    def _end_of(self, offset: int, length: int) -> int:
+        """Return the offset at which a read or a write ends, or raise EIO if its first byte fails."""
+        if offset == self._failing_offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        until = min(offset + length, self._end)
-        return min(until, self._bad) if offset < self._bad else max(until, offset)
+        end = min(offset + length, self._end)
+        return min(end, self._failing_offset) if offset < self._failing_offset else max(end, offset)
 
 
-_saying = threading.Lock()
+_print_lock = threading.Lock()
 
 
-def say(line: str) -> None:
-    """Print a line at once."""
-    with _saying:
+def _print_line(line: str) -> None:
+    with _print_lock:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
 
 
 def main() -> int:
-    """Mount, and serve until standard input ends."""
+    """Mount the file system, and serve it until the end of standard input."""
     mount, length, seed = sys.argv[1:]
     operations = _Operations(pattern.payload(int(length), seed=int(seed)))
 
     def listen() -> None:
         for line in sys.stdin:
-            operations.order(line.strip())
-            say("ok")
+            operations.execute(line.strip())
+            _print_line("ok")
         unmount = ["umount", "--lazy"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
         os._exit(subprocess.run([*unmount, mount], check=False).returncode)
 
@@ -171,7 +145,7 @@ def main() -> int:
     os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
     import mfusepy
 
-    mfusepy.FUSE(operations, mount, foreground=True, fsname="gdrkit-unruly")
+    mfusepy.FUSE(operations, mount, foreground=True, fsname="gdrkit-faulty")
     return 0
 
 

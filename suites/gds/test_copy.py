@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from gds.faulty_file import UnrulyFiles
+from gds.faulty_file import FaultyFile
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, UsageError
@@ -90,10 +90,10 @@ def test_failed_copy_leaves_the_old_file(tmp_path: Path, seed: int, device_index
     (tmp_path / "mount").mkdir()
     copy = tmp_path / "copy"
     copy.write_bytes(b"old")
-    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as unruly:
-        unruly.say(f"eio {3 * MIB + 5}")
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as faulty:
+        faulty.send(f"eio {3 * MIB + 5}")
         with pytest.raises(gds.TransferFailed) as failed:
-            gds.copy_file(unruly.path, copy, device_index=device_index, chunk_bytes=MIB, direct="never")
+            gds.copy_file(faulty.path, copy, device_index=device_index, chunk_bytes=MIB, direct="never")
         assert failed.value.errno == errno.EIO
         assert failed.value.transferred.bytes == 5
     assert copy.read_bytes() == b"old"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from gds.faulty_file import UnrulyFiles
+from gds.faulty_file import FaultyFile
 from support.faulty_fuse import FaultyMount
 from support.mounts import mounted, power_cut
 from support.other_user import open_folder, run_program
@@ -279,16 +279,16 @@ def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal
             folder.mkdir()
         else:
             folder = stack.enter_context(FaultyMount(tmp_path / "fuse")).mount
-        unruly = stack.enter_context(UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
-        unruly.say(f"gate {2 * MIB} {4 * MIB}")
+        faulty = stack.enter_context(FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
+        faulty.send(f"gate {2 * MIB} {4 * MIB}")
         # A child inherits ignored signals, and a shell ignores SIGINT for background processes.
         stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
         process = stack.enter_context(
-            subprocess.Popen(command(unruly.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(command(faulty.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
         )
-        unruly.await_line("waiting")
+        faulty.expect_line("waiting")
         process.send_signal(number)
-        unruly.say("open")
+        faulty.send("open")
         errors = process.communicate(timeout=_TIMEOUT_S)[1]
         assert process.returncode == (130 if number is signal.SIGINT else -number), errors
         assert "Traceback" not in errors
@@ -299,11 +299,11 @@ def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal
 def test_killed_copy_leaves_nothing(tmp_path: Path, seed: int) -> None:
     for name in ("mount", "folder"):
         (tmp_path / name).mkdir()
-    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as unruly:
-        unruly.say(f"gate {2 * MIB} {4 * MIB}")
-        with subprocess.Popen(command(unruly.path, tmp_path / "folder" / "copy")) as process:
-            unruly.await_line("waiting")
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as faulty:
+        faulty.send(f"gate {2 * MIB} {4 * MIB}")
+        with subprocess.Popen(command(faulty.path, tmp_path / "folder" / "copy")) as process:
+            faulty.expect_line("waiting")
             process.kill()
-            unruly.say("open")
+            faulty.send("open")
             assert process.wait(_TIMEOUT_S) == -signal.SIGKILL
     assert names(tmp_path / "folder") == []

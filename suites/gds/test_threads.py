@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from gds.faulty_file import UnrulyFiles
+from gds.faulty_file import FaultyFile
 from support.processes import wait_until
 
 from gdrkit import gds, pattern
@@ -71,9 +71,9 @@ def is_refused(file: gds.File) -> bool:
 def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int) -> None:
     """Issue 15, B: of two concurrent starts, one was not recorded, and close() did not wait for it."""
     (tmp_path / "mount").mkdir()
-    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as unruly:
-        unruly.say(f"gate 0 {4 * KIB}")
-        with gds.File(unruly.path) as file, ThreadPoolExecutor(THREADS) as threads:
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty:
+        faulty.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty.path) as file, ThreadPoolExecutor(THREADS) as threads:
 
             def start() -> list[bytearray]:
                 buffers = [bytearray(4 * KIB) for _ in range(STARTS)]
@@ -83,8 +83,8 @@ def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int)
 
             started = [threads.submit(start) for _ in range(THREADS)]
             buffers = [buffer for each in started for buffer in each.result()]
-            unruly.await_line("waiting")
-            unruly.say("open")
+            faulty.expect_line("waiting")
+            faulty.send("open")
     for each in buffers:
         assert each == pattern.payload(4 * KIB, seed=seed)
         each.append(0)  # BufferError: a transfer still holds it.
@@ -93,16 +93,16 @@ def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int)
 @needs(host.fuse)
 def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) -> None:
     (tmp_path / "mount").mkdir()
-    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as unruly, ThreadPoolExecutor(2) as threads:
-        unruly.say(f"gate 0 {4 * KIB}")
-        file, buffer = gds.File(unruly.path), bytearray(4 * KIB)
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty, ThreadPoolExecutor(2) as threads:
+        faulty.send(f"gate 0 {4 * KIB}")
+        file, buffer = gds.File(faulty.path), bytearray(4 * KIB)
         # A short read on its own thread, which is not in the set of the file's transfers.
         reading = threads.submit(file.read_into, buffer)
-        unruly.await_line("waiting")
+        faulty.expect_line("waiting")
         closing = threads.submit(file.close)
         wait_until(lambda: is_refused(file), "close to begin")
         assert not closing.done()
-        unruly.say("open")
+        faulty.send("open")
         assert reading.result(60).bytes == len(buffer)
         closing.result(60)
     assert file.closed
@@ -113,17 +113,17 @@ def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) 
 def test_start_time_does_not_grow_with_running_transfers(tmp_path: Path, seed: int) -> None:
     """Issue 15, B: each start polled every running transfer, under one lock."""
     (tmp_path / "mount").mkdir()
-    with UnrulyFiles(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as unruly:
-        unruly.say(f"gate 0 {4 * KIB}")
-        with gds.File(unruly.path) as file:
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty:
+        faulty.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty.path) as file:
             durations_ns = []
             for _ in range(240):
                 buffer = bytearray(KIB)
                 began = time.thread_time_ns()
                 file.start_read_into(buffer)
                 durations_ns.append(time.thread_time_ns() - began)
-            unruly.await_line("waiting")
-            unruly.say("open")
+            faulty.expect_line("waiting")
+            faulty.send("open")
     few, many = statistics.median(durations_ns[10:40]), statistics.median(durations_ns[-30:])
     assert many < 3 * few, f"{few} ns with 10 to 40 running transfers, {many} ns with 210 to 240"
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from gds.faulty_file import UnrulyFiles
+from gds.faulty_file import FaultyFile
 from support.gds import PLACES, holding
 from support.processes import wait_until
 
@@ -33,10 +33,10 @@ BAD = 9 * MIB + 5 * KIB + 7
 
 
 @pytest.fixture
-def unruly(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> Iterator[UnrulyFiles]:
+def faulty(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> Iterator[FaultyFile]:
     mount = tmp_path / "mount"
     mount.mkdir()
-    with UnrulyFiles(mount, length_bytes=getattr(request, "param", LENGTH), seed=seed) as files:
+    with FaultyFile(mount, length_bytes=getattr(request, "param", LENGTH), seed=seed) as files:
         yield files
 
 
@@ -44,10 +44,10 @@ def unruly(request: pytest.FixtureRequest, tmp_path: Path, seed: int) -> Iterato
 @EVERY_KIND
 @EVERY_ACCESS
 def test_unreadable_byte_is_eio_after_the_bytes_before_it(
-    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
+    faulty: FaultyFile, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
-    unruly.say(f"eio {BAD}")
-    with holding(kind, LENGTH, owner) as memory, gds.File(unruly.path, access=access, direct="never") as file:
+    faulty.send(f"eio {BAD}")
+    with holding(kind, LENGTH, owner) as memory, gds.File(faulty.path, access=access, direct="never") as file:
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer)
         assert (failed.value.errno, failed.value.reason) == (errno.EIO, Reason.IO_ERROR)
@@ -63,15 +63,15 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
 
 @needs(host.fuse)
 @EVERY_KIND
-def test_bytes_after_a_gap_are_not_counted(unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None) -> None:
-    unruly.say(f"eio {BAD}")
-    unruly.say(f"gate {BAD} {BAD + 1}")
-    with holding(kind, LENGTH, owner) as memory, gds.File(unruly.path, direct="never") as file:
+def test_bytes_after_a_gap_are_not_counted(faulty: FaultyFile, seed: int, kind: str, owner: Device | None) -> None:
+    faulty.send(f"eio {BAD}")
+    faulty.send(f"gate {BAD} {BAD + 1}")
+    with holding(kind, LENGTH, owner) as memory, gds.File(faulty.path, direct="never") as file:
         pending = file.start_read_into(memory.buffer)
-        unruly.await_line("waiting")
+        faulty.expect_line("waiting")
         # Other threads continue to read. Their bytes are after the byte that will never arrive.
         wait_until(lambda: pending.bytes_moved > BAD, "bytes after the gap", timeout_s=60)
-        unruly.say("open")
+        faulty.send("open")
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
         assert (failed.value.transferred.bytes, failed.value.transferred.parts) == (BAD, (BAD,))
@@ -81,10 +81,10 @@ def test_bytes_after_a_gap_are_not_counted(unruly: UnrulyFiles, seed: int, kind:
 @needs(host.fuse)
 @EVERY_KIND
 def test_short_read_of_an_unreadable_byte_is_eio(
-    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None
+    faulty: FaultyFile, seed: int, kind: str, owner: Device | None
 ) -> None:
-    unruly.say(f"eio {BAD}")
-    with holding(kind, 8 * KIB, owner) as memory, gds.File(unruly.path, direct="never") as file:
+    faulty.send(f"eio {BAD}")
+    with holding(kind, 8 * KIB, owner) as memory, gds.File(faulty.path, direct="never") as file:
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer, file_offset_bytes=BAD - 100, length_bytes=4 * KIB)
         assert failed.value.errno == errno.EIO
@@ -96,18 +96,18 @@ def test_short_read_of_an_unreadable_byte_is_eio(
 @EVERY_KIND
 @EVERY_ACCESS
 def test_unwritable_byte_is_eio_after_the_bytes_before_it(
-    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
+    faulty: FaultyFile, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
-    unruly.say(f"eio {BAD}")
+    faulty.send(f"eio {BAD}")
     data = pattern.payload(16 * MIB, seed=seed + 1)
     with holding(kind, len(data), owner) as memory:
         memory.write(data)
-        with gds.File(unruly.path, "r+", access=access, direct="never") as file:
+        with gds.File(faulty.path, "r+", access=access, direct="never") as file:
             with pytest.raises(gds.TransferFailed) as failed:
                 file.write_from(memory.buffer)
             assert (failed.value.errno, failed.value.operation) == (errno.EIO, "pwrite")
             assert failed.value.transferred.parts == (BAD,)
-    with unruly.path.open("rb") as reopened:
+    with faulty.path.open("rb") as reopened:
         assert reopened.read(BAD) == data[:BAD]
 
 
@@ -115,14 +115,14 @@ def test_unwritable_byte_is_eio_after_the_bytes_before_it(
 @EVERY_KIND
 @EVERY_ACCESS
 def test_file_that_shrinks_during_a_read_is_end_of_file(
-    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
+    faulty: FaultyFile, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
-    with holding(kind, LENGTH, owner) as memory, gds.File(unruly.path, access=access, direct="never") as file:
-        unruly.say(f"gate {BAD} {LENGTH}")
+    with holding(kind, LENGTH, owner) as memory, gds.File(faulty.path, access=access, direct="never") as file:
+        faulty.send(f"gate {BAD} {LENGTH}")
         pending = file.start_read_into(memory.buffer)
-        unruly.await_line("waiting")
-        unruly.say(f"end {BAD}")
-        unruly.say("open")
+        faulty.expect_line("waiting")
+        faulty.send(f"end {BAD}")
+        faulty.send("open")
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
         assert (failed.value.reason, failed.value.errno) == (Reason.END_OF_FILE, None)
@@ -135,19 +135,19 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
 @needs(host.fuse)
 @EVERY_KIND
 @EVERY_ACCESS
-@pytest.mark.parametrize("unruly", [LONG], indirect=True, ids=["long"])
+@pytest.mark.parametrize("faulty", [LONG], indirect=True, ids=["long"])
 def test_cancelled_read_reports_the_bytes_that_arrived(
-    unruly: UnrulyFiles, seed: int, kind: str, owner: Device | None, access: gds.Access
+    faulty: FaultyFile, seed: int, kind: str, owner: Device | None, access: gds.Access
 ) -> None:
-    with holding(kind, LONG, owner) as memory, gds.File(unruly.path, access=access, direct="never") as file:
-        unruly.say(f"gate 0 {LONG}")
+    with holding(kind, LONG, owner) as memory, gds.File(faulty.path, access=access, direct="never") as file:
+        faulty.send(f"gate 0 {LONG}")
         pending = file.start_read_into(memory.buffer)
-        unruly.await_line("waiting")
+        faulty.expect_line("waiting")
         with pytest.raises(TimeoutError):
             pending.result(0.01)
         assert not pending.done()
         assert pending.cancel()
-        unruly.say("open")
+        faulty.send("open")
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
         done = failed.value.transferred
@@ -194,14 +194,14 @@ def test_full_disk_is_enospc_after_the_written_bytes(
 
 @needs(host.fuse)
 @pytest.mark.parametrize("length", [4 * KIB, MIB])
-def test_other_threads_run_during_a_read(unruly: UnrulyFiles, seed: int, length: int) -> None:
-    unruly.say(f"gate 0 {LENGTH}")
+def test_other_threads_run_during_a_read(faulty: FaultyFile, seed: int, length: int) -> None:
+    faulty.send(f"gate 0 {LENGTH}")
     memory = bytearray(length)
-    with gds.File(unruly.path) as file, ThreadPoolExecutor(1) as pool:
+    with gds.File(faulty.path) as file, ThreadPoolExecutor(1) as pool:
         reading = pool.submit(file.read_into, memory)
         # The line would never arrive if the reading thread kept the interpreter lock.
-        unruly.await_line("waiting")
+        faulty.expect_line("waiting")
         assert not reading.done()
-        unruly.say("open")
+        faulty.send("open")
         assert reading.result().bytes == length
     pattern.check(memory, seed=seed)

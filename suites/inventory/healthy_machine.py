@@ -1,7 +1,7 @@
-"""A made-up host in good order, below a folder: everything that the doctor looks at.
+"""A synthetic host without defects: the files that the doctor reads, in a folder, and the facts of the APIs.
 
-One PCIe switch with a GPU, a ConnectX NIC on RoCE and an NVMe below it; nvidia-fs, nvidia_peermem, cuFile and UCX are
-there. A case changes single files of it, and what the APIs answered.
+The host has a PCIe switch with a GPU, a ConnectX NIC with RoCE and an NVMe drive. nvidia-fs, nvidia_peermem, cuFile and
+UCX are installed. A case changes single files and facts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["ACS_REDIRECT", "GOOD", "GPU", "LINKS", "NIC", "NVME", "SWITCH_PORT", "config", "machine"]
+__all__ = ["ACS_REDIRECT", "GPU", "HEALTHY_FILES", "LINKS", "NIC", "NVME", "SWITCH_PORT", "config", "machine"]
 
 GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
 ROOT_PORT, SWITCH = "0000:00:01.0", "0000:01:00.0"
@@ -37,7 +37,7 @@ SWITCH_PORT = PORTS[GPU]
 ACS_REDIRECT = 0x1D
 
 _ABOVE = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
-# Address: place below /sys/devices, vendor, device, class, driver, link width.
+# For each PCI address: path below /sys/devices, vendor, device, class, driver, link width.
 _FUNCTIONS = {
     ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
     SWITCH: (_ABOVE, 0x1000, 0xC030, 0x060400, "pcieport", 16),
@@ -50,10 +50,10 @@ _FUNCTIONS = {
     NVME: (f"{_ABOVE}/{PORTS[NVME]}/{NVME}", 0x144D, 0xA824, 0x010802, "nvme", 4),
 }
 _CUFILE = """{
-    // As it should be.
+    // The recommended settings.
     "logging": { "dir": "/var/log" },
     "properties": {
-        "allow_compat_mode": false, /* what cannot be direct fails */
+        "allow_compat_mode": false, /* a transfer that cannot be direct fails */
         "use_pci_p2pdma": true,
         "io_batchsize": 128,
         "posix_pool_slab_count": [128, 128],
@@ -63,15 +63,15 @@ _CUFILE = """{
 
 
 def config(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
-    """A config space of 4 KiB with a PCIe capability and, where asked for, ACS and ATS."""
+    """Return a configuration space of 4 KiB with the PCIe capability, and with ACS and ATS unless they are None."""
     data = bytearray(4096)
     struct.pack_into("<H", data, 0x06, 0x10)
     data[0x34], data[0x40], data[0x41] = 0x40, 0x01, 0x60
     data[0x60] = 0x10
     struct.pack_into("<H", data, 0x68, (read_request_bytes.bit_length() - 8) << 12 | 0x10)
-    # An error reporting capability first, as on real devices.
-    following = 0x150 if acs is not None else 0x160 if ats is not None else 0
-    struct.pack_into("<I", data, 0x100, 0x0001 | 2 << 16 | following << 20)
+    # As on real devices, the first extended capability is error reporting.
+    next_offset = 0x150 if acs is not None else 0x160 if ats is not None else 0
+    struct.pack_into("<I", data, 0x100, 0x0001 | 2 << 16 | next_offset << 20)
     if acs is not None:
         struct.pack_into("<IHH", data, 0x150, 0x000D | 1 << 16 | (0x160 if ats is not None else 0) << 20, 0x1F, acs)
     if ats is not None:
@@ -81,24 +81,25 @@ def config(*, acs: int | None = None, ats: bool | None = None, read_request_byte
 
 def _functions() -> dict[str, str | bytes]:
     files: dict[str, str | bytes] = {}
-    for address, (place, vendor, device, kind, _, width) in _FUNCTIONS.items():
-        folder = f"/sys/devices/{place}"
+    for address, (path, vendor, device, class_code, _, width) in _FUNCTIONS.items():
+        folder = f"/sys/devices/{path}"
+        is_bridge = class_code == 0x060400
         files |= {
             f"{folder}/vendor": f"{vendor:#06x}\n",
             f"{folder}/device": f"{device:#06x}\n",
-            f"{folder}/class": f"{kind:#08x}\n",
+            f"{folder}/class": f"{class_code:#08x}\n",
             f"{folder}/numa_node": "0\n",
             f"{folder}/current_link_speed": "32.0 GT/s PCIe\n",
             f"{folder}/max_link_speed": "32.0 GT/s PCIe\n",
             f"{folder}/current_link_width": f"{width}\n",
             f"{folder}/max_link_width": f"{width}\n",
-            f"{folder}/config": config(acs=0x01 if kind == 0x060400 else None, ats=True if address == NIC else None),
+            f"{folder}/config": config(acs=0x01 if is_bridge else None, ats=True if address == NIC else None),
         }
     return files
 
 
 _PORT = "/sys/class/infiniband/mlx5_0/ports/1"
-GOOD: dict[str, str | bytes] = {
+HEALTHY_FILES: dict[str, str | bytes] = {
     **_functions(),
     "/sys/kernel/iommu_groups/7/type": "identity\n",
     "/sys/class/infiniband/mlx5_0/node_guid": "b83f:d203:00a1:7c52\n",
@@ -167,7 +168,7 @@ _ATTRIBUTES = {
 }
 
 
-def _written(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[str, str | None]) -> None:
+def _write(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[str, str | None]) -> None:
     for name, content in files.items():
         if content is not None:
             path = root / name.lstrip("/")
@@ -193,31 +194,31 @@ def machine(
     observations: Mapping[str, Observation] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Machine:
-    """The host in good order, but for this.
+    """Return the host with changes.
 
     Parameters
     ----------
     root : Path
-        An empty folder, in which it is written.
-    files, links : mapping or None
-        What is different; None for what is not there.
-    attributes : mapping or None
-        What CUDA answers differently about its device.
+        Empty folder for the files.
+    files, links : mapping, optional
+        Other contents of files and other targets of links, by path. None removes the file or the link.
+    attributes : mapping, optional
+        Other attributes of the CUDA device.
     dmabuf : bool
-        Whether the NIC takes dma-buf regions.
+        Whether the NIC supports dma-buf regions.
     ways : tuple of str
-        The ways in which registration works.
+        The registration routes that work.
     log : tuple of str
         Lines of the kernel log.
-    environment : mapping or None
-        Variables.
-    observations : mapping or None
-        What acting has shown.
-    facts : mapping or None
-        Fields of the facts that are different.
+    environment : mapping, optional
+        Environment variables.
+    observations : mapping, optional
+        Results of the checks that act on devices.
+    facts : mapping, optional
+        Other values of fields of the facts.
     """
-    _written(root, {**GOOD, **(files or {})}, {**LINKS, **(links or {})})
-    found = probe(HostTree(root), environment=environment or {}, query_apis=False)
+    _write(root, {**HEALTHY_FILES, **(files or {})}, {**LINKS, **(links or {})})
+    probed = probe(HostTree(root), environment=environment or {}, query_apis=False)
     device = CudaDeviceFacts(
         index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_ATTRIBUTES | dict(attributes or {})
     )
@@ -233,7 +234,7 @@ def machine(
         bar1_free_bytes=255 * GIB,
         common_ancestor={},
     )
-    answers: dict[str, Any] = {
+    api_facts: dict[str, Any] = {
         "cuda": CudaFacts(driver_version="13.0", devices=(device,), libraries=()),
         "verbs": VerbsFacts(nics=(nic,), libraries=()),
         "routes": tuple(
@@ -244,7 +245,7 @@ def machine(
     }
     return Machine(
         files=DiskFiles(root),
-        facts=replace(found, **(answers | dict(facts or {}))),
+        facts=replace(probed, **(api_facts | dict(facts or {}))),
         kernel_log=KernelLog(lines=log, unreadable=None),
         environment=dict(environment or {}),
         observations=dict(observations or {}),

@@ -1,6 +1,6 @@
-"""For every rule that reads: what of a host in good order is different where its cause is there.
+"""Changes of the healthy host that make each rule of the doctor fail, and changes with which it still passes.
 
-Also what is different where it passes, for those that have nothing to say about that host.
+The rules that act on devices have no entry here.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _failed(reason: Reason, status: int | None = None) -> dict[str, Observation]
     return {"driver_open": Observation("driver_open", failure=failure)}
 
 
-# By the code of the rule, and a name: the arguments of inventory.healthy_machine.machine.
+# The arguments of inventory.healthy_machine.machine by the code of the rule and a name.
 FAILING: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "every way refused"): {"ways": (), "files": _NO_PEER_MEMORY},
+    ("no-registration-route", "every route refused"): {"ways": (), "files": _NO_PEER_MEMORY},
     ("peermem-symbols", "refused by the kernel"): {
         "log": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
@@ -60,11 +60,11 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
         "facts": {"verbs": None, "routes": ()},
         "files": _NO_PEER_MEMORY | {"/proc/sys/kernel/osrelease": "5.4.0-generic\n"},
     },
-    ("no-dmabuf-region", "a kernel without it"): {
+    ("no-dmabuf-region", "a kernel without support"): {
         "facts": {"verbs": None, "routes": ()},
         "files": _NO_PEER_MEMORY | {"/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\n"},
     },
-    ("no-dmabuf-export", "the driver says no"): {"attributes": {"DMA_BUF_SUPPORTED": 0}, "files": _NO_PEER_MEMORY},
+    ("no-dmabuf-export", "the driver refuses"): {"attributes": {"DMA_BUF_SUPPORTED": 0}, "files": _NO_PEER_MEMORY},
     ("no-dmabuf-export", "the proprietary module"): {
         "facts": {"cuda": None},
         "files": _NO_PEER_MEMORY
@@ -108,7 +108,7 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("no-device-nodes", "no uverbs"): {"files": {"/dev/infiniband/uverbs0": None}},
     ("no-device-nodes", "no nvidiactl"): {"files": {"/dev/nvidiactl": None}},
-    ("nvidia-fs-absent", "neither way"): {
+    ("nvidia-fs-absent", "neither path"): {
         "files": _NO_NVIDIA_FS | {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 0\n"},
     },
     ("nvidia-fs-absent", "not bound to nvme"): {"files": {"/proc/driver/nvidia-fs/modules": "lustre: \n"}},
@@ -120,7 +120,7 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("cufile-compat", "forced"): {"files": {"/etc/cufile.json": '{"properties": {"force_compat_mode": true}}'}},
     ("cufile-compat", "forced by the environment"): {"environment": {"CUFILE_FORCE_COMPAT_MODE": "true"}},
-    ("silent-fallback", "the log says so"): {
+    ("silent-fallback", "in the log"): {
         "files": {"/var/log/cufile.log": "NOTICE cufio-drv:720 running in compatible mode\n"}
     },
     ("file-system", "ext4 without ordered data"): {"files": _mountinfo("ext4")},
@@ -131,7 +131,7 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
     ("direct-io", "large blocks"): {"files": {"/sys/class/block/nvme0n1/queue/logical_block_size": "16384\n"}},
     ("direct-io", "tmpfs alone"): {"files": {"/proc/self/mountinfo": "22 1 0:40 / / rw - tmpfs tmpfs rw\n"}},
     ("bar1-small", "256 MiB"): {"facts": {"nvml": NvmlFacts("580.159.04", (_BAR1,))}},
-    ("bar1-small", "used up"): {"facts": {"nvml": NvmlFacts("580.159.04", (_FULL,))}},
+    ("bar1-small", "full"): {"facts": {"nvml": NvmlFacts("580.159.04", (_FULL,))}},
     ("udev-database", "none"): {"files": {"/run/udev/data/b259:1": None}},
     ("udev-database", "without the device"): {"files": {"/run/udev/data/b259:1": None, "/run/udev/data/b8:0": ""}},
     ("vmm-memory", "expandable segments"): {
@@ -172,5 +172,5 @@ PASSING: dict[tuple[str, str], dict[str, Any]] = {
     ("p2pdma-off", "nvidia-fs instead"): {"files": {"/sys/module/nvme_core/parameters/multipath": "Y\n"}},
     ("file-system", "xfs"): {"files": _mountinfo("xfs")},
     ("vmm-memory", "expandable segments"): {"environment": _EXPANDABLE},
-    ("driver-open", "it opens"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},
+    ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},
 }

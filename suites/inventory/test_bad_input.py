@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.healthy_machine import GOOD, NIC, config, machine
+from inventory.healthy_machine import HEALTHY_FILES, NIC, config, machine
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine
@@ -70,7 +70,7 @@ def test_whole_config_space_has_its_registers() -> None:
 
 
 def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
-    path = next(name for name in GOOD if name.endswith(f"{NIC}/config"))
+    path = next(name for name in HEALTHY_FILES if name.endswith(f"{NIC}/config"))
     finding = rule_of("small-read-request").apply(machine(tmp_path, files={path: HOSTILE["capabilities loop"][0]}))
     assert finding.verdict is Verdict.UNPROVEN
     assert "loops at 0x40" in finding.text
@@ -78,7 +78,9 @@ def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00\x01" * 20, b"\0", b"9" * 5000, "४".encode(), b"0x", b"-"])
 def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes) -> None:
-    files = {name: content for name in GOOD if not name.startswith("/proc/self") and not name.endswith("/class")}
+    files = {
+        name: content for name in HEALTHY_FILES if not name.startswith("/proc/self") and not name.endswith("/class")
+    }
     host = machine(tmp_path, files=files)
     diagnosis = diagnose(host)
     topology(host)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.healthy_machine import GOOD, GPU, machine
+from inventory.healthy_machine import GPU, HEALTHY_FILES, machine
 from support.hosts import host_facts
 
 from gdrkit.host import NvmlFacts
@@ -64,7 +64,7 @@ def test_port_that_is_down_is_not_a_limit() -> None:
 
 
 def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
-    (speed,) = (name for name in GOOD if name.endswith(f"/{GPU}/current_link_speed"))
+    (speed,) = (name for name in HEALTHY_FILES if name.endswith(f"/{GPU}/current_link_speed"))
     idle = machine(tmp_path, files={speed: "2.5 GT/s PCIe\n"})
     assert gpu_limit(idle.facts) == 63.02
     limit = path_limit(topology(idle), idle.facts, ["GPU0"])

@@ -1,4 +1,4 @@
-"""A pytest of its own, in a child process, on cases that the caller writes."""
+"""A child process in which pytest runs cases that the caller writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ChildRun", "run_cases"]
 
 @dataclass(frozen=True)
 class ChildRun:
-    """How it ended, what it printed, and its records by the name of the case."""
+    """The exit code and the output of the child, and its records by the name of the case."""
 
     code: int
     printed: str
@@ -29,7 +29,7 @@ class ChildRun:
 
 
 def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
-    """Run the cases in `source` with the harness and these options; it asks no API for `facts`."""
+    """Run the cases in `source` with the harness and these options. The harness uses `facts` instead of a query."""
     (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
     records = folder / "records.jsonl"
@@ -39,13 +39,12 @@ def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRu
     ended = subprocess.run(
         [*command, str(folder)],
         cwd=folder,
-        # Plugins of others that happen to be installed are not what these cases are about, and cost time.
+        # Other installed plugins are not tested here, and their import takes time.
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-    found = read_records(records) if records.exists() else ()
-    by_name = {record.case.partition("::")[2]: record for record in found}
+    by_name = {record.case.partition("::")[2]: record for record in (read_records(records) if records.exists() else ())}
     return ChildRun(code=ended.returncode, printed=ended.stdout + ended.stderr, records=by_name)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from qualify.mpi_job import job, job_of_this_machine
+from qualify.mpi_job import job_on_this_machine, job_on_two_machines
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software
@@ -64,11 +64,11 @@ def test_a_machine_without_a_nic_is_not_planned_for() -> None:
 @JOB
 @pytest.mark.timeout(600)
 def test_a_killed_measuring_process_costs_one_row_and_not_the_job(tmp_path: Path) -> None:
-    with job(tmp_path / "out") as running:
-        running.line_with("pass  ")
+    with job_on_two_machines(tmp_path / "out") as running:
+        running.wait_for_line("pass  ")
         killed = time.monotonic()
-        os.kill(running.measuring(rank=0), signal.SIGKILL)
-        running.line_with("SIGKILL")
+        os.kill(running.measuring_process(rank=0), signal.SIGKILL)
+        running.wait_for_line("SIGKILL")
         assert time.monotonic() - killed < 60
         code = running.wait()
     records = read_records(tmp_path / "out" / "records.jsonl")
@@ -85,8 +85,8 @@ def test_a_killed_measuring_process_costs_one_row_and_not_the_job(tmp_path: Path
 @JOB
 @pytest.mark.timeout(600)
 def test_a_job_that_was_killed_still_gives_a_report(tmp_path: Path) -> None:
-    with job(tmp_path / "out") as running:
-        running.line_with("pass  ")
+    with job_on_two_machines(tmp_path / "out") as running:
+        running.wait_for_line("pass  ")
         running.kill()
     records = read_records(tmp_path / "out" / "records.jsonl")
     assert 1 <= len(records) < 8
@@ -105,8 +105,8 @@ def test_a_folder_has_nothing_of_an_earlier_job_and_says_whose_it_is(tmp_path: P
     (folder.path / "hosts").mkdir(parents=True)
     for file in earlier:
         file.write_text("of an earlier job")
-    with job_of_this_machine(folder.path) as running:
-        running.line_with("2 of 2 ranks")
+    with job_on_this_machine(folder.path) as running:
+        running.wait_for_line("2 of 2 ranks")
         running.kill()
     assert not [file for file in earlier if file.exists() and file.read_text() == "of an earlier job"]
     assert sorted(file.name for file in (folder.path / "hosts").iterdir()) == ["rank-0.json", "rank-1.json"]
@@ -117,13 +117,13 @@ def test_a_folder_has_nothing_of_an_earlier_job_and_says_whose_it_is(tmp_path: P
 @PAIR
 @pytest.mark.timeout(300)
 def test_a_rank_that_hangs_costs_a_row_and_its_late_answer_none(tmp_path: Path) -> None:
-    with job_of_this_machine(tmp_path / "out") as running:
-        running.line_with("2 of 2 ranks")
+    with job_on_this_machine(tmp_path / "out") as running:
+        running.wait_for_line("2 of 2 ranks")
         stopped = time.monotonic()
-        os.kill(running.ranked(rank=1), signal.SIGSTOP)
-        running.line_with("FAIL  ")
+        os.kill(running.rank_process(rank=1), signal.SIGSTOP)
+        running.wait_for_line("FAIL  ")
         assert time.monotonic() - stopped < 60
-        os.kill(running.ranked(rank=1), signal.SIGCONT)
+        os.kill(running.rank_process(rank=1), signal.SIGCONT)
         code = running.wait()
     records = read_records(tmp_path / "out" / "records.jsonl")
     assert (code, [record.verdict for record in records]) == (1, [Verdict.FAIL] + [Verdict.PASS] * 3)
@@ -134,9 +134,9 @@ def test_a_rank_that_hangs_costs_a_row_and_its_late_answer_none(tmp_path: Path) 
 @PAIR
 @pytest.mark.timeout(300)
 def test_a_killed_rank_costs_its_rows_and_not_the_report(tmp_path: Path) -> None:
-    with job_of_this_machine(tmp_path / "out") as running:
-        assert str(tmp_path / "out" / "index.html") in running.line_with("2 of 2 ranks")
-        os.kill(running.ranked(rank=1), signal.SIGKILL)
+    with job_on_this_machine(tmp_path / "out") as running:
+        assert str(tmp_path / "out" / "index.html") in running.wait_for_line("2 of 2 ranks")
+        os.kill(running.rank_process(rank=1), signal.SIGKILL)
         # It is that of mpirun, which names the signal, and waits a second or two for the other ranks.
         assert running.wait() == 128 + signal.SIGKILL
         running.wait_for_all(limit_s=120)
@@ -151,8 +151,8 @@ def test_a_killed_rank_costs_its_rows_and_not_the_report(tmp_path: Path) -> None
 @PAIR
 def test_a_rank_of_another_version_costs_its_row(tmp_path: Path) -> None:
     other = "import gdrkit, gdrkit.cli; gdrkit.__version__ = '0.0.9'; gdrkit.cli.main()"
-    with job_of_this_machine(tmp_path / "out", second=(sys.executable, "-c", other)) as running:
-        running.line_with("1 of 2 ranks")
+    with job_on_this_machine(tmp_path / "out", second=(sys.executable, "-c", other)) as running:
+        running.wait_for_line("1 of 2 ranks")
         assert running.wait() == 1
     (record,) = read_records(tmp_path / "out" / "records.jsonl")
     assert (record.case, record.verdict) == ("ranks/1", Verdict.FAIL)
@@ -165,8 +165,8 @@ def test_all_ranks_end_with_the_code_of_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     keeps = "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
     keeps += f"    pathlib.Path({str(tmp_path / 'code')!r}).write_text(str(ended.code))\n    raise"
-    with job_of_this_machine(tmp_path / "file" / "out", second=(sys.executable, "-c", keeps)) as running:
-        assert "Not a directory (ENOTDIR). To do: name a folder" in running.line_with("mkdir")
+    with job_on_this_machine(tmp_path / "file" / "out", second=(sys.executable, "-c", keeps)) as running:
+        assert "Not a directory (ENOTDIR). To do: name a folder" in running.wait_for_line("mkdir")
         assert running.wait() == 3
     # It may have been ended with the job before it could.
     assert not (tmp_path / "code").exists() or (tmp_path / "code").read_text() != "1"

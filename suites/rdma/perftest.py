@@ -1,4 +1,4 @@
-"""perftest (``ib_write_bw``, ``ib_read_bw``): two of its processes on one NIC of this machine, and what they print."""
+"""Runs of perftest (``ib_write_bw``, ``ib_read_bw``) between two processes on one NIC of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import Nic
 
-__all__ = ["PROGRAMS", "Measured", "measure", "parse"]
+__all__ = ["PROGRAMS", "PerftestResult", "measure", "parse"]
 
 PROGRAMS = {Direction.WRITE: "ib_write_bw", Direction.READ: "ib_read_bw"}
 _LIMIT_S = 60
-# How it names its units, by its versions; its MB were MiB before it called them so.
+# Bytes of the units in the output. Older versions write MB for MiB.
 _UNITS = {"MB/sec": 2**20, "MiB/sec": 2**20}
 _HEAD = re.compile(r"^\s*#bytes\s+#iterations\s+BW peak\[(\S+)\]\s+BW average\[(\S+)\]", re.MULTILINE)
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", re.MULTILINE)
@@ -32,17 +32,19 @@ _LISTENING = "0A"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run.
+class PerftestResult:
+    """The result of one run.
 
     Attributes
     ----------
-    length_bytes, operations : int
-        Of each operation, and how many it says that it did.
+    length_bytes : int
+        Length of each operation.
+    operations : int
+        Number of operations.
     bytes_per_s : float
-        Its average.
+        Average throughput.
     process_s : float
-        How long the process lived that did it; 0 where only its words are known.
+        Duration of the active process, or 0 if the result was parsed from text.
     """
 
     length_bytes: int
@@ -52,20 +54,26 @@ class Measured:
 
     @property
     def moved_bytes(self) -> int:
-        """All of them."""
+        """Number of bytes of all operations."""
         return self.length_bytes * self.operations
 
 
-def parse(text: str) -> Measured:
-    """What it printed, as numbers; ValueError where there is no result, with the last thing that it said."""
+def parse(text: str) -> PerftestResult:
+    """Parse the output of perftest.
+
+    Raises
+    ------
+    ValueError
+        The output has no result. The text has its last line.
+    """
     head = _HEAD.search(text)
     rows = list(_ROW.finditer(text, head.end())) if head else []
     if head is None or len(rows) != 1 or head[2] not in _UNITS:
-        said = [line for line in text.splitlines() if line.strip("-* ")]
-        message = f"no result of perftest; it said {said[-1] if said else 'nothing'!r}"
+        lines = [line for line in text.splitlines() if line.strip("-* ")]
+        message = f"perftest printed no result; its last line is {lines[-1] if lines else ''!r}"
         raise ValueError(message)
     length_bytes, operations, _peak, average = rows[0].groups()
-    return Measured(int(length_bytes), int(operations), float(average) * _UNITS[head[2]])
+    return PerftestResult(int(length_bytes), int(operations), float(average) * _UNITS[head[2]])
 
 
 def measure(
@@ -77,25 +85,24 @@ def measure(
     depth: int,
     list_length: int,
     reads_max: int,
-) -> Measured:
-    """Let one process of perftest reach the memory of another, both on `nic`."""
+) -> PerftestResult:
+    """Run an active and a passive process of perftest on one NIC, and return the result of the active one."""
     port = _free_port()
     command = [PROGRAMS[direction], "-F", "-d", nic.name, "-i", str(nic.port.number), "-x", str(nic.gid_index)]
     command += ["-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
-    # Acknowledgements within a second: where software sends them, a busy processor lets them wait.
+    # The timeout for an acknowledgement is a second, because software on a busy processor may send it late.
     command += ["-u", "18"]
     command += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
     with _running(command) as passive:
-        wait_until(lambda: passive.poll() is not None or _listens(port), "perftest to wait for its peer")
-        begin = time.monotonic()
+        wait_until(lambda: passive.poll() is not None or _is_listening(port), "perftest to wait for its peer")
+        begin_s = time.monotonic()
         with _running([*command, "127.0.0.1"]) as active:
-            said, _ = active.communicate(timeout=_LIMIT_S)
-        process_s = time.monotonic() - begin
-        # Where it never came up, what it said is all that there is to learn.
-        heard, _ = passive.communicate(timeout=_LIMIT_S)
-    assert (active.returncode, passive.returncode) == (0, 0), f"{said}\n{heard}"
-    found = parse(said)
-    return Measured(found.length_bytes, found.operations, found.bytes_per_s, process_s)
+            output, _ = active.communicate(timeout=_LIMIT_S)
+        process_s = time.monotonic() - begin_s
+        # If the passive process did not start, its output has the reason.
+        passive_output, _ = passive.communicate(timeout=_LIMIT_S)
+    assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"
+    return replace(parse(output), process_s=process_s)
 
 
 @contextlib.contextmanager
@@ -114,8 +121,8 @@ def _free_port() -> int:
     return port
 
 
-def _listens(port: int) -> bool:
-    """As the kernel has it: a connection to see it would be taken for the peer."""
+def _is_listening(port: int) -> bool:
+    """Return whether the kernel lists a listener on the port. perftest would take a connection for its peer."""
     tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     return any(row[1].endswith(f":{port:04X}") and row[3] == _LISTENING for row in rows)

@@ -122,5 +122,5 @@ def test_perftest_output_is_parsed() -> None:
     ids=["nothing", "refused", "cut_off", "unknown_unit"],
 )
 def test_unknown_perftest_output_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="no result of perftest"):
+    with pytest.raises(ValueError, match="perftest printed no result"):
         perftest.parse(text)

@@ -1,4 +1,4 @@
-"""Failing system calls of a running process, injected by strace."""
+"""Errors that strace injects into system calls of a running process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed
 
 @contextlib.contextmanager
 def failing_call(process_id: int, call: str, error: str) -> Iterator[None]:
-    """Let the next call of `call` in the process fail with `error`, and check at the end of the block that it did."""
+    """Make the next system call `call` of the process fail with `error`, and check at the end that it did."""
     inject = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
     command = ["strace", "-f", *inject, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:

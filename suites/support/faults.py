@@ -1,4 +1,4 @@
-"""Fault plans inside one case: which call of which function of a twin fails, and how."""
+"""Fault plans of the twins for the duration of a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["faults"]
 
 @contextlib.contextmanager
 def faults(api: Api, *rules: str) -> Iterator[None]:
-    """Have the calls of this process fail by these rules (the lines of a fault plan) until the block ends."""
+    """Let calls of this process fail by these rules, which are lines of a fault plan, until the block ends."""
     control = launch.twin_control()
     control.set_faults(api.value, "\n".join(["gdrkit-faults 1", *rules, ""]))
     try:

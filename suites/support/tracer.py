@@ -1,4 +1,4 @@
-"""A debugger that holds a process: after SIGKILL its parent cannot collect it, as if it were in state D."""
+"""A tracer that keeps a process from ending: its parent cannot wait for it after SIGKILL, as if it were in state D."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["traced"]
 
-# PTRACE_SEIZE, without a stop. The tracer ends with its standard input, at the latest after two minutes.
+# 0x4206 is PTRACE_SEIZE, which does not stop the process. The tracer ends with its input, or after two minutes.
 _TRACER = """
 import ctypes, os, signal, sys
 signal.alarm(120)
@@ -24,7 +24,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def traced(process_id: int) -> Iterator[None]:
-    """Hold that child of this process, so that it does not end before the block does."""
+    """Keep a child of this process from ending before the end of the block."""
     command = [sys.executable, "-c", _TRACER, str(process_id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
         assert tracer.stdout is not None

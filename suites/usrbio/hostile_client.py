@@ -1,7 +1,7 @@
-"""A client that attacks the agent of a mount, again and again, until its standard input ends.
+"""A client that attacks the agent of a mount until the end of its standard input.
 
-``python -m usrbio.hostile_client MOUNT ATTACK`` prints ``attacks`` when the first round is over, and at the end
-how many rounds there were. Each round is a new connection with new memory.
+``python -m usrbio.hostile_client MOUNT ATTACK`` prints ``attacks`` after the first round, and the number of rounds at
+the end. Each round uses a new connection and new memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["ATTACKS", "main"]
 
 _WORDS = struct.Struct("=QI")
 _VALUE_MAX = 0x7FFFFFFF
-# `private` of a semaphore with which glibc's sem_post aborts its caller.
-_HOSTILE_SHARING = 0x40
-# Value, count of waiters, and `private`.
-_NONSENSE = (
-    (0, 1, _HOSTILE_SHARING),
-    (_VALUE_MAX, 1, _HOSTILE_SHARING),
+# With this value of the field `private` of a semaphore, sem_post of glibc aborts its caller.
+_ABORTING_PRIVATE = 0x40
+# Value, number of waiters, and `private`.
+_INVALID_SEMAPHORES = (
+    (0, 1, _ABORTING_PRIVATE),
+    (_VALUE_MAX, 1, _ABORTING_PRIVATE),
     (_VALUE_MAX, 0, 0xFFFFFFFF),
     (0xFFFFFFFF, 0xFFFFFFFF, 1),
     (0, 0x7FFFFFFF, 0x80000000),
 )
-_PATIENCE_S = 10.0
+_COMPLETION_TIMEOUT_S = 10.0
 
 
 def _pause(duration_s: float) -> bool:
@@ -47,7 +47,8 @@ def _pause(duration_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def _served(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+def _published(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+    """Yield a connection with published memory and a published ring."""
     with RawClient(mount) as client, contextlib.ExitStack() as stack:
         iov, ring = RawIov(length_bytes), RawRing(32, for_read=True)
         stack.callback(ring.close)
@@ -58,41 +59,41 @@ def _served(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov,
 
 
 def _poll(ring: RawRing, count: int) -> None:
-    """Wait for completions without a look at the semaphore."""
-    until = time.monotonic() + _PATIENCE_S
-    while (ring.index(2) - ring.index(3)) % ring.slots < count and time.monotonic() < until:
+    """Wait for completions without the semaphore."""
+    end_s = time.monotonic() + _COMPLETION_TIMEOUT_S
+    while (ring.index(2) - ring.index(3)) % ring.slots < count and time.monotonic() < end_s:
         _pause(0.0005)
 
 
-def spoil_completions(mount: Path, number: int) -> None:
-    """Nonsense in the completion semaphore of its own ring, which the agent posts."""
-    with _served(mount, 64 * KIB) as (_, iov, ring):
-        for value, waiters, sharing in _NONSENSE:
-            _WORDS.pack_into(ring.memory, ring.semaphore, waiters << 32 | value, sharing)
+def corrupt_completions(mount: Path, number: int) -> None:
+    """Write invalid values into the completion semaphore of the client's ring, which the agent posts."""
+    with _published(mount, 64 * KIB) as (_, iov, ring):
+        for value, waiters, private in _INVALID_SEMAPHORES:
+            _WORDS.pack_into(ring.memory, ring.semaphore, waiters << 32 | value, private)
             ring.prepare(iov.id.bytes, inode=number, length=4096)
             ring.submit()
             _poll(ring, 1)
             ring.set_index(3, ring.index(2))
 
 
-def spoil_submissions(mount: Path, number: int) -> None:
-    """Nonsense in the submit semaphores, which all clients post and the agent waits on; now and then they are cut."""
+def corrupt_submissions(mount: Path, number: int) -> None:
+    """Write invalid values into the submit semaphores, which all clients post, and sometimes truncate their files."""
     for link in ("submit-ios.ph", "submit-ios", "submit-ios.pl"):
         with (mount / "3fs-virt" / "iovs" / link).readlink().open("r+b") as file:
             if number % 4 == 0:
                 os.truncate(file.fileno(), 0)
                 _pause(0.002)
             elif os.fstat(file.fileno()).st_size >= _WORDS.size:
-                value, waiters, sharing = _NONSENSE[number % len(_NONSENSE)]
-                # By a system call: another attacker may cut the file while this one writes.
-                os.pwrite(file.fileno(), _WORDS.pack(waiters << 32 | value, sharing), 0)
+                value, waiters, private = _INVALID_SEMAPHORES[number % len(_INVALID_SEMAPHORES)]
+                # A write to mapped memory would fault if another attacker truncates the file at the same time.
+                os.pwrite(file.fileno(), _WORDS.pack(waiters << 32 | value, private), 0)
     _pause(0.001)
 
 
-def cut_memory(mount: Path, number: int) -> None:
-    """Memory that is cut short while the server moves bytes there."""
+def truncate_memory(mount: Path, number: int) -> None:
+    """Truncate the client's memory while the server writes to it."""
     del number
-    with _served(mount, MIB) as (client, iov, ring), (mount / "input").open("rb") as file:
+    with _published(mount, MIB) as (client, iov, ring), (mount / "input").open("rb") as file:
         inode = client.register_file(file.fileno())
         for part in range(16):
             ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=part * 64 * KIB)
@@ -102,11 +103,11 @@ def cut_memory(mount: Path, number: int) -> None:
     _pause(0.02)
 
 
-ATTACKS = {"completions": spoil_completions, "submissions": spoil_submissions, "memory": cut_memory}
+ATTACKS = {"completions": corrupt_completions, "submissions": corrupt_submissions, "memory": truncate_memory}
 
 
 def main(mount: Path, attack: str) -> None:
-    """Attack until standard input ends."""
+    """Attack until the end of standard input, and print the number of rounds."""
     rounds = 0
     for number in itertools.count():
         try:

@@ -1,8 +1,7 @@
-"""Clients of an agent that are killed one after the other.
+"""Clients of an agent that end by SIGKILL: ``python -m usrbio.killed_clients MOUNT COUNT``.
 
-``python -m usrbio.killed_clients MOUNT COUNT`` forks so many clients. Each connects, publishes memory and a ring,
-registers a file, leaves reads in flight, and kills itself with SIGKILL at a point of this sequence that its number
-decides.
+The program forks COUNT clients, one after the other. Each connects, publishes memory and a ring, registers a file and
+submits reads. It kills itself after one of these steps, which depends on its number.
 """
 
 from __future__ import annotations
@@ -18,43 +17,43 @@ from gdrkit.units import KIB
 
 __all__ = ["main"]
 
-_POINTS = 5
+_STEPS = 5
 
 
-def _die() -> None:
+def _kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _client(mount: Path, last_point: int) -> None:
+def _run_client(mount: Path, last_step: int) -> None:
     client = RawClient(mount)
     client.hello()
-    if last_point == 0:
-        _die()
+    if last_step == 0:
+        _kill_this_process()
     iov = RawIov(256 * KIB)
     client.publish_iov(iov)
-    if last_point == 1:
-        _die()
+    if last_step == 1:
+        _kill_this_process()
     ring = RawRing(16, for_read=True)
     client.publish_ring(ring)
-    if last_point == 2:
-        _die()
+    if last_step == 2:
+        _kill_this_process()
     inode = client.register_file(os.open(mount / "input", os.O_RDONLY))
     for part in range(4):
         ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=part * 64 * KIB)
     ring.submit()
-    if last_point == 3:
-        _die()
+    if last_step == 3:
+        _kill_this_process()
     ring.wait(4)
-    _die()
+    _kill_this_process()
 
 
 def main(mount: Path, count: int) -> None:
-    """Fork and lose so many clients."""
+    """Fork the clients, and require that each ends by a signal."""
     for number in range(count):
         process_id = os.fork()
         if process_id == 0:
             try:
-                _client(mount, number % _POINTS)
+                _run_client(mount, number % _STEPS)
             finally:
                 os._exit(1)
         _, status = os.waitpid(process_id, 0)

@@ -1,7 +1,7 @@
-"""An application that writes and reads back through rings while others attack its agent.
+"""A client that writes through a ring, reads the data back and compares it, while other clients attack the agent.
 
-``python -m usrbio.verifying_client MOUNT OPERATIONS`` prints one JSON object: how many operations there were,
-how many failed with which errno, and how many bytes read were not those written.
+``python -m usrbio.verifying_client MOUNT OPERATIONS`` prints a JSON object with the number of operations, the number of
+failures by errno, and the number of bytes that differ.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gdrkit.units import KIB
 
 _DEPTH = 64
 _LENGTH = 4 * KIB
-_WITHIN = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)
 
 
 def main(mount: Path, operations: int) -> None:
-    """Do at least so many operations, half of them writes, and say how they ended."""
-    path = mount / f"honest-{os.getpid()}"
+    """Make at least this number of operations, half of them writes, and print their results."""
+    path = mount / f"verified-{os.getpid()}"
     results: Counter[int] = Counter()
     wrong_bytes = 0
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -44,7 +44,7 @@ def main(mount: Path, operations: int) -> None:
                     memory[:] = bytes(len(memory))
                 for begin in range(0, len(memory), _LENGTH):
                     ring.prepare(iov[begin : begin + _LENGTH], for_read, fd, begin)
-                done = ring.submit().wait(min_results=_DEPTH, timeout=_WITHIN)
+                done = ring.submit().wait(min_results=_DEPTH, timeout=_TIMEOUT)
                 results.update(each.result for each in done)
                 results[0] += _DEPTH - len(done)
             wrong_bytes += 0 if memory == data else sum(a != b for a, b in zip(memory, data, strict=True))

@@ -1,4 +1,4 @@
-"""libibverbs by ctypes: objects without parents that close them, so that an order may be wrong on purpose."""
+"""libibverbs by ctypes, without gdrkit's order of destruction, so that a case can destroy objects in a wrong order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["PlainVerbs"]
+__all__ = ["CtypesVerbs"]
 
 _RELIABLE_CONNECTED = 2
 _LOCAL_WRITE = 1
@@ -38,65 +38,65 @@ class _PairAttributes(ctypes.Structure):
     )
 
 
-class PlainVerbs:
-    """One open device; what makes something gives its address, what takes something back gives the errno or 0."""
+class CtypesVerbs:
+    """An open device. Functions that create an object return its address; others return an errno, or 0."""
 
     def __init__(self, name: str) -> None:
         self._library = library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
         pointer = ctypes.c_void_p
-        for made in ("open_device", "alloc_pd", "create_cq", "create_comp_channel", "create_qp", "reg_mr"):
-            getattr(library, f"ibv_{made}").restype = pointer
+        for function in ("open_device", "alloc_pd", "create_cq", "create_comp_channel", "create_qp", "reg_mr"):
+            getattr(library, f"ibv_{function}").restype = pointer
         library.ibv_get_device_list.restype = ctypes.POINTER(pointer)
         library.ibv_get_device_name.restype = ctypes.c_char_p
         count = ctypes.c_int()
         devices = library.ibv_get_device_list(ctypes.byref(count))
-        names = {library.ibv_get_device_name(pointer(devices[at])): devices[at] for at in range(count.value)}
-        self._context = self._made(library.ibv_open_device(pointer(names[name.encode()])))
+        by_name = {library.ibv_get_device_name(pointer(each)): each for each in devices[: count.value]}
+        self._context = self._checked(library.ibv_open_device(pointer(by_name[name.encode()])))
         library.ibv_free_device_list(devices)
         self._memory = ctypes.create_string_buffer(_BYTES)
 
     def domain(self) -> ctypes.c_void_p:
-        """ibv_alloc_pd."""
-        return self._made(self._library.ibv_alloc_pd(self._context))
+        """Call ibv_alloc_pd."""
+        return self._checked(self._library.ibv_alloc_pd(self._context))
 
     def channel(self) -> ctypes.c_void_p:
-        """ibv_create_comp_channel."""
-        return self._made(self._library.ibv_create_comp_channel(self._context))
+        """Call ibv_create_comp_channel."""
+        return self._checked(self._library.ibv_create_comp_channel(self._context))
 
     def queue(self, channel: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
-        """ibv_create_cq."""
-        return self._made(self._library.ibv_create_cq(self._context, 16, None, channel, 0))
+        """Call ibv_create_cq."""
+        return self._checked(self._library.ibv_create_cq(self._context, 16, None, channel, 0))
 
     def pair(self, domain: ctypes.c_void_p, queue: ctypes.c_void_p) -> ctypes.c_void_p:
-        """ibv_create_qp."""
+        """Call ibv_create_qp."""
         attributes = _PairAttributes(
             send_cq=queue, recv_cq=queue, cap=_Capacity(4, 4, 1, 1, 0), qp_type=_RELIABLE_CONNECTED
         )
-        return self._made(self._library.ibv_create_qp(domain, ctypes.byref(attributes)))
+        return self._checked(self._library.ibv_create_qp(domain, ctypes.byref(attributes)))
 
     def region(self, domain: ctypes.c_void_p) -> ctypes.c_void_p:
-        """ibv_reg_mr."""
+        """Call ibv_reg_mr."""
         length_bytes = ctypes.c_size_t(_BYTES)
-        return self._made(self._library.ibv_reg_mr(domain, self._memory, length_bytes, _LOCAL_WRITE))
+        return self._checked(self._library.ibv_reg_mr(domain, self._memory, length_bytes, _LOCAL_WRITE))
 
     def deallocate(self, domain: ctypes.c_void_p) -> int:
-        """ibv_dealloc_pd."""
+        """Call ibv_dealloc_pd."""
         return int(self._library.ibv_dealloc_pd(domain))
 
     def deregister(self, region: ctypes.c_void_p) -> int:
-        """ibv_dereg_mr."""
+        """Call ibv_dereg_mr."""
         return int(self._library.ibv_dereg_mr(region))
 
     def destroy_pair(self, pair: ctypes.c_void_p) -> int:
-        """ibv_destroy_qp."""
+        """Call ibv_destroy_qp."""
         return int(self._library.ibv_destroy_qp(pair))
 
     def destroy_queue(self, queue: ctypes.c_void_p) -> int:
-        """ibv_destroy_cq."""
+        """Call ibv_destroy_cq."""
         return int(self._library.ibv_destroy_cq(queue))
 
     def destroy_channel(self, channel: ctypes.c_void_p) -> int:
-        """ibv_destroy_comp_channel."""
+        """Call ibv_destroy_comp_channel."""
         return int(self._library.ibv_destroy_comp_channel(channel))
 
     def __enter__(self) -> Self:
@@ -108,6 +108,6 @@ class PlainVerbs:
         assert self._library.ibv_close_device(self._context) == 0
 
     @staticmethod
-    def _made(address: int | None) -> ctypes.c_void_p:
+    def _checked(address: int | None) -> ctypes.c_void_p:
         assert address, f"errno {ctypes.get_errno()}"
         return ctypes.c_void_p(address)

@@ -1,4 +1,4 @@
-"""Pages of this process, some of which may not be written or are not there."""
+"""Memory pages that are read-only or partly unmapped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @contextlib.contextmanager
 def mapped_pages(count: int, *, unmapped_from: int | None = None, writable: bool = True) -> Iterator[int]:
-    """The address of `count` new pages; those from `unmapped_from` on are unmapped again, so that nothing is there."""
+    """Map `count` pages, unmap those from the index `unmapped_from` on again, and yield the address of the first."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -27,10 +27,10 @@ def mapped_pages(count: int, *, unmapped_from: int | None = None, writable: bool
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = library.mmap(None, count * HOST_PAGE_BYTES, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     assert address not in {None, _FAILED}, ctypes.get_errno()
-    kept = count if unmapped_from is None else unmapped_from
-    if kept < count:
-        assert library.munmap(address + kept * HOST_PAGE_BYTES, (count - kept) * HOST_PAGE_BYTES) == 0
+    mapped = count if unmapped_from is None else unmapped_from
+    if mapped < count:
+        assert library.munmap(address + mapped * HOST_PAGE_BYTES, (count - mapped) * HOST_PAGE_BYTES) == 0
     try:
         yield address
     finally:
-        assert library.munmap(address, kept * HOST_PAGE_BYTES) == 0
+        assert library.munmap(address, mapped * HOST_PAGE_BYTES) == 0

@@ -1,7 +1,7 @@
-"""libibverbs without what gdrkit adds: a step of a queue pair with chosen attributes, a region of any range.
+"""Calls of libibverbs with any arguments: transitions of a queue pair, and registrations of any range.
 
-The calls are those of gdrkit's own seam, so that a contract is checked on the way that gdrkit goes; what gdrkit's
-classes refuse before the library can (a length of 0) gets through here.
+The calls use the functions of gdrkit's seam, so that the cases test the same path as gdrkit. Arguments that gdrkit's
+classes would refuse, such as a length of 0, reach the library.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mask(enum.IntFlag):
     DEST_QPN = 1 << 20
 
 
-# What ibv_modify_qp(3) requires for each step of a reliable connection.
+# The attributes that ibv_modify_qp(3) requires for each transition of a reliable connection.
 STEPS: Mapping[QueuePairState, Mask] = {
     QueuePairState.INIT: Mask.PKEY_INDEX | Mask.PORT | Mask.ACCESS_FLAGS,
     QueuePairState.RTR: Mask.AV
@@ -57,7 +57,7 @@ _MTU_256 = 1
 
 
 def values(nic: Nic) -> dict[str, int]:
-    """A good value for every attribute of every step; the mask says which of them count."""
+    """Return a valid value for each attribute of all transitions. The mask of a call selects some of them."""
     return {
         "pkey_index": 0,
         "port_num": nic.port.number,
@@ -76,7 +76,7 @@ def values(nic: Nic) -> dict[str, int]:
 
 
 def step_address(nic: Nic, **other: int | str) -> dict[str, int | str]:
-    """The way from a NIC to itself, as ``ibv_ah_attr`` has it."""
+    """Return the fields of ``ibv_ah_attr`` for the path from a NIC to itself, with `other` values for some."""
     own: dict[str, int | str] = {
         "is_global": 1,
         "dlid": nic.port.lid,
@@ -90,7 +90,7 @@ def step_address(nic: Nic, **other: int | str) -> dict[str, int | str]:
 
 @dataclass
 class RawPair:
-    """A queue pair that goes only where it is sent."""
+    """A queue pair whose transitions a case makes one by one."""
 
     nic: Nic
     queue: CompletionQueue
@@ -103,48 +103,49 @@ class RawPair:
 
     @property
     def state(self) -> QueuePairState:
-        """As the device says."""
+        """The state that ibv_query_qp returns."""
         return QueuePairState(_pyverbs.query_state(self.pair))
 
     def step(self, state: QueuePairState | int, mask: Mask | None = None, **other: int) -> None:
-        """One ibv_modify_qp: the attributes of `mask` (None: those that the step requires), with good values but for
-        `other`.
+        """Make one transition with valid values, except those in `other`.
+
+        The call has the attributes of `mask`, or those that the transition requires if it is None.
         """
-        wanted = STEPS.get(QueuePairState(state), Mask(0)) if mask is None else mask
-        address = step_address(self.nic) if Mask.AV in wanted else None
+        attribute_mask = STEPS.get(QueuePairState(state), Mask(0)) if mask is None else mask
+        address = step_address(self.nic) if Mask.AV in attribute_mask else None
         attributes = {**values(self.nic), **other, "qp_state": int(state)}
-        _pyverbs.modify(self.pair, mask=int(wanted | Mask.STATE), address=address, **attributes)
+        _pyverbs.modify(self.pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes)
 
     def modify(self, mask: Mask, address: dict[str, int | str] | None = None, **attributes: int) -> None:
-        """One ibv_modify_qp with exactly these."""
+        """Call ibv_modify_qp with exactly these attributes."""
         _pyverbs.modify(self.pair, mask=int(mask), address=address, **attributes)
 
-    def go(self, state: QueuePairState) -> None:
-        """All steps from RESET up to `state`."""
+    def advance(self, state: QueuePairState) -> None:
+        """Make all transitions from RESET to `state`."""
         for step in STEPS:
             if step <= state:
                 self.step(step)
 
     def post_send(self, work_id: int) -> None:
-        """A SEND of no bytes."""
+        """Post a SEND without data."""
         _pyverbs.post_send(self.pair, work_id=work_id, opcode=2, flags=2, elements=(), remote=None, immediate=0)
 
     def post_receive(self, work_id: int) -> None:
-        """A receive of no bytes."""
+        """Post a receive without memory."""
         _pyverbs.post_receive(self.pair, work_id=work_id, elements=())
 
     def close(self) -> None:
-        """ibv_destroy_qp."""
+        """Call ibv_destroy_qp."""
         _pyverbs.close("ibv_destroy_qp", self.pair)
 
 
 @contextlib.contextmanager
 def register(nic: Nic, address: int, *, length_bytes: int, access: int) -> Iterator[tuple[int, int]]:
-    """ibv_reg_mr with exactly these arguments: lkey and rkey."""
-    made = _pyverbs.register_address(
+    """Call ibv_reg_mr with exactly these arguments, and yield lkey and rkey."""
+    region = _pyverbs.register_address(
         nic.domain, address=address, length_bytes=length_bytes, access=access, device=False
     )
     try:
-        yield made.lkey, made.rkey
+        yield region.lkey, region.rkey
     finally:
-        made.close()
+        region.close()

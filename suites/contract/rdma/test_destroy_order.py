@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.ctypes_verbs import PlainVerbs
+from contract.rdma.ctypes_verbs import CtypesVerbs
 
 from gdrkit.harness.needs import needs, verbs
 
@@ -22,13 +22,13 @@ pytestmark = needs(verbs.nic())
 
 
 @pytest.fixture
-def raw(nic: Nic) -> Iterator[PlainVerbs]:
+def raw(nic: Nic) -> Iterator[CtypesVerbs]:
     """Yield the ctypes binding of libibverbs with the NIC open."""
-    with PlainVerbs(nic.name) as opened:
+    with CtypesVerbs(nic.name) as opened:
         yield opened
 
 
-def test_domain_with_a_region_is_not_destroyed(raw: PlainVerbs) -> None:
+def test_domain_with_a_region_is_not_destroyed(raw: CtypesVerbs) -> None:
     domain = raw.domain()
     region = raw.region(domain)
     assert raw.deallocate(domain) == errno.EBUSY
@@ -36,7 +36,7 @@ def test_domain_with_a_region_is_not_destroyed(raw: PlainVerbs) -> None:
     assert raw.deallocate(domain) == 0
 
 
-def test_domain_with_a_queue_pair_is_not_destroyed(raw: PlainVerbs) -> None:
+def test_domain_with_a_queue_pair_is_not_destroyed(raw: CtypesVerbs) -> None:
     domain, queue = raw.domain(), raw.queue()
     pair = raw.pair(domain, queue)
     assert raw.deallocate(domain) == errno.EBUSY
@@ -45,7 +45,7 @@ def test_domain_with_a_queue_pair_is_not_destroyed(raw: PlainVerbs) -> None:
     assert raw.deallocate(domain) == 0
 
 
-def test_completion_queue_in_use_is_not_destroyed(raw: PlainVerbs) -> None:
+def test_completion_queue_in_use_is_not_destroyed(raw: CtypesVerbs) -> None:
     domain, queue = raw.domain(), raw.queue()
     pair = raw.pair(domain, queue)
     assert raw.destroy_queue(queue) == errno.EBUSY
@@ -54,7 +54,7 @@ def test_completion_queue_in_use_is_not_destroyed(raw: PlainVerbs) -> None:
     assert raw.deallocate(domain) == 0
 
 
-def test_completion_channel_in_use_is_not_destroyed(raw: PlainVerbs) -> None:
+def test_completion_channel_in_use_is_not_destroyed(raw: CtypesVerbs) -> None:
     channel = raw.channel()
     queue = raw.queue(channel)
     assert raw.destroy_channel(channel) == errno.EBUSY

@@ -56,7 +56,7 @@ def test_queue_pair_goes_from_reset_to_rts_in_three_steps(pair: RawPair) -> None
 def test_transition_without_a_required_attribute_is_refused(
     pair: RawPair, state: QueuePairState, missing: Mask
 ) -> None:
-    pair.go(BEFORE[state])
+    pair.advance(BEFORE[state])
     with refused(errno.EINVAL):
         pair.step(state, STEPS[state] & ~missing)
     assert pair.state is BEFORE[state]
@@ -77,7 +77,7 @@ def test_transition_without_a_required_attribute_is_refused(
     ],
 )
 def test_invalid_transition_is_refused(pair: RawPair, begin: QueuePairState, state: QueuePairState) -> None:
-    pair.go(RTS if begin is ERR else begin)
+    pair.advance(RTS if begin is ERR else begin)
     if begin is ERR:
         pair.step(ERR)
     with refused(errno.EINVAL):
@@ -97,7 +97,7 @@ def test_invalid_transition_is_refused(pair: RawPair, begin: QueuePairState, sta
 )
 def test_transition_with_a_foreign_attribute_is_refused(pair: RawPair, state: QueuePairState, extra: Mask) -> None:
     before = BEFORE.get(state, INIT)
-    pair.go(before)
+    pair.advance(before)
     with refused(errno.EINVAL):
         pair.step(state, STEPS.get(state, Mask(0)) | extra)
     assert pair.state is before
@@ -113,14 +113,14 @@ def test_transition_with_a_foreign_attribute_is_refused(pair: RawPair, state: Qu
     ],
 )
 def test_invalid_attribute_value_is_refused(pair: RawPair, state: QueuePairState, value: dict[str, int]) -> None:
-    pair.go(BEFORE[state])
+    pair.advance(BEFORE[state])
     with refused(errno.EINVAL):
         pair.step(state, STEPS[state], **value)
     assert pair.state is BEFORE[state]
 
 
 def test_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
-    pair.go(INIT)
+    pair.advance(INIT)
     # The largest index that fits into ibv_global_route is outside the GID table, or at an empty entry.
     address = step_address(nic, sgid_index=255)
     attributes = {**values(nic), "qp_state": int(RTR)}
@@ -131,25 +131,25 @@ def test_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
 
 @pytest.mark.parametrize("begin", [INIT, RTR, RTS, ERR], ids=lambda state: state.name)
 def test_queue_pair_can_be_reset_from_every_state(pair: RawPair, begin: QueuePairState) -> None:
-    pair.go(RTS if begin is ERR else begin)
+    pair.advance(RTS if begin is ERR else begin)
     if begin is ERR:
         pair.step(ERR)
     pair.step(RESET)
     assert pair.state is RESET
-    pair.go(RTS)
+    pair.advance(RTS)
     assert pair.state is RTS
 
 
 @pytest.mark.parametrize("begin", [RESET, INIT, RTR], ids=lambda state: state.name)
 def test_send_before_rts_is_refused(pair: RawPair, begin: QueuePairState) -> None:
-    pair.go(begin)
+    pair.advance(begin)
     with refused(errno.EINVAL):
         pair.post_send(1)
 
 
 @pytest.mark.parametrize("begin", [INIT, RTR, RTS], ids=lambda state: state.name)
 def test_early_receive_is_flushed_in_the_error_state(pair: RawPair, begin: QueuePairState) -> None:
-    pair.go(begin)
+    pair.advance(begin)
     pair.post_receive(1)
     pair.step(ERR)
     completion = pair.queue.wait(WAIT_MS)
@@ -158,7 +158,7 @@ def test_early_receive_is_flushed_in_the_error_state(pair: RawPair, begin: Queue
 
 def test_send_in_the_error_state_is_flushed(pair: RawPair) -> None:
     # Most devices also flush a receive that is posted in this state. rxe does not, and no manual page guarantees it.
-    pair.go(RTS)
+    pair.advance(RTS)
     pair.step(ERR)
     pair.post_send(1)
     assert pair.queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR

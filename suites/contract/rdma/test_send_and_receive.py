@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected, refused, unready
+from contract.rdma.connected_pair import WAIT_MS, connected, refused, unconnected
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -241,8 +241,8 @@ def test_late_receive_within_the_retries_succeeds(nic: Nic) -> None:
 
 
 def test_missing_peer_queue_pair_ends_in_retry_exceeded(nic: Nic) -> None:
-    with unready(nic) as ours, nic.register_host(bytearray(KIB)) as region:
-        with unready(nic) as destroyed:
+    with unconnected(nic) as ours, nic.register_host(bytearray(KIB)) as region:
+        with unconnected(nic) as destroyed:
             other = destroyed.endpoint()
         # Some drivers retry without end at a retry count of 7.
         ours.connect(other, retry_count=1, timeout_exponent=12)
