@@ -71,6 +71,7 @@ REWRITTEN: tuple[str, ...] = (
     "native/storage",
     "native/verbs",
     "noxfile.py",
+    "suites/bench",
     "suites/contract",
     "suites/cufile",
     "suites/fault",
