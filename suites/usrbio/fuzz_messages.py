@@ -38,7 +38,7 @@ def _parse_payload(request: AgentRequest, payload: bytes) -> bytes:
             ):
                 _parse_or_einval(parse, text)
             return protocol.pack_publish(publish)
-        case AgentRequest.UNPUBLISH | AgentRequest.GIVE_BACK:
+        case AgentRequest.UNPUBLISH | AgentRequest.RETURN_BORROWED:
             name = protocol.parse_name(payload)
             _parse_or_einval(link_names.parse_name, name)
             return protocol.pack_name(name)
@@ -90,7 +90,7 @@ def _valid_messages() -> list[bytes]:
         *(AgentMessage(AgentRequest.PUBLISH, 2, protocol.pack_publish(each), 1) for each in publications),
         AgentMessage(AgentRequest.UNPUBLISH, 3, protocol.pack_name(f"{_UUID}.w0")),
         AgentMessage(AgentRequest.BORROW, 8, protocol.pack_publish(publications[0])),
-        AgentMessage(AgentRequest.GIVE_BACK, 9, protocol.pack_name(_UUID)),
+        AgentMessage(AgentRequest.RETURN_BORROWED, 9, protocol.pack_name(_UUID)),
         AgentMessage(AgentRequest.REGISTER_FILE, 4, protocol.pack_number(0), 1),
         AgentMessage(AgentRequest.DEREGISTER_FILE, 5, protocol.pack_number(1 << 63)),
         AgentMessage(AgentRequest.PUNCH_HOLE, 6, protocol.pack_punch(0, ((0, 4096), (1 << 40, (1 << 40) + 1))), 1),

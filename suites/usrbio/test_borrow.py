@@ -134,7 +134,7 @@ class TwoClients:
         client.ask(AgentRequest.BORROW, protocol.pack_publish(request))
 
     def return_iov(self, client: RawClient) -> None:
-        client.ask(AgentRequest.GIVE_BACK, protocol.pack_name(self.iov.name()))
+        client.ask(AgentRequest.RETURN_BORROWED, protocol.pack_name(self.iov.name()))
 
     def read(self) -> int:
         self.ring.prepare(self.iov.id.bytes, inode=self.inode, length=4096)

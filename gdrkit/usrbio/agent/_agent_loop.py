@@ -37,7 +37,7 @@ class AgentLoop(Protocol):
         length: int,
         block_bytes: int,
         keys: Sequence[tuple[int, int]],
-        near: Sequence[int],
+        preferred_nics: Sequence[int],
     ) -> None:
         """Add a buffer: its address and key for each NIC, and the numbers of the NICs to prefer."""
 
@@ -69,10 +69,11 @@ class AgentLoop(Protocol):
     def remove_file(self, client: int, inode: int, *, timeout_ms: int) -> bool:
         """Remove a file."""
 
-    def connect(self, socket: int, *, lanes: Sequence[int], generation: int) -> None:
+    def connect(self, socket: int, *, queue_pair_nics: Sequence[int], generation: int) -> None:
         """Send operations to this data connection, whose descriptor the loop owns from now on.
 
-        `lanes` has the number of the NIC of each queue pair. `generation` is part of the events of this connection.
+        `queue_pair_nics` has the number of the NIC of each queue pair. `generation` is part of the events of this
+        connection.
         """
 
     def disconnect(self) -> bool:

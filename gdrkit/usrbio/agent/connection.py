@@ -156,7 +156,9 @@ class ServerConnection:
         try:
             self._reopen(session)
             self._generation += 1
-            self._loop.connect(os.dup(session.data.fileno()), lanes=session.nic_numbers, generation=self._generation)
+            self._loop.connect(
+                os.dup(session.data.fileno()), queue_pair_nics=session.nic_numbers, generation=self._generation
+            )
         except BaseException:
             session.close()
             raise

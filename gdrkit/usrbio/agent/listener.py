@@ -223,7 +223,7 @@ def _borrow(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     return b""
 
 
-def _give_back(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
+def _return_borrowed(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     client.return_borrowed(protocol.parse_name(payload))
     return b""
 
@@ -262,7 +262,7 @@ _HANDLERS: dict[AgentRequest, Callable[[Client, bytes, list[int]], bytes]] = {
     AgentRequest.PUNCH_HOLE: _punch_hole,
     AgentRequest.HARD_LINK: _hard_link,
     AgentRequest.BORROW: _borrow,
-    AgentRequest.GIVE_BACK: _give_back,
+    AgentRequest.RETURN_BORROWED: _return_borrowed,
 }
 
 

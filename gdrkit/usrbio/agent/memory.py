@@ -189,18 +189,18 @@ class RegisteredMemory:
         Size of the memory in bytes.
     keys : tuple of (int, int)
         Address and key of the first byte, for each NIC in the order of :class:`Nics`.
-    near : tuple of int
+    preferred_nics : tuple of int
         Numbers of the NICs to prefer. Empty if there is no preference.
     """
 
     def __init__(
-        self, memory: MappedFile | PublishedDeviceMemory, registration: Registration, *, near: tuple[int, ...]
+        self, memory: MappedFile | PublishedDeviceMemory, registration: Registration, *, preferred_nics: tuple[int, ...]
     ) -> None:
         """Take ownership of `memory`. Callers use :class:`Nics` instead."""
         self.length_bytes = memory.length_bytes
         regions = [registration.region(nic) for nic in registration.nics]
         self.keys = tuple((region.remote_address, region.rkey) for region in regions)
-        self.near = near
+        self.preferred_nics = preferred_nics
         self._memory = memory
 
     def close(self) -> None:
@@ -244,7 +244,7 @@ class Nics:
         """
         memory = MappedFile(shared.fd, length_bytes=shared.length_bytes)
         with _closed_after_error(memory):
-            return RegisteredMemory(memory, register(memory, self.all), near=())
+            return RegisteredMemory(memory, register(memory, self.all), preferred_nics=())
 
     def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> RegisteredMemory:
         """Register device memory of a client.
@@ -282,7 +282,7 @@ class Nics:
                 raise RegistrationFailed(
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
-            return RegisteredMemory(memory, registration, near=self._near(memory))
+            return RegisteredMemory(memory, registration, preferred_nics=self._near(memory))
 
     def close(self) -> None:
         """Close the NICs."""

@@ -65,7 +65,7 @@ class AgentRequest(enum.IntEnum):
     PUNCH_HOLE = 6
     HARD_LINK = 7
     BORROW = 8
-    GIVE_BACK = 9
+    RETURN_BORROWED = 9
 
 
 # Allowed numbers of descriptors. The other requests have none.

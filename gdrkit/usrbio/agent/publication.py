@@ -171,7 +171,7 @@ class Publication:
                 length=registered.length_bytes,
                 block_bytes=self.name.block_bytes,
                 keys=registered.keys,
-                near=registered.near,
+                preferred_nics=registered.preferred_nics,
             )
 
         def remove(client: int) -> None:

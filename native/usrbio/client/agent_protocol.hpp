@@ -23,7 +23,7 @@ enum class AgentRequest : std::uint16_t {
     hard_link = 7, // u16 length, name of the new link in the folder; two descriptors: file (O_PATH), folder (O_PATH) ->
                    // (status)
     borrow = 8,    // Publish without share handle, name, target of another client of the same user -> (status)
-    end_borrow = 9, // u16 length, name; once for each borrow -> (status)
+    return_borrowed = 9, // u16 length, name; once for each borrow -> (status)
 };
 
 struct AgentHeader {

@@ -58,7 +58,7 @@ void GpuIov::release_memory() noexcept {
     const bool allocated = kind == Memory::allocated;
     if (const cuda::Result result = allocated ? driver.free(base) : driver.ipc_close(base); result != cuda::success) {
         log_line(LogLevel::error, "%s() failed: %s (%d)", allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
-                 cuda::name_of(driver, result), static_cast<int>(result));
+                 cuda::result_name(driver, result), result);
     }
 }
 

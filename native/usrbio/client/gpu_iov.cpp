@@ -75,8 +75,8 @@ int check_and_publish(GpuIov& gpu, const std::uint8_t id[16]) {
 int allocate(GpuIov& gpu) {
     const std::size_t allocated_bytes = (gpu.size_bytes + rdma_page_bytes - 1) / rdma_page_bytes * rdma_page_bytes;
     if (const cuda::Result result = gpu.driver.allocate(&gpu.base, allocated_bytes); result != cuda::success) {
-        log_line(LogLevel::error, "cuMemAlloc(%zu) failed: %s (%d)", allocated_bytes, cuda::name_of(gpu.driver, result),
-                 static_cast<int>(result));
+        log_line(LogLevel::error, "cuMemAlloc(%zu) failed: %s (%d)", allocated_bytes,
+                 cuda::result_name(gpu.driver, result), result);
         return result == cuda::invalid_value ? -ENOMEM : cuda::errno_of(result);
     }
     gpu.memory = GpuIov::Memory::allocated;
@@ -343,8 +343,7 @@ int synchronize_gpu_iov(const hf3fs_iov* iov, int direction) {
         return current.error();
     }
     if (const cuda::Result result = gpu->driver.context_synchronize(); result != cuda::success) {
-        log_line(LogLevel::error, "cuCtxSynchronize() failed: %s (%d)", cuda::name_of(gpu->driver, result),
-                 static_cast<int>(result));
+        log_line(LogLevel::error, "cuCtxSynchronize() failed: %s (%d)", cuda::result_name(gpu->driver, result), result);
         return -EIO;
     }
     int ordering = 0, options = 0;

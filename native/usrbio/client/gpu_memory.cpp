@@ -13,7 +13,7 @@ namespace {
 
 int log_failure(const cuda::Driver& driver, const char* call, cuda::DevicePointer pointer, cuda::Result result) {
     log_line(LogLevel::error, "%s failed for device memory at 0x%" PRIx64 ": %s (%d)", call, pointer,
-             cuda::name_of(driver, result), static_cast<int>(result));
+             cuda::result_name(driver, result), result);
     return cuda::errno_of(result);
 }
 
@@ -60,7 +60,7 @@ PrimaryContext::~PrimaryContext() {
     }
     if (const cuda::Result result = driver_->primary_release(device_); result != cuda::success) {
         log_line(LogLevel::error, "cuDevicePrimaryCtxRelease(%d) failed: %s (%d)", device_,
-                 cuda::name_of(*driver_, result), static_cast<int>(result));
+                 cuda::result_name(*driver_, result), result);
     }
 }
 
@@ -72,8 +72,8 @@ int PrimaryContext::retain(const cuda::Driver& driver, int device) {
     }
     cuda::Context context = nullptr;
     if (const cuda::Result result = driver.primary_retain(&context, device); result != cuda::success) {
-        log_line(LogLevel::error, "cuDevicePrimaryCtxRetain(%d) failed: %s (%d)", device, cuda::name_of(driver, result),
-                 static_cast<int>(result));
+        log_line(LogLevel::error, "cuDevicePrimaryCtxRetain(%d) failed: %s (%d)", device,
+                 cuda::result_name(driver, result), result);
         return result == cuda::out_of_memory ? -ENOMEM : -ENODEV;
     }
     driver_ = &driver;
@@ -84,8 +84,7 @@ int PrimaryContext::retain(const cuda::Driver& driver, int device) {
 
 CurrentContext::CurrentContext(const cuda::Driver& driver, cuda::Context context) : driver_(driver) {
     if (const cuda::Result result = driver.context_push(context); result != cuda::success) {
-        log_line(LogLevel::error, "cuCtxPushCurrent() failed: %s (%d)", cuda::name_of(driver, result),
-                 static_cast<int>(result));
+        log_line(LogLevel::error, "cuCtxPushCurrent() failed: %s (%d)", cuda::result_name(driver, result), result);
         error_ = -ENODEV;
     }
 }
@@ -202,7 +201,7 @@ cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::Dev
     if (result != cuda::success) {
         log_line(LogLevel::error,
                  "cuIpcOpenMemHandle() failed: %s (%d). The owner is this process, has ended, or has freed the memory",
-                 cuda::name_of(driver, result), static_cast<int>(result));
+                 cuda::result_name(driver, result), result);
     }
     return result;
 }

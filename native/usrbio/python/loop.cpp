@@ -120,19 +120,20 @@ NB_MODULE(_loop, module) {
         .def(
             "add_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
-               const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& keys, std::vector<std::uint16_t> near) {
+               const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& keys,
+               std::vector<std::uint16_t> preferred_nics) {
                 BufferSpec spec{.id = parse_id(id),
                                 .length = length,
                                 .block_bytes = block_bytes,
                                 .keys = {},
-                                .preferred_nics = std::move(near)};
+                                .preferred_nics = std::move(preferred_nics)};
                 for (const auto& [address, rkey] : keys)
                     spec.keys.push_back({address, rkey});
                 const Release release;
                 loop.add_buffer(client, spec);
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("length"), nb::arg("block_bytes"), nb::arg("keys"),
-            nb::arg("near"))
+            nb::arg("preferred_nics"))
         .def(
             "set_file",
             [](Loop& loop, std::uint64_t client, std::uint64_t inode, std::uint64_t read_handle,
@@ -176,8 +177,8 @@ NB_MODULE(_loop, module) {
                 return loop.remove_file(client, inode, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
-        .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("lanes"), nb::arg("generation"),
-             nb::call_guard<Release>(),
+        .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("queue_pair_nics"),
+             nb::arg("generation"), nb::call_guard<Release>(),
              "Closes the descriptor at the end of the connection, and also if the call fails.")
         .def("disconnect", &Loop::disconnect, nb::call_guard<Release>())
         .def("abandon", &Loop::abandon, nb::call_guard<Release>())

@@ -163,7 +163,7 @@ private:
             record_borrow(message, &requests);
             reply.status = requests.verdict;
             break;
-        case AgentRequest::end_borrow:
+        case AgentRequest::return_borrowed:
             ++requests.ended_borrows;
             break;
         default:

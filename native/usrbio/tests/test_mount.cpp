@@ -236,8 +236,8 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
     }
     case AgentRequest::borrow:
         return refuse != 0 ? refuse.load() : borrow(client, payload);
-    case AgentRequest::end_borrow:
-        return end_borrow(client, name);
+    case AgentRequest::return_borrowed:
+        return return_borrowed(client, name);
     }
     return ENOSYS;
 }
@@ -314,7 +314,7 @@ int Agent::borrow(Client& client, const std::byte* payload) {
     return 0;
 }
 
-int Agent::end_borrow(Client& client, const std::string& name) {
+int Agent::return_borrowed(Client& client, const std::string& name) {
     const auto entry = client.borrowed.find(name);
     if (entry == client.borrowed.end()) {
         return ENOENT;

@@ -81,7 +81,7 @@ private:
     int publish(Client& client, const std::byte* payload, std::size_t length, int unnamed);
     void unpublish(Client& client, std::string name);
     int borrow(Client& client, const std::byte* payload);
-    int end_borrow(Client& client, const std::string& name);
+    int return_borrowed(Client& client, const std::string& name);
     const Buffer* find(const Client& client, const std::string& id);
     void drain();
     std::size_t drain_ring(Client& client, AgentRing& ring, bool read);
