@@ -70,7 +70,7 @@ def test_bench_prints_no_rates_of_a_twin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--plot", "plot.png"], "neither .html nor .svg"),
+        (["--plot", "plot.png"], "must end in .html or .svg"),
         (["--folder", "none"], "none"),
         (["--size", "0"], "0"),
     ],
