@@ -33,9 +33,22 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command. Return the error of gdrkit with which it fails, which :func:`main` prints.
+
+        The error is not raised, because click ends the process without a message if an OSError has the errno EPIPE.
+        """
+        try:
+            return super().invoke(ctx)
+        except GdrkitError as error:
+            return error
+
+
 # A line "\b" makes click keep the line breaks of a paragraph. It works only in strings that are not raw, so the
 # examples are in the epilogs and not in the docstrings.
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=(
         "\b\nExamples:\n"
@@ -379,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _exit_code(command: Callable[[], object]) -> int:
     """Run a command, print its error if it fails, and return the exit code."""
     try:
-        code = command()
+        result = command()
     except click.exceptions.Abort:
         click.echo("gdrkit: interrupted", err=True)
         return 130
@@ -387,11 +400,13 @@ def _exit_code(command: Callable[[], object]) -> int:
         error.show()
         return int(ExitCode.WRONG_USAGE)
     except GdrkitError as error:
+        result = error
+    if isinstance(result, GdrkitError):
         if os.environ.get("GDRKIT_TRACEBACK") == "1":
-            raise
-        click.echo(f"gdrkit: {escape_controls(str(error))}", err=True)
-        return _exit_code_of(error)
-    return code if isinstance(code, int) else 0
+            raise result
+        click.echo(f"gdrkit: {escape_controls(str(result))}", err=True)
+        return _exit_code_of(result)
+    return result if isinstance(result, int) else 0
 
 
 def _exit_code_of(error: GdrkitError) -> int:

@@ -148,6 +148,27 @@ def test_a_traceback_is_shown_only_to_who_asks(tmp_path: Path) -> None:
     assert "Traceback" in gdrkit("run", "--software", "--", "true", **variables).stderr
 
 
+FAILING_COMMAND = """
+import errno
+from gdrkit import cli
+from gdrkit.errors import Api, ApiError
+@cli.cli.command()
+def fail():
+    raise ApiError(api=Api.KERNEL, operation="read", status=32, status_name="EPIPE", errno=errno.EPIPE)
+cli.main(["fail"])
+"""
+
+
+@pytest.mark.parametrize("traceback", ["", "1"])
+def test_error_with_epipe_is_printed(traceback: str) -> None:
+    variables = {**os.environ, "GDRKIT_TRACEBACK": traceback}
+    command = [sys.executable, "-c", FAILING_COMMAND]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("kernel: read() failed: Broken pipe (EPIPE)\n")
+    assert ("Traceback" in ended.stderr) == bool(traceback)
+
+
 def test_facts_and_version_answer() -> None:
     assert gdrkit("version").stdout.startswith("gdrkit 0.")
     assert '"schema_version": 1' in gdrkit("facts", "--no-apis", "--json").stdout
