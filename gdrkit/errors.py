@@ -208,10 +208,16 @@ class ApiError(GdrkitError):
             reason=reason,
             what_to_do=what_to_do,
         )
-        # The constructor of OSError, which GdrkitError calls, resets errno, strerror and filename.
+        # OSError sets no field of a subclass that has its own __new__.
+        self.args = (self.message,)
         self.errno = errno
         if isinstance(self, OSError):
             _set_os_fields(self, strerror=detail if errno is None else os.strerror(errno), arguments=self.arguments)
+
+    @classmethod
+    def _builtin_class(cls, number: int) -> type[OSError]:
+        """Return the built-in exception that an error of the kernel with this errno also is."""
+        return type(OSError(number, ""))
 
 
 # The arguments that name the file of a failed system call, the most specific first.
@@ -229,7 +235,7 @@ def _system_error(cls: type[ApiError], number: int) -> type[ApiError]:
 
     It has the name of `cls`, by which reports and the messages between test processes identify a class.
     """
-    builtin = type(OSError(number, ""))
+    builtin = cls._builtin_class(number)
     if issubclass(cls, builtin):
         return cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

@@ -6,6 +6,7 @@ caller drops its references. Its result reports how many bytes arrived and which
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 import time
@@ -61,6 +62,9 @@ class Transferred(NamedTuple):
 class TransferFailed(ApiError):
     """A transfer ended before all bytes had arrived.
 
+    It is not a TimeoutError, even with ETIMEDOUT: a TimeoutError of :meth:`Transfer.result` means that the transfer
+    continues.
+
     Attributes
     ----------
     transferred : Transferred
@@ -68,6 +72,10 @@ class TransferFailed(ApiError):
     """
 
     transferred: Transferred
+
+    @classmethod
+    def _builtin_class(cls, number: int) -> type[OSError]:
+        return OSError if number == errno.ETIMEDOUT else super()._builtin_class(number)
 
 
 class TransferJob(Protocol):
@@ -247,24 +255,27 @@ class Transfer:
 
     def _wait(self, timeout_s: float | None) -> None:
         if not self.job.wait(-1 if timeout_s is None else int(timeout_s * 1e6)):
-            message = f"{self.bytes_moved} of {self.length_bytes} bytes moved so far"
-            raise TimeoutError(message)
+            raise self._timeout_error()
 
     def _watch(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        is_late = False
         try:
-            while not self.job.wait(int(_PROGRESS_S * 1e6)):
+            while not is_late and not self.job.wait(int(_PROGRESS_S * 1e6)):
                 on_progress(self.bytes_moved, self.length_bytes)
-                if end is not None and time.monotonic() >= end:
-                    self._wait(0)
-            on_progress(self.bytes_moved, self.length_bytes)
-        except TimeoutError:
-            raise
+                is_late = end is not None and time.monotonic() >= end and not self.job.wait(0)
+            if not is_late:
+                on_progress(self.bytes_moved, self.length_bytes)
         except BaseException:
             self.job.cancel()
             self.job.wait(-1)
             self._settle()
             raise
+        if is_late:
+            raise self._timeout_error()
+
+    def _timeout_error(self) -> TimeoutError:
+        return TimeoutError(f"{self.bytes_moved} of {self.length_bytes} bytes moved so far")
 
     def _settle(self) -> None:
         """Store the result and the error of a transfer that is over, and release its memory. Later calls do nothing."""

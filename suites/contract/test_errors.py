@@ -153,6 +153,12 @@ def test_kernel_errors_of_one_errno_have_one_class() -> None:
     assert type(_kernel_error(errno.ENOENT)) is type(_kernel_error(errno.ENOENT))
 
 
+def test_kernel_error_has_its_message_as_argument() -> None:
+    error = _kernel_error(errno.ENOENT)
+    assert error.args == (error.message,) == error.clone().args
+    assert repr(error) == f"ApiError({error.message!r})"
+
+
 @pytest.mark.parametrize(
     ("arguments", "filename"),
     [

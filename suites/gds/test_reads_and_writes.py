@@ -196,6 +196,21 @@ def test_progress_is_reported_up_to_the_end(tmp_path: Path, seed: int) -> None:
             file.read_into(memory, on_progress=stop)
 
 
+@pytest.mark.parametrize("cls", [TimeoutError, FileNotFoundError, KeyboardInterrupt])
+def test_exception_of_on_progress_cancels_the_transfer(tmp_path: Path, cls: type[BaseException]) -> None:
+    (tmp_path / "file").write_bytes(bytes(4 * MIB))
+
+    def stop(done: int, whole: int) -> None:
+        raise cls
+
+    with gds.File(tmp_path / "file") as file:
+        pending = file.start_read_into(bytearray(4 * MIB))
+        with pytest.raises(cls):
+            pending.result(60, on_progress=stop)
+        # The transfer is over and has released the memory.
+        assert pending.buffer is None
+
+
 def test_dropped_future_keeps_memory_and_file_until_it_ends(tmp_path: Path, seed: int) -> None:
     data = pattern.payload(16 * MIB, seed=seed)
     (tmp_path / "file").write_bytes(data)

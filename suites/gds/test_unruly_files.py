@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from gds.faulty_file import FaultyFile
+from support.faulty_fuse import FaultyMount
 from support.gds import PLACES, holding
 from support.processes import wait_until
 
@@ -158,6 +159,21 @@ def test_cancelled_read_reports_the_bytes_that_arrived(
         pattern.check(memory.content()[: done.bytes], seed=seed)
         assert isinstance(pending.exception(), gds.TransferFailed)
         assert file.read_into(memory.buffer, length_bytes=MIB).bytes == MIB
+
+
+@needs(host.fuse)
+def test_etimedout_of_a_disk_is_no_timeout_of_result(tmp_path: Path) -> None:
+    with FaultyMount(tmp_path / "fuse") as folder:
+        (folder.below / "data").write_bytes(bytes(MIB))
+        with gds.File(folder.mount / "data", access="buffered", direct="never") as file:
+            folder.fail(read=errno.ETIMEDOUT)
+            # A TimeoutError would mean that the transfer continues.
+            with pytest.raises(gds.TransferFailed) as failed:
+                file.start_read_into(bytearray(MIB)).result(60)
+            error: object = failed.value
+            assert failed.value.errno == errno.ETIMEDOUT
+            assert isinstance(error, OSError)
+            assert not isinstance(error, TimeoutError)
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
