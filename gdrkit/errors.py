@@ -113,6 +113,14 @@ def _status_text(status: int | None, status_name: str, number: int | None) -> st
     return status_name if status is None else f"{status_name} ({status})"
 
 
+_SYSTEM_FIELDS = ("errno", "strerror", "filename")
+_READ_ONLY = frozenset({"arguments", "handles"})
+# Name of the attribute by which a class of _system_error refers to the class that it was derived from.
+_DECLARED = "_declared_class"
+# The class of an error, its args, its dictionary, and the fields of an OSError.
+_Fields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
+
+
 class GdrkitError(Exception):
     """Base of all errors that gdrkit raises on purpose.
 
@@ -138,14 +146,21 @@ class GdrkitError(Exception):
         An error object collects the frames of every place that raises it. These frames keep all variables of their
         functions alive. So code that stores an error stores a clone, and raises another clone each time.
         """
-        copy = type(self).__new__(type(self))
-        copy.args = self.args
-        vars(copy).update(vars(self))
-        if isinstance(self, OSError) and isinstance(copy, OSError):
-            copy.errno, copy.strerror, copy.filename = self.errno, self.strerror, self.filename
+        copy = cast("Self", _restore(*self._fields()))
         if hasattr(self, "__notes__"):
             copy.__notes__ = list(self.__notes__)
         return copy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Support pickle and copy. The method of Exception would call the constructor with `args` alone."""
+        return _restore, self._fields()
+
+    def _fields(self) -> _Fields:
+        cls = type(self)
+        # An OSError keeps these fields outside of its dictionary, and a read-only mapping cannot be pickled.
+        system_fields = {name: getattr(self, name) for name in _SYSTEM_FIELDS} if isinstance(self, OSError) else {}
+        fields = {name: dict(value) if name in _READ_ONLY else value for name, value in vars(self).items()}
+        return getattr(cls, _DECLARED, cls), self.args, fields, system_fields
 
     def __str__(self) -> str:
         return f"{self.message}. To do: {self.what_to_do}" if self.what_to_do else self.message
@@ -238,8 +253,30 @@ def _system_error(cls: type[ApiError], number: int) -> type[ApiError]:
     builtin = cls._builtin_class(number)
     if issubclass(cls, builtin):
         return cls
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        _DECLARED: cls,
+    }
     return cast("type[ApiError]", type(cls.__name__, (cls, builtin), namespace))
+
+
+def _restore(
+    cls: type[GdrkitError], args: tuple[Any, ...], fields: dict[str, Any], system_fields: dict[str, Any]
+) -> GdrkitError:
+    """Return an error with these fields, without calling its constructor."""
+    number = system_fields.get("errno")
+    if number is not None:
+        cls = _system_error(cast("Any", cls), number)
+    error = cls.__new__(cls)
+    error.args = args
+    vars(error).update(
+        {name: MappingProxyType(value) if name in _READ_ONLY else value for name, value in fields.items()}
+    )
+    for name, value in system_fields.items():
+        setattr(error, name, value)
+    return error
 
 
 class Unsupported(ApiError):

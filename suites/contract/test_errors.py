@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gdrkit import errors
 from gdrkit.errors import Api, ApiError, Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _refused() -> ApiError:
@@ -226,3 +230,28 @@ def test_fresh_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) 
         assert (again.errno, again.strerror, again.filename) == (error.errno, error.strerror, error.filename)
     if isinstance(error, errors.RegistrationFailed) and isinstance(again, errors.RegistrationFailed):
         assert again.causes[0] is not error.causes[0]
+
+
+@pytest.mark.parametrize("error", _kinds(), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],  # noqa: S301 - our own bytes.
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_error_can_be_copied_and_pickled(
+    error: errors.GdrkitError, duplicate: Callable[[errors.GdrkitError], errors.GdrkitError]
+) -> None:
+    error.add_note("a note")
+    again = duplicate(error)
+    assert type(again) is type(error)
+    assert again is not error
+    assert (str(again), again.args, again.__notes__) == (str(error), error.args, error.__notes__)
+    assert vars(again).keys() == vars(error).keys()
+    if isinstance(error, ApiError) and isinstance(again, ApiError):
+        assert (again.api, again.errno, again.arguments) == (error.api, error.errno, error.arguments)
+        with pytest.raises(TypeError):
+            again.arguments["fd"] = 8  # type: ignore[index]
+    if isinstance(error, OSError) and isinstance(again, OSError):
+        assert (again.errno, again.strerror, again.filename) == (error.errno, error.strerror, error.filename)
+    if isinstance(error, errors.RegistrationFailed) and isinstance(again, errors.RegistrationFailed):
+        assert [str(cause) for cause in again.causes] == [str(cause) for cause in error.causes]
