@@ -163,7 +163,7 @@ def qualify(
         ]
         click.echo(json.dumps({"run": to_json_data(run), "routes": routes, "folder": str(folder.path)}, indent=2))
         return run.exit_code
-    progress.say(run.verdict)
+    progress.print_line(run.verdict)
     for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
         click.echo(f"  {line}")
     click.echo(f"Report: {folder.index}")

@@ -1,6 +1,6 @@
 """Readers of evidence: libraries, file descriptors, kernel device interfaces, RDMA port counters, kernel log.
 
-This package reports what is there. ``report.substrate`` decides what a library stands for.
+This package only reports observations. :mod:`gdrkit.report.substrate` derives from them on which substrate an API ran.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The pytest processes of a run.
+"""The pytest processes that collect and run the cases of a qualification.
 
-A case may end its process (a fault, an abort of a twin) or never return from a library. The record of that case then
-says so, and another process runs the remaining cases.
+A case can end its process (by a fault, or an abort in a twin) or hang in a library. The runner then writes the record
+of that case, and another process runs the remaining cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gdrkit.children import kill_child
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.install_paths import install_paths
 from gdrkit.qualify.interrupt import interruptible_children
-from gdrkit.qualify.plan import Plan, read_plan
+from gdrkit.qualify.plan import CasePlan, read_plan
 from gdrkit.report import CaseReason, Record, Verdict, append_record, parse_records
 from gdrkit.report.record import SCHEMA_VERSION
 
@@ -29,19 +29,21 @@ if TYPE_CHECKING:
 
     from gdrkit.report import RunFolder
 
-__all__ = ["Common", "Suites"]
+__all__ = ["CommonFields", "SuiteRunner"]
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
+# A child that writes no record for so long is killed.
 _STALLED_S = 180.0
-# The time in seconds that an interrupted case has for closing what it opened.
-_CLOSE_S = 10.0
-_SHOWN_CHARACTERS = 3000
+# The time that an interrupted case has for its clean-up.
+_CLEAN_UP_S = 10.0
+_LOG_TAIL_CHARACTERS = 3000
+# The exit code of pytest for a usage error.
 _PYTEST_USAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """The fields that are the same in all records of cases that left no record themselves."""
+class CommonFields:
+    """The fields that the records of all cases of a run share, for the record of a case whose process has ended."""
 
     facts_digest: str
     seed: int
@@ -50,24 +52,24 @@ class Common:
     command: str
 
 
-class Suites:
-    """The child processes that collect and run the cases of a qualification.
+class SuiteRunner:
+    """A runner of the cases in child processes.
 
     Parameters
     ----------
     folder : RunFolder
         The folder of the facts and the records.
     environment : mapping
-        Environment of the children. It decides the substrate.
+        Environment of the children. It selects the substrate.
     options : list of str
         Options for pytest: profile, seed, selection.
     suites : Path or None
-        The folder of the cases; gdrkit's own if None.
+        The folder of the cases; None for the suites of gdrkit.
 
     Attributes
     ----------
     abandoned : list of str
-        A sentence for each process that was killed and did not end.
+        One sentence for each process that did not end after SIGKILL.
     """
 
     def __init__(
@@ -75,41 +77,41 @@ class Suites:
     ) -> None:
         self._folder = folder
         self._environment = dict(environment)
-        settings = install_paths().suites / "pytest.ini"
+        configuration = install_paths().suites / "pytest.ini"
         suites = (suites or install_paths().suites).resolve()
         self._command = [
             *(sys.executable, "-m", "pytest", str(suites), f"--ignore={suites / 'meta'}"),
-            *("-c", str(settings), "--rootdir", str(suites), "-p", "gdrkit.harness.plugin"),
+            *("-c", str(configuration), "--rootdir", str(suites), "-p", "gdrkit.harness.plugin"),
             *("-m", "qualify", "--color=no", f"--facts={folder.facts}", *options),
         ]
         self._log = folder.path / "pytest.log"
         self.abandoned: list[str] = []
 
-    def plan(self) -> Plan:
+    def plan(self) -> CasePlan:
         """Collect the cases without running them.
 
         Raises
         ------
         UsageError
-            pytest does not accept the options, or the profile does not fit.
+            pytest rejects the options, or the profile does not fit.
         GdrkitError
-            A file of the suites cannot be collected; the log has the reason.
+            A file of the suites cannot be collected; the log contains the reason.
         """
-        reader = _Reader(self._folder, lambda _plan: None, lambda _record: None)
-        how = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
+        reader = _OutputReader(self._folder, lambda _plan: None, lambda _record: None)
+        end = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
         if reader.plan is None:
-            raise self._no_plan(how)
+            raise self._collection_error(end)
         return reader.plan
 
-    def run(self, common: Common, begin: Callable[[Plan], None], done: Callable[[Record], None]) -> Plan:
-        """Collect the cases and run them, all in one child as long as it lives.
+    def run(self, common: CommonFields, begin: Callable[[CasePlan], None], done: Callable[[Record], None]) -> CasePlan:
+        """Collect and run the cases, in one child process unless a case ends that process.
 
         Parameters
         ----------
-        common : Common
-            The common fields of records for cases that leave none.
+        common : CommonFields
+            The fields of the record of a case that ended its process.
         begin : callable
-            Called once with the plan, before the first case ends.
+            Called once with the plan, before the first record.
         done : callable
             Called with each record.
 
@@ -118,29 +120,29 @@ class Suites:
         UsageError, GdrkitError
             See :meth:`plan`.
         """
-        reader = _Reader(self._folder, begin, done)
+        reader = _OutputReader(self._folder, begin, done)
         list_file = self._folder.path / "cases.txt"
         records = f"--records={self._folder.records}"
-        how = self._run_child([records, f"--plan={self._folder.plan}"], reader)
+        end = self._run_child([records, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
-        # pytest writes the plan before it evaluates the expression of -k.
-        if plan is None or (how.code == _PYTEST_USAGE and not reader.seen):
-            raise self._no_plan(how)
+        # The plan is written before pytest evaluates the expression of -k, so it also exists if that is invalid.
+        if plan is None or (end.code == _PYTEST_USAGE and not reader.recorded):
+            raise self._collection_error(end)
         remaining = [case.case for case in plan.cases]
-        while remaining := [case for case in remaining if case not in reader.seen]:
-            # Records come in the order of the plan, so the first case without a record is the one that was running.
-            lost = _lost(remaining.pop(0), str(how), self._log_tail(), plan.profile, common)
-            append_record(self._folder.records, lost)
+        while remaining := [case for case in remaining if case not in reader.recorded]:
+            # Cases run in the order of the plan, so the first case without a record was running when the child ended.
+            record = _record_of_lost_case(remaining.pop(0), str(end), self._log_tail(), plan.profile, common)
+            append_record(self._folder.records, record)
             reader.read()
             if remaining:
                 list_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
-                how = self._run_child([records, f"--cases={list_file}"], reader)
+                end = self._run_child([records, f"--cases={list_file}"], reader)
         list_file.unlink(missing_ok=True)
         return plan
 
-    def _run_child(self, options: list[str], reader: _Reader) -> _End:
-        # The child has its own process group, so that it receives SIGINT once, from this process, even if a terminal
-        # also interrupts this process. A second SIGINT would abort the clean-up of the running case.
+    def _run_child(self, options: list[str], reader: _OutputReader) -> _ChildEnd:
+        # Ctrl-C sends SIGINT to the whole process group of the terminal. The child has its own group, so that it gets
+        # exactly one SIGINT, from this process. A second one would abort the clean-up of the running case.
         with self._log.open("ab") as log, interruptible_children():
             child = subprocess.Popen(
                 [*self._command, *options],
@@ -155,37 +157,45 @@ class Suites:
         except BaseException:
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_CLOSE_S)
+                child.wait(_CLEAN_UP_S)
             raise
         finally:
-            if left := kill_child(child):
-                self.abandoned.append(left)
+            if abandoned := kill_child(child):
+                self.abandoned.append(abandoned)
 
-    def _no_plan(self, how: _End) -> GdrkitError:
+    def _collection_error(self, end: _ChildEnd) -> GdrkitError:
         text = self._log_tail()
-        if how.code == _PYTEST_USAGE:
-            said = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
-            return UsageError(" ".join(said) or text)
-        message = f"the suites cannot be collected ({how}):\n{text}"
+        if end.code == _PYTEST_USAGE:
+            errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
+            return UsageError(" ".join(errors) or text)
+        message = f"the suites cannot be collected ({end}):\n{text}"
         return GdrkitError(message, what_to_do=f"read {self._log}")
 
     def _log_tail(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="backslashreplace")[-_SHOWN_CHARACTERS:]
+        return self._log.read_text(encoding="utf-8", errors="backslashreplace")[-_LOG_TAIL_CHARACTERS:]
 
 
-class _Reader:
-    """A reader of the plan, when it exists, and of records as they are appended."""
+class _OutputReader:
+    """An incremental reader of the plan and the records that a child process writes.
 
-    def __init__(self, folder: RunFolder, begin: Callable[[Plan], None], done: Callable[[Record], None]) -> None:
+    Attributes
+    ----------
+    plan : CasePlan or None
+        The plan; None until the child has written it.
+    recorded : set of str
+        The cases that have a record.
+    """
+
+    def __init__(self, folder: RunFolder, begin: Callable[[CasePlan], None], done: Callable[[Record], None]) -> None:
         self._folder = folder
         self._begin = begin
         self._done = done
         self._offset_bytes = 0
-        self.plan: Plan | None = None
-        self.seen: set[str] = set()
+        self.plan: CasePlan | None = None
+        self.recorded: set[str] = set()
 
     def read(self) -> bool:
-        """Read what is new, and return whether there was anything."""
+        """Read the output since the last call, and return whether there was any."""
         is_new = False
         if self.plan is None and self._folder.plan.exists():
             self.plan = read_plan(self._folder.plan)
@@ -197,61 +207,63 @@ class _Reader:
         with path.open("rb") as file:
             file.seek(self._offset_bytes)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset_bytes += len(whole)
-        for record in parse_records(whole.split(b"\n"), name=str(path)):
-            self.seen.add(record.case)
+        complete_lines = data[: data.rfind(b"\n") + 1]
+        self._offset_bytes += len(complete_lines)
+        for record in parse_records(complete_lines.split(b"\n"), name=str(path)):
+            self.recorded.add(record.case)
             self._done(record)
             is_new = True
         return is_new
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """The way in which a child ended.
+class _ChildEnd:
+    """The end of a child process; as a text, a clause for an error.
 
     Attributes
     ----------
     code : int or None
-        The return code; None for a child that did not end.
-    left : str
-        A text that says that the child was left behind, and why; empty for one that ended.
+        The return code; None for a child that did not end after SIGKILL.
+    is_stalled : bool
+        Whether it was killed because it wrote no record for a long time.
+    abandoned : str
+        The sentence that states that the child did not end after SIGKILL; empty for a child that ended.
     """
 
     code: int | None
     is_stalled: bool = False
-    left: str = ""
+    abandoned: str = ""
 
     def __str__(self) -> str:
         if self.is_stalled or self.code is None:
-            killed = f"nothing happened for {_STALLED_S:g} s, and its process was killed"
-            return f"{killed}; {self.left}" if self.left else killed
+            killed = f"its process made no progress for {_STALLED_S:g} s and was killed"
+            return f"{killed}; {self.abandoned}" if self.abandoned else killed
         if self.code < 0:
             return f"its process was ended by {signal.Signals(-self.code).name}"
-        return f"its process ended with {self.code}"
+        return f"its process exited with code {self.code}"
 
 
-def _watch(child: subprocess.Popen[bytes], reader: _Reader) -> _End:
-    moved = time.monotonic()
+def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildEnd:
+    last_progress = time.monotonic()
     code: int | None = None
     while code is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = child.wait(_LOOK_S)
+            code = child.wait(_POLL_S)
         if reader.read():
-            moved = time.monotonic()
-        if code is None and time.monotonic() - moved > _STALLED_S:
-            left = kill_child(child)
-            return _End(child.returncode, is_stalled=True, left=left)
-    return _End(code)
+            last_progress = time.monotonic()
+        if code is None and time.monotonic() - last_progress > _STALLED_S:
+            abandoned = kill_child(child)
+            return _ChildEnd(child.returncode, is_stalled=True, abandoned=abandoned)
+    return _ChildEnd(code)
 
 
-def _lost(case: str, how: str, log: str, profile: str, common: Common) -> Record:
+def _record_of_lost_case(case: str, end: str, log: str, profile: str, common: CommonFields) -> Record:
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
         title="",
         verdict=Verdict.FAIL,
-        reasons=(CaseReason(text=f"the case left no record: {how}"),),
+        reasons=(CaseReason(text=f"the case left no record: {end}"),),
         profile=profile,
         facts_digest=common.facts_digest,
         substrate={},

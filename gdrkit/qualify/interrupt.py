@@ -1,6 +1,6 @@
-"""Conversion of signals that end a qualification into exceptions, so that its child processes end with it.
+"""Conversion of SIGTERM and SIGHUP into exceptions, so that an interrupted qualification also ends its children.
 
-By default, Python does this for SIGINT only.
+By default, Python raises an exception for SIGINT only.
 """
 
 from __future__ import annotations
@@ -15,46 +15,47 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["ended_by_signals", "interruptible_children"]
+__all__ = ["exit_on_signals", "interruptible_children"]
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP raise SystemExit with the exit code that a shell gives them.
+def exit_on_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP raise SystemExit, with the exit code that a shell reports for the signal.
 
-    A signal that is ignored (nohup) or that has another handler is not changed. In a thread other than the main thread
-    nothing is changed, because only the main thread handles signals.
+    A signal that is ignored (nohup) or that has a handler keeps its disposition. In any thread but the main thread the
+    context manager has no effect, because only the main thread handles signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(each) is signal.SIG_DFL]
-    for each in taken:
+    changed = [each for each in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(each) is signal.SIG_DFL]
+    for each in changed:
         signal.signal(each, _end)
     try:
         yield
     finally:
-        for each in taken:
+        for each in changed:
             signal.signal(each, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def interruptible_children() -> Iterator[None]:
-    """Let child processes that are started meanwhile receive SIGINT, even if this process ignores it.
+    """Start child processes with the default action of SIGINT, even if this process ignores it.
 
-    A shell ignores SIGINT for background processes, and children inherit that. A signal that has a handler here is
-    reset to its default in children. In a thread other than the main thread nothing is changed.
+    A shell ignores SIGINT for background processes, and children inherit an ignored signal. A signal with a handler,
+    however, is reset to its default in a child. So SIGINT gets an empty handler here while the children start. In any
+    thread but the main thread the context manager has no effect.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         yield
         return
-    signal.signal(signal.SIGINT, _pass_by)
+    signal.signal(signal.SIGINT, _do_nothing)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _pass_by(number: int, frame: FrameType | None) -> None:
+def _do_nothing(number: int, frame: FrameType | None) -> None:
     pass
 
 

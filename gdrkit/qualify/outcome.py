@@ -1,6 +1,6 @@
-"""Derivation of the outcome of a run from its records: an exit code, a sentence, the causes.
+"""Derivation of the outcome of a run from its records: an exit code, a verdict in a sentence, and the causes.
 
-The module is pure.
+The module performs no I/O.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "decide"]
 
-# An administrator can fix these causes on this machine, unlike missing hardware.
-_SET_UP = frozenset(
+# Failures that an administrator can fix on this machine, unlike missing hardware.
+_SET_UP_REASONS = frozenset(
     {
         Reason.LIBRARY_MISSING,
         Reason.LIBRARY_DAMAGED,
@@ -32,12 +32,27 @@ _SET_UP = frozenset(
         Reason.MEMLOCK_TOO_LOW,
     }
 )
-_LISTED = 5
+# The most causes that an outcome lists.
+_CAUSES_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run showed."""
+    """The outcome of a run.
+
+    Attributes
+    ----------
+    code : ExitCode
+        The exit code of the command.
+    verdict : str
+        One sentence.
+    causes : tuple of str
+        The first causes of that verdict.
+    to_do : tuple of str
+        Steps that the user can take.
+    required : tuple of str
+        The routes that the profile requires and that are not proven.
+    """
 
     code: ExitCode
     verdict: str
@@ -56,16 +71,16 @@ def decide(
     facts, profile, records
         The facts, profile and records of the run.
     software_asked : bool
-        Whether the caller requested a qualification of the code alone.
+        Whether the user requested a qualification of the code alone (``--software``).
     is_part : bool
-        Whether only selected cases were to run; then the minimum number of cases of the profile is not checked.
+        Whether the user selected a part of the cases. Then one case suffices, instead of the minimum of the profile.
     """
     statuses = route_statuses(facts, records)
     required = () if software_asked else unmet_requirements(profile, statuses)
     failed = _failures(profile, records, statuses, software_asked=software_asked)
     if failed is not None:
         return failed
-    set_up = [failure for failure in facts.failures if failure.reason in _SET_UP]
+    set_up = [failure for failure in facts.failures if failure.reason in _SET_UP_REASONS]
     if set_up:
         return Outcome(
             code=ExitCode.SETUP_MISSING,
@@ -74,10 +89,10 @@ def decide(
             to_do=tuple(dict.fromkeys(failure.what_to_do for failure in set_up if failure.what_to_do)),
             required=required,
         )
-    unseen = _unseen(profile, records, is_part=is_part)
-    if unseen is None and software_asked:
+    incomplete = _incomplete(profile, records, is_part=is_part)
+    if incomplete is None and software_asked:
         return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
-    return unseen or _on_hardware(statuses, required)
+    return incomplete or _on_hardware(statuses, required)
 
 
 def _on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:
@@ -86,15 +101,15 @@ def _on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> 
         return Outcome(
             code=ExitCode.NOTHING_PROVEN,
             verdict="Nothing was proven on hardware",
-            causes=_why_nothing(statuses),
+            causes=_causes_of_unproven(statuses),
             to_do=("run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone",),
             required=required,
         )
     if required:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{_counted(len(required), 'required route')} not proven",
-            causes=required[:_LISTED],
+            verdict=f"{_count(len(required), 'required route')} not proven",
+            causes=required[:_CAUSES_MAX],
             required=required,
         )
     return Outcome(code=ExitCode.PROVEN, verdict="Every required route is proven on hardware")
@@ -104,7 +119,7 @@ def _failures(
     profile: Profile, records: Sequence[Record], statuses: Sequence[RouteStatus], *, software_asked: bool
 ) -> Outcome | None:
     failed = [record for record in records if record.verdict is Verdict.FAIL]
-    fallen = [
+    fallbacks = [
         status
         for status in statuses
         if status.state is RouteOutcome.FELL_BACK and (software_asked or is_required(profile, status))
@@ -113,54 +128,54 @@ def _failures(
         ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{len(failed)} of {_counted(ran, 'case')} failed",
-            causes=tuple(_shown(record) for record in failed[:_LISTED]),
+            verdict=f"{len(failed)} of {_count(ran, 'case')} failed",
+            causes=tuple(_first_reason(record) for record in failed[:_CAUSES_MAX]),
         )
-    if fallen:
+    if fallbacks:
         return Outcome(
             code=ExitCode.FAILED,
             verdict="A route fell back where direct was required",
-            causes=tuple(f"{status.name}: {status.cause}" for status in fallen[:_LISTED]),
+            causes=tuple(f"{status.name}: {status.cause}" for status in fallbacks[:_CAUSES_MAX]),
         )
     return None
 
 
-def _unseen(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
-    """Return the outcome for cases that did not run although they should have; None if there are none."""
+def _incomplete(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
+    """Return the failed outcome if cases did not run although they had to; else None."""
     missed = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
     if missed:
         reasons = [reason for record in missed for reason in record.reasons if reason.foreseen is not True]
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{_counted(len(missed), 'case')} did not run, and profile {profile.name} does not foresee that",
-            causes=tuple(dict.fromkeys(f"{reason.need}: {reason.text}" for reason in reasons))[:_LISTED],
+            verdict=f"{_count(len(missed), 'case')} did not run, and profile {profile.name} does not foresee that",
+            causes=tuple(dict.fromkeys(f"{reason.need}: {reason.text}" for reason in reasons))[:_CAUSES_MAX],
         )
     ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)
-    wanted = 1 if is_part else profile.cases_min
-    if ran < wanted:
+    required = 1 if is_part else profile.cases_min
+    if ran < required:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"Only {_counted(ran, 'case')} ran, profile {profile.name} wants {wanted}",
+            verdict=f"Only {_count(ran, 'case')} ran; profile {profile.name} requires {required}",
         )
     return None
 
 
-def _why_nothing(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
+def _causes_of_unproven(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     if not statuses:
         return ("there is no pair of a device and a NIC",)
     causes: dict[str, list[str]] = {}
     for status in statuses:
         causes.setdefault(status.cause, []).append(status.name)
-    shown = [
+    texts = [
         f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {cause}"
         for cause, names in causes.items()
     ]
-    return tuple(shown[:_LISTED])
+    return tuple(texts[:_CAUSES_MAX])
 
 
-def _shown(record: Record) -> str:
+def _first_reason(record: Record) -> str:
     return f"{record.case}: {record.reasons[0].text}" if record.reasons else record.case
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

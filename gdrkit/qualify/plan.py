@@ -1,4 +1,4 @@
-"""The plan of a run: the cases that would run here, and why the others would not."""
+"""The plan of a run: the cases that would run on this machine, and why the other cases would not."""
 
 from __future__ import annotations
 
@@ -15,14 +15,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-__all__ = ["Plan", "PlannedCase", "fitting_sessions", "read_plan"]
+__all__ = ["CasePlan", "PlannedCase", "fitting_sessions", "read_plan"]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """A case, its needs by name, and those that are not met.
+    """A case with its declared needs and those that this machine does not meet.
 
-    If ``refused`` is true, the case runs all the same, because the profile states with which refusal it must end.
+    Attributes
+    ----------
+    case : str
+        Id of the case.
+    title : str
+        First line of its docstring.
+    needs : tuple of str
+        Names of all its needs.
+    unmet : tuple of CaseReason
+        The needs that are not met, each with the reason.
+    refused : bool
+        Whether the case runs although a need is not met, because the profile states the refusal that it must end with.
     """
 
     case: str
@@ -33,8 +44,8 @@ class PlannedCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The cases of a run, in the order in which they run."""
+class CasePlan:
+    """The cases of a run, in the order in which they run, and the name of the profile."""
 
     profile: str
     cases: tuple[PlannedCase, ...]
@@ -45,18 +56,24 @@ class Plan:
         return tuple(case for case in self.cases if not case.unmet)
 
 
-def read_plan(path: Path) -> Plan:
-    """Read the plan that the collecting child wrote."""
+def read_plan(path: Path) -> CasePlan:
+    """Read the plan that the collecting child process wrote.
+
+    Raises
+    ------
+    UsageError
+        ``MALFORMED``: the file cannot be read or is not a plan.
+    """
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        message = f"{path}: no plan: {error}"
+        message = f"the plan of the cases {path} cannot be read: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    return serialization.from_json_data(Plan, data, where="plan")
+    return serialization.from_json_data(CasePlan, data, where="plan")
 
 
 def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict[str, dict[str, object]]:
-    """Return which sessions of the noxfile make sense on this machine, and why.
+    """Return which sessions of the noxfile fit this machine, and why.
 
     Parameters
     ----------
@@ -68,10 +85,10 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
     Returns
     -------
     mapping
-        For each session ``fits``, ``why``, its ``arguments``, and ``hardware``: whether it is about the hardware of the
-        machine. `nox -s hardware` chooses from the sessions for which ``hardware`` is true.
+        For each session: ``fits``, ``why``, its ``arguments``, and ``hardware``, which is true for a session that tests
+        the hardware of the machine. `nox -s hardware` chooses among the latter.
     """
-    there = "; ".join(what for _, what in sorted(hardware.items(), key=lambda pair: pair[0].value))
+    present = "; ".join(text for _, text in sorted(hardware.items(), key=lambda pair: pair[0].value))
     nics = hardware.get(Api.VERBS, "")
     on_twins = {"fits": bool(twins), "why": "the twins are installed" if twins else "the twins are not installed"}
     return {
@@ -79,19 +96,19 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
             "fits": bool(hardware or twins),
             "hardware": True,
             "arguments": [] if hardware else ["--software"],
-            "why": there or "no hardware here; it runs on the twins",
+            "why": present or "no hardware here; it runs on the twins",
         },
         "direct": {
             "fits": bool(hardware),
             "hardware": True,
             "arguments": [],
-            "why": there or "no RDMA device and no GPU here",
+            "why": present or "no RDMA device and no GPU here",
         },
         "lab": {
             "fits": bool(nics),
             "hardware": True,
             "arguments": [],
-            "why": nics or "no RDMA device here; by itself it runs in a virtual machine",
+            "why": nics or "no RDMA device here; nox -s lab runs it in a virtual machine",
         },
         "suites": {**on_twins, "hardware": False, "arguments": []},
     }

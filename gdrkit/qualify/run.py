@@ -20,10 +20,10 @@ from gdrkit.exit_code import ExitCode
 from gdrkit.host import HostTree, host_identity
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import Facts, load_profile, probe
-from gdrkit.qualify.child import Common, Suites
-from gdrkit.qualify.interrupt import ended_by_signals
+from gdrkit.qualify.child import CommonFields, SuiteRunner
+from gdrkit.qualify.interrupt import exit_on_signals
 from gdrkit.qualify.outcome import decide
-from gdrkit.qualify.plan import Plan, fitting_sessions
+from gdrkit.qualify.plan import CasePlan, fitting_sessions
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
 from gdrkit.report.run import SCHEMA_VERSION, banner
@@ -38,19 +38,19 @@ _SEED_BITS = 63
 
 
 class Progress(Protocol):
-    """Receiver of the progress of a run."""
+    """Interface of an object that displays the progress of a run."""
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line about the run as a whole."""
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: CasePlan) -> None:
         """Start the display of the cases of `plan`."""
 
     def done(self, record: Record) -> None:
-        """Report a case that has ended."""
+        """Show a case that has completed."""
 
     def end(self) -> None:
-        """Report that no further case follows."""
+        """End the display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,19 @@ class Options:
     Attributes
     ----------
     software : bool
-        Run every API on its twin, whatever hardware is present.
+        Run every API on its twin, also where hardware is present.
     profile : str or None
-        Name of the profile; the one that fits best if None.
+        Name of the profile; None for the one that fits best.
     output : Path or None
-        The folder of the report; a new one below the default folder if None.
+        The folder of the report; None for a new one in the default folder.
     seed : int or None
-        Seed of the run; a random one if None.
+        Seed of the run; None for a random one.
     select : str or None
         The expression of pytest's ``-k``.
     suites : Path or None
-        The folder of the cases; gdrkit's own if None.
+        The folder of the cases; None for the suites of gdrkit.
     command : str
-        The command line, for the record.
+        The command line, for the records.
     """
 
     software: bool = False
@@ -85,12 +85,14 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedRun:
+    """The results of the steps before the first case."""
+
     folder: RunFolder
     facts: Facts
     substrate: dict[str, str]
     seed: int
-    suites: Suites
+    runner: SuiteRunner
 
 
 def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
@@ -103,41 +105,44 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     UsageError
         The profile does not exist or does not fit, or the selection is invalid.
     """
-    with ended_by_signals():
+    with exit_on_signals():
         return _qualify(options, progress)
 
 
 def plan_only(options: Options, progress: Progress) -> dict[str, object]:
-    """Return what would run, and which sessions fit. Nothing is kept unless an output folder is named."""
-    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
-        chosen = replace(options, output=options.output or Path(folder))
-        prepared = _prepare(chosen, progress, dt.datetime.now(dt.UTC))
-        plan = prepared.suites.plan()
-        planned = json.loads(prepared.folder.plan.read_bytes())
+    """Return the plan of a run and the sessions of the noxfile that fit, without running a case.
+
+    The files are written to a temporary folder, unless the options name an output folder.
+    """
+    with exit_on_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
+        with_output = replace(options, output=options.output or Path(folder))
+        prepared = _prepare(with_output, progress, dt.datetime.now(dt.UTC))
+        plan = prepared.runner.plan()
+        plan_data = json.loads(prepared.folder.plan.read_bytes())
     hardware = launch.present_hardware(HostTree())
     return {
         "profile": plan.profile,
         "substrate": prepared.substrate,
-        "hardware": {api.value: what for api, what in hardware.items()},
+        "hardware": {api.value: text for api, text in hardware.items()},
         "sessions": fitting_sessions(hardware, launch.twins_available()),
-        "cases": planned["cases"],
+        "cases": plan_data["cases"],
     }
 
 
 def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
-    began, clock = dt.datetime.now(dt.UTC), time.monotonic()
-    prepared = _prepare(options, progress, began)
+    started, clock_start = dt.datetime.now(dt.UTC), time.monotonic()
+    prepared = _prepare(options, progress, started)
     commit, identity = install_paths().commit(), host_identity(HostTree())
-    common = Common(
+    common = CommonFields(
         facts_digest=prepared.facts.digest,
         seed=prepared.seed,
         commit=commit,
         version=gdrkit.__version__,
         command=options.command,
     )
-    begun = Run(
+    unfinished = Run(
         schema_version=SCHEMA_VERSION,
-        started=began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        started=started.strftime("%Y-%m-%dT%H:%M:%SZ"),
         duration_s=0.0,
         command=options.command,
         profile=options.profile or "any",
@@ -149,7 +154,7 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         version=gdrkit.__version__,
         exit_code=int(ExitCode.FAILED),
         verdict="The run did not end",
-        causes=("its process ended before all cases had ended",),
+        causes=("its process ended before all cases had completed",),
         to_do=("run it again",),
         required=(),
         host=identity.name,
@@ -157,18 +162,18 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         is_interrupted=True,
         selection=_selection(options),
     )
-    # From here on the folder is that of an interrupted run, until the end is written.
-    prepared.folder.write_run(begun)
+    # The folder holds an interrupted run until the outcome is written, so that a report can be made at any time.
+    prepared.folder.write_run(unfinished)
     try:
-        plan = prepared.suites.run(common, progress.begin, progress.done)
+        plan = prepared.runner.run(common, progress.begin, progress.done)
     except (KeyboardInterrupt, SystemExit):
-        place = shlex.quote(str(prepared.folder.path))
-        progress.say(f"The run was interrupted; make the report of the cases that have ended: gdrkit report {place}")
+        path = shlex.quote(str(prepared.folder.path))
+        progress.print_line(f"The run was interrupted. To report the completed cases, run: gdrkit report {path}")
         raise
     finally:
         progress.end()
-        for line in prepared.suites.abandoned:
-            progress.say(line)
+        for line in prepared.runner.abandoned:
+            progress.print_line(line)
     profile = load_profile(plan.profile)
     records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()
     outcome = decide(
@@ -176,11 +181,11 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         profile,
         records,
         software_asked=options.software,
-        is_part=bool(begun.selection),
+        is_part=bool(unfinished.selection),
     )
     run = replace(
-        begun,
-        duration_s=round(time.monotonic() - clock, 3),
+        unfinished,
+        duration_s=round(time.monotonic() - clock_start, 3),
         profile=profile.name,
         profile_about=profile.about,
         exit_code=int(outcome.code),
@@ -197,37 +202,35 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
 
 def _selection(options: Options) -> str:
     """Return the options that select a part of the cases, quoted for a shell."""
-    chosen = {"-k": options.select, "--suites": options.suites}
-    return shlex.join(word for name, value in chosen.items() if value is not None for word in (name, str(value)))
+    values = {"-k": options.select, "--suites": options.suites}
+    return shlex.join(word for name, value in values.items() if value is not None for word in (name, str(value)))
 
 
-def _prepare(options: Options, progress: Progress, began: dt.datetime) -> _Prepared:
+def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _PreparedRun:
     _check_set_up()
     tree = HostTree()
     present = launch.present_hardware(tree)
     software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-    started = launch.Launch(software=software, seed=seed, isolated=True)
-    environment = launch.environment(started)
+    launched = launch.Launch(software=software, seed=seed, isolated=True)
+    environment = launch.environment(launched)
     if options.profile is not None:
-        load_profile(options.profile)  # An unknown name fails before the probe.
-    folder = RunFolder(options.output or install_paths().runs / began.strftime("%Y%m%dT%H%M%SZ"))
+        load_profile(options.profile)  # So that an unknown name fails before the slow probe.
+    folder = RunFolder(options.output or install_paths().runs / started.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
-    judged = {api: found.value for api, found in substrates_of_facts(facts).items()}
-    first = banner(judged)
-    if first:
-        progress.say(first)
-    overridden = launch.overridden_hardware(started, tree)
-    if overridden:
-        progress.say(overridden)
+    substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
+    for line in (banner(substrates), launch.overridden_hardware(launched, tree)):
+        if line:
+            progress.print_line(line)
     arguments = [f"--seed={seed}", f"--command={options.command}"]
     if options.profile is not None:
         arguments.append(f"--profile={options.profile}")
     if options.select is not None:
         arguments += ["-k", options.select]
-    return _Prepared(folder, facts, judged, seed, Suites(folder, environment, arguments, suites=options.suites))
+    runner = SuiteRunner(folder, environment, arguments, suites=options.suites)
+    return _PreparedRun(folder, facts, substrates, seed, runner)
 
 
 def _check_set_up() -> None:

@@ -1,6 +1,7 @@
 """Comparison of measured numbers with the profile of the machine and the limits of its links.
 
-The module is pure. Only numbers of hardware are judged, because a software twin has no expected speed.
+The module performs no I/O. The caller passes only numbers that were measured on hardware, because a software twin has
+no expected speed.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import ExpectedNumber, Limit, Profile
 
-__all__ = ["Judgement", "is_of_hardware", "judge"]
+__all__ = ["NumberCheck", "check_numbers", "ran_on_hardware"]
 
-_RATE = "_gb_per_s_median"
-# A measured rate may exceed the limit by this, due to clock errors and links that run slightly above nominal.
-_ABOVE_LIMIT_PERCENT = 2.0
+_RATE_SUFFIX = "_gb_per_s_median"
+# A measured rate may exceed the limit by this share: clocks have errors, and links run slightly above nominal speed.
+_LIMIT_TOLERANCE_PERCENT = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """A number, its bound, and whether it meets the bound.
+class NumberCheck:
+    """Result of comparing one measured number with one bound.
 
     Attributes
     ----------
     number : str
         Name of the number in the record.
     found : float
-        The measured value.
+        The measured value, in the unit that the name states.
     bound : float
-        The minimum or maximum value.
+        The smallest or largest accepted value, in the same unit.
     verdict : Verdict
         ``pass`` or ``fail``.
     text : str
-        One sentence.
+        A sentence with the number, the bound and the origin of the bound.
     """
 
     number: str
@@ -49,42 +50,45 @@ class Judgement:
     text: str
 
 
-def is_of_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> bool:
-    """Return whether numbers about these APIs are numbers of the machine; False if there are no APIs."""
+def ran_on_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> bool:
+    """Return whether all of `apis` ran on hardware, so that a number about them describes the machine.
+
+    Without any API the result is False.
+    """
     names = tuple(apis)
     return bool(names) and all(substrate.get(api) is Substrate.HARDWARE for api in names)
 
 
-def judge(
+def check_numbers(
     case: str, numbers: Mapping[str, float], *, profile: Profile, limits: Mapping[str, Limit]
-) -> tuple[Judgement, ...]:
-    """Judge the numbers of a case, which must be of hardware.
+) -> tuple[NumberCheck, ...]:
+    """Compare the numbers of a case, which must have run on hardware, with the profile and the limits.
 
     Parameters
     ----------
     case : str
         Id of the case.
     numbers : mapping
-        The numbers as in its record.
+        The numbers of its record, by name.
     profile : Profile
         The profile of the machine.
     limits : mapping
-        The limit of the path of each rate, by the part of its name before ``_gb_per_s_median``.
+        The limit of the path of each rate, by the part of the rate's name before ``_gb_per_s_median``.
     """
-    judged = []
+    checks = []
     for number, found in numbers.items():
-        limit = limits.get(number.removesuffix(_RATE)) if number.endswith(_RATE) else None
+        limit = limits.get(number.removesuffix(_RATE_SUFFIX)) if number.endswith(_RATE_SUFFIX) else None
         if limit is not None:
-            bound = limit.gb_per_s * (1 + _ABOVE_LIMIT_PERCENT / 100)
+            bound = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
             text = f"{number} is {found:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
-            judged.append(_judged(number, found, bound, text, is_most=True))
+            checks.append(_check(number, found, bound, text, is_maximum=True))
         for expected in profile.expected:
             if fnmatchcase(case, expected.case) and fnmatchcase(number, expected.number):
-                judged += _beside(expected, number, found, limit)
-    return tuple(judged)
+                checks += _check_expected(expected, number, found, limit)
+    return tuple(checks)
 
 
-def _beside(expected: ExpectedNumber, number: str, found: float, limit: Limit | None) -> list[Judgement]:
+def _check_expected(expected: ExpectedNumber, number: str, found: float, limit: Limit | None) -> list[NumberCheck]:
     if expected.value is not None:
         value, origin = expected.value, expected.source
     elif limit is not None:
@@ -93,14 +97,14 @@ def _beside(expected: ExpectedNumber, number: str, found: float, limit: Limit | 
     else:
         return []  # The limit of the links is unknown, so a share of it is undefined.
     share = expected.tolerance_percent / 100
-    is_most = expected.better == "less"
-    bound = value * (1 + share if is_most else 1 - share)
+    is_maximum = expected.better == "less"
+    bound = value * (1 + share if is_maximum else 1 - share)
     text = f"{number} is {found:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
-    return [_judged(number, found, bound, text, is_most=is_most)]
+    return [_check(number, found, bound, text, is_maximum=is_maximum)]
 
 
-def _judged(number: str, found: float, bound: float, text: str, *, is_most: bool) -> Judgement:
-    is_met = found <= bound if is_most else found >= bound
-    return Judgement(
+def _check(number: str, found: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
+    is_met = found <= bound if is_maximum else found >= bound
+    return NumberCheck(
         number=number, found=found, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text
     )

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 TREE = Path(__file__).resolve().parents[2]
 OPERATORS = TREE / ".nox" / "mutants" / "bin" / "python"
 OUTCOME = "gdrkit/qualify/outcome.py"
-CASE = ("suites/qualify/test_outcome.py", "-k", "test_the_exit_code_follows_from_the_records")
+# A text of the module that no case can depend on.
+DOCSTRING = '"""Return the failed outcome if cases did not run although they had to; else None."""'
+CASE = ("suites/qualify/test_outcome.py", "-k", "test_exit_code_follows_from_the_records")
 
 
 def changed(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
@@ -45,19 +47,19 @@ def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
     mutant = changed("    if failed is not None:\n        return failed\n", "")
     (result,) = try_all([mutant], [worker], {})
     assert result.outcome is MutantOutcome.KILLED
-    assert "test_outcome.py::test_the_exit_code_follows_from_the_records" in result.killed_by
+    assert "test_outcome.py::test_exit_code_follows_from_the_records" in result.killed_by
     assert (worker.tree / OUTCOME).read_text() == (TREE / OUTCOME).read_text()
 
 
 def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
-    mutant = changed('"""What a run showed."""', '"""."""')
+    mutant = changed(DOCSTRING, '"""."""')
     (result,) = try_all([mutant], [worker], {})
     assert (result.outcome, result.killed_by) == (MutantOutcome.SURVIVED, "")
 
 
 def test_tree_in_use_is_not_changed(worker: Worker) -> None:
     before = (TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns
-    try_all([changed('"""What a run showed."""', '"""."""')], [worker], {})
+    try_all([changed(DOCSTRING, '"""."""')], [worker], {})
     assert before == ((TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns)
 
 
@@ -75,7 +77,7 @@ def test_baseline_that_fails_is_refused(worker: Worker) -> None:
 
 
 def test_baseline_without_cases_is_refused(worker: Worker) -> None:
-    mutant = changed('"""What a run showed."""', '"""."""', cases=(*CASE[:2], "no_such_case"))
+    mutant = changed(DOCSTRING, '"""."""', cases=(*CASE[:2], "no_such_case"))
     with pytest.raises(BaselineFailed):
         try_all([mutant], [worker], {})
 
@@ -92,7 +94,7 @@ def test_case_that_fails_once_is_no_kill(worker: Worker) -> None:
         "    count.write_text(str(runs))\n"
         "    assert runs != 2\n"
     )
-    mutant = changed('"""What a run showed."""', '"""."""', cases=("suites/qualify/test_flaky.py",))
+    mutant = changed(DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
     try:
         (result,) = try_all([mutant], [worker], {})
     finally:
@@ -103,7 +105,7 @@ def test_case_that_fails_once_is_no_kill(worker: Worker) -> None:
 
 
 def test_equivalent_mutant_is_not_run() -> None:
-    mutant = changed('"""What a run showed."""', '"""."""')
+    mutant = changed(DOCSTRING, '"""."""')
     (result,) = try_all([mutant], [], {mutant.content: "a docstring"})
     assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
 

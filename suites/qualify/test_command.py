@@ -1,4 +1,4 @@
-"""`gdrkit qualify` as a command: what it writes, what it prints first, how it ends."""
+"""The command `gdrkit qualify`: its files, its output, its exit code, and its reaction to signals."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device())
-GOOD = '''
+PASSING = '''
 import pytest
 @pytest.mark.qualify
-def test_good():
-    """It is good."""
-def test_of_no_interest():
+def test_passes():
+    """Passes."""
+def test_without_the_mark():
     raise AssertionError
 '''
-BAD = """
+FAILING = """
 import os, pytest
 pytestmark = pytest.mark.qualify
 def test_before(): ...
-def test_ends_its_process():
+def test_aborts():
     os.abort()
 def test_after(): ...
 def test_fails():
@@ -46,35 +46,35 @@ SLOW = """
 import pathlib, subprocess, sys, time, pytest
 HERE = pathlib.Path(__file__).parent
 @pytest.fixture
-def opened():
+def cleaned_up():
     yield
     time.sleep(0.5)
-    (HERE / "closed").touch()
+    (HERE / "cleaned-up").touch()
 @pytest.mark.qualify
-def test_slow(opened):
-    stays = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); held = open(sys.argv[1], 'w')"
-    stays += "; held.write('.'); held.flush(); signal.alarm(60); signal.pause()"
-    started = subprocess.Popen([sys.executable, "-c", stays, HERE / "alive"])
-    started.wait()
+def test_slow(cleaned_up):
+    child = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); fifo = open(sys.argv[1], 'w')"
+    child += "; fifo.write('.'); fifo.flush(); signal.alarm(60); signal.pause()"
+    subprocess.Popen([sys.executable, "-c", child, HERE / "alive"]).wait()
 """
-HELD = """
+TRACED = """
 import ctypes, pathlib, subprocess, sys, pytest
 HERE = pathlib.Path(__file__).parent
 @pytest.mark.qualify
-def test_held():
-    # A debugger of this process, in a session of its own: what is traced is collected by its tracer first.
-    holds = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
-    holds += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
-    holds += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
-    holds += "; open(sys.argv[2]).read()"
+def test_traced():
+    # A tracer of this process in its own session. The kernel reports the end of a traced process to the tracer first,
+    # so the parent cannot collect it while the tracer lives. 0x4206 is PTRACE_SEIZE, 0x59616D61 is PR_SET_PTRACER.
+    tracer = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
+    tracer += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
+    tracer += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
+    tracer += "; open(sys.argv[2]).read()"
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))
-    started = [sys.executable, "-c", holds, HERE / "alive", HERE / "end"]
-    subprocess.Popen(started, start_new_session=True).wait()
+    command = [sys.executable, "-c", tracer, HERE / "alive", HERE / "end"]
+    subprocess.Popen(command, start_new_session=True).wait()
 """
 FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
 
-def command_of(folder: Path, source: str) -> list[str]:
+def qualify_command(folder: Path, source: str) -> list[str]:
     suites = folder / "suites"
     suites.mkdir()
     (suites / "test_cases.py").write_text(source)
@@ -82,29 +82,29 @@ def command_of(folder: Path, source: str) -> list[str]:
 
 
 def qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [*command_of(folder, source), *options]
+    command = [*qualify_command(folder, source), *options]
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
 @TWINS
-def test_a_software_run_that_passes_ends_with_0(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, GOOD, "--software", "--seed", "3", "--json")
+def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, PASSING, "--software", "--seed", "3", "--json")
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout)
-    assert told["run"]["verdict"] == "The code passed on software twins"
-    assert {status["state"] for status in told["routes"]} <= {"unproven", "not_possible"}
+    output = json.loads(ended.stdout)
+    assert output["run"]["verdict"] == "The code passed on software twins"
+    assert {status["state"] for status in output["routes"]} <= {"unproven", "not_possible"}
     assert ended.stderr.splitlines()[0] == "software twins: this proves the code, not this machine"
     report = tmp_path / "report"
     assert {path.name for path in report.iterdir()} >= FILES
     (record,) = read_records(report / "records.jsonl")
-    assert (record.case, record.title, record.seed) == ("test_cases.py::test_good", "It is good.", 3)
+    assert (record.case, record.title, record.seed) == ("test_cases.py::test_passes", "Passes.", 3)
     assert record.command.startswith("gdrkit qualify --suites")
     assert (report / "summary.md").read_text().startswith("software twins: this proves the code, not this machine\n")
 
 
 @TWINS
-def test_failures_end_with_1_and_a_case_that_ends_its_process_stops_no_other(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, BAD, "--software")
+def test_case_that_aborts_fails_and_the_others_still_run(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, FAILING, "--software")
     assert ended.returncode == 1, ended.stdout
     assert ended.stdout.splitlines()[0] == "software twins: this proves the code, not this machine"
     assert "2 of 4 cases failed" in ended.stdout
@@ -115,12 +115,12 @@ def test_failures_end_with_1_and_a_case_that_ends_its_process_stops_no_other(tmp
         Verdict.PASS,
         Verdict.FAIL,
     ]
-    assert "ended by SIGABRT" in records["test_ends_its_process"].reasons[0].text
+    assert "ended by SIGABRT" in records["test_aborts"].reasons[0].text
 
 
 @TWINS
-def test_without_a_route_nothing_is_proven_whatever_passes(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, GOOD)
+def test_passing_run_without_a_route_proves_nothing(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, PASSING)
     assert ended.returncode == 4, ended.stdout + ended.stderr
     assert "Nothing was proven on hardware" in ended.stdout
     assert "To do: run it where a GPU and an RDMA NIC are" in ended.stdout
@@ -131,24 +131,24 @@ def test_without_a_route_nothing_is_proven_whatever_passes(tmp_path: Path) -> No
     [
         *(["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"], ["-k", "("]),
         # The cases of a job are its pairs.
-        *(["--mpi", "-k", "good"], ["--mpi", "--json"], ["--mpi"]),
+        *(["--mpi", "-k", "passes"], ["--mpi", "--json"], ["--mpi"]),
     ],
 )
-def test_wrong_usage_ends_with_2(tmp_path: Path, options: list[str]) -> None:
-    ended = qualify(tmp_path, GOOD, *options)
+def test_usage_error_exits_with_2(tmp_path: Path, options: list[str]) -> None:
+    ended = qualify(tmp_path, PASSING, *options)
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
 
 
-def test_missing_twins_end_with_3(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, GOOD, "--software", GDRKIT_TWINS_LIB=str(tmp_path))
+def test_missing_twins_exit_with_3(tmp_path: Path) -> None:
+    ended = qualify(tmp_path, PASSING, "--software", GDRKIT_TWINS_LIB=str(tmp_path))
     assert ended.returncode == 3
     assert ended.stderr.strip().endswith("To do: pip install 'gdrkit[software]'")
     assert len(ended.stderr.splitlines()) == 1
 
 
 @TWINS
-def test_damaged_twins_end_with_3_and_still_leave_a_report(tmp_path: Path) -> None:
+def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
     twins = {
         "ibverbs": "libibverbs.so.1",
         "cuda": "libcuda.so.1",
@@ -159,15 +159,15 @@ def test_damaged_twins_end_with_3_and_still_leave_a_report(tmp_path: Path) -> No
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / name).write_bytes(b"\x7fELF")
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path / "lib"), "LD_LIBRARY_PATH": ""}
-    ended = qualify(tmp_path, GOOD, "--software", "--profile", "any", **variables)
+    ended = qualify(tmp_path, PASSING, "--software", "--profile", "any", **variables)
     assert ended.returncode == 3, ended.stdout + ended.stderr
     assert "The set-up of this machine is not complete" in ended.stdout
     assert (tmp_path / "report" / "index.html").exists()
 
 
 @pytest.fixture
-def heeded(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """A signal that is not ignored, as nohup and a shell's background would have it; children inherit that."""
+def default_signal(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """Restore the default action of a signal, which nohup and background shells set to ignore; children inherit it."""
     before = signal.getsignal(request.param)
     if before is signal.SIG_IGN:
         signal.signal(request.param, signal.SIG_DFL)
@@ -177,86 +177,89 @@ def heeded(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 
 @pytest.fixture
 def background() -> Iterator[None]:
-    """What is started meanwhile ignores the interrupt, as a shell has it for what runs in the background."""
+    """Ignore SIGINT in this process and its children, as a shell does for background processes."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def check_that_all_ends(tmp_path: Path, number: signal.Signals) -> None:
-    """The case closes what it has open. Its child ignores the interrupt, and has the FIFO open while it lives."""
-    command = [*command_of(tmp_path, SLOW), "--software"]
+def check_signal_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+    """Send a signal to a run. The case must clean up, and its child, which ignores SIGINT, must end as well.
+
+    The child has the FIFO open as long as it lives.
+    """
+    command = [*qualify_command(tmp_path, SLOW), "--software"]
     os.mkfifo(tmp_path / "suites" / "alive")
     with (
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running,
-        # It is not opened before the other end is.
+        # Opening a FIFO waits until the child opens the other end.
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
     ):
         assert alive.read(1) == b"."
         running.send_signal(number)
         assert running.wait(60) == 128 + number
-        assert (tmp_path / "suites" / "closed").exists()
-        assert select.select([alive], [], [], 10)[0], "what the case has started still lives"
+        assert (tmp_path / "suites" / "cleaned-up").exists()
+        assert select.select([alive], [], [], 10)[0], "the child of the case still lives"
         assert alive.read(1) == b""
 
 
 @TWINS
-@pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
-def test_a_signal_ends_the_case_and_all_that_it_started(tmp_path: Path, heeded: signal.Signals) -> None:
-    check_that_all_ends(tmp_path, heeded)
+@pytest.mark.parametrize("default_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
+def test_signal_ends_the_case_and_its_children(tmp_path: Path, default_signal: signal.Signals) -> None:
+    check_signal_ends_all(tmp_path, default_signal)
 
 
 @TWINS
-@pytest.mark.parametrize("heeded", [signal.SIGINT, signal.SIGTERM], indirect=True)
-def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, heeded: signal.Signals) -> None:
-    command = [*command_of(tmp_path, GOOD + SLOW), "--software", "--seed", "3"]
+@pytest.mark.parametrize("default_signal", [signal.SIGINT, signal.SIGTERM], indirect=True)
+def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_signal: signal.Signals) -> None:
+    command = [*qualify_command(tmp_path, PASSING + SLOW), "--software", "--seed", "3"]
     os.mkfifo(tmp_path / "suites" / "alive")
-    began = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    earliest = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running,
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
     ):
         assert alive.read(1) == b"."
-        running.send_signal(heeded)
-        told, _ = running.communicate(timeout=60)
+        running.send_signal(default_signal)
+        output, _ = running.communicate(timeout=60)
     report = [sys.executable, "-m", "gdrkit", "report"]
-    # Its last line is a command that makes the report.
-    *_, words, place = told.splitlines()[-1].rpartition("gdrkit report ")
-    assert (words, place) == ("gdrkit report ", str(tmp_path / "report"))
-    subprocess.run([*report, *shlex.split(place)], check=True, capture_output=True)
+    # The last line of the output has a command that makes the report.
+    *_, command_name, argument = output.splitlines()[-1].rpartition("gdrkit report ")
+    assert (command_name, argument) == ("gdrkit report ", str(tmp_path / "report"))
+    subprocess.run([*report, *shlex.split(argument)], check=True, capture_output=True)
     made = json.loads((tmp_path / "report" / "report.json").read_text())
     assert (made["state"], made["exit_code"], made["verdict"]) == ("interrupted", 1, "The run did not end")
     assert (made["seed"], made["profile"] != "", made["host"]) == (3, True, os.uname().nodename)
-    assert began <= made["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert earliest <= made["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     assert any("of 2 cases have no record" in cause for cause in made["causes"]) or made["counts"]["fail"] == 1
     subprocess.run([*report, "--fleet", str(tmp_path)], check=True, capture_output=True)
     assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {"interrupted": 1}
 
 
 @TWINS
-@pytest.mark.parametrize("heeded", [signal.SIGTERM], indirect=True)
-def test_process_that_outlives_sigkill_is_left(tmp_path: Path, heeded: signal.Signals) -> None:
-    """As one that hangs in a driver (state D): nobody can collect it while its tracer does not."""
-    command = [*command_of(tmp_path, HELD), "--software"]
+@pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
+def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_signal: signal.Signals) -> None:
+    """A traced process stays a zombie, like a process that hangs in a driver (state D) stays."""
+    command = [*qualify_command(tmp_path, TRACED), "--software"]
     for name in ("alive", "end"):
         os.mkfifo(tmp_path / "suites" / name)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
         assert (tmp_path / "suites" / "alive").read_text() == "."
         (tmp_path / "suites" / "alive").write_text("")
-        running.send_signal(heeded)
+        running.send_signal(default_signal)
         try:
-            told, _ = running.communicate(timeout=60)
+            output, _ = running.communicate(timeout=60)
         finally:
             (tmp_path / "suites" / "end").write_text("")
-    assert running.returncode == 128 + heeded
-    assert re.search(r"process \d+ did not end within 5 s of SIGKILL \(state Z\) and was left behind", told)
+    assert running.returncode == 128 + default_signal
+    assert re.search(r"process \d+ did not end within 5 s of SIGKILL \(state Z\) and was left behind", output)
 
 
 @TWINS
-@pytest.mark.parametrize("heeded", [signal.SIGINT], indirect=True)
-def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, heeded: signal.Signals) -> None:
-    """pytest ends a collection that is interrupted with the cases that it has until then, chosen or not."""
-    command = [*command_of(tmp_path, GOOD), "--software"]
+@pytest.mark.parametrize("default_signal", [signal.SIGINT], indirect=True)
+def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_signal: signal.Signals) -> None:
+    """An interrupted collection has only some of the cases, and -k was not evaluated yet, so it must not be a plan."""
+    command = [*qualify_command(tmp_path, PASSING), "--software"]
     alive = tmp_path / "suites" / "alive"
     os.mkfifo(alive)
     blocked = f"open({str(alive)!r}, 'w').write('.')\nopen({str(alive)!r}).read()"
@@ -264,18 +267,18 @@ def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, heeded: si
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
         with alive.open("rb", buffering=0) as opened:
             assert opened.read(1) == b"."
-        running.send_signal(heeded)
-        assert running.wait(60) == 128 + heeded
+        running.send_signal(default_signal)
+        assert running.wait(60) == 128 + default_signal
     assert not (tmp_path / "report" / "plan.json").exists()
     command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "report")]
     subprocess.run(command, check=True, capture_output=True)
     made = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert made["causes"] == ["its process ended before all cases had ended"]
+    assert made["causes"] == ["its process ended before all cases had completed"]
     assert made["started"] > "2026"
 
 
 @TWINS
-@pytest.mark.parametrize("heeded", [signal.SIGTERM], indirect=True)
+@pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
 @pytest.mark.usefixtures("background")
-def test_a_signal_ends_all_in_the_background_too(tmp_path: Path, heeded: signal.Signals) -> None:
-    check_that_all_ends(tmp_path, heeded)
+def test_signal_ends_all_processes_of_a_background_run(tmp_path: Path, default_signal: signal.Signals) -> None:
+    check_signal_ends_all(tmp_path, default_signal)

@@ -1,4 +1,4 @@
-"""What a profile expects of measured numbers: within its tolerance, from its source, and of hardware alone."""
+"""Checks of measured numbers against the expectations of a profile and the limits of the links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gdrkit.inventory import (
     path_limit,
     probe,
 )
-from gdrkit.qualify.throughput import judge
+from gdrkit.qualify.throughput import check_numbers
 from gdrkit.report.substrate import Substrate
 from gdrkit.verdict import Verdict
 
@@ -33,40 +33,42 @@ if TYPE_CHECKING:
 
 COPY = "throughput/test_copies.py::test_pinned_copy[host_to_device-256MiB]"
 RATE = "rate_gb_per_s_median"
-FIRST = "schema_version = 1\nabout = 'a machine'\n[[expected]]\ncase = '*'\nnumber = 'a_us'\n"
+PROFILE_START = "schema_version = 1\nabout = 'a machine'\n[[expected]]\ncase = '*'\nnumber = 'a_us'\n"
 
 
 @pytest.mark.parametrize(("found", "verdict"), [(49.8, Verdict.PASS), (49.7, Verdict.FAIL), (80.0, Verdict.PASS)])
-def test_a_pinned_copy_on_an_h200_may_be_a_tenth_slower(found: float, verdict: Verdict) -> None:
-    (judged,) = judge(COPY, {RATE: found, "rounds_count": 15}, profile=load_profile("h200-1"), limits={})
-    assert judged.verdict is verdict
-    assert "expected 55.3, tolerance 10 % (measured on one H200" in judged.text
+def test_copy_rate_may_be_below_its_expectation_by_10_percent(found: float, verdict: Verdict) -> None:
+    (check,) = check_numbers(COPY, {RATE: found, "rounds_count": 15}, profile=load_profile("h200-1"), limits={})
+    assert check.verdict is verdict
+    assert "expected 55.3, tolerance 10 % (measured on one H200" in check.text
 
 
-def test_a_time_may_not_be_longer() -> None:
-    short = ExpectedNumber(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
-    profile = Profile(schema_version=1, name="a", about="", expected=(short,))
-    found = [judge("x", {"latency_us_p50": us}, profile=profile, limits={})[0].verdict for us in (1.0, 2.2, 2.3)]
-    assert found == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
+def test_latency_above_its_tolerance_fails() -> None:
+    expected = ExpectedNumber(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
+    profile = Profile(schema_version=1, name="a", about="", expected=(expected,))
+    verdicts = [
+        check_numbers("x", {"latency_us_p50": us}, profile=profile, limits={})[0].verdict for us in (1.0, 2.2, 2.3)
+    ]
+    assert verdicts == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
 
 
 def machine(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
     gpu = TopologyDevice("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
     nic = TopologyDevice("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
-    found = Topology(1, (gpu, nic), {}, {}, virtual_machine)
-    return found, replace(probe(query_apis=False), rdma_devices=())
+    topology = Topology(1, (gpu, nic), {}, {}, virtual_machine)
+    return topology, replace(probe(query_apis=False), rdma_devices=())
 
 
-def test_a_way_is_as_fast_as_its_slowest_link() -> None:
-    tree, facts = machine()
-    alone, both = path_limit(tree, facts, ["GPU0"]), path_limit(tree, facts, ["GPU0", "mlx5_0"])
-    assert alone is not None
-    assert both is not None
-    assert (round(alone.gb_per_s, 2), round(both.gb_per_s, 2)) == (63.02, 7.88)
-    assert "mlx5_0" in both.why
-    assert path_limit(tree, facts, ["GPU7"]) is None
-    tree, facts = machine(virtual_machine="kvm")
-    assert path_limit(tree, facts, ["GPU0"]) is None
+def test_path_limit_is_that_of_its_slowest_link() -> None:
+    topology, facts = machine()
+    gpu, gpu_and_nic = path_limit(topology, facts, ["GPU0"]), path_limit(topology, facts, ["GPU0", "mlx5_0"])
+    assert gpu is not None
+    assert gpu_and_nic is not None
+    assert (round(gpu.gb_per_s, 2), round(gpu_and_nic.gb_per_s, 2)) == (63.02, 7.88)
+    assert "mlx5_0" in gpu_and_nic.why
+    assert path_limit(topology, facts, ["GPU7"]) is None
+    topology, facts = machine(virtual_machine="kvm")
+    assert path_limit(topology, facts, ["GPU0"]) is None
 
 
 @pytest.mark.parametrize(
@@ -74,27 +76,27 @@ def test_a_way_is_as_fast_as_its_slowest_link() -> None:
     [
         (56.0, [Verdict.PASS, Verdict.PASS]),
         (40.0, [Verdict.PASS, Verdict.FAIL]),
-        # No link carries that: the bytes came from somewhere else.
+        # More than the link can transfer, so the data did not take this path.
         (70.0, [Verdict.FAIL, Verdict.PASS]),
     ],
 )
-def test_a_rate_is_judged_by_the_links_where_nobody_measured_the_machine(found: float, verdicts: list[Verdict]) -> None:
-    tree, facts = machine()
-    limit = path_limit(tree, facts, ["GPU0"])
+def test_rate_without_an_expectation_is_checked_by_link_limits(found: float, verdicts: list[Verdict]) -> None:
+    topology, facts = machine()
+    limit = path_limit(topology, facts, ["GPU0"])
     assert limit is not None
-    judged = judge(COPY, {RATE: found}, profile=load_profile("any"), limits={"rate": limit})
-    assert [each.verdict for each in judged] == verdicts
+    checks = check_numbers(COPY, {RATE: found}, profile=load_profile("any"), limits={"rate": limit})
+    assert [each.verdict for each in checks] == verdicts
 
 
-@pytest.mark.parametrize("on", [Substrate.TWIN, Substrate.HARDWARE])
-def test_only_a_slow_number_of_hardware_ends_a_case(on: Substrate) -> None:
-    evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": on}, profile=load_profile("h200-1"))
+@pytest.mark.parametrize("substrate", [Substrate.TWIN, Substrate.HARDWARE])
+def test_slow_number_fails_its_case_on_hardware_only(substrate: Substrate) -> None:
+    evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": substrate}, profile=load_profile("h200-1"))
     session.facts = probe(query_apis=False)
     item = SimpleNamespace(nodeid=COPY, stash={CASE: SimpleNamespace(evidence=evidence)})
     item.config = SimpleNamespace(stash={SESSION: session})
     evidence["measured_apis"] = ["cuda"]
     evidence.number(RATE, 20.0)
-    if on is Substrate.TWIN:
+    if substrate is Substrate.TWIN:
         judge_numbers(cast("Any", item))
         assert "judged" not in evidence.kept
     else:
@@ -103,14 +105,14 @@ def test_only_a_slow_number_of_hardware_ends_a_case(on: Substrate) -> None:
         assert [each["verdict"] for each in cast("Any", evidence["judged"])] == ["fail"]
 
 
-def test_every_expectation_of_a_profile_has_its_source() -> None:
+def test_expectations_of_all_profiles_have_a_source() -> None:
     expected = [each for profile in load_profiles() for each in profile.expected]
     assert len(expected) >= 5
     assert all(each.source for each in expected)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "error"),
     [
         ("source = 'x'", "needs either value or limit_percent"),
         ("source = 'x'\nvalue = 1\nlimit_percent = 5", "needs either value or limit_percent"),
@@ -119,8 +121,8 @@ def test_every_expectation_of_a_profile_has_its_source() -> None:
         ("source = ''\nvalue = 1", "no source"),
     ],
 )
-def test_a_malformed_expectation_is_one_clear_error(tmp_path: Path, line: str, said: str) -> None:
-    (tmp_path / "a.toml").write_text(FIRST + line)
-    with pytest.raises(UsageError, match=said) as caught:
+def test_malformed_expectation_is_refused(tmp_path: Path, line: str, error: str) -> None:
+    (tmp_path / "a.toml").write_text(PROFILE_START + line)
+    with pytest.raises(UsageError, match=error) as caught:
         load_profile("a", folder=tmp_path)
     assert caught.value.reason is Reason.MALFORMED

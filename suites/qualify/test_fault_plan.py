@@ -1,4 +1,4 @@
-"""The grammar of fault plans: ours, which refuses before anything starts, and the twins', which is the same."""
+"""The grammar of fault plans: that of gdrkit, which checks a plan before a command starts, and that of the twins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdrkit.harness.needs import needs, software
 
 HEADER = "gdrkit-faults 1\n"
 
-GOOD = {
+VALID = {
     "empty": "",
     "comments": "# a comment\n\n   \nibv_reg_mr call=1 errno=14 # why\n",
     "by name": "ibv_reg_dmabuf_mr  call=2     errno=EOPNOTSUPP\n",
@@ -21,20 +21,20 @@ GOOD = {
     "range": "ibv_reg_mr call=1-3 errno=4095\n",
     "order": "ibv_reg_mr errno=EFAULT call=7\n",
     "completion": "wc.rdma_write call=1 status=12\n",
-    "kernel's own": "ibv_reg_mr call=1 errno=ENOTSUPP\n",
-    "held up": "ibv_reg_mr call=1 delay_us=5\n",
-    "held up and failing": "ibv_reg_mr delay_us=5 call=1 errno=14\n",
+    "kernel errno": "ibv_reg_mr call=1 errno=ENOTSUPP\n",
+    "delayed": "ibv_reg_mr call=1 delay_us=5\n",
+    "delayed and failing": "ibv_reg_mr delay_us=5 call=1 errno=14\n",
     "stopped": "ibv_reg_mr call=* stop=/no/such/file\n",
-    "landed": "wc.rdma_read.landed call=1 status=12\n",
+    "after the transfer": "wc.rdma_read.landed call=1 status=12\n",
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
 }
-BAD = {
+MALFORMED = {
     "code missing": ("ibv_reg_mr call=1\n", 2),
     "call missing": ("ibv_reg_mr errno=14\n", 2),
     "call zero": ("ibv_reg_mr call=0 errno=14\n", 2),
     "call backwards": ("ibv_reg_mr call=3-1 errno=14\n", 2),
     "call open": ("ibv_reg_mr call=3- errno=14\n", 2),
-    "call a word": ("ibv_reg_mr call=first errno=14\n", 2),
+    "call not a number": ("ibv_reg_mr call=first errno=14\n", 2),
     "call negative": ("ibv_reg_mr call=-1 errno=14\n", 2),
     "call twice": ("ibv_reg_mr call=1 call=2 errno=14\n", 2),
     "errno unknown": ("ibv_reg_mr call=1 errno=ENOTHING\n", 2),
@@ -47,7 +47,7 @@ BAD = {
     "delay large": ("ibv_reg_mr call=1 delay_us=10000001\n", 2),
     "delay twice": ("ibv_reg_mr call=1 delay_us=1 delay_us=2\n", 2),
     "stop relative": ("ibv_reg_mr call=1 stop=here\n", 2),
-    "stop nowhere": ("ibv_reg_mr call=1 stop=\n", 2),
+    "stop empty": ("ibv_reg_mr call=1 stop=\n", 2),
     "stop twice": ("ibv_reg_mr call=1 stop=/a stop=/b\n", 2),
     "word too much": ("ibv_reg_mr call=1 errno=14 please\n", 2),
     "blank inside": ("ibv_reg_mr call= 1 errno=14\n", 2),
@@ -55,14 +55,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_a_good_plan_is_read(name: str) -> None:
-    parse_plan(HEADER + GOOD[name])
+@pytest.mark.parametrize("name", VALID)
+def test_valid_plan_is_accepted(name: str) -> None:
+    parse_plan(HEADER + VALID[name])
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_a_malformed_plan_is_one_error_with_its_line(name: str) -> None:
-    text, line = BAD[name]
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_plan_is_an_error_with_its_line(name: str) -> None:
+    text, line = MALFORMED[name]
     with pytest.raises(ApiError) as caught:
         parse_plan(HEADER + text)
     error = caught.value
@@ -73,53 +73,54 @@ def test_a_malformed_plan_is_one_error_with_its_line(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"])
-def test_a_plan_begins_with_its_version(text: str) -> None:
+def test_plan_without_its_version_is_refused(text: str) -> None:
     with pytest.raises(ApiError, match="gdrkit-faults 1"):
         parse_plan(text)
 
 
-def test_a_function_of_no_library_is_refused_here_since_no_library_would() -> None:
+def test_function_without_a_twin_is_refused() -> None:
+    """No twin reads a rule for malloc, so only gdrkit can refuse it."""
     with pytest.raises(ApiError, match="malloc"):
         parse_plan(HEADER + "malloc call=1 errno=12\n")
 
 
 @pytest.mark.parametrize(
-    ("point", "least", "most"),
+    ("point", "minimum", "maximum"),
     [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
 )
-def test_status_limits_are_those_of_the_error(point: str, least: int, most: int) -> None:
+def test_status_limits_are_those_in_the_error(point: str, minimum: int, maximum: int) -> None:
     """Issue 15, B: the error named 4095 as the maximum of cuFile, whose CUfileOpError ends at 5050."""
-    for status in (least, most):
+    for status in (minimum, maximum):
         assert parse_plan(f"{HEADER}{point} call=1 status={status}\n")[0].code == status
-    for status in (least - 1, most + 1):
-        with pytest.raises(ApiError, match=f"expected a number from {least} to {most} after status="):
+    for status in (minimum - 1, maximum + 1):
+        with pytest.raises(ApiError, match=f"expected a number from {minimum} to {maximum} after status="):
             parse_plan(f"{HEADER}{point} call=1 status={status}\n")
 
 
-def test_rules_have_their_numbers() -> None:
+def test_rules_have_the_calls_and_codes_of_their_lines() -> None:
     assert parse_plan(HEADER + "ibv_reg_mr call=2-4 errno=EFAULT\ncuInit call=* status=3\n") == (
         FaultRule("ibv_reg_mr", 2, 4, "errno", errno.EFAULT),
         FaultRule("cuInit", 1, None, "status", 3),
     )
 
 
-def test_a_plan_that_cannot_be_read_has_the_errno_of_the_kernel() -> None:
+def test_unreadable_plan_has_the_errno_of_the_kernel() -> None:
     with pytest.raises(ApiError) as caught:
         read_plan("/proc/self/never there")
     assert caught.value.errno == errno.ENOENT
 
 
 @needs(software(Api.VERBS))
-@pytest.mark.parametrize("name", [*GOOD, *BAD])
-def test_the_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [*VALID, *MALFORMED])
+def test_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     from gdrkit import verbs
 
     verbs.list_nics()  # Loads the twin.
-    if name in GOOD:
-        launch.twin_control().set_faults("verbs", HEADER + GOOD[name])
+    if name in VALID:
+        launch.twin_control().set_faults("verbs", HEADER + VALID[name])
         launch.twin_control().set_faults("verbs", HEADER)
         return
-    text, line = BAD[name]
+    text, line = MALFORMED[name]
     with pytest.raises(OSError, match="malformed") as caught:
         launch.twin_control().set_faults("verbs", HEADER + text)
     assert caught.value.errno == errno.EINVAL

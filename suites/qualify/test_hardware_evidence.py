@@ -1,6 +1,6 @@
-"""Attacks on the evidence of hardware: twins without their ELF note, behind files that pretend that devices exist.
+"""Attacks on the evidence of hardware: twins without their ELF note, and files that claim that devices exist.
 
-Each attack runs in user and mount namespaces, in which any user may mount what it likes over /proc, /sys and /dev.
+Each attack runs in its own user and mount namespace, where any user may mount over /proc, /sys and /dev.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ print(json.dumps(serialization.to_json_data(evidence.kernel_evidence())))
 
 
 def in_namespaces(script: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script that mounts, and then a command, as root of namespaces of their own."""
-    whole = f"set -e\n{script}\nexec {shlex.join(command)}\n"
+    """Run a shell script that mounts files, and then a command, as root of a new user and mount namespace."""
+    commands = f"set -e\n{script}\nexec {shlex.join(command)}\n"
     return subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", whole],
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", commands],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -58,21 +58,21 @@ def in_namespaces(script: str, command: list[str], **variables: str) -> subproce
     )
 
 
-def without_notes(folder: Path) -> str:
-    """Copy the twins without the notes that say what they are; the library path that finds the copies."""
+def twins_without_notes(folder: Path) -> str:
+    """Copy the twins, remove the ELF notes that identify them, and return the library path of the copies."""
     twins = launch.environment(launch.Launch(software=frozenset(NAMES)), base={})["LD_LIBRARY_PATH"].split(os.pathsep)
-    made: list[str] = []
-    for place in twins:
-        copied = folder / f"lib{len(made)}"
-        shutil.copytree(place, copied)
-        for file in (path for path in copied.rglob("*.so*") if path.is_file() and not path.is_symlink()):
+    copies: list[str] = []
+    for original in twins:
+        copy = folder / f"lib{len(copies)}"
+        shutil.copytree(original, copy)
+        for file in (path for path in copy.rglob("*.so*") if path.is_file() and not path.is_symlink()):
             file.write_bytes(file.read_bytes().replace(b"GDRKIT\0", b"NVIDIA\0"))
-        made.append(str(copied))
-    return os.pathsep.join(made)
+        copies.append(str(copy))
+    return os.pathsep.join(copies)
 
 
-def devices_of(root: Path) -> str:
-    """Shell commands that mount files of an NVIDIA driver and of two NICs over those of the kernel."""
+def mount_fake_devices(root: Path) -> str:
+    """Return shell commands that mount files of an NVIDIA driver and of two NICs over those of the kernel."""
     lines = ["mount -t tmpfs none /proc/driver", "mkdir -p /proc/driver/nvidia"]
     lines += [f"echo {shlex.quote(VERSION)} > /proc/driver/nvidia/version"]
     pci = root / "pci"
@@ -91,15 +91,15 @@ def devices_of(root: Path) -> str:
 
 @ATTACK
 def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
-    """Up to 0.1.0 this ended with 0 and "Every required route is proven on hardware"."""
+    """Up to 0.1.0 this exited with 0 and "Every required route is proven on hardware"."""
     (tmp_path / "suites").mkdir()
     (tmp_path / "suites" / "test_routes.py").write_text(ROUTES)
     output = tmp_path / "report"
     command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(tmp_path / "suites")]
     command += ["--profile", "any", "--output", str(output)]
-    ended = in_namespaces(devices_of(tmp_path), command, LD_LIBRARY_PATH=without_notes(tmp_path))
+    ended = in_namespaces(mount_fake_devices(tmp_path), command, LD_LIBRARY_PATH=twins_without_notes(tmp_path))
     run = json.loads((output / "run.json").read_text())
-    # The attack came as far as it could: its libraries were loaded, and its case passed.
+    # The attack itself succeeded: the copied libraries were loaded, and the case passed.
     (record,) = (json.loads(line) for line in (output / "records.jsonl").read_text().splitlines())
     assert (record["verdict"], len(record["routes"]) > 0) == ("pass", True), ended.stdout + ended.stderr
     assert not [note for library in record["libraries"] for note in library["notes"] if note["owner"] == "GDRKIT"]
@@ -108,16 +108,16 @@ def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
     assert run["substrate"]["cuda"] == run["substrate"]["verbs"] == "unknown"
 
 
-def evidence_behind(script: str) -> dict[str, Any]:
+def evidence_after(script: str) -> dict[str, Any]:
     ended = in_namespaces(script, [sys.executable, "-c", EVIDENCE])
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+    evidence: dict[str, Any] = json.loads(ended.stdout)
+    return evidence
 
 
 @ATTACK
-def test_device_files_of_another_kind_are_no_gpu() -> None:
-    for made, said in (
+def test_device_file_of_another_type_is_not_a_gpu() -> None:
+    for commands, error in (
         ("touch /dev/nvidiactl", "/dev/nvidiactl is not a character device"),
         (
             "touch /dev/nvidiactl; mount --bind /old/null /dev/nvidiactl",
@@ -126,15 +126,15 @@ def test_device_files_of_another_kind_are_no_gpu() -> None:
     ):
         script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
         script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
-        found = evidence_behind(script + made.replace("/old", "/mnt/old"))
-        assert (found["gpus"], found["nvidia_version"]) == ([], None)
-        assert said in found["nvidia_missing"][0]
+        evidence = evidence_after(script + commands.replace("/old", "/mnt/old"))
+        assert (evidence["gpus"], evidence["nvidia_version"]) == ([], None)
+        assert error in evidence["nvidia_missing"][0]
 
 
 @ATTACK
-def test_list_of_devices_counts_on_procfs_alone(tmp_path: Path) -> None:
+def test_device_list_outside_procfs_is_not_evidence(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
-    found = evidence_behind(f"mount --bind {tmp_path / 'devices'} /proc/devices")
-    for missing in (found["nvidia_missing"], found["rdma_missing"]):
+    evidence = evidence_after(f"mount --bind {tmp_path / 'devices'} /proc/devices")
+    for missing in (evidence["nvidia_missing"], evidence["rdma_missing"]):
         assert "/proc/devices is not on procfs: something is mounted there" in missing[0]
-    assert (found["gpus"], found["rdma"]) == ([], [])
+    assert (evidence["gpus"], evidence["rdma"]) == ([], [])

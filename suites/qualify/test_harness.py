@@ -1,4 +1,4 @@
-"""The verdicts of the harness, seen from outside: a pytest of its own on cases that behave and on cases that do not."""
+"""The verdicts of the harness: a child pytest runs cases that pass, fail, leak and break the rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gdrkit.errors import Api, BrokenResource, Unsupported
 from gdrkit.harness.needs import cuda, gaudi, host, needs, verbs
 
 pytestmark = needs(host.memlock(0))
-KEPT = []
+LEAKED = []
 
 def test_pass(evidence, seed):
     """The first line is the title.
@@ -38,7 +38,7 @@ def test_pass(evidence, seed):
     The rest is not.
     """
     evidence["key"] = {"a": [1, None]}
-    evidence["places"] = [{"python": f"{sys.prefix}/bin/python", "system": "/usr/lib/x"}]
+    evidence["paths"] = [{"python": f"{sys.prefix}/bin/python", "system": "/usr/lib/x"}]
     evidence.number("write_us_p50", 3.5)
     evidence.number("moved_bytes", 7)
     assert 0 <= seed < 2**64
@@ -54,7 +54,7 @@ def test_unproven(evidence):
 def test_all_unmet_needs_are_collected(nics):
     raise AssertionError("must not run")
 
-def test_unsupported_after_needs_were_met():
+def test_unsupported_although_all_needs_are_met():
     raise Unsupported(api=Api.VERBS, operation="ibv_reg_dmabuf_mr", status=95, status_name="EOPNOTSUPP", errno=95)
 
 def test_skips_itself():
@@ -67,16 +67,16 @@ def test_skips_by_import():
 def test_skips_by_mark(): ...
 
 @pytest.mark.xfail(reason="known")
-def test_expects_to_fail():
+def test_is_marked_xfail_and_fails():
     assert False
 
 @pytest.mark.xfail(reason="known")
-def test_expects_to_fail_and_passes(): ...
+def test_is_marked_xfail_and_passes(): ...
 
 def test_leaks_a_descriptor():
-    KEPT.append(os.pipe())
+    LEAKED.append(os.pipe())
 
-def test_does_not_pay_for_the_leak_of_the_one_before(): ...
+def test_follows_a_leaking_case(): ...
 
 @pytest.fixture(scope="module")
 def shared():
@@ -85,48 +85,48 @@ def shared():
     for end in ends:
         os.close(end)
 
-def test_a_shared_fixture_is_no_leak(shared): ...
+def test_uses_a_module_fixture(shared): ...
 
 @pytest.fixture
-def refusing():
-    raise RuntimeError("no fixture today")
+def failing_set_up():
+    raise RuntimeError("the set-up fails")
 
-def test_set_up_fails(refusing): ...
+def test_set_up_fails(failing_set_up): ...
 
 @pytest.fixture
-def untidy():
+def failing_tear_down():
     yield
-    raise RuntimeError("no tear-down today")
+    raise RuntimeError("the tear-down fails")
 
-def test_tear_down_fails(untidy): ...
+def test_tear_down_fails(failing_tear_down): ...
 
-def test_uses_a_nic_and_does_not_say_so(nic): ...
+def test_uses_a_nic_without_declaring_the_need(nic): ...
 
-def test_a_number_without_a_unit(evidence):
+def test_records_a_number_without_a_unit(evidence):
     evidence.number("latency", 1)
 
 @needs(verbs.nic())
-def test_says_which_route(evidence):
+def test_records_routes(evidence):
     evidence.route(device=0, nic="twin0", way="dmabuf")
     evidence.fell_back("copied through the host", device=0, nic="twin0", way="peer_memory")
 
 @needs(verbs.nic())
 def test_leaks_a_nic():
     from gdrkit import verbs
-    KEPT.append(verbs.Nic.open(next(info.name for info in verbs.list_nics() if info.active)))
+    LEAKED.append(verbs.Nic.open(next(info.name for info in verbs.list_nics() if info.active)))
 
 @needs(gaudi.device())
-def test_is_about_a_gaudi():
+def test_uses_a_gaudi():
     from gdrkit import gaudi
     assert gaudi.list_devices()
 
 @needs(verbs.nic())
-def test_a_peer_is_seen(peer, nic):
+def test_uses_a_peer(peer, nic):
     peer.queue_pair()
     assert "cuda" not in peer.modules()
 
 @needs(verbs.nic())
-def test_a_peer_may_die(peer):
+def test_kills_its_peer(peer):
     peer.kill()
     with pytest.raises(BrokenResource):
         peer.open_nic()
@@ -139,12 +139,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
     return run_cases(tmp_path_factory.mktemp("harness"), facts, CASES, "--seed=11", "--profile=any")
 
 
-def texts(run: ChildRun, name: str) -> list[str]:
+def reason_texts(run: ChildRun, name: str) -> list[str]:
     return [reason.text for reason in run.records[name].reasons]
 
 
 @ONLY_TWINS
-def test_every_case_has_one_record_that_keeps_to_the_schema(run: ChildRun) -> None:
+def test_case_has_one_record_that_conforms_to_the_schema(run: ChildRun) -> None:
     schema = json.loads((install_paths().schemas / "record-1.json").read_text())
     assert len(run.records) == CASES.count("\ndef test_")
     for record in run.records.values():
@@ -155,7 +155,7 @@ def test_every_case_has_one_record_that_keeps_to_the_schema(run: ChildRun) -> No
 
 
 @ONLY_TWINS
-def test_what_passes_keeps_its_evidence(run: ChildRun) -> None:
+def test_record_of_a_passed_case_has_its_evidence(run: ChildRun) -> None:
     record = run.records["test_pass"]
     assert record.verdict is Verdict.PASS
     assert record.title == "The first line is the title."
@@ -164,30 +164,30 @@ def test_what_passes_keeps_its_evidence(run: ChildRun) -> None:
 
 
 @ONLY_TWINS
-def test_what_fails_keeps_why_and_no_numbers(run: ChildRun) -> None:
+def test_record_of_a_failed_case_has_the_reason_and_no_numbers(run: ChildRun) -> None:
     record = run.records["test_fail"]
     assert record.verdict is Verdict.FAIL
-    assert "assert" in texts(run, "test_fail")[0]
+    assert "assert" in reason_texts(run, "test_fail")[0]
     assert "test_cases.py" in str(record.evidence["traceback"])
     assert record.numbers == {}
     assert run.code == 1
 
 
 @ONLY_TWINS
-def test_right_data_without_a_shown_path_is_unproven(run: ChildRun) -> None:
+def test_case_that_declares_itself_unproven_is_unproven(run: ChildRun) -> None:
     assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
-    assert texts(run, "test_unproven") == ["no counter moved"]
+    assert reason_texts(run, "test_unproven") == ["no counter moved"]
     assert "1 unproven" in run.printed
 
 
 @ONLY_TWINS
-def test_a_record_names_the_apis_that_its_case_is_about(run: ChildRun) -> None:
-    assert run.records["test_says_which_route"].uses == ("verbs",)
-    assert run.records["test_is_about_a_gaudi"].uses == ("hlthunk",)
+def test_record_names_the_apis_that_its_case_needs(run: ChildRun) -> None:
+    assert run.records["test_records_routes"].uses == ("verbs",)
+    assert run.records["test_uses_a_gaudi"].uses == ("hlthunk",)
 
 
 @ONLY_TWINS
-def test_all_unmet_needs_of_a_case_are_said(run: ChildRun) -> None:
+def test_record_has_all_unmet_needs_of_its_case(run: ChildRun) -> None:
     record = run.records["test_all_unmet_needs_are_collected"]
     assert record.verdict is Verdict.NOT_RUN
     assert [reason.need for reason in record.reasons] == ["verbs.nic(count_min=99)", "cuda.device(count_min=99)"]
@@ -198,66 +198,64 @@ def test_all_unmet_needs_of_a_case_are_said(run: ChildRun) -> None:
 
 @ONLY_TWINS
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "text"),
     [
         (
-            "test_unsupported_after_needs_were_met",
+            "test_unsupported_although_all_needs_are_met",
             "Unsupported: verbs: ibv_reg_dmabuf_mr() failed: Operation not supported (EOPNOTSUPP)",
         ),
         ("test_skips_itself", "the case skipped itself"),
         ("test_skips_by_import", "the case skipped itself"),
         ("test_skips_by_mark", "the case skipped itself"),
-        ("test_expects_to_fail", "the case is marked as an expected failure"),
-        ("test_expects_to_fail_and_passes", "the case is marked as an expected failure"),
+        ("test_is_marked_xfail_and_fails", "the case is marked as an expected failure"),
+        ("test_is_marked_xfail_and_passes", "the case is marked as an expected failure"),
         ("test_leaks_a_descriptor", "teardown: LeakDetected: still open: 2 descriptor of pipe"),
-        ("test_set_up_fails", "setup: RuntimeError: no fixture today"),
-        ("test_tear_down_fails", "teardown: RuntimeError: no tear-down today"),
-        ("test_uses_a_nic_and_does_not_say_so", "declares no need of verbs"),
-        ("test_a_number_without_a_unit", "has no unit"),
+        ("test_set_up_fails", "setup: RuntimeError: the set-up fails"),
+        ("test_tear_down_fails", "teardown: RuntimeError: the tear-down fails"),
+        ("test_uses_a_nic_without_declaring_the_need", "declares no need of verbs"),
+        ("test_records_a_number_without_a_unit", "has no unit"),
         ("test_leaks_a_nic", "verbs.nic"),
     ],
 )
-def test_what_must_fail_fails(run: ChildRun, name: str, words: str) -> None:
+def test_case_that_breaks_a_rule_fails(run: ChildRun, name: str, text: str) -> None:
     assert run.records[name].verdict is Verdict.FAIL
-    assert words in texts(run, name)[0]
+    assert text in reason_texts(run, name)[0]
 
 
 @ONLY_TWINS
-@pytest.mark.parametrize(
-    "name", ["test_does_not_pay_for_the_leak_of_the_one_before", "test_a_shared_fixture_is_no_leak"]
-)
-def test_a_leak_is_charged_to_the_case_that_made_it(run: ChildRun, name: str) -> None:
+@pytest.mark.parametrize("name", ["test_follows_a_leaking_case", "test_uses_a_module_fixture"])
+def test_leak_fails_only_the_case_that_leaked(run: ChildRun, name: str) -> None:
     assert run.records[name].verdict is Verdict.PASS
 
 
 @ONLY_TWINS
-def test_a_twins_ledger_counts_too(run: ChildRun) -> None:
-    assert "verbs twin: ibv_context" in texts(run, "test_leaks_a_nic")[0]
+def test_leak_is_also_detected_by_the_ledger_of_the_twin(run: ChildRun) -> None:
+    assert "verbs twin: ibv_context" in reason_texts(run, "test_leaks_a_nic")[0]
 
 
 @ONLY_TWINS
-def test_routes_are_kept(run: ChildRun) -> None:
-    carried, fallen = run.records["test_says_which_route"].routes
-    assert (carried.device_index, carried.nic, carried.way, carried.fell_back) == (0, "twin0", "dmabuf", None)
-    assert fallen.fell_back == "copied through the host"
+def test_record_has_the_routes_of_its_case(run: ChildRun) -> None:
+    direct, fallback = run.records["test_records_routes"].routes
+    assert (direct.device_index, direct.nic, direct.way, direct.fell_back) == (0, "twin0", "dmabuf", None)
+    assert fallback.fell_back == "copied through the host"
 
 
 @ONLY_TWINS
-def test_the_libraries_of_every_process_are_on_the_record(run: ChildRun) -> None:
-    record = run.records["test_a_peer_is_seen"]
+def test_record_has_the_libraries_of_all_its_processes(run: ChildRun) -> None:
+    record = run.records["test_uses_a_peer"]
     twins = [library for library in record.libraries if library.soname == "libibverbs.so.1"]
     assert [library.process for library in twins] == ["case", "peer0"]
     assert all(library.build_id and [note.owner for note in library.notes] == ["GDRKIT"] for library in twins)
     assert record.substrate["verbs"] == "twin"
-    # A record is kept and compared elsewhere: it names no place that only this machine has.
+    # Records of several machines are compared, so a record must not contain paths that only one machine has.
     assert not any(library.path.startswith((sys.prefix, str(install_paths().root))) for library in record.libraries)
-    kept = str(run.records["test_pass"].evidence["places"])
-    assert "/bin/python" in kept
-    assert sys.prefix not in kept
-    assert "'/usr/lib/x'" in kept
+    paths = str(run.records["test_pass"].evidence["paths"])
+    assert "/bin/python" in paths
+    assert sys.prefix not in paths
+    assert "'/usr/lib/x'" in paths
 
 
-def test_a_place_of_one_machine_is_named_by_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = "/usr/lib/x86_64-linux-gnu"
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/lib/:{system}:")
     monkeypatch.setenv("HOME", f"{tmp_path}/me")
@@ -271,16 +269,16 @@ def test_a_place_of_one_machine_is_named_by_what_it_is(tmp_path: Path, monkeypat
         if install_paths().is_checkout
         else f"{install_paths().root}/gdrkit/_a.so",
     }
-    assert {place: install_paths().portable(place) for place in names} == names
+    assert {path: install_paths().portable(path) for path in names} == names
 
 
 @ONLY_TWINS
-def test_a_peer_that_dies_is_replaced(run: ChildRun) -> None:
-    assert run.records["test_a_peer_may_die"].verdict is Verdict.PASS
+def test_killed_peer_does_not_fail_its_case(run: ChildRun) -> None:
+    assert run.records["test_kills_its_peer"].verdict is Verdict.PASS
 
 
 @ONLY_TWINS
-def test_what_nobody_foresaw_fails_the_run(tmp_path: Path, facts: Facts) -> None:
+def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Facts) -> None:
     source = """
     from gdrkit.harness.needs import needs, verbs
     def test_pass(): ...
@@ -295,7 +293,7 @@ def test_what_nobody_foresaw_fails_the_run(tmp_path: Path, facts: Facts) -> None
 
 
 @ONLY_TWINS
-def test_another_substrate_than_the_wanted_one_runs_nothing(tmp_path: Path, facts: Facts) -> None:
+def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
     assert run.code == 4
     assert "verbs was to run on hardware and runs on twin" in run.printed
@@ -303,27 +301,27 @@ def test_another_substrate_than_the_wanted_one_runs_nothing(tmp_path: Path, fact
 
 
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("option", "text"),
     [
         ("--substrate=soft", "no substrate"),
         ("--profile=never", "not 'never'"),
         ("--seed=many", "invalid"),
     ],
 )
-def test_a_wrong_option_is_said_and_runs_nothing(tmp_path: Path, facts: Facts, option: str, words: str) -> None:
+def test_invalid_option_is_an_error_and_runs_no_case(tmp_path: Path, facts: Facts, option: str, text: str) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", option)
     assert run.code == 4
-    assert words in run.printed
+    assert text in run.printed
     assert run.records == {}
 
 
-def test_a_file_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) -> None:
+def test_module_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
     assert run.code != 0
     assert "skips itself while it is read" in run.printed
 
 
-def test_a_plan_is_made_without_running(tmp_path: Path, facts: Facts) -> None:
+def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> None:
     source = """
     from gdrkit.harness.needs import needs, verbs
     @needs(verbs.nic(count_min=99))
@@ -337,6 +335,6 @@ def test_a_plan_is_made_without_running(tmp_path: Path, facts: Facts) -> None:
     assert [case["case"] for case in plan["cases"]] == ["test_cases.py::test_many", "test_cases.py::test_one"]
     assert plan["cases"][0]["title"] == "Title."
     assert plan["cases"][0]["unmet"][0]["need"] == "verbs.nic(count_min=99)"
-    (tmp_path / "wanted").write_text("test_cases.py::test_one\n")
-    part = run_cases(tmp_path, facts, source, f"--cases={tmp_path}/wanted", "--profile=any")
-    assert list(part.records) == ["test_one"]
+    (tmp_path / "selected").write_text("test_cases.py::test_one\n")
+    selected = run_cases(tmp_path, facts, source, f"--cases={tmp_path}/selected", "--profile=any")
+    assert list(selected.records) == ["test_one"]

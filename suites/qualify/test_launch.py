@@ -1,4 +1,4 @@
-"""The substrate of a child: decided before it starts, by its environment alone."""
+"""The command `gdrkit run`, and the environment that selects the substrate of a child process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gdrkit.errors import Api, SetupMissing, UsageError
 from gdrkit.harness.needs import needs, software
 
 BOTH = needs(software(Api.VERBS), software(Api.CUDA))
-SHOW = "import os; print(os.environ.get('LD_LIBRARY_PATH', ''), os.environ['GDRKIT_TWINS_SEED'])"
+PRINT_ENVIRONMENT = "import os; print(os.environ.get('LD_LIBRARY_PATH', ''), os.environ['GDRKIT_TWINS_SEED'])"
 
 
 def gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -26,23 +26,23 @@ def gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 
 
 @BOTH
-def test_only_the_chosen_twins_are_in_front_of_the_path() -> None:
-    base = launch.environment(launch.Launch(software=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"})
-    folders = base["LD_LIBRARY_PATH"].split(":")
+def test_library_path_begins_with_the_selected_twins() -> None:
+    with_all = launch.environment(launch.Launch(software=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"})
+    folders = with_all["LD_LIBRARY_PATH"].split(":")
     count = len(launch.TWINNED)
     assert folders[count:] == ["/opt/lib"]
     assert {Path(folder).name for folder in folders[:count]} >= {"cuda", "hlthunk", "ibverbs"}
-    only = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base=base)
-    assert [Path(folder).name for folder in only["LD_LIBRARY_PATH"].split(":")] == ["cuda", "lib"]
-    assert launch.environment(launch.Launch(), base=base)["LD_LIBRARY_PATH"] == "/opt/lib"
+    with_cuda = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base=with_all)
+    assert [Path(folder).name for folder in with_cuda["LD_LIBRARY_PATH"].split(":")] == ["cuda", "lib"]
+    assert launch.environment(launch.Launch(), base=with_all)["LD_LIBRARY_PATH"] == "/opt/lib"
     assert "LD_LIBRARY_PATH" not in launch.environment(launch.Launch(), base={})
 
 
 @BOTH
 def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
-    chosen = launch.Launch(software=launch.TWINNED)
-    assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(chosen, base={})
-    joined = launch.environment(chosen, base={"GDRKIT_TWINS_DOMAIN": "lab"})
+    shared = launch.Launch(software=launch.TWINNED)
+    assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(shared, base={})
+    joined = launch.environment(shared, base={"GDRKIT_TWINS_DOMAIN": "lab"})
     assert joined["GDRKIT_TWINS_DOMAIN"] == "lab"
     named = launch.Launch(software=launch.TWINNED, domain="job")
     assert launch.environment(named, base={})["GDRKIT_TWINS_DOMAIN"] == "job"
@@ -57,17 +57,17 @@ def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
 
 
 @BOTH
-def test_a_seed_is_handed_on_or_drawn() -> None:
-    chosen = launch.Launch(software=launch.TWINNED, seed=7)
-    assert launch.environment(chosen, base={})["GDRKIT_TWINS_SEED"] == "7"
-    drawn = launch.environment(launch.Launch(software=launch.TWINNED), base={})["GDRKIT_TWINS_SEED"]
-    assert 0 <= int(drawn) < 2**64
+def test_seed_is_random_unless_it_is_given() -> None:
+    with_seed = launch.Launch(software=launch.TWINNED, seed=7)
+    assert launch.environment(with_seed, base={})["GDRKIT_TWINS_SEED"] == "7"
+    random_seed = launch.environment(launch.Launch(software=launch.TWINNED), base={})["GDRKIT_TWINS_SEED"]
+    assert 0 <= int(random_seed) < 2**64
     with pytest.raises(UsageError):
         launch.environment(launch.Launch(software=launch.TWINNED, seed=2**64), base={})
 
 
 @BOTH
-def test_the_runtime_of_a_sanitizer_comes_first() -> None:
+def test_sanitizer_runtime_is_preloaded_first() -> None:
     base = {"GDRKIT_TWINS_PRELOAD": "/usr/lib/libasan.so.8", "LD_PRELOAD": "/usr/lib/other.so"}
     child = launch.environment(launch.Launch(software=launch.TWINNED), base=base)
     assert child["LD_PRELOAD"] == "/usr/lib/libasan.so.8:/usr/lib/other.so"
@@ -75,12 +75,12 @@ def test_the_runtime_of_a_sanitizer_comes_first() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "verbs,nvml", "gpu", ","])
-def test_an_api_without_a_twin_is_wrong_usage(text: str) -> None:
+def test_api_without_a_twin_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"cuda, (\w+, )*verbs"):
         launch.parse_apis(text)
 
 
-def test_a_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_LIB", str(tmp_path))
     assert launch.twins_available() == frozenset()
     with pytest.raises(SetupMissing, match=r"pip install 'gdrkit\[software\]'"):
@@ -88,8 +88,10 @@ def test_a_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypa
 
 
 @BOTH
-def test_the_command_becomes_the_process() -> None:
-    ended = gdrkit("run", "--software", "--seed", "5", "--", sys.executable, "-c", SHOW, LD_LIBRARY_PATH="")
+def test_run_executes_the_command_with_the_twins() -> None:
+    ended = gdrkit(
+        "run", "--software", "--seed", "5", "--", sys.executable, "-c", PRINT_ENVIRONMENT, LD_LIBRARY_PATH=""
+    )
     path, seed = ended.stdout.split()
     assert seed == "5"
     assert path.count(":") == len(launch.TWINNED) - 1
@@ -98,7 +100,7 @@ def test_the_command_becomes_the_process() -> None:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("command", "code", "words"),
+    ("command", "code", "error"),
     [
         (["sh", "-c", "exit 9"], 9, ""),
         (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM, ""),
@@ -106,15 +108,15 @@ def test_the_command_becomes_the_process() -> None:
         (["/proc/self/status"], 126, "Permission denied (EACCES)"),
     ],
 )
-def test_the_exit_code_is_that_of_the_command(command: list[str], code: int, words: str) -> None:
+def test_exit_code_is_that_of_the_command(command: list[str], code: int, error: str) -> None:
     ended = gdrkit("run", "--software", "--", *command)
     assert ended.returncode == code
-    assert words in ended.stderr
+    assert error in ended.stderr
     lines = [line for line in ended.stderr.splitlines() if "leaves" not in line]
-    assert len(lines) == (1 if words else 0)
+    assert len(lines) == (1 if error else 0)
 
 
-def test_a_malformed_plan_stops_it_before_anything_runs(tmp_path: Path) -> None:
+def test_malformed_fault_plan_is_refused_before_the_command_runs(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("gdrkit-faults 1\nibv_reg_mr call=maybe errno=EFAULT\n")
     ended = gdrkit("run", "--software", "--faults", str(plan), "--", "sh", "-c", f"touch {tmp_path}/ran")
@@ -130,20 +132,20 @@ def test_a_malformed_plan_stops_it_before_anything_runs(tmp_path: Path) -> None:
     [["run", "--", "true"], ["run", "--software"], ["run", "--software", "--apis", "gpu", "--", "true"], ["nothing"]],
     ids=" ".join,
 )
-def test_wrong_usage_ends_with_2_and_says_why(arguments: list[str]) -> None:
+def test_usage_error_exits_with_2_and_the_reason(arguments: list[str]) -> None:
     ended = gdrkit(*arguments)
     assert ended.returncode == 2
     assert ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_missing_twins_end_with_3(tmp_path: Path) -> None:
+def test_missing_twins_exit_with_3(tmp_path: Path) -> None:
     ended = gdrkit("run", "--software", "--", "true", GDRKIT_TWINS_LIB=str(tmp_path))
     assert ended.returncode == 3
     assert "To do: pip install" in ended.stderr
 
 
-def test_a_traceback_is_shown_only_to_who_asks(tmp_path: Path) -> None:
+def test_traceback_is_printed_on_request(tmp_path: Path) -> None:
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path), "GDRKIT_TRACEBACK": "1"}
     assert "Traceback" in gdrkit("run", "--software", "--", "true", **variables).stderr
 
@@ -169,7 +171,7 @@ def test_error_with_epipe_is_printed(traceback: str) -> None:
     assert ("Traceback" in ended.stderr) == bool(traceback)
 
 
-def test_facts_and_version_answer() -> None:
+def test_facts_and_version_print_their_output() -> None:
     assert gdrkit("version").stdout.startswith("gdrkit 0.")
     assert '"schema_version": 1' in gdrkit("facts", "--no-apis", "--json").stdout
     assert "Kernel" in gdrkit("facts", "--no-apis").stdout

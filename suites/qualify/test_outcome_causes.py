@@ -1,4 +1,4 @@
-"""The causes that an outcome lists: which, how many, and in which words. Pure, on records that the case writes."""
+"""The causes that an outcome lists: selection, number and text. The cases construct the records."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BARE = Profile(schema_version=1, name="bare", about="")
 STRICT = dataclasses.replace(BARE, name="strict", routes=(RequiredRoute(),))
 PASSED = record_of(substrate=HARDWARE)
 PROVEN_BY_PEER = record_of(routes=(ClaimedRoute(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE)
-LISTED = 5
+CAUSES_MAX = 5
 
 
-def fallen(index: int) -> Record:
+def fallback(index: int) -> Record:
     claimed = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
     return record_of(routes=(claimed,), substrate=HARDWARE, case=f"a.py::test_{index}")
 
@@ -38,7 +38,7 @@ def failed(index: int) -> Record:
     return record_of(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
 
 
-def test_route_without_proof_is_listed_with_its_cause() -> None:
+def test_unproven_route_is_listed_with_its_cause() -> None:
     outcome = decide(facts_of(routes=[route("dmabuf")]), BARE, [PASSED], software_asked=False)
     assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route",)
 
@@ -75,24 +75,24 @@ def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
 
 def test_first_five_failures_are_listed() -> None:
     outcome = decide(facts_of(), BARE, [failed(index) for index in range(7)], software_asked=True)
-    assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(LISTED))
+    assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(CAUSES_MAX))
 
 
 def test_first_five_fallbacks_are_listed() -> None:
-    outcome = decide(facts_of(), STRICT, [fallen(index) for index in range(7)], software_asked=False)
+    outcome = decide(facts_of(), STRICT, [fallback(index) for index in range(7)], software_asked=False)
     assert outcome.code is ExitCode.FAILED
     assert outcome.causes == tuple(
-        f"GPU {index} <- NIC mlx5_0 by dma-buf: through the host (a.py::test_{index})" for index in range(LISTED)
+        f"GPU {index} <- NIC mlx5_0 by dma-buf: through the host (a.py::test_{index})" for index in range(CAUSES_MAX)
     )
 
 
 def test_fallback_fails_a_software_run() -> None:
-    outcome = decide(facts_of(), BARE, [fallen(0)], software_asked=True)
+    outcome = decide(facts_of(), BARE, [fallback(0)], software_asked=True)
     assert outcome.verdict == "A route fell back where direct was required"
 
 
 def test_fallback_on_a_route_not_required_is_no_failure() -> None:
-    outcome = decide(facts_of(), BARE, [fallen(0), PASSED], software_asked=False)
+    outcome = decide(facts_of(), BARE, [fallback(0), PASSED], software_asked=False)
     assert outcome.code is ExitCode.NOTHING_PROVEN
 
 
@@ -109,13 +109,13 @@ def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
     assert outcome.causes == ("b: none",)
 
 
-def test_routes_that_are_required_are_listed_and_kept() -> None:
+def test_required_routes_are_listed_as_causes_and_kept() -> None:
     proven = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
     routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
     outcome = decide(facts_of(routes=routes), STRICT, [proven], software_asked=False)
     assert outcome.verdict == "6 required routes not proven"
     assert len(outcome.required) == 6
-    assert outcome.causes == outcome.required[:LISTED]
+    assert outcome.causes == outcome.required[:CAUSES_MAX]
 
 
 def test_run_on_software_requires_no_route() -> None:
@@ -133,7 +133,7 @@ def test_run_on_software_requires_no_route() -> None:
         Reason.MEMLOCK_TOO_LOW,
     ],
 )
-def test_set_up_that_can_be_completed_ends_with_3(reason: Reason) -> None:
+def test_set_up_that_can_be_completed_exits_with_3(reason: Reason) -> None:
     failure = ApiFailure(
         api="loader",
         operation="dlopen",
@@ -149,7 +149,7 @@ def test_set_up_that_can_be_completed_ends_with_3(reason: Reason) -> None:
     assert len(outcome.required) == 1
 
 
-NEEDED = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
+REQUIRED = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
 MISSING = ApiFailure(
     api="loader",
     operation="dlopen",
@@ -190,7 +190,7 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
                 "The set-up of this machine is not complete",
                 ("dlopen failed",),
                 ("install the driver",),
-                (NEEDED,),
+                (REQUIRED,),
             ),
         ),
         (
@@ -198,14 +198,14 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             ["dmabuf"],
             None,
             False,
-            Outcome(ExitCode.NOTHING_PROVEN, "Nothing was proven on hardware", (NEEDED,), (ADVICE,), (NEEDED,)),
+            Outcome(ExitCode.NOTHING_PROVEN, "Nothing was proven on hardware", (REQUIRED,), (ADVICE,), (REQUIRED,)),
         ),
         (
             [PROVEN_BY_PEER],
             ["dmabuf"],
             None,
             False,
-            Outcome(ExitCode.FAILED, "1 required route not proven", (NEEDED,), (), (NEEDED,)),
+            Outcome(ExitCode.FAILED, "1 required route not proven", (REQUIRED,), (), (REQUIRED,)),
         ),
         (
             [PROVEN_BY_PEER],
@@ -222,7 +222,7 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             Outcome(ExitCode.FAILED, "1 of 1 case failed", ("a.py::test_0: differs 0",), (), ()),
         ),
         (
-            [fallen(0)],
+            [fallback(0)],
             [],
             None,
             False,
@@ -247,13 +247,13 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
                 (),
             ),
         ),
-        ([], [], None, True, Outcome(ExitCode.FAILED, "Only 0 cases ran, profile strict wants 1", (), (), ())),
+        ([], [], None, True, Outcome(ExitCode.FAILED, "Only 0 cases ran; profile strict requires 1", (), (), ())),
     ],
 )
 def test_outcome_has_every_field(
     records: list[Record], routes: list[str], failure: ApiFailure | None, *, software: bool, expected: Outcome
 ) -> None:
-    facts = facts_of(routes=[route(way) for way in routes], failure=failure)
+    facts = facts_of(routes=[route(method) for method in routes], failure=failure)
     profile = dataclasses.replace(STRICT, cases_min=1)
     assert decide(facts, profile, records, software_asked=software) == expected
 
@@ -272,7 +272,7 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
     ]
     outcome = decide(facts_of(routes=routes), BARE, records, software_asked=False)
     assert outcome.causes == tuple(
-        f"GPU {index} <- NIC mlx5_0 by dma-buf: no counter of GPU {index} moved" for index in range(LISTED)
+        f"GPU {index} <- NIC mlx5_0 by dma-buf: no counter of GPU {index} moved" for index in range(CAUSES_MAX)
     )
 
 

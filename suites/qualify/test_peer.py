@@ -1,4 +1,4 @@
-"""Peers: spawned, asked with a time limit, never waited for in vain; and how they talk."""
+"""Peer processes of cases, and the protocol between a case and its peers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ ERRORS: list[GdrkitError] = [
     ApiError(**FIELDS),  # type: ignore[arg-type]
     Unsupported(**FIELDS),  # type: ignore[arg-type]
     SetupMissing(**FIELDS),  # type: ignore[arg-type]
-    UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="right"),
+    UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="advice"),
     ClosedResource("queue pair"),
     BrokenResource("gone", reason=Reason.PEER_GONE),
     DataMismatch(first_offset_bytes=3, expected=b"\1", actual=b"\2", length_bytes=9),
     RegistrationFailed(
-        "no way",
+        "refused",
         causes=(Unsupported(**FIELDS), UsageError("wrong")),  # type: ignore[arg-type]
         reason=Reason.NO_ROUTE,
     ),
@@ -80,29 +80,30 @@ def fields_of(error: BaseException) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_crosses_with_its_class_and_its_fields(error: GdrkitError) -> None:
-    noted = error.clone()
-    noted.add_note("a note")
-    for each in (error, noted):
-        again = error_from_plain(json.loads(json.dumps(error_to_plain(each))))
-        assert fields_of(again) == fields_of(each)
+def test_error_keeps_its_class_and_its_fields(error: GdrkitError) -> None:
+    with_note = error.clone()
+    with_note.add_note("a note")
+    for each in (error, with_note):
+        restored = error_from_plain(json.loads(json.dumps(error_to_plain(each))))
+        assert fields_of(restored) == fields_of(each)
 
 
 def test_error_of_an_unknown_class_keeps_its_text() -> None:
-    class Later(GdrkitError):
+    class PeerOnlyError(GdrkitError):
         """An error that only the peer knows."""
 
-    again = error_from_plain(error_to_plain(Later("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
-    assert (type(again), again.message, again.reason, again.what_to_do) == (GdrkitError, "gone", Reason.TIMEOUT, "wait")
+    restored = error_from_plain(error_to_plain(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
+    fields = (type(restored), restored.message, restored.reason, restored.what_to_do)
+    assert fields == (GdrkitError, "gone", Reason.TIMEOUT, "wait")
 
 
-def test_arguments_of_an_error_stay_plain_data() -> None:
+def test_arguments_of_an_error_become_json_data() -> None:
     values = {"none": None, "flag": True, "count": 3, "share": 0.5, "name": "x", "bytes": b"\0", "list": [1]}
     plain = error_to_plain(ApiError(api=Api.VERBS, operation="f", status=None, status_name="none", arguments=values))
     assert json.loads(json.dumps(plain))["arguments"] == values | {"bytes": "b'\\x00'", "list": "[1]"}
 
 
-def test_messages_that_arrive_together_are_received_in_turn(channels: tuple[Channel, Channel]) -> None:
+def test_messages_that_arrive_together_are_received_in_order(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     for number in range(3):
         left.send({"id": number})
@@ -110,7 +111,7 @@ def test_messages_that_arrive_together_are_received_in_turn(channels: tuple[Chan
 
 
 @pytest.mark.parametrize("text", [b"[]\n", b"7\n", b"null\n"])
-def test_message_that_is_no_object_is_malformed(text: bytes) -> None:
+def test_message_that_is_not_an_object_is_refused(text: bytes) -> None:
     left, end = socket.socketpair()
     with left, contextlib.closing(Channel(end)) as right:
         left.sendall(text + b'{"id": 1}\n')
@@ -121,7 +122,7 @@ def test_message_that_is_no_object_is_malformed(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("count", [16, 17])
-def test_one_message_brings_at_most_sixteen_descriptors(channels: tuple[Channel, Channel], count: int) -> None:
+def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channel], count: int) -> None:
     left, right = channels
     with tempfile.TemporaryFile() as file:
         left.send({}, descriptors=(file.fileno(),) * count)
@@ -144,7 +145,7 @@ def test_one_message_brings_at_most_sixteen_descriptors(channels: tuple[Channel,
         assert right.take_descriptors(0) == []
 
 
-def test_descriptors_of_several_messages_are_taken_in_order(channels: tuple[Channel, Channel]) -> None:
+def test_descriptors_of_several_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
         left.send({}, descriptors=(first.fileno(),))
@@ -168,7 +169,7 @@ def test_close_closes_descriptors_that_were_not_taken(channels: tuple[Channel, C
     assert right.fileno() == -1
 
 
-def test_end_with_unread_messages_is_none(channels: tuple[Channel, Channel]) -> None:
+def test_receive_after_a_close_with_unread_data_is_none(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     right.send({"id": 1})
     # The kernel reports ECONNRESET to the other end of a socket that is closed with unread data.
@@ -176,16 +177,16 @@ def test_end_with_unread_messages_is_none(channels: tuple[Channel, Channel]) -> 
     assert right.receive(timeout_s=5) is None
 
 
-def test_messages_keep_their_bounds_and_descriptors_their_order(channels: tuple[Channel, Channel]) -> None:
+def test_messages_and_descriptors_arrive_complete_and_in_order(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
-    ends = os.pipe()
-    left.send({"id": 1}, descriptors=ends)
+    pipe = os.pipe()
+    left.send({"id": 1}, descriptors=pipe)
     left.send({"id": 2, "text": "x" * 100_000})
     assert right.receive(timeout_s=5) == {"id": 1}
     read_end, write_end = right.take_descriptors(2)
-    os.write(write_end, b"through")
-    assert os.read(ends[0], 7) == b"through"
-    for descriptor in (*ends, read_end, write_end):
+    os.write(write_end, b"message")
+    assert os.read(pipe[0], 7) == b"message"
+    for descriptor in (*pipe, read_end, write_end):
         os.close(descriptor)
     answer = right.receive(timeout_s=5)
     assert answer is not None
@@ -194,7 +195,7 @@ def test_messages_keep_their_bounds_and_descriptors_their_order(channels: tuple[
         right.take_descriptors(1)
 
 
-def test_a_closed_end_is_none_and_a_silent_one_a_timeout(channels: tuple[Channel, Channel]) -> None:
+def test_receive_from_a_closed_socket_is_none_and_else_times_out(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     with pytest.raises(TimeoutError):
         right.receive(timeout_s=0.01)
@@ -202,14 +203,14 @@ def test_a_closed_end_is_none_and_a_silent_one_a_timeout(channels: tuple[Channel
     assert right.receive(timeout_s=5) is None
 
 
-def test_a_new_peer_is_another_process_without_any_api() -> None:
+def test_new_peer_is_another_process_without_api_libraries() -> None:
     with Peer("new") as peer:
         assert peer.process_id != os.getpid()
         assert not {"pyverbs", "cuda", "pytest", "numpy"} & peer.modules()
         assert peer.libraries() == ()
 
 
-def test_a_killed_peer_is_broken_and_says_how(peer: Peer) -> None:
+def test_killed_peer_is_broken_and_reports_the_signal(peer: Peer) -> None:
     peer.kill()
     with pytest.raises(BrokenResource, match="SIGKILL") as caught:
         peer.modules()
@@ -217,14 +218,14 @@ def test_a_killed_peer_is_broken_and_says_how(peer: Peer) -> None:
     assert not peer.alive
 
 
-def test_a_peer_can_end_without_any_clean_up(peer: Peer) -> None:
+def test_peer_can_exit_without_clean_up(peer: Peer) -> None:
     peer.exit(7)
     assert peer.exit_code == 7
     with pytest.raises(BrokenResource, match="ended with 7"):
         peer.modules()
 
 
-def test_a_peer_that_does_not_answer_is_killed(peer: Peer) -> None:
+def test_peer_that_does_not_reply_is_killed(peer: Peer) -> None:
     peer.modules()
     peer.stop()
     with pytest.raises(BrokenResource) as caught:
@@ -233,13 +234,13 @@ def test_a_peer_that_does_not_answer_is_killed(peer: Peer) -> None:
     assert not peer.alive
 
 
-def test_what_a_peer_prints_is_shown_when_it_breaks(peer: Peer) -> None:
+def test_output_of_a_peer_is_in_the_error_when_it_ends(peer: Peer) -> None:
     with pytest.raises(BrokenResource) as caught:
         peer.request("close", there_is_no_such_argument=1)
     assert "TypeError" in "\n".join(caught.value.__notes__)
 
 
-def test_an_unknown_operation_and_a_wrong_handle_are_wrong_usage(peer: Peer) -> None:
+def test_unknown_operation_and_handle_are_usage_errors(peer: Peer) -> None:
     with pytest.raises(UsageError, match="no operation 'fly'"):
         peer.request("fly")
     with pytest.raises(UsageError, match="handle 5") as caught:
@@ -247,12 +248,12 @@ def test_an_unknown_operation_and_a_wrong_handle_are_wrong_usage(peer: Peer) -> 
     assert "raised in peer" in caught.value.__notes__[-1]
 
 
-def test_each_call_gives_another_peer(peers: Callable[[], Peer]) -> None:
+def test_peers_returns_another_peer_for_each_call(peers: Callable[[], Peer]) -> None:
     assert peers().process_id != peers().process_id
 
 
 @needs(verbs_needs.nic())
-def test_a_peer_fills_checks_and_finds_a_wrong_byte(peer: Peer) -> None:
+def test_peer_finds_a_changed_byte_in_its_buffer(peer: Peer) -> None:
     buffer = peer.buffer(4096, seed=5)
     assert buffer.check(seed=5) == buffer.check(seed=5)
     buffer.fill(seed=6, offset_bytes=100, length_bytes=1)
@@ -263,7 +264,7 @@ def test_a_peer_fills_checks_and_finds_a_wrong_byte(peer: Peer) -> None:
 
 
 @needs(verbs_needs.nic())
-def test_two_processes_exchange_bytes_both_ways(nic: Nic, peer: Peer, seed: int) -> None:
+def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, seed: int) -> None:
     data = bytearray(1000)
     with (
         nic.register_host(data) as region,
@@ -286,7 +287,7 @@ def test_two_processes_exchange_bytes_both_ways(nic: Nic, peer: Peer, seed: int)
 
 
 @needs(cuda_needs.device())
-def test_a_peer_that_is_asked_for_a_device_has_cuda_and_no_verbs(seed: int) -> None:
+def test_peer_with_a_cuda_device_has_not_loaded_verbs(seed: int) -> None:
     with Peer("new") as peer:
         memory = peer.device().allocate(4096)
         memory.write(seed=seed)
@@ -297,11 +298,11 @@ def test_a_peer_that_is_asked_for_a_device_has_cuda_and_no_verbs(seed: int) -> N
 
 
 def test_peer_that_outlives_sigkill_is_broken() -> None:
-    held = Peer()
-    held.modules()
-    with traced(held.process_id):
+    peer = Peer()
+    peer.modules()
+    with traced(peer.process_id):
         with pytest.raises(BrokenResource, match="was left behind") as raised:
-            held.kill()
+            peer.kill()
         assert raised.value.reason is Reason.TIMEOUT
-    held.close()
-    assert held.exit_code == -9
+    peer.close()
+    assert peer.exit_code == -9

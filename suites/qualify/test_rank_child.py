@@ -1,4 +1,4 @@
-"""The child of a rank that measures: it has one deadline for everything, and does not outlive the rank."""
+"""The measuring child of a rank: one timeout covers its start and its reply, and it ends with the rank."""
 
 from __future__ import annotations
 
@@ -13,82 +13,84 @@ from pathlib import Path
 
 from support.tracer import traced
 
-from gdrkit.qualify.ranks.rank import Supervised
+from gdrkit.qualify.ranks.rank import MeasuringChild
 
 LONG_S = 60.0
-# What the child runs before anything else (site.py).
+# Programs that the child runs first, as its sitecustomize module.
 SLOW = "import time; time.sleep(30)"
-RUBBISH = "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'rubbish\\n'); os.read(0, 1)"
+INVALID_REPLY = (
+    "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'not JSON\\n'); os.read(0, 1)"
+)
 RANK = """
 import os, signal
-from gdrkit.qualify.ranks.rank import Supervised
-child = Supervised(os.environ)
-assert "result" in child.ask({"do": "libraries", "with": {}}, limit_s=60)
-print("it answers", flush=True)
+from gdrkit.qualify.ranks.rank import MeasuringChild
+child = MeasuringChild(os.environ)
+assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=60)
+print("ready", flush=True)
 signal.pause()
 """
 
 
-def beginning_with(folder: Path, source: str) -> dict[str, str]:
-    """An environment in which Python begins with this."""
+def environment_with(folder: Path, source: str) -> dict[str, str]:
+    """Return an environment in which Python runs `source` at its start."""
     (folder / "sitecustomize.py").write_text(source)
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 def children() -> set[int]:
-    """The children of this process that its main thread has started."""
+    """Return the process ids of the children that the main thread has started."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
-def ask(child: Supervised, *, limit_s: float) -> dict[str, object]:
-    """A request that needs nothing of the machine."""
+def request_once(child: MeasuringChild, *, timeout_s: float) -> dict[str, object]:
+    """Send a request that uses no device, and end the child."""
     try:
-        return child.ask({"do": "libraries", "with": {}}, limit_s=limit_s)
+        return child.request({"do": "libraries", "with": {}}, timeout_s=timeout_s)
     finally:
         child.close()
 
 
-def test_the_start_of_a_child_is_a_part_of_the_step(tmp_path: Path) -> None:
-    began = time.monotonic()
-    answer = ask(Supervised(beginning_with(tmp_path, SLOW)), limit_s=1.0)
-    assert time.monotonic() - began < 10
-    assert answer == {"lost": "it did not answer within 1 s and was killed"}
+def test_timeout_of_a_step_includes_the_start_of_the_child(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    reply = request_once(MeasuringChild(environment_with(tmp_path, SLOW)), timeout_s=1.0)
+    assert time.monotonic() - start_s < 10
+    assert reply == {"lost": "it did not reply within 1 s and was killed"}
 
 
-def test_a_child_that_says_rubbish_costs_its_row(tmp_path: Path) -> None:
-    answer = ask(Supervised(beginning_with(tmp_path, RUBBISH)), limit_s=LONG_S)
-    assert str(answer["lost"]).startswith("it was killed, as it does not answer as it must: a message: not JSON")
+def test_child_with_an_invalid_reply_is_killed(tmp_path: Path) -> None:
+    reply = request_once(MeasuringChild(environment_with(tmp_path, INVALID_REPLY)), timeout_s=LONG_S)
+    assert str(reply["lost"]).startswith("it sent an invalid reply and was killed: a message: not JSON")
 
 
-def test_a_child_that_hangs_ends_with_its_rank() -> None:
+def test_child_that_hangs_ends_with_its_rank() -> None:
     with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as rank:
         assert rank.stdout is not None
-        assert rank.stdout.readline() == b"it answers\n"
+        assert rank.stdout.readline() == b"ready\n"
         (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
-        ends = os.pidfd_open(child)
+        pidfd = os.pidfd_open(child)
         try:
-            # It hears of nothing, as one in a driver does.
-            signal.pidfd_send_signal(ends, signal.SIGSTOP)
+            # A stopped process does not notice the end of its parent, like one that hangs in a driver.
+            signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
             rank.kill()
             rank.wait()
-            assert select.select([ends], [], [], 10)[0], "it has outlived its rank"
+            assert select.select([pidfd], [], [], 10)[0], "the child has outlived its rank"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(ends, signal.SIGKILL)
-            os.close(ends)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
 
 
-def test_child_that_outlives_sigkill_is_left_and_said(tmp_path: Path) -> None:
-    """As one that hangs in a driver (state D): the rank goes on, and its answer says so."""
+def test_child_that_outlives_sigkill_is_abandoned(tmp_path: Path) -> None:
+    """The rank continues, and its reply states that the child was left behind, as for one that hangs in a driver."""
     before = children()
-    child = Supervised(beginning_with(tmp_path, "import signal; signal.alarm(100)"))
-    assert "result" in child.ask({"do": "libraries", "with": {}}, limit_s=LONG_S)
+    child = MeasuringChild(environment_with(tmp_path, "import signal; signal.alarm(100)"))
+    assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=LONG_S)
     (process_id,) = children() - before
     with traced(process_id):
-        began = time.monotonic()
+        start_s = time.monotonic()
         os.kill(process_id, signal.SIGSTOP)
-        answer = child.ask({"do": "libraries", "with": {}}, limit_s=0.5)
+        reply = child.request({"do": "libraries", "with": {}}, timeout_s=0.5)
         child.close()
-        assert time.monotonic() - began < LONG_S / 2
-    assert "and was killed; process" in str(answer["lost"])
-    assert "was left behind" in str(answer["lost"])
+        assert time.monotonic() - start_s < LONG_S / 2
+    assert "and was killed; process" in str(reply["lost"])
+    assert "was left behind" in str(reply["lost"])

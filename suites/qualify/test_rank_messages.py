@@ -1,4 +1,4 @@
-"""What ranks of a job say to each other: by lines of JSON, each with a deadline, and who does not keep to that."""
+"""Messages between the ranks of a job, and the errors of rank 0 for late, invalid and missing replies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.qualify.ranks.lines import Gone, Lines
-from gdrkit.qualify.ranks.member import Member, StepFailed
+from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
 from gdrkit.qualify.ranks.pairs import RankFacts
+from gdrkit.qualify.ranks.proxy import RankProxy, StepFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,43 +21,44 @@ SHORT_S = 0.05
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    one, other = socket.socketpair()
-    with one, other:
-        yield one, other
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    local, remote = socket.socketpair()
+    with local, remote:
+        yield local, remote
 
 
-def member(end: socket.socket, *, step_s: float = SHORT_S) -> Member:
-    """Rank 7, as rank 0 has it."""
-    return Member(RankFacts(7, "far 01234567 1", cast("Any", None)), Lines(end), step_s=step_s, answer_s=SHORT_S)
+def proxy_of(connected: socket.socket, *, step_timeout_s: float = SHORT_S) -> RankProxy:
+    """Return the proxy of rank 7."""
+    rank_facts = RankFacts(7, "far 01234567 1", cast("Any", None))
+    return RankProxy(rank_facts, MessageSocket(connected), step_timeout_s=step_timeout_s, transit_timeout_s=SHORT_S)
 
 
-def test_a_late_answer_is_not_taken_for_that_of_the_next_step(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    asking, rank = member(ours), Lines(theirs)
-    with pytest.raises(StepFailed, match=r"^initiate on rank 7 \(far\): the rank does not answer$"):
-        asking.ask("initiate", {})
-    assert rank.receive(limit_s=LONG_S)["request"] == 1
-    rank.send({"answer": 1, "result": "late"}, limit_s=LONG_S)
-    rank.send({"answer": 2, "result": "in time"}, limit_s=LONG_S)
-    assert asking.ask("check", {}) == "in time"
+def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket.socket, socket.socket]) -> None:
+    local, remote = sockets
+    proxy, rank = proxy_of(local), MessageSocket(remote)
+    with pytest.raises(StepFailed, match=r"^open_target on rank 7 \(far\): the rank did not reply in time$"):
+        proxy.request("open_target", {})
+    assert rank.receive(timeout_s=LONG_S)["request"] == 1
+    rank.send({"answer": 1, "result": "late"}, timeout_s=LONG_S)
+    rank.send({"answer": 2, "result": "in time"}, timeout_s=LONG_S)
+    assert proxy.request("check", {}) == "in time"
 
 
-def test_a_rank_that_owes_an_answer_is_asked_nothing_else(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    asking, rank = member(ours), Lines(theirs)
-    with pytest.raises(StepFailed, match="does not answer"):
-        asking.ask("initiate", {})
+def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.socket, socket.socket]) -> None:
+    local, remote = sockets
+    proxy, rank = proxy_of(local), MessageSocket(remote)
+    with pytest.raises(StepFailed, match="did not reply in time"):
+        proxy.request("open_target", {})
     for _ in range(2):
-        with pytest.raises(StepFailed, match=r"^drop on rank 7 \(far\): the rank has not answered initiate yet$"):
-            asking.ask("drop", {})
-    assert rank.receive(limit_s=LONG_S)["do"] == "initiate"
+        with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank has not replied to open_target yet$"):
+            proxy.request("close", {})
+    assert rank.receive(timeout_s=LONG_S)["do"] == "open_target"
     with pytest.raises(TimeoutError):
-        rank.receive(limit_s=0)
+        rank.receive(timeout_s=0)
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         *({"answer": number, "result": None} for number in (0, 2, -1, 1.0, True, "1", None)),
         {"result": None},
@@ -67,70 +68,70 @@ def test_a_rank_that_owes_an_answer_is_asked_nothing_else(ends: tuple[socket.soc
         None,
     ],
 )
-def test_an_answer_to_what_was_never_asked_is_an_error_that_names_the_rank(
-    ends: tuple[socket.socket, socket.socket], answer: object
+def test_invalid_reply_is_an_error_that_names_the_rank(
+    sockets: tuple[socket.socket, socket.socket], reply: object
 ) -> None:
-    ours, theirs = ends
-    asking = member(ours, step_s=LONG_S)
-    theirs.sendall(json.dumps(answer).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
-    with pytest.raises(StepFailed, match=r"^hold on rank 7 \(far\): the rank does not answer as it must: "):
-        asking.ask("hold", {})
-    # Nothing that it says is believed any more, right as it may look.
-    with pytest.raises(StepFailed, match=r"^drop on rank 7 \(far\): the rank does not answer as it must: "):
-        asking.ask("drop", {})
-    theirs.recv(1 << 16)
-    assert theirs.recv(1) == b""
+    local, remote = sockets
+    proxy = proxy_of(local, step_timeout_s=LONG_S)
+    remote.sendall(json.dumps(reply).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
+    with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank sent an invalid reply: "):
+        proxy.request("run", {})
+    # After that, also valid replies are refused.
+    with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank sent an invalid reply: "):
+        proxy.request("close", {})
+    remote.recv(1 << 16)
+    assert remote.recv(1) == b""
 
 
-def test_a_rank_that_has_ended_is_gone(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    asking = member(ours)
-    theirs.close()
-    with pytest.raises(StepFailed, match=r"^hold on rank 7 \(far\): the rank is gone$"):
-        asking.ask("hold", {})
+def test_rank_that_has_ended_is_an_error(sockets: tuple[socket.socket, socket.socket]) -> None:
+    local, remote = sockets
+    proxy = proxy_of(local)
+    remote.close()
+    with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank has closed its connection$"):
+        proxy.request("run", {})
 
 
 @pytest.mark.parametrize(
-    "text", [b"rubbish", b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b"7", b"", b'{"a": 1} {"b": 2}']
+    "text", [b"not JSON", b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b"7", b"", b'{"a": 1} {"b": 2}']
 )
-def test_what_is_no_message_is_refused(ends: tuple[socket.socket, socket.socket], text: bytes) -> None:
-    ours, theirs = ends
-    theirs.sendall(text + b"\n")
+def test_malformed_message_is_refused(sockets: tuple[socket.socket, socket.socket], text: bytes) -> None:
+    local, remote = sockets
+    remote.sendall(text + b"\n")
     with pytest.raises(UsageError, match=r"^a message: ") as caught:
-        Lines(ours).receive(limit_s=LONG_S)
+        MessageSocket(local).receive(timeout_s=LONG_S)
     assert caught.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
-def test_a_message_is_read_up_to_a_limit(ends: tuple[socket.socket, socket.socket], end: bytes) -> None:
-    ours, theirs = ends
-    theirs.sendall(b'"' + b"x" * 1000 + b'"' + end)
+def test_message_above_the_length_limit_is_refused(sockets: tuple[socket.socket, socket.socket], end: bytes) -> None:
+    local, remote = sockets
+    remote.sendall(b'"' + b"x" * 1000 + b'"' + end)
     with pytest.raises(UsageError, match="longer than 1000 bytes"):
-        Lines(ours).receive(limit_s=LONG_S, length_bytes_max=1000)
+        MessageSocket(local).receive(timeout_s=LONG_S, length_bytes_max=1000)
 
 
-def test_a_message_may_come_in_parts(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    lines = Lines(ours)
+def test_message_may_arrive_in_parts(sockets: tuple[socket.socket, socket.socket]) -> None:
+    local, remote = sockets
+    receiver = MessageSocket(local)
     for part in (b'{"a"', b": 1", b'}\n{"b": 2}\n{'):
         with pytest.raises(TimeoutError):
-            lines.receive(limit_s=0)
-        theirs.sendall(part)
-    assert [lines.receive(limit_s=0) for _ in range(2)] == [{"a": 1}, {"b": 2}]
+            receiver.receive(timeout_s=0)
+        remote.sendall(part)
+    assert [receiver.receive(timeout_s=0) for _ in range(2)] == [{"a": 1}, {"b": 2}]
     with pytest.raises(TimeoutError):
-        lines.receive(limit_s=SHORT_S)
-    theirs.close()
-    with pytest.raises(Gone):
-        lines.receive(limit_s=LONG_S)
+        receiver.receive(timeout_s=SHORT_S)
+    remote.close()
+    with pytest.raises(PeerGone):
+        receiver.receive(timeout_s=LONG_S)
 
 
-def test_half_a_message_is_never_followed_by_another(ends: tuple[socket.socket, socket.socket]) -> None:
-    """What was sent before the deadline cannot be taken back: the rest would be read as a part of the next message."""
-    ours, _ = ends
-    lines = Lines(ours)
+def test_connection_is_closed_after_a_message_was_cut_off(sockets: tuple[socket.socket, socket.socket]) -> None:
+    """The peer would read the next message as the rest of the one that was sent in part before the timeout."""
+    local, _ = sockets
+    sender = MessageSocket(local)
     with pytest.raises(TimeoutError):
-        lines.send({"long": "x" * (1 << 24)}, limit_s=SHORT_S)
-    with pytest.raises(Gone):
-        lines.send({"short": 1}, limit_s=LONG_S)
-    with pytest.raises(Gone):
-        lines.receive(limit_s=LONG_S)
+        sender.send({"long": "x" * (1 << 24)}, timeout_s=SHORT_S)
+    with pytest.raises(PeerGone):
+        sender.send({"short": 1}, timeout_s=LONG_S)
+    with pytest.raises(PeerGone):
+        sender.receive(timeout_s=LONG_S)

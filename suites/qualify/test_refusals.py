@@ -1,7 +1,7 @@
-"""A refusal that a profile states is shown or the case fails: a pytest of its own, on cases that the twin refuses.
+"""Expected refusals: a case whose need a profile declares as refused must end with that refusal, or it fails.
 
-The child is told facts of a machine whose kernel has Soft-RoCE, so that the profile `lab` fits; a fault plan has the
-twin answer what such a kernel answers, or something else.
+A child pytest runs the cases. Its facts are those of a machine with Soft-RoCE, so that the profile `lab` fits. A fault
+plan makes the verbs twin return the errors of such a kernel, or others.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from gdrkit.errors import Api, Reason, RegistrationFailed, Unsupported
 from gdrkit.harness.needs import cuda, host, needs, verbs
 from gdrkit.registration import GdrManager, RegionCache, RegistrationRoute, register
 
-WAY = needs(verbs.nic(), verbs.dmabuf_region, cuda.device())
-KEPT = []
+REGISTRATION = needs(verbs.nic(), verbs.dmabuf_region, cuda.device())
+LEAKED = []
 
 @contextlib.contextmanager
-def answers(dmabuf="EOPNOTSUPP", address="EFAULT"):
+def registration_errors(dmabuf="EOPNOTSUPP", address="EFAULT"):
     rules = ["gdrkit-faults 1"]
-    for name, number in (("ibv_reg_dmabuf_mr", dmabuf), ("ibv_reg_mr", address)):
-        rules += [f"{name} call=* errno={number}"] if number else []
+    for name, error in (("ibv_reg_dmabuf_mr", dmabuf), ("ibv_reg_mr", address)):
+        rules += [f"{name} call=* errno={error}"] if error else []
     launch.twin_control().set_faults("verbs", "\\n".join([*rules, ""]))
     try:
         yield
@@ -57,146 +57,146 @@ def answers(dmabuf="EOPNOTSUPP", address="EFAULT"):
 def cause(operation, number, api=Api.VERBS):
     return Unsupported(api=api, operation=operation, status=number, status_name=errno.errorcode[number], errno=number)
 
-def refused(*causes, reason=Reason.NO_ROUTE):
-    raise RegistrationFailed("no", causes=causes, reason=reason)
+def refuse(*causes, reason=Reason.NO_ROUTE):
+    raise RegistrationFailed("refused", causes=causes, reason=reason)
 
 DMABUF = cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
 ADDRESS = cause("ibv_reg_mr", errno.EFAULT)
 
-@WAY
-def test_refused(device, nic, evidence):
-    evidence["seen"] = 1
+@REGISTRATION
+def test_register(device, nic, evidence):
+    evidence["key"] = 1
     evidence.number("write_us", 1)
     evidence.route(device=device, nic=nic, way="dmabuf")
-    with answers(), device.allocate(4096) as memory:
+    with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @needs(verbs.nic(), verbs.peer_memory, cuda.device())
-def test_refused_by_a_cache(device, nic):
-    with answers(), device.allocate(4096) as memory, RegionCache([nic]) as cache:
+def test_lease_of_a_cache(device, nic):
+    with registration_errors(), device.allocate(4096) as memory, RegionCache([nic]) as cache:
         cache.lease(memory)
 
-@WAY
-def test_refused_for_every_gpu():
-    with answers(), GdrManager() as manager:
+@REGISTRATION
+def test_manager_of_every_gpu():
+    with registration_errors(), GdrManager() as manager:
         manager.device(0)
 
 @pytest.fixture
 def registration(device, nic):
-    with answers(), device.allocate(4096) as memory, register(memory, [nic]) as made:
-        yield made
+    with registration_errors(), device.allocate(4096) as memory, register(memory, [nic]) as registered:
+        yield registered
 
-@WAY
-def test_refused_in_its_set_up(registration):
+@REGISTRATION
+def test_register_in_a_fixture(registration):
     raise AssertionError("must not run")
 
-@WAY
+@REGISTRATION
 def test_passes(device, nic):
     with device.allocate(4096) as memory:
         register(memory, [nic]).close()
 
-@WAY
+@REGISTRATION
 def test_does_nothing(): ...
 
-@WAY
-def test_another_errno_of_the_dmabuf(device, nic):
-    with answers(dmabuf="EPROTONOSUPPORT"), device.allocate(4096) as memory:
+@REGISTRATION
+def test_another_errno_of_ibv_reg_dmabuf_mr(device, nic):
+    with registration_errors(dmabuf="EPROTONOSUPPORT"), device.allocate(4096) as memory:
         register(memory, [nic])
 
-@WAY
-def test_another_errno_of_the_address(device, nic):
-    with answers(address="EOPNOTSUPP"), device.allocate(4096) as memory:
+@REGISTRATION
+def test_another_errno_of_ibv_reg_mr(device, nic):
+    with registration_errors(address="EOPNOTSUPP"), device.allocate(4096) as memory:
         register(memory, [nic])
 
-@WAY
-def test_one_cause_by_dmabuf(device, nic):
-    with answers(), device.allocate(4096) as memory:
+@REGISTRATION
+def test_refusal_of_dmabuf_alone(device, nic):
+    with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic], route=RegistrationRoute.DMABUF)
 
-@WAY
-def test_one_cause_by_address(device, nic):
-    with answers(), device.allocate(4096) as memory:
+@REGISTRATION
+def test_refusal_of_peer_memory_alone(device, nic):
+    with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
 
-@WAY
-def test_an_error_that_no_other_way_follows(device, nic):
-    with answers(dmabuf="ENOMEM"), device.allocate(4096) as memory:
+@REGISTRATION
+def test_error_without_a_second_route(device, nic):
+    with registration_errors(dmabuf="ENOMEM"), device.allocate(4096) as memory:
         register(memory, [nic])
 
-@WAY
+@REGISTRATION
 def test_three_causes():
-    refused(DMABUF, ADDRESS, ADDRESS)
+    refuse(DMABUF, ADDRESS, ADDRESS)
 
-@WAY
-def test_the_other_order():
-    refused(ADDRESS, DMABUF)
+@REGISTRATION
+def test_causes_in_reverse_order():
+    refuse(ADDRESS, DMABUF)
 
-@WAY
+@REGISTRATION
 def test_another_operation():
-    refused(DMABUF, cause("ibv_open_device", errno.EFAULT))
+    refuse(DMABUF, cause("ibv_open_device", errno.EFAULT))
 
-@WAY
+@REGISTRATION
 def test_another_api():
-    refused(DMABUF, cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
+    refuse(DMABUF, cause("ibv_reg_mr", errno.EFAULT, api=Api.CUDA))
 
-@WAY
+@REGISTRATION
 def test_another_reason():
-    refused(DMABUF, ADDRESS, reason=Reason.OTHER)
+    refuse(DMABUF, ADDRESS, reason=Reason.OTHER)
 
-@WAY
+@REGISTRATION
 def test_one_of_two_devices_has_one_cause():
-    whole = RegistrationFailed("no", causes=(DMABUF, ADDRESS), reason=Reason.NO_ROUTE)
-    half = RegistrationFailed("no", causes=(DMABUF,), reason=Reason.NO_ROUTE)
-    refused(whole, half)
+    complete = RegistrationFailed("refused", causes=(DMABUF, ADDRESS), reason=Reason.NO_ROUTE)
+    incomplete = RegistrationFailed("refused", causes=(DMABUF,), reason=Reason.NO_ROUTE)
+    refuse(complete, incomplete)
 
-@WAY
-def test_a_bare_cause():
+@REGISTRATION
+def test_cause_without_registration_failed():
     raise DMABUF
 
-@WAY
-def test_an_assertion():
+@REGISTRATION
+def test_assertion():
     assert False, "ibv_reg_dmabuf_mr EOPNOTSUPP ibv_reg_mr EFAULT"
 
-@WAY
+@REGISTRATION
 def test_skips_itself():
     pytest.skip("ibv_reg_dmabuf_mr EOPNOTSUPP ibv_reg_mr EFAULT")
 
-@WAY
-def test_leaks_after_it_was_refused(device, nic):
-    KEPT.append(os.pipe())
-    with answers(), device.allocate(4096) as memory:
+@REGISTRATION
+def test_leaks_after_the_refusal(device, nic):
+    LEAKED.append(os.pipe())
+    with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic])
 
 @pytest.fixture
-def untidy():
+def failing_tear_down():
     yield
-    raise RuntimeError("no tear-down today")
+    raise RuntimeError("the tear-down fails")
 
-@WAY
-def test_tear_down_fails_after_it_was_refused(untidy):
-    refused(DMABUF, ADDRESS)
+@REGISTRATION
+def test_tear_down_fails_after_the_refusal(failing_tear_down):
+    refuse(DMABUF, ADDRESS)
 
-@WAY
+@REGISTRATION
 @needs(host.module("there_is_no_such_module"))
-def test_lacks_more():
+def test_lacks_another_need_as_well():
     raise AssertionError("must not run")
 
 @needs(verbs.nic())
-def test_lacks_nothing_and_is_refused():
-    refused(DMABUF, ADDRESS)
+def test_lacks_no_need_and_is_refused():
+    refuse(DMABUF, ADDRESS)
 
 @needs(verbs.nic())
-def test_lacks_nothing(): ...
+def test_lacks_no_need(): ...
 '''
-REFUSED = ("test_refused", "test_refused_by_a_cache", "test_refused_for_every_gpu", "test_refused_in_its_set_up")
+REFUSED = ("test_register", "test_lease_of_a_cache", "test_manager_of_every_gpu", "test_register_in_a_fixture")
 CAUSES = [
     {"api": "verbs", "operation": "ibv_reg_dmabuf_mr", "status": 95, "status_name": "EOPNOTSUPP", "errno": 95},
     {"api": "verbs", "operation": "ibv_reg_mr", "status": 14, "status_name": "EFAULT", "errno": 14},
 ]
 
 
-def soft_roce(facts: Facts) -> Facts:
-    """These facts as a kernel with Soft-RoCE devices would have them."""
+def soft_roce_facts(facts: Facts) -> Facts:
+    """Return `facts` as if all NICs were Soft-RoCE devices."""
     assert facts.verbs is not None
     libraries = tuple(replace(library, notes=()) for library in facts.verbs.libraries)
     nics = tuple(replace(nic, dmabuf=False) for nic in facts.verbs.nics)
@@ -239,22 +239,22 @@ def soft_roce(facts: Facts) -> Facts:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
-    return run_cases(tmp_path_factory.mktemp("refusals"), soft_roce(facts), CASES, "--seed=11", "--profile=lab")
+    return run_cases(tmp_path_factory.mktemp("refusals"), soft_roce_facts(facts), CASES, "--seed=11", "--profile=lab")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_stated_refusal_is_not_run_with_its_evidence(run: ChildRun, name: str) -> None:
+def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> None:
     record = run.records[name]
     assert (record.verdict, record.refused, record.is_failure) == (Verdict.NOT_RUN, True, False)
-    seen = record.evidence["refused"]
-    assert isinstance(seen, list)
-    assert seen == [{"reason": "no_route", "causes": CAUSES}] * len(seen)
-    assert len(seen) == (2 if name == "test_refused_for_every_gpu" else 1)
-    # The need that is not met, and what was seen of it.
+    refusals = record.evidence["refused"]
+    assert isinstance(refusals, list)
+    assert refusals == [{"reason": "no_route", "causes": CAUSES}] * len(refusals)
+    assert len(refusals) == (2 if name == "test_manager_of_every_gpu" else 1)
+    # The first reason is the need that is not met, the second is the refusal.
     assert record.reasons[0].need in {"verbs.dmabuf_region", "verbs.peer_memory"}
     assert "failed: EOPNOTSUPP (95), ibv_reg_mr failed: EFAULT (14)" in record.reasons[1].text
     assert all(reason.foreseen for reason in record.reasons)
-    # It ran, so what it ran on is known; and it shows no route and no number.
+    # The case did run, so its libraries are known. It proves no route and has no number.
     assert record.libraries
     assert (record.routes, record.numbers) == ((), {})
     schema = json.loads((install_paths().schemas / "record-1.json").read_text())
@@ -262,66 +262,70 @@ def test_the_stated_refusal_is_not_run_with_its_evidence(run: ChildRun, name: st
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "text"),
     [
         ("test_passes", "nothing was refused"),
         ("test_does_nothing", "nothing was refused"),
-        ("test_another_errno_of_the_dmabuf", "EPROTONOSUPPORT"),
-        ("test_another_errno_of_the_address", "RegistrationFailed"),
-        ("test_one_cause_by_dmabuf", "RegistrationFailed"),
-        ("test_one_cause_by_address", "RegistrationFailed"),
-        ("test_an_error_that_no_other_way_follows", "ENOMEM"),
+        ("test_another_errno_of_ibv_reg_dmabuf_mr", "EPROTONOSUPPORT"),
+        ("test_another_errno_of_ibv_reg_mr", "RegistrationFailed"),
+        ("test_refusal_of_dmabuf_alone", "RegistrationFailed"),
+        ("test_refusal_of_peer_memory_alone", "RegistrationFailed"),
+        ("test_error_without_a_second_route", "ENOMEM"),
         ("test_three_causes", "RegistrationFailed"),
-        ("test_the_other_order", "RegistrationFailed"),
+        ("test_causes_in_reverse_order", "RegistrationFailed"),
         ("test_another_operation", "RegistrationFailed"),
         ("test_another_api", "RegistrationFailed"),
         ("test_another_reason", "RegistrationFailed"),
         ("test_one_of_two_devices_has_one_cause", "RegistrationFailed"),
-        ("test_a_bare_cause", "Unsupported"),
-        ("test_an_assertion", "AssertionError"),
+        ("test_cause_without_registration_failed", "Unsupported"),
+        ("test_assertion", "AssertionError"),
         ("test_skips_itself", "the case skipped itself"),
-        ("test_leaks_after_it_was_refused", "teardown: LeakDetected"),
-        ("test_tear_down_fails_after_it_was_refused", "teardown: RuntimeError"),
-        ("test_lacks_nothing_and_is_refused", "RegistrationFailed"),
+        ("test_leaks_after_the_refusal", "teardown: LeakDetected"),
+        ("test_tear_down_fails_after_the_refusal", "teardown: RuntimeError"),
+        ("test_lacks_no_need_and_is_refused", "RegistrationFailed"),
     ],
 )
-def test_anything_else_is_a_failure(run: ChildRun, name: str, words: str) -> None:
+def test_case_without_the_expected_refusal_fails(run: ChildRun, name: str, text: str) -> None:
     record = run.records[name]
     assert (record.verdict, record.refused, record.is_failure) == (Verdict.FAIL, False, True)
-    assert words in record.reasons[0].text
+    assert text in record.reasons[0].text
     assert run.code == 1
 
 
-def test_what_lacks_more_does_not_run(run: ChildRun) -> None:
-    record = run.records["test_lacks_more"]
+def test_case_with_another_unmet_need_does_not_run(run: ChildRun) -> None:
+    record = run.records["test_lacks_another_need_as_well"]
     assert (record.verdict, record.refused, record.evidence) == (Verdict.NOT_RUN, False, {})
     assert len(record.reasons) == 2
 
 
-def test_refused_cases_are_counted_apart(run: ChildRun) -> None:
-    assert run.records["test_lacks_nothing"].verdict is Verdict.PASS
-    # Two more were refused, and fail in their tear-down.
+def test_refused_cases_are_counted_separately(run: ChildRun) -> None:
+    assert run.records["test_lacks_no_need"].verdict is Verdict.PASS
+    # Two more cases were refused but failed in their tear-down.
     assert f"{len(REFUSED) + 2} refused as expected" in run.printed
     assert "1 not run" in run.printed
 
 
-def test_refusals_alone_do_not_fail_a_run(tmp_path: Path, facts: Facts) -> None:
-    run = run_cases(tmp_path, soft_roce(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED))
+def test_expected_refusals_do_not_fail_a_run(tmp_path: Path, facts: Facts) -> None:
+    run = run_cases(tmp_path, soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED))
     assert {name for name, record in run.records.items() if record.refused} >= set(REFUSED)
-    only = run_cases(tmp_path, soft_roce(facts), CASES, "--profile=lab", "-k", "refused_by_a_cache or for_every_gpu")
+    only = run_cases(
+        tmp_path, soft_roce_facts(facts), CASES, "--profile=lab", "-k", "lease_of_a_cache or manager_of_every_gpu"
+    )
     assert only.code == 0
 
 
-def test_the_plan_says_what_will_be_refused(tmp_path: Path, facts: Facts) -> None:
-    run_cases(tmp_path, soft_roce(facts), CASES, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=lab")
+def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts) -> None:
+    run_cases(
+        tmp_path, soft_roce_facts(facts), CASES, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=lab"
+    )
     plan = json.loads((tmp_path / "plan.json").read_text())
     planned = {case["case"].partition("::")[2]: case for case in plan["cases"]}
-    assert planned["test_refused"]["refused"]
-    assert not planned["test_lacks_more"]["refused"]
-    assert not planned["test_lacks_nothing"]["refused"]
+    assert planned["test_register"]["refused"]
+    assert not planned["test_lacks_another_need_as_well"]["refused"]
+    assert not planned["test_lacks_no_need"]["refused"]
 
 
-def test_only_a_record_that_did_not_run_is_a_refusal() -> None:
+def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
     reasons = (CaseReason(text="no", need="verbs.dmabuf_region", foreseen=True),)
     evidence: dict[str, object] = {"refused": []}
     assert record_of(Verdict.NOT_RUN, reasons=reasons, evidence=evidence).refused
@@ -339,8 +343,8 @@ def test_only_a_record_that_did_not_run_is_a_refusal() -> None:
         'need = "a"',
     ],
 )
-def test_a_refusal_that_could_never_be_met_is_malformed(tmp_path: Path, refused: str) -> None:
-    (tmp_path / "odd.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refused}\n')
+def test_malformed_refusal_of_a_profile_is_refused(tmp_path: Path, refused: str) -> None:
+    (tmp_path / "malformed.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refused}\n')
     with pytest.raises(UsageError) as raised:
-        load_profile("odd", folder=tmp_path)
+        load_profile("malformed", folder=tmp_path)
     assert raised.value.reason is Reason.MALFORMED

@@ -1,4 +1,4 @@
-"""Which nox sessions fit a machine, and why the rest do not: what `nox -s hardware` goes by."""
+"""The nox sessions that fit a machine, from which `nox -s hardware` chooses."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from gdrkit.qualify import fitting_sessions
 GPU, NIC = {Api.CUDA: "NVIDIA GPUs 0000:1b:00.0"}, {Api.VERBS: "RDMA devices mlx5_0"}
 
 
-def fitting(hardware: dict[Api, str]) -> set[str]:
-    found = fitting_sessions(hardware, TWINNED)
-    assert all(entry["why"] for entry in found.values())
-    return {name for name, entry in found.items() if entry["fits"]}
+def names_of_fitting(hardware: dict[Api, str]) -> set[str]:
+    sessions = fitting_sessions(hardware, TWINNED)
+    assert all(session["why"] for session in sessions.values())
+    return {name for name, session in sessions.items() if session["fits"]}
 
 
-def test_a_bare_machine_has_the_twins_alone() -> None:
-    assert fitting({}) == {"qualify", "suites"}
+def test_machine_without_hardware_has_the_sessions_on_twins() -> None:
+    assert names_of_fitting({}) == {"qualify", "suites"}
     assert fitting_sessions({}, TWINNED)["qualify"]["arguments"] == ["--software"]
 
 
-def test_a_gpu_without_a_nic_needs_no_lab() -> None:
-    assert fitting(GPU) == {"qualify", "direct", "suites"}
+def test_lab_does_not_fit_a_machine_without_a_nic() -> None:
+    assert names_of_fitting(GPU) == {"qualify", "direct", "suites"}
     assert "no RDMA device here" in str(fitting_sessions(GPU, TWINNED)["lab"]["why"])
-    assert fitting(GPU | NIC) == {"qualify", "direct", "lab", "suites"}
+    assert names_of_fitting(GPU | NIC) == {"qualify", "direct", "lab", "suites"}
 
 
-def test_every_session_that_is_named_is_in_the_noxfile() -> None:
+def test_fitting_sessions_exist_in_the_noxfile() -> None:
     noxfile = install_paths().root / "noxfile.py"
     if install_paths().is_checkout:
         assert set(fitting_sessions({}, TWINNED)) <= set(

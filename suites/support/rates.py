@@ -12,7 +12,7 @@ from gdrkit.harness.case import CASE
 from gdrkit.harness.needs import declared
 from gdrkit.harness.session import SESSION
 from gdrkit.inventory import Machine, path_limit, topology
-from gdrkit.qualify.throughput import is_of_hardware, judge
+from gdrkit.qualify.throughput import check_numbers, ran_on_hardware
 from gdrkit.report.substrate import Substrate
 from gdrkit.verdict import Verdict
 
@@ -162,14 +162,14 @@ def judge_numbers(item: pytest.Item) -> None:
     if (
         not isinstance(apis, list)
         or not isinstance(ways, dict)
-        or not is_of_hardware(map(str, apis), session.substrate)
+        or not ran_on_hardware(map(str, apis), session.substrate)
     ):
         return
     unread = evidence.KernelLog(lines=(), unreadable="not asked for")
     machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=unread, environment={})
     places = topology(machine)
     limits = {name: limit for name, way in ways.items() if (limit := path_limit(places, session.facts, way))}
-    judged = judge(item.nodeid, kept.numbers, profile=session.profile, limits=limits)
-    kept["judged"] = judged
-    failed = [each.text for each in judged if each.verdict is Verdict.FAIL]
+    checks = check_numbers(item.nodeid, kept.numbers, profile=session.profile, limits=limits)
+    kept["judged"] = checks
+    failed = [each.text for each in checks if each.verdict is Verdict.FAIL]
     assert not failed, "; ".join(failed)

@@ -1,7 +1,7 @@
-"""Qualification of several machines. MPI starts the ranks; all further communication uses TCP with deadlines.
+"""Qualification of several machines (``gdrkit qualify --mpi``).
 
-Rank 0 plans which NIC accesses which GPU and writes the records. Each rank supervises a child process that measures, so
-that a crash or a hang costs one row and not the whole job.
+MPI starts the ranks; all further communication uses TCP with timeouts. Rank 0 plans which NIC accesses which GPU, and
+writes the records. Each rank measures in a child process, so that a crash or a hang fails one pair and not the job.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Adapter of mpi4py. It exchanges the addresses of the ranks, and is finalized before anything is measured.
+"""Adapter of mpi4py, which only exchanges the addresses of the ranks.
 
-MPI ends a whole job when one of its processes dies, and waits without a limit. Therefore it is used only once.
+MPI ends the whole job if one process dies, and its calls have no timeout. Therefore it is finalized before any
+measurement.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["gather"]
 
 
 def gather(text: str) -> tuple[int, list[str]]:
-    """Return the number of this rank and the text of each rank, by rank. MPI is finalized afterwards.
+    """Exchange `text` with all ranks and finalize MPI. Return the number of this rank and the texts in rank order.
 
     Raises
     ------
@@ -32,7 +33,7 @@ def gather(text: str) -> tuple[int, list[str]]:
             what_to_do="pip install 'gdrkit[mpi]', and install an MPI library, e.g. apt-get install openmpi-bin",
             detail=str(error),
         ) from error
-    ranks = mpi.COMM_WORLD
-    rank, gathered = int(ranks.Get_rank()), [str(each) for each in ranks.allgather(text)]
+    world = mpi.COMM_WORLD
+    rank, texts = int(world.Get_rank()), [str(each) for each in world.allgather(text)]
     mpi.Finalize()
-    return rank, gathered
+    return rank, texts

@@ -1,6 +1,6 @@
 """The plan of rank 0: which NIC of which rank accesses which GPU of which rank.
 
-The module is pure.
+The module performs no I/O.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-__all__ = ["Pair", "RankFacts", "name_of", "plan_pairs"]
+__all__ = ["Pair", "RankFacts", "pair_name", "plan_pairs"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """A rank that has reported.
+    """The facts of the machine of a rank.
 
     Attributes
     ----------
     rank : int
         Number of the rank.
     host : str
-        Identity of its machine, the same for all ranks of one machine.
+        Identity of its machine, which all ranks of one machine share: host name, boot id, network namespace.
     facts : Facts
         The facts of that machine.
     """
@@ -33,6 +33,11 @@ class RankFacts:
     rank: int
     host: str
     facts: Facts
+
+    @property
+    def host_name(self) -> str:
+        """Host name of its machine, the first word of `host`."""
+        return self.host.partition(" ")[0]
 
     @property
     def nics(self) -> tuple[str, ...]:
@@ -47,7 +52,10 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A measurement: the NIC of an initiator, and a GPU and the NIC of a target."""
+    """The devices of a measurement: the NIC of the initiator, and the NIC and the GPU of the target.
+
+    `initiator` and `target` are numbers of ranks, and `device` is the index of a CUDA device.
+    """
 
     initiator: int
     initiator_nic: str
@@ -56,34 +64,36 @@ class Pair:
     device: int
 
 
-def name_of(pair: Pair) -> str:
-    """Return the name of a pair in records."""
-    there = f"rank{pair.target}-{pair.target_nic}-gpu{pair.device}"
-    return f"pairs/rank{pair.initiator}-{pair.initiator_nic}-to-{there}"
+def pair_name(pair: Pair) -> str:
+    """Return the case id of a pair in records."""
+    target = f"rank{pair.target}-{pair.target_nic}-gpu{pair.device}"
+    return f"pairs/rank{pair.initiator}-{pair.initiator_nic}-to-{target}"
 
 
 def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair, ...]:
-    """Return every combination of GPU and NIC of every machine, each once.
+    """Return one pair for each combination of a GPU and a NIC of each machine.
 
-    The ranks of a machine share its GPUs. The initiator is the next rank of another machine, with the NIC at the same
-    position in the list (a rail). If there is only one machine, or with `within_hosts`, it is the next rank of the same
-    machine.
+    The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine, with the NIC
+    at the same position in its list (a rail). If there is only one machine, or with `within_hosts`, it is the next rank
+    on the same machine.
     """
-    several = len({each.host for each in ranks}) > 1
+    has_several_hosts = len({each.host for each in ranks}) > 1
     planned = []
     for target in ranks:
-        mates = [each for each in ranks if each.host == target.host]
-        wanted = [
+        same_host = [each for each in ranks if each.host == target.host]
+        initiators = [
             each
             for each in ranks
-            if each.nics and each.rank != target.rank and (each.host == target.host) == (within_hosts or not several)
+            if each.nics
+            and each.rank != target.rank
+            and (each.host == target.host) == (within_hosts or not has_several_hosts)
         ]
-        for device in target.devices[mates.index(target) :: len(mates)]:
-            for place, nic in enumerate(target.nics):
-                if not wanted:
+        for device in target.devices[same_host.index(target) :: len(same_host)]:
+            for position, nic in enumerate(target.nics):
+                if not initiators:
                     continue
-                # This is the next rank in cyclic order.
-                initiator = min(wanted, key=lambda each: (each.rank - target.rank) % (ranks[-1].rank + 1))
-                theirs = initiator.nics[place % len(initiator.nics)]
-                planned.append(Pair(initiator.rank, theirs, target.rank, nic, device))
+                # The next rank in cyclic order.
+                initiator = min(initiators, key=lambda each: (each.rank - target.rank) % (ranks[-1].rank + 1))
+                initiator_nic = initiator.nics[position % len(initiator.nics)]
+                planned.append(Pair(initiator.rank, initiator_nic, target.rank, nic, device))
     return tuple(planned)

@@ -1,6 +1,6 @@
-"""The tasks of a rank: it sends the facts of its machine, and forwards requests of rank 0 to its child.
+"""A rank of a job: it connects to rank 0, sends the facts of its machine, and forwards requests to a measuring child.
 
-The child may die and may hang. The rank then reports that, and starts another child at the next request.
+If the child ends or hangs, the rank reports that in the reply, and starts another child for the next request.
 """
 
 from __future__ import annotations
@@ -16,145 +16,160 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit.children import kill_child
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.qualify.ranks.arrivals import HELLO_BYTES_MAX
-from gdrkit.qualify.ranks.lines import Gone, Lines
+from gdrkit.qualify.ranks.admission import HELLO_BYTES_MAX
+from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from gdrkit.inventory import Facts
-    from gdrkit.qualify.ranks.arrivals import Hello
+    from gdrkit.qualify.ranks.admission import RankHello
 
-__all__ = ["Supervised", "join", "serve"]
+__all__ = ["MeasuringChild", "join", "serve"]
 
-_CONNECT_S, _WELCOME_S, _SEND_S, _END_S, _LEAST_S = 5.0, 20.0, 30.0, 5.0, 0.1
+_CONNECT_TIMEOUT_S, _WELCOME_TIMEOUT_S, _SEND_TIMEOUT_S = 5.0, 20.0, 30.0
+# The time that a child has to exit after it has closed its socket.
+_EXIT_TIMEOUT_S = 5.0
+_TIMEOUT_S_MIN = 0.1
 
 
-class Supervised:
-    """The measuring child process of a rank."""
+class MeasuringChild:
+    """The measuring child process of a rank. A request starts it if there is none."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
         self._child: subprocess.Popen[bytes] | None = None
-        self._lines: Lines | None = None
+        self._connection: MessageSocket | None = None
 
-    def ask(self, request: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
-        """Forward a request to the child.
+    def request(self, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Forward a request to the child and return the reply.
 
         Returns
         -------
         mapping
-            ``result``, ``error``, or ``lost``: how the child ended instead of replying.
+            One key: ``result``, ``error``, or ``lost``, which states how the child ended before it replied.
         """
-        if self._lines is None and request["do"] == "drop":
-            return {"result": None}  # A child that was not started holds nothing.
-        end = time.monotonic() + limit_s  # The limit includes the start of the child, like every step.
+        if self._connection is None and request["do"] == "close":
+            return {"result": None}  # Without a child there are no objects to close.
+        deadline = time.monotonic() + timeout_s  # The start of the child counts as well.
         try:
-            lines = self._lines or self._begin(limit_s)
-            lines.send({"do": request["do"], "with": request["with"]}, limit_s=max(_LEAST_S, end - time.monotonic()))
-            return lines.receive(limit_s=max(_LEAST_S, end - time.monotonic()))
-        except Gone:
-            return {"lost": self._end()}
+            connection = self._connection or self._start(timeout_s)
+            message = {"do": request["do"], "with": request["with"]}
+            connection.send(message, timeout_s=max(_TIMEOUT_S_MIN, deadline - time.monotonic()))
+            return connection.receive(timeout_s=max(_TIMEOUT_S_MIN, deadline - time.monotonic()))
+        except PeerGone:
+            return {"lost": self._wait()}
         except TimeoutError:
-            left = self._kill()
-            return {"lost": f"it did not answer within {limit_s:g} s and was killed{left}"}
+            abandoned = self._kill()
+            return {"lost": f"it did not reply within {timeout_s:g} s and was killed{abandoned}"}
         except UsageError as error:
-            left = self._kill()
-            return {"lost": f"it was killed, as it does not answer as it must: {error.message}{left}"}
+            abandoned = self._kill()
+            return {"lost": f"it sent an invalid reply and was killed: {error.message}{abandoned}"}
         except OSError as error:
             return {"lost": f"it cannot be started: {error}"}
 
     def close(self) -> None:
-        """End the child, if there is one."""
+        """Kill the child, if there is one."""
         self._kill()
 
     def _kill(self) -> str:
-        """Kill the child, if there is one, and return what an error says in addition: that it was left behind."""
+        """Kill the child, if there is one. If it does not end, return a clause for the error that states so."""
         child, self._child = self._child, None
-        left = "" if child is None else kill_child(child, leads_group=False)
-        self._end()
-        return f"; {left}" if left else ""
+        abandoned = "" if child is None else kill_child(child, leads_group=False)
+        self._wait()
+        return f"; {abandoned}" if abandoned else ""
 
-    def _begin(self, limit_s: float) -> Lines:
-        ours, theirs = socket.socketpair()
-        self._lines = Lines(ours)
+    def _start(self, timeout_s: float) -> MessageSocket:
+        """Start a child and wait for its first message."""
+        parent_end, child_end = socket.socketpair()
+        self._connection = MessageSocket(parent_end)
         try:
-            with theirs:
-                number = theirs.fileno()
-                command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(number), str(os.getpid())]
+            with child_end:
+                descriptor = child_end.fileno()
+                command = [sys.executable, "-m", "gdrkit.qualify.ranks.measure", str(descriptor), str(os.getpid())]
                 self._child = subprocess.Popen(
-                    command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[number]
+                    command, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[descriptor]
                 )
         except OSError:
-            self._end()
+            self._wait()
             raise
-        self._lines.receive(limit_s=limit_s)
-        return self._lines
+        self._connection.receive(timeout_s=timeout_s)
+        return self._connection
 
-    def _end(self) -> str:
-        if self._lines is not None:
-            self._lines.close()
-        child, self._child, self._lines = self._child, None, None
+    def _wait(self) -> str:
+        """Close the connection, wait for the end of the child, and return how it ended."""
+        if self._connection is not None:
+            self._connection.close()
+        child, self._child, self._connection = self._child, None, None
         if child is None:
             return "it could not be started"
         try:
-            code = child.wait(_END_S)
+            code = child.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            if left := kill_child(child, leads_group=False):
-                return left
+            if abandoned := kill_child(child, leads_group=False):
+                return abandoned
             code = child.returncode
-        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with {code}"
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
 
 
-def join(place: Mapping[str, Any], hello: Hello) -> Lines:
-    """Connect to rank 0 at the first of its addresses that works. Another host may have the same address.
+def join(listener: Mapping[str, Any], hello: RankHello) -> MessageSocket:
+    """Connect to rank 0 at the first of its addresses where it answers.
+
+    At an address that several hosts have, such as that of a bridge of containers, another program may answer.
+
+    Parameters
+    ----------
+    listener : mapping
+        The ``addresses`` and the ``port`` at which rank 0 listens.
+    hello : RankHello
+        The first message.
 
     Raises
     ------
     GdrkitError
         Rank 0 cannot be reached at any address.
     """
-    tried = []
-    for address in place["addresses"]:
+    failed = []
+    for address in listener["addresses"]:
         try:
-            return _welcomed(address, place["port"], hello)
-        except (OSError, Gone, UsageError) as error:
-            tried.append(f"{address} ({str(error) or type(error).__name__})")
-    message = f"rank 0 does not answer at port {place['port']} of {', '.join(tried)}"
-    raise GdrkitError(message, what_to_do="let TCP through between the hosts of the job")
+            return _connect(address, listener["port"], hello)
+        except (OSError, PeerGone, UsageError) as error:
+            failed.append(f"{address} ({str(error) or type(error).__name__})")
+    message = f"rank 0 does not answer at port {listener['port']} of {', '.join(failed)}"
+    raise GdrkitError(message, what_to_do="allow TCP connections between the hosts of the job")
 
 
-def serve(lines: Lines, facts: Facts, environment: Mapping[str, str]) -> int:
-    """Execute the requests of rank 0 until it sends the exit code of the job. Return 1 if it is gone before."""
-    child = Supervised(environment)
+def serve(connection: MessageSocket, facts: Facts, environment: Mapping[str, str]) -> int:
+    """Execute the requests of rank 0 until it sends the exit code of the job. Return 1 if it disconnects before."""
+    child = MeasuringChild(environment)
     try:
-        lines.send({"facts": facts.to_json()}, limit_s=_SEND_S)
-        while "exit_code" not in (request := lines.receive(limit_s=None)):
-            answer = child.ask(request, limit_s=float(request["limit_s"]))
-            lines.send({"answer": request["request"], **answer}, limit_s=_SEND_S)
+        connection.send({"facts": facts.to_json()}, timeout_s=_SEND_TIMEOUT_S)
+        while "exit_code" not in (request := connection.receive(timeout_s=None)):
+            reply = child.request(request, timeout_s=float(request["limit_s"]))
+            connection.send({"answer": request["request"], **reply}, timeout_s=_SEND_TIMEOUT_S)
         return int(request["exit_code"])
-    except (Gone, TimeoutError):
+    except (PeerGone, TimeoutError):
         return 1
     finally:
         child.close()
-        lines.close()
+        connection.close()
 
 
-def _welcomed(address: str, port: int, hello: Hello) -> Lines:
-    end = socket.create_connection((address, port), timeout=_CONNECT_S)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    lines = Lines(end)
+def _connect(address: str, port: int, hello: RankHello) -> MessageSocket:
+    connected = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = MessageSocket(connected)
     try:
-        _greet(lines, hello)
+        _exchange_hello(connection, hello)
     except BaseException:
-        lines.close()
+        connection.close()
         raise
-    return lines
+    return connection
 
 
-def _greet(lines: Lines, hello: Hello) -> None:
-    lines.send(dataclasses.asdict(hello), limit_s=_SEND_S)
-    answer = lines.receive(limit_s=_WELCOME_S, length_bytes_max=HELLO_BYTES_MAX)
-    if answer.get("welcome") != hello.rank:
-        message = "somebody else is there"
+def _exchange_hello(connection: MessageSocket, hello: RankHello) -> None:
+    connection.send(dataclasses.asdict(hello), timeout_s=_SEND_TIMEOUT_S)
+    reply = connection.receive(timeout_s=_WELCOME_TIMEOUT_S, length_bytes_max=HELLO_BYTES_MAX)
+    if reply.get("welcome") != hello.rank:
+        message = "another program answered"
         raise UsageError(message)

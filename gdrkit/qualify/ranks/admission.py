@@ -1,0 +1,222 @@
+"""Admission of the ranks of a job by rank 0, which closes every other connection.
+
+Port scanners also find an open port. A peer that does not send the token of the job within seconds is disconnected, and
+does not delay the ranks until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import selectors
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import gdrkit
+from gdrkit import serialization
+from gdrkit.errors import Reason, UsageError
+from gdrkit.inventory import Facts
+from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
+from gdrkit.qualify.ranks.pairs import RankFacts
+from gdrkit.qualify.ranks.proxy import RankProxy
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+__all__ = ["HELLO_BYTES_MAX", "AdmittedRanks", "RankHello", "admit_ranks"]
+
+HELLO_BYTES_MAX = 4096
+_HELLO_TIMEOUT_S, _SEND_TIMEOUT_S = 10.0, 10.0
+# The most connections that have not sent the token yet.
+_UNVERIFIED_MAX = 64
+_POLL_S, _ACCEPT_RETRY_S = 1.0, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """The first message of a rank. Every version understands it; later messages may differ between versions."""
+
+    token: str
+    rank: int
+    host: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _FactsMessage:
+    """The second message of a rank, after rank 0 has accepted its hello."""
+
+    facts: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRanks:
+    """The ranks that have connected to rank 0.
+
+    Attributes
+    ----------
+    ranks : mapping
+        The ranks that take part, by number.
+    rejected : mapping
+        The reasons why other ranks do not take part, by number.
+    connections : list of MessageSocket
+        The connections to all of them.
+    """
+
+    ranks: dict[int, RankProxy] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)
+    connections: list[MessageSocket] = field(default_factory=list)
+
+    def send_exit_code(self, code: int) -> None:
+        """Send all ranks the exit code with which they end."""
+        for connection in self.connections:
+            with contextlib.suppress(PeerGone, TimeoutError):  # A rank that has died needs no exit code.
+                connection.send({"exit_code": code}, timeout_s=_SEND_TIMEOUT_S)
+
+
+@dataclass(eq=False, slots=True)
+class _Candidate:
+    """A connection of a peer that may be a rank. `hello` is None until the peer has sent the token."""
+
+    connection: MessageSocket
+    deadline_s: float
+    hello: RankHello | None = None
+
+
+def admit_ranks(
+    listener: socket.socket, *, count: int, token: str, timeout_s: float, should_stop: Callable[[], bool]
+) -> AdmittedRanks:
+    """Wait until all ranks of a job have sent their facts.
+
+    Parameters
+    ----------
+    listener : socket
+        The socket to which the ranks connect.
+    count : int
+        Number of ranks.
+    token : str
+        Secret that only the ranks know.
+    timeout_s : float
+        Longest wait. Ranks that are late do not take part.
+    should_stop : callable
+        Returns whether to stop the wait.
+    """
+    listener.setblocking(False)  # noqa: FBT003 - the signature of the standard library.
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ, None)
+        admission = _Admission(selector, count, token, time.monotonic() + timeout_s)
+        try:
+            while admission.is_open and not should_stop():
+                for key, _ in selector.select(_POLL_S):
+                    if key.data is None:
+                        admission.accept(listener)
+                    elif key.data in admission.candidates:
+                        admission.receive(key.data)
+                admission.disconnect_late()
+        except BaseException:
+            for connection in admission.admitted.connections:
+                connection.close()
+            raise
+        finally:
+            for candidate in list(admission.candidates):
+                admission.disconnect(candidate)
+    admitted = admission.admitted
+    return replace(admitted, ranks=dict(sorted(admitted.ranks.items())))
+
+
+class _Admission:
+    """The connections of the candidates, and the ranks admitted so far."""
+
+    def __init__(self, selector: selectors.BaseSelector, count: int, token: str, deadline_s: float) -> None:
+        self._selector = selector
+        self._count = count
+        self._token = token.encode()
+        self._deadline_s = deadline_s
+        self.admitted = AdmittedRanks()
+        self.candidates: set[_Candidate] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a further rank may still connect."""
+        known = len(self.admitted.ranks) + len(self.admitted.rejected)
+        return known < self._count and time.monotonic() < self._deadline_s
+
+    def accept(self, listener: socket.socket) -> None:
+        """Accept a connection."""
+        try:
+            accepted, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            # The peer reset the connection, or this process has no free descriptor until another connection closes.
+            time.sleep(_ACCEPT_RETRY_S)
+            return
+        deadline_s = min(self._deadline_s, time.monotonic() + _HELLO_TIMEOUT_S)
+        candidate = _Candidate(MessageSocket(accepted), deadline_s)
+        self.candidates.add(candidate)
+        self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
+        unverified = [each for each in self.candidates if each.hello is None]
+        if len(unverified) > _UNVERIFIED_MAX:
+            # A rank sends its token at once, so the oldest of these connections is not a rank.
+            self.disconnect(min(unverified, key=lambda each: each.deadline_s))
+
+    def receive(self, candidate: _Candidate) -> None:
+        """Process the messages that a candidate has sent."""
+        try:
+            while candidate in self.candidates:
+                if candidate.hello is None:
+                    message = candidate.connection.receive(timeout_s=0, length_bytes_max=HELLO_BYTES_MAX)
+                    self._receive_hello(candidate, message)
+                else:
+                    self._receive_facts(candidate, candidate.hello, candidate.connection.receive(timeout_s=0))
+        except TimeoutError:
+            return  # The rest of the message has not arrived yet.
+        except PeerGone:
+            self.disconnect(candidate)
+        except UsageError as error:
+            if candidate.hello is None:
+                self.disconnect(candidate)
+            else:
+                self._reject(candidate, candidate.hello, f"its message is malformed: {error.message}")
+
+    def disconnect_late(self) -> None:
+        """Close the connections of the candidates whose deadline has passed."""
+        for candidate in [each for each in self.candidates if each.deadline_s < time.monotonic()]:
+            self.disconnect(candidate)
+
+    def disconnect(self, candidate: _Candidate) -> None:
+        """Close the connection of a candidate."""
+        self._remove(candidate)
+        candidate.connection.close()
+
+    def _receive_hello(self, candidate: _Candidate, message: dict[str, Any]) -> None:
+        hello = serialization.from_json_data(RankHello, message, where="a hello")
+        is_verified = hmac.compare_digest(hello.token.encode("utf-8", "surrogatepass"), self._token)
+        known = self.admitted.ranks.keys() | self.admitted.rejected.keys()
+        if not is_verified or hello.rank not in range(self._count) or hello.rank in known:
+            text = "the peer is not an expected rank of this job"
+            raise UsageError(text, reason=Reason.MALFORMED)
+        candidate.hello, candidate.deadline_s = hello, self._deadline_s
+        candidate.connection.send({"welcome": hello.rank}, timeout_s=_SEND_TIMEOUT_S)
+        if hello.version != gdrkit.__version__:
+            reason = (
+                f"it has gdrkit {hello.version}, and rank 0 has {gdrkit.__version__}: install one version on all hosts"
+            )
+            self._reject(candidate, hello, reason)
+
+    def _receive_facts(self, candidate: _Candidate, hello: RankHello, message: dict[str, Any]) -> None:
+        facts = Facts.from_json(serialization.from_json_data(_FactsMessage, message, where="a facts message").facts)
+        self._remove(candidate)
+        self.admitted.connections.append(candidate.connection)
+        self.admitted.ranks[hello.rank] = RankProxy(RankFacts(hello.rank, hello.host, facts), candidate.connection)
+
+    def _reject(self, candidate: _Candidate, hello: RankHello, reason: str) -> None:
+        self._remove(candidate)
+        self.admitted.connections.append(candidate.connection)
+        self.admitted.rejected[hello.rank] = f"rank {hello.rank} ({hello.host.partition(' ')[0]}): {reason}"
+
+    def _remove(self, candidate: _Candidate) -> None:
+        self._selector.unregister(candidate.connection)
+        self.candidates.discard(candidate)

@@ -1,0 +1,114 @@
+"""A rank as rank 0 uses it: the facts of its machine, and requests to it.
+
+Requests are numbered and a reply repeats the number, so that a late reply is not taken for the reply to a later
+request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import GdrkitError, Reason, UsageError
+from gdrkit.qualify.ranks.messages import PeerGone
+
+if TYPE_CHECKING:
+    from gdrkit.qualify.ranks.messages import MessageSocket
+    from gdrkit.qualify.ranks.pairs import RankFacts
+
+__all__ = ["RankProxy", "StepFailed"]
+
+# A child process that needs longer for a step hangs. With the transit time, the steps of a pair take at most a minute.
+_STEP_TIMEOUT_S, _TRANSIT_TIMEOUT_S = 30.0, 10.0
+_OUTCOMES = frozenset({"result", "error", "lost"})
+
+
+class StepFailed(GdrkitError):
+    """A rank failed to execute a requested step. The text names the step, the rank and the cause."""
+
+
+class RankProxy:
+    """A rank that rank 0 has admitted.
+
+    Parameters
+    ----------
+    rank_facts : RankFacts
+        The facts that the rank has sent.
+    connection : MessageSocket
+        The connection to the rank.
+    step_timeout_s : float
+        Longest duration of a step.
+    transit_timeout_s : float
+        Longest transit time of a request and its reply.
+    """
+
+    def __init__(
+        self,
+        rank_facts: RankFacts,
+        connection: MessageSocket,
+        *,
+        step_timeout_s: float = _STEP_TIMEOUT_S,
+        transit_timeout_s: float = _TRANSIT_TIMEOUT_S,
+    ) -> None:
+        self.rank_facts = rank_facts
+        self._connection = connection
+        self._step_timeout_s = step_timeout_s
+        self._transit_timeout_s = transit_timeout_s
+        self._last_request = 0
+        # The step whose reply is outstanding, and why no further reply is accepted; each empty if not so.
+        self._pending_step = ""
+        self._failure = ""
+
+    def request(self, step: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - each step has its own result.
+        """Make the rank execute a step, and return the result.
+
+        Raises
+        ------
+        StepFailed
+            The step failed or timed out. After a timeout, the rank gets no further request until its reply has come.
+        """
+        try:
+            reply = self._exchange(step, arguments)
+        except PeerGone as error:
+            raise self._error(step, "the rank has closed its connection") from error
+        except TimeoutError as error:
+            raise self._error(step, "the rank did not reply in time") from error
+        except UsageError as error:
+            # Requests and replies no longer correspond, so no further reply can be trusted.
+            self._failure = f"the rank sent an invalid reply: {error.message}"
+            self._connection.close()
+            raise self._error(step, self._failure) from error
+        if "result" in reply:
+            return reply["result"]
+        if "error" in reply:
+            raise self._error(step, str(reply["error"]))
+        raise self._error(step, f"the measuring process: {reply['lost']}")
+
+    def _exchange(self, step: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._failure:
+            raise self._error(step, self._failure)
+        if self._pending_step:
+            try:
+                self._receive(self._transit_timeout_s)  # The late reply to the previous request is discarded.
+            except TimeoutError as error:
+                raise self._error(step, f"the rank has not replied to {self._pending_step} yet") from error
+        self._last_request += 1
+        self._pending_step = step
+        request = {"request": self._last_request, "do": step, "with": arguments, "limit_s": self._step_timeout_s}
+        self._connection.send(request, timeout_s=self._transit_timeout_s)
+        return self._receive(self._step_timeout_s + self._transit_timeout_s)
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        """Return the reply to the last request."""
+        reply = self._connection.receive(timeout_s=timeout_s)
+        number = reply.get("answer")
+        if type(number) is not int or number != self._last_request:
+            message = f"it is the reply to request {number!r}, not to request {self._last_request}"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        if len(_OUTCOMES & reply.keys()) != 1:
+            message = f"exactly one of {', '.join(sorted(_OUTCOMES))} is allowed, not {', '.join(sorted(reply))}"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        self._pending_step = ""
+        return reply
+
+    def _error(self, step: str, cause: str) -> StepFailed:
+        return StepFailed(f"{step} on rank {self.rank_facts.rank} ({self.rank_facts.host_name}): {cause}")

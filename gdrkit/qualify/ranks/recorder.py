@@ -1,0 +1,207 @@
+"""Measurement of pairs by requests to their ranks, with one record for each pair, whatever the result."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import gdrkit
+from gdrkit import serialization
+from gdrkit.errors import UsageError
+from gdrkit.evidence import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.install_paths import install_paths
+from gdrkit.qualify.ranks.pairs import pair_name
+from gdrkit.qualify.ranks.proxy import StepFailed
+from gdrkit.qualify.throughput import check_numbers, ran_on_hardware
+from gdrkit.report import CaseReason, ClaimedRoute, Record, SeenLibrary, Verdict, append_record, substrate_of
+from gdrkit.report.record import SCHEMA_VERSION
+from gdrkit.report.substrate import Substrate, combine
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gdrkit.inventory import Profile
+    from gdrkit.qualify.ranks.pairs import Pair, RankFacts
+    from gdrkit.qualify.ranks.proxy import RankProxy
+    from gdrkit.qualify.run import Options, Progress
+
+__all__ = ["PairRecorder"]
+
+_MEMORY_BYTES, _LENGTH_BYTES, _OPERATIONS, _ROUNDS = 64 * MIB, MIB, 1024, 10
+# Smaller sizes for twins, whose rates say nothing about a machine.
+_SMALL_MEMORY_BYTES, _SMALL_LENGTH_BYTES, _SMALL_OPERATIONS = 256 * KIB, 16 * KIB, 32
+_APIS = ("cuda", "verbs")
+
+
+# The replies of the ranks. A reply of any other form fails the measurement of the pair.
+@dataclass(frozen=True, slots=True)
+class _TargetReply:
+    endpoint: dict[str, Any]
+    remote: dict[str, Any]
+    way: str
+
+
+@dataclass(frozen=True, slots=True)
+class _RateReply:
+    """A rate in GB/s: the median of the rounds, and the interquartile range in percent of the median."""
+
+    median: float
+    spread_percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class _LibrariesReply:
+    libraries: tuple[LoadedLibrary, ...]
+
+
+@dataclass
+class _PairResult:
+    """The contents of a record while its pair is measured. An empty `failure` means that the measurement succeeded."""
+
+    case: str
+    failure: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    libraries: list[tuple[str, RankFacts, tuple[LoadedLibrary, ...]]] = field(default_factory=list)
+    routes: tuple[ClaimedRoute, ...] = ()
+    clock_start_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def substrate(self) -> dict[str, Substrate]:
+        """The weakest substrate of each API over the processes of both ranks."""
+        return combine(substrate_of(libraries, rank_facts.facts) for _, rank_facts, libraries in self.libraries)
+
+
+class PairRecorder:
+    """A recorder of pairs: it measures one pair after the other and appends a record for each.
+
+    Parameters
+    ----------
+    records : Path
+        The records file.
+    first : RankFacts
+        The facts of rank 0, whose machine the report describes.
+    profile, options, progress
+        Those of the run.
+    """
+
+    def __init__(
+        self, records: Path, first: RankFacts, *, profile: Profile, options: Options, progress: Progress
+    ) -> None:
+        self._records = records
+        self._first = first
+        self._profile = profile
+        self._options = options
+        self._progress = progress
+
+    def record_missing_rank(self, rank: int, reason: str) -> None:
+        """Append a failed record for a rank that does not take part."""
+        self._append(_PairResult(f"ranks/{rank}", reason))
+
+    def measure(self, pair: Pair, ranks: Mapping[int, RankProxy]) -> None:
+        """Measure one pair: WRITE into and READ from the memory of the GPU, and check the data of both."""
+        target, initiator = ranks[pair.target], ranks[pair.initiator]
+        result = _PairResult(pair_name(pair))
+        result.evidence |= {"pair": serialization.to_json_data(pair), "measured_apis": list(_APIS)}
+        result.evidence["hosts"] = {"initiator": initiator.rank_facts.host, "target": target.rank_facts.host}
+        try:
+            self._transfer(pair, target, initiator, result)
+            for role, rank in (("target", target), ("initiator", initiator)):
+                reply = {"libraries": rank.request("libraries", {})}
+                libraries = serialization.from_json_data(_LibrariesReply, reply, where=role).libraries
+                result.libraries.append((role, rank.rank_facts, libraries))
+            result.failure = self._check_numbers(result)
+        except (StepFailed, UsageError) as error:
+            result.failure = error.message
+        # If one rank loses its child, the other one reports an error, too. An error of the clean-up shows the cause.
+        result.failure = "; ".join(filter(None, [result.failure, *dict.fromkeys(map(_close, (initiator, target)))]))
+        if target.rank_facts.host == self._first.host and not result.failure:
+            # The table of routes describes the machine of rank 0.
+            result.routes = (ClaimedRoute(pair.device, pair.target_nic, str(result.evidence["way"])),)
+        self._append(result)
+
+    def _transfer(self, pair: Pair, target: RankProxy, initiator: RankProxy, result: _PairResult) -> None:
+        is_hardware = all(
+            ran_on_hardware([api], substrate_of(rank.rank_facts.facts.api_libraries(api), rank.rank_facts.facts))
+            for rank in (target, initiator)
+            for api in _APIS
+        )
+        memory_bytes = _MEMORY_BYTES if is_hardware else _SMALL_MEMORY_BYTES
+        sizes = {
+            "length_bytes": _LENGTH_BYTES if is_hardware else _SMALL_LENGTH_BYTES,
+            "operations": _OPERATIONS if is_hardware else _SMALL_OPERATIONS,
+            "rounds": _ROUNDS,
+        }
+        seed = self._options.seed or 0
+        reply = target.request(
+            "open_target", {"nic": pair.target_nic, "device": pair.device, "length_bytes": memory_bytes}
+        )
+        opened = serialization.from_json_data(_TargetReply, reply, where="open_target")
+        result.evidence["way"] = opened.way
+        endpoint = initiator.request(
+            "open_initiator",
+            {"nic": pair.initiator_nic, "endpoint": opened.endpoint, "length_bytes": memory_bytes},
+        )
+        target.request("connect", endpoint)
+        for direction in ("write", "read"):
+            # READ must transfer other data than WRITE did, so that stale data is detected.
+            transfer_seed = seed + (direction == "read")
+            if direction == "read":
+                target.request("fill", {"seed": transfer_seed})
+            reply = initiator.request(
+                "run", {"direction": direction, "remote": opened.remote, **sizes, "seed": transfer_seed}
+            )
+            rate = serialization.from_json_data(_RateReply, reply, where="run")
+            if direction == "write":
+                target.request("check", {"seed": transfer_seed})
+            result.numbers[f"{direction}_gb_per_s_median"] = rate.median
+            result.numbers[f"{direction}_spread_percent"] = rate.spread_percent
+
+    def _check_numbers(self, result: _PairResult) -> str:
+        """Compare the rates of hardware with the profile, and return what is not as expected."""
+        if not ran_on_hardware(_APIS, result.substrate):
+            return ""
+        checks = check_numbers(result.case, result.numbers, profile=self._profile, limits={})
+        result.evidence["judged"] = serialization.to_json_data(checks)
+        return "; ".join(each.text for each in checks if each.verdict is Verdict.FAIL)
+
+    def _append(self, result: _PairResult) -> None:
+        substrate = result.substrate
+        record = Record(
+            schema_version=SCHEMA_VERSION,
+            case=result.case,
+            title="WRITE into and READ from the memory of a GPU, by the NICs of two ranks",
+            verdict=Verdict.FAIL if result.failure else Verdict.PASS,
+            reasons=(CaseReason(text=result.failure),) if result.failure else (),
+            profile=self._profile.name,
+            facts_digest=self._first.facts.digest,
+            substrate={api: substrate[api].value for api in sorted(substrate)},
+            libraries=tuple(
+                SeenLibrary.of(role, each) for role, _, libraries in result.libraries for each in libraries
+            ),
+            seed=self._options.seed or 0,
+            evidence=result.evidence,
+            numbers={} if result.failure else result.numbers,
+            routes=result.routes,
+            duration_ms=round((time.monotonic() - result.clock_start_s) * 1000, 3),
+            started=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            commit=install_paths().commit(),
+            version=gdrkit.__version__,
+            command=self._options.command,
+            uses=tuple(sorted(set(_APIS) & substrate.keys())),
+        )
+        append_record(self._records, record)
+        self._progress.done(record)
+
+
+def _close(rank: RankProxy) -> str:
+    """Make a rank close its objects. Return the error, or an empty text if there is none."""
+    try:
+        rank.request("close", {})
+    except StepFailed as error:
+        return error.message
+    return ""
