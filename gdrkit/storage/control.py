@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 
 from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
 from gdrkit.serialization import Json, from_json_data, to_json_data
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -35,51 +35,51 @@ RANGES_MAX = 1024
 _INT63 = (1 << 63) - 1
 
 Request: TypeAlias = Union[  # noqa: UP007 - a list this long reads better.
-    ask.StorageHello,
-    ask.Attach,
-    ask.Open,
-    ask.Adopt,
-    ask.Close,
-    ask.Stat,
-    ask.List,
-    ask.Mkdir,
-    ask.Rmdir,
-    ask.Unlink,
-    ask.Rename,
-    ask.HardLink,
-    ask.Symlink,
-    ask.Readlink,
-    ask.Truncate,
-    ask.Sync,
-    ask.PunchHole,
-    ask.Statfs,
-    ask.Chmod,
-    ask.Utimens,
-    ask.ReadStatistics,
+    messages.StorageHello,
+    messages.Attach,
+    messages.Open,
+    messages.Adopt,
+    messages.Close,
+    messages.Stat,
+    messages.List,
+    messages.Mkdir,
+    messages.Rmdir,
+    messages.Unlink,
+    messages.Rename,
+    messages.HardLink,
+    messages.Symlink,
+    messages.Readlink,
+    messages.Truncate,
+    messages.Sync,
+    messages.PunchHole,
+    messages.Statfs,
+    messages.Chmod,
+    messages.Utimens,
+    messages.ReadStatistics,
 ]
 
 REQUESTS: Mapping[str, type[Request]] = {
-    "hello": ask.StorageHello,
-    "attach": ask.Attach,
-    "open": ask.Open,
-    "adopt": ask.Adopt,
-    "close": ask.Close,
-    "stat": ask.Stat,
-    "list": ask.List,
-    "mkdir": ask.Mkdir,
-    "rmdir": ask.Rmdir,
-    "unlink": ask.Unlink,
-    "rename": ask.Rename,
-    "link": ask.HardLink,
-    "symlink": ask.Symlink,
-    "readlink": ask.Readlink,
-    "truncate": ask.Truncate,
-    "sync": ask.Sync,
-    "punch_hole": ask.PunchHole,
-    "statfs": ask.Statfs,
-    "chmod": ask.Chmod,
-    "utimens": ask.Utimens,
-    "statistics": ask.ReadStatistics,
+    "hello": messages.StorageHello,
+    "attach": messages.Attach,
+    "open": messages.Open,
+    "adopt": messages.Adopt,
+    "close": messages.Close,
+    "stat": messages.Stat,
+    "list": messages.List,
+    "mkdir": messages.Mkdir,
+    "rmdir": messages.Rmdir,
+    "unlink": messages.Unlink,
+    "rename": messages.Rename,
+    "link": messages.HardLink,
+    "symlink": messages.Symlink,
+    "readlink": messages.Readlink,
+    "truncate": messages.Truncate,
+    "sync": messages.Sync,
+    "punch_hole": messages.PunchHole,
+    "statfs": messages.Statfs,
+    "chmod": messages.Chmod,
+    "utimens": messages.Utimens,
+    "statistics": messages.ReadStatistics,
 }
 _NAMES = {kind: name for name, kind in REQUESTS.items()}
 _TIME_FIELDS = frozenset({"access_time_ns", "modification_time_ns", "change_time_ns"})
@@ -88,7 +88,7 @@ _TEXT_MAX: Mapping[str, int] = {
     "server": 256,
     "session": 64,
     "replaces": 64,
-    "token": ask.TOKEN_CHARACTERS_MAX,
+    "token": messages.TOKEN_CHARACTERS_MAX,
     "message": 4096,
 }
 
@@ -138,17 +138,17 @@ def pack_reply(reply: object) -> bytes:
     return _pack({"ok": to_json_data(reply)})
 
 
-def pack_error(reply: ask.ErrorReply) -> bytes:
+def pack_error(reply: messages.ErrorReply) -> bytes:
     """Return the payload of an error reply."""
     return _pack({"error": to_json_data(reply)})
 
 
-def parse_reply(payload: bytes, kind: type[_R]) -> _R | ask.ErrorReply:
+def parse_reply(payload: bytes, kind: type[_R]) -> _R | messages.ErrorReply:
     """Parse a reply, which is a `kind` or an error."""
     data = _unpack(payload)
     if data.keys() == {"error"}:
         _check_values(data, "reply")
-        return from_json_data(ask.ErrorReply, data["error"], where="error")
+        return from_json_data(messages.ErrorReply, data["error"], where="error")
     if data.keys() != {"ok"}:
         message = "reply: the JSON has neither ok nor error"
         raise UsageError(message, reason=Reason.MALFORMED)
@@ -246,18 +246,18 @@ def _is_name(text: str) -> bool:
 def _check_request(request: Request, where: str) -> None:
     problem = ""
     match request:
-        case ask.StorageHello(lanes=lanes) if not 0 < len(lanes) <= ask.LANES_MAX:
-            problem = f"a session must have 1 to {ask.LANES_MAX} lanes, not {len(lanes)}"
-        case ask.Stat(path=path, handle=handle) | ask.Truncate(path=path, handle=handle) if (path is None) == (
-            handle is None
-        ):
+        case messages.StorageHello(lanes=lanes) if not 0 < len(lanes) <= messages.LANES_MAX:
+            problem = f"a session must have 1 to {messages.LANES_MAX} lanes, not {len(lanes)}"
+        case messages.Stat(path=path, handle=handle) | messages.Truncate(path=path, handle=handle) if (
+            path is None
+        ) == (handle is None):
             problem = "exactly one of path and handle must be given"
-        case ask.PunchHole(ranges=ranges):
+        case messages.PunchHole(ranges=ranges):
             if not 0 < len(ranges) <= RANGES_MAX or any(len(each) != 2 or each[0] > each[1] for each in ranges):  # noqa: PLR2004
                 problem = f"there must be 1 to {RANGES_MAX} ranges, each with a begin and an end that is not smaller"
-        case ask.Rename(exclusive=True, exchange=True):
+        case messages.Rename(exclusive=True, exchange=True):
             problem = "exclusive and exchange exclude each other"
-        case ask.Open(mode=mode) | ask.Mkdir(mode=mode) | ask.Chmod(mode=mode) if mode > 0o7777:  # noqa: PLR2004
+        case messages.Open(mode=mode) | messages.Mkdir(mode=mode) | messages.Chmod(mode=mode) if mode > 0o7777:  # noqa: PLR2004
             problem = f"the mode must be at most 0o7777, not {mode:#o}"
     if problem:
         message = f"{where}: {problem}"

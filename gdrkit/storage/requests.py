@@ -7,7 +7,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage.store import file_stat
 
 if TYPE_CHECKING:
@@ -33,30 +33,30 @@ class RequestHandler:
         self.is_attached = False
         self.ended_fd: int = native.ended_fd
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
-            ask.Close: self._close,
-            ask.Stat: self._stat,
-            ask.List: lambda request: store.list(request.path, request.after),
-            ask.Mkdir: lambda request: store.mkdir(request.path, request.mode),
-            ask.Rmdir: lambda request: store.rmdir(request.path),
-            ask.Unlink: lambda request: store.unlink(request.path),
-            ask.Rename: lambda request: store.rename(
+            messages.Close: self._close,
+            messages.Stat: self._stat,
+            messages.List: lambda request: store.list(request.path, request.after),
+            messages.Mkdir: lambda request: store.mkdir(request.path, request.mode),
+            messages.Rmdir: lambda request: store.rmdir(request.path),
+            messages.Unlink: lambda request: store.unlink(request.path),
+            messages.Rename: lambda request: store.rename(
                 request.path, request.new_path, exclusive=request.exclusive, exchange=request.exchange
             ),
-            ask.HardLink: lambda request: store.link(request.path, request.new_path),
-            ask.Symlink: lambda request: store.symlink(request.path, request.target),
-            ask.Readlink: lambda request: ask.ReadlinkReply(store.readlink(request.path)),
-            ask.Open: self._open,
-            ask.Truncate: self._truncate,
-            ask.Sync: self._sync,
-            ask.PunchHole: self._punch_hole,
-            ask.Statfs: lambda _request: store.statfs(),
-            ask.Chmod: lambda request: store.chmod(request.path, request.mode),
-            ask.Utimens: lambda request: store.utimens(
+            messages.HardLink: lambda request: store.link(request.path, request.new_path),
+            messages.Symlink: lambda request: store.symlink(request.path, request.target),
+            messages.Readlink: lambda request: messages.ReadlinkReply(store.readlink(request.path)),
+            messages.Open: self._open,
+            messages.Truncate: self._truncate,
+            messages.Sync: self._sync,
+            messages.PunchHole: self._punch_hole,
+            messages.Statfs: lambda _request: store.statfs(),
+            messages.Chmod: lambda request: store.chmod(request.path, request.mode),
+            messages.Utimens: lambda request: store.utimens(
                 request.path,
                 access_time_ns=request.access_time_ns,
                 modification_time_ns=request.modification_time_ns,
             ),
-            ask.ReadStatistics: lambda _request: ask.StatisticsReply(dict(store.native.counters())),
+            messages.ReadStatistics: lambda _request: messages.StatisticsReply(dict(store.native.counters())),
         }
 
     def start(self, data_fd: int) -> None:
@@ -94,7 +94,7 @@ class RequestHandler:
         self._handlers.clear()
 
     def _execute(self, request: Request, descriptors: list[int]) -> object:
-        if isinstance(request, ask.Adopt):
+        if isinstance(request, messages.Adopt):
             if len(descriptors) != 1:
                 raise OSError(errno.EBADF, f"adopt needs exactly one descriptor, not {len(descriptors)}")
             return self._add(self._store.adopt(descriptors[0], read=request.read, write=request.write))
@@ -102,15 +102,15 @@ class RequestHandler:
         if handler is None:
             raise OSError(errno.EPROTO, "hello and attach are only valid as the first request of a connection")
         reply = handler(request)
-        return ask.Done() if reply is None else reply
+        return messages.Done() if reply is None else reply
 
-    def _add(self, file: Any) -> ask.OpenReply:  # noqa: ANN401 - native object.
+    def _add(self, file: Any) -> messages.OpenReply:  # noqa: ANN401 - native object.
         if len(self._files) >= self._handles_max:
             raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
         self._handles += 1
         self._files[self._handles] = file
         self._native.add_file(self._handles, file)
-        return ask.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
+        return messages.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
 
     def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
         try:
@@ -124,7 +124,7 @@ class RequestHandler:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")
         return file
 
-    def _open(self, request: ask.Open) -> ask.OpenReply:
+    def _open(self, request: messages.Open) -> messages.OpenReply:
         if not (request.read or request.write) or (request.truncate and not request.write):
             raise OSError(errno.EINVAL, "open needs read or write, and truncate needs write")
         flags = os.O_RDWR if request.read and request.write else os.O_WRONLY if request.write else os.O_RDONLY
@@ -133,17 +133,17 @@ class RequestHandler:
         flags |= os.O_TRUNC if request.truncate else 0
         return self._add(self._store.open(request.path, flags=flags, mode=request.mode))
 
-    def _close(self, request: ask.Close) -> None:
+    def _close(self, request: messages.Close) -> None:
         self._file(request.handle)
         del self._files[request.handle]
         self._native.remove_file(request.handle)
 
-    def _stat(self, request: ask.Stat) -> ask.FileStat:
+    def _stat(self, request: messages.Stat) -> messages.FileStat:
         if request.handle is not None:
             return file_stat(os.fstat(self._file(request.handle).fd))
         return self._store.stat(request.path or "")
 
-    def _truncate(self, request: ask.Truncate) -> ask.FileStat:
+    def _truncate(self, request: messages.Truncate) -> messages.FileStat:
         if request.handle is not None:
             file = self._writable(request.handle)
         else:
@@ -151,14 +151,14 @@ class RequestHandler:
         file.truncate(request.size_bytes)
         return file_stat(os.fstat(file.fd))
 
-    def _sync(self, request: ask.Sync) -> None:
+    def _sync(self, request: messages.Sync) -> None:
         descriptor = self._file(request.handle).fd
         if request.data_only:
             os.fdatasync(descriptor)
         else:
             os.fsync(descriptor)
 
-    def _punch_hole(self, request: ask.PunchHole) -> None:
+    def _punch_hole(self, request: messages.PunchHole) -> None:
         file = self._writable(request.handle)
         for begin, end in request.ranges:
             file.punch(begin, end)

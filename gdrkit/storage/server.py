@@ -19,7 +19,7 @@ import gdrkit
 from gdrkit.children import join_threads
 from gdrkit.errors import GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage._native import engine
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.control import Request, pack_error, pack_reply, parse_request
@@ -125,10 +125,10 @@ class StorageServer:
             raise
         work: Callable[[], None]
         match request:
-            case ask.StorageHello():
+            case messages.StorageHello():
                 self._check_hello(connection, sequence, request)
                 work = partial(self._serve_session, connection, request, sequence)
-            case ask.Attach():
+            case messages.Attach():
                 session = self._find_session(connection, sequence, request)
                 work = partial(self._attach, connection, session, sequence)
             case _:
@@ -158,16 +158,16 @@ class StorageServer:
             with self._lock:
                 self._threads.pop(threading.current_thread(), None)
 
-    def _check_hello(self, connection: ControlConnection, sequence: int, hello: ask.StorageHello) -> None:
-        if hello.version != ask.PROTOCOL_VERSION:
-            text = f"the protocol version must be {ask.PROTOCOL_VERSION}, not {hello.version}"
+    def _check_hello(self, connection: ControlConnection, sequence: int, hello: messages.StorageHello) -> None:
+        if hello.version != messages.PROTOCOL_VERSION:
+            text = f"the protocol version must be {messages.PROTOCOL_VERSION}, not {hello.version}"
             self._refuse(connection, sequence, errno.EPROTONOSUPPORT, text)
         # The comparison takes constant time, so that its duration reveals nothing about the token.
         token = (hello.token or "").encode("utf-8", "surrogatepass")
         if not connection.is_unix and not hmac.compare_digest(token, self._store.token.encode()):
             self._refuse(connection, sequence, errno.EACCES, "the token is not that of this store")
 
-    def _find_session(self, connection: ControlConnection, sequence: int, request: ask.Attach) -> RequestHandler:
+    def _find_session(self, connection: ControlConnection, sequence: int, request: messages.Attach) -> RequestHandler:
         with self._lock:
             # The secret has 256 random bits, so the duration of the search reveals nothing useful.
             session = self._sessions.get(request.session)
@@ -181,16 +181,16 @@ class StorageServer:
         connection: ControlConnection, sequence: int, number: int, message: str, *, logged: str = ""
     ) -> NoReturn:
         """Reply with an error and raise. The log gets `logged` if the message contains text of the client."""
-        connection.send(FrameType.CONTROL_REPLY, pack_error(ask.ErrorReply(number, message)), sequence=sequence)
+        connection.send(FrameType.CONTROL_REPLY, pack_error(messages.ErrorReply(number, message)), sequence=sequence)
         raise ConnectionRefused(logged or message)
 
     @staticmethod
     def _attach(connection: ControlConnection, session: RequestHandler, sequence: int) -> None:
-        connection.send(FrameType.CONTROL_REPLY, pack_reply(ask.Done()), sequence=sequence)
+        connection.send(FrameType.CONTROL_REPLY, pack_reply(messages.Done()), sequence=sequence)
         connection.set_timeout(None)
         session.start(connection.detach_descriptor())
 
-    def _serve_session(self, connection: ControlConnection, hello: ask.StorageHello, sequence: int) -> None:
+    def _serve_session(self, connection: ControlConnection, hello: messages.StorageHello, sequence: int) -> None:
         secret = secrets.token_hex(32)
         self._end_replaced(hello.replaces)
         try:
@@ -204,7 +204,7 @@ class StorageServer:
                 length_bytes_max=LENGTH_BYTES_MAX,
             )
         except OSError as error:
-            reply = ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error))
+            reply = messages.ErrorReply(error.errno or errno.EIO, str(error.strerror or error))
             connection.send(FrameType.CONTROL_REPLY, pack_error(reply), sequence=sequence)
             _LOG.warning("a session was refused: %s", reply.message)
             return
@@ -212,12 +212,12 @@ class StorageServer:
         try:
             with self._lock:
                 self._sessions[secret] = requests
-            hello_reply = ask.HelloReply(
-                version=ask.PROTOCOL_VERSION,
+            hello_reply = messages.HelloReply(
+                version=messages.PROTOCOL_VERSION,
                 server=f"gdrkit {gdrkit.__version__}",
                 session=secret,
                 lanes=tuple(native.endpoints),
-                limits=ask.SessionLimits(
+                limits=messages.SessionLimits(
                     outstanding_max=OUTSTANDING_MAX,
                     length_bytes_max=LENGTH_BYTES_MAX,
                     checksum_given_bytes_max=engine().CHECKSUM_GIVEN_BYTES_MAX,
@@ -260,11 +260,11 @@ class StorageServer:
                 request: Request = parse_request(payload)
                 reply = pack_reply(requests.execute(request, connection.descriptors))
             except OSError as error:
-                reply = pack_error(ask.ErrorReply(error.errno or errno.EIO, str(error.strerror or error)[:1000]))
+                reply = pack_error(messages.ErrorReply(error.errno or errno.EIO, str(error.strerror or error)[:1000]))
             except UsageError as error:
                 if error.reason is not Reason.BAD_ARGUMENT:
                     raise
-                reply = pack_error(ask.ErrorReply(errno.EINVAL, error.message[:1000]))
+                reply = pack_error(messages.ErrorReply(errno.EINVAL, error.message[:1000]))
             connection.send(FrameType.CONTROL_REPLY, reply, sequence=sequence)
 
     def __enter__(self) -> Self:

@@ -157,7 +157,7 @@ def test_session_limit_is_64(service: Service, nic: Nic) -> None:
 
 OTHER_USER = """
 import socket, sys
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.control import pack_request
@@ -167,7 +167,7 @@ if sys.argv[2] == "other":
     become_unprivileged()
 connection = ControlConnection(ServerAddress.parse("unix:" + sys.argv[1]).connect(10))
 try:
-    connection.send(FrameType.CONTROL_REQUEST, pack_request(ask.Statfs()), sequence=1)
+    connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Statfs()), sequence=1)
     print("ended" if connection.receive(FrameType.CONTROL_REPLY) is None else "answered")
 except (BrokenPipeError, ConnectionResetError):
     print("ended")

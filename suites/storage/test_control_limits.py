@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gdrkit.errors import Api, Reason, UsageError
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage.control import (
     REQUESTS,
     operation_of,
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 LANE: dict[str, int | str] = {"qp_number": 1}
 TEXT_MAX = 4096
 EVERY_OPERATION: dict[str, Request] = {
-    "hello": ask.StorageHello(1, "client", (LANE,), token="secret", replaces="other"),  # noqa: S106 - not a password.
-    "attach": ask.Attach("session"),
-    "open": ask.Open("a", read=False, write=True, create=True, truncate=True, exclusive=True, mode=0o600),
-    "adopt": ask.Adopt(read=False, write=True),
-    "close": ask.Close(1),
-    "stat": ask.Stat(handle=1),
-    "list": ask.List("a", "b"),
-    "mkdir": ask.Mkdir("a", 0o700),
-    "rmdir": ask.Rmdir("a"),
-    "unlink": ask.Unlink("a"),
-    "rename": ask.Rename("a", "b", exclusive=True),
-    "link": ask.HardLink("a", "b"),
-    "symlink": ask.Symlink("a", "b"),
-    "readlink": ask.Readlink("a"),
-    "truncate": ask.Truncate(1, handle=1),
-    "sync": ask.Sync(1, data_only=True),
-    "punch_hole": ask.PunchHole(1, ((1, 1), (2, 3))),
-    "statfs": ask.Statfs(),
-    "chmod": ask.Chmod("a", 0o7777),
-    "utimens": ask.Utimens("a", 1, -1),
-    "statistics": ask.ReadStatistics(),
+    "hello": messages.StorageHello(1, "client", (LANE,), token="secret", replaces="other"),  # noqa: S106 - not a password.
+    "attach": messages.Attach("session"),
+    "open": messages.Open("a", read=False, write=True, create=True, truncate=True, exclusive=True, mode=0o600),
+    "adopt": messages.Adopt(read=False, write=True),
+    "close": messages.Close(1),
+    "stat": messages.Stat(handle=1),
+    "list": messages.List("a", "b"),
+    "mkdir": messages.Mkdir("a", 0o700),
+    "rmdir": messages.Rmdir("a"),
+    "unlink": messages.Unlink("a"),
+    "rename": messages.Rename("a", "b", exclusive=True),
+    "link": messages.HardLink("a", "b"),
+    "symlink": messages.Symlink("a", "b"),
+    "readlink": messages.Readlink("a"),
+    "truncate": messages.Truncate(1, handle=1),
+    "sync": messages.Sync(1, data_only=True),
+    "punch_hole": messages.PunchHole(1, ((1, 1), (2, 3))),
+    "statfs": messages.Statfs(),
+    "chmod": messages.Chmod("a", 0o7777),
+    "utimens": messages.Utimens("a", 1, -1),
+    "statistics": messages.ReadStatistics(),
 }
 
 
@@ -72,7 +72,7 @@ def test_every_operation_is_listed() -> None:
 
 @pytest.mark.parametrize(
     ("field", "length_max"),
-    [("client", 256), ("token", ask.TOKEN_CHARACTERS_MAX), ("replaces", 64)],
+    [("client", 256), ("token", messages.TOKEN_CHARACTERS_MAX), ("replaces", 64)],
 )
 def test_text_of_a_hello_has_a_limit(field: str, length_max: int) -> None:
     for length in (length_max, length_max + 1):
@@ -85,45 +85,50 @@ def test_text_of_a_hello_has_a_limit(field: str, length_max: int) -> None:
 
 
 def test_session_and_path_have_limits() -> None:
-    assert parse_request(pack_request(ask.Attach("x" * 64))) == ask.Attach("x" * 64)
-    assert refused(pack_request(ask.Attach("x" * 65))) is Reason.MALFORMED
-    assert parse_request(pack_request(ask.Stat("x" * TEXT_MAX))) == ask.Stat("x" * TEXT_MAX)
-    assert refused(pack_request(ask.Stat("x" * (TEXT_MAX + 1)))) is Reason.MALFORMED
+    assert parse_request(pack_request(messages.Attach("x" * 64))) == messages.Attach("x" * 64)
+    assert refused(pack_request(messages.Attach("x" * 65))) is Reason.MALFORMED
+    assert parse_request(pack_request(messages.Stat("x" * TEXT_MAX))) == messages.Stat("x" * TEXT_MAX)
+    assert refused(pack_request(messages.Stat("x" * (TEXT_MAX + 1)))) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("field", ["server", "session"])
 def test_text_of_a_hello_reply_has_a_limit(field: str) -> None:
     length_max = {"server": 256, "session": 64}[field]
-    limits = ask.SessionLimits(1, 1, 1, 1, 1)
+    limits = messages.SessionLimits(1, 1, 1, 1, 1)
     for length in (length_max, length_max + 1):
         texts = {"server": "s", "session": "s", field: "x" * length}
-        payload = pack_reply(ask.HelloReply(version=1, lanes=(LANE,), limits=limits, chunk_bytes=4096, **texts))
+        payload = pack_reply(messages.HelloReply(version=1, lanes=(LANE,), limits=limits, chunk_bytes=4096, **texts))
         if length == length_max:
-            reply = parse_reply(payload, ask.HelloReply)
-            assert isinstance(reply, ask.HelloReply)
+            reply = parse_reply(payload, messages.HelloReply)
+            assert isinstance(reply, messages.HelloReply)
             assert getattr(reply, field) == "x" * length
         else:
             with pytest.raises(UsageError, match=f"{length} characters"):
-                parse_reply(payload, ask.HelloReply)
+                parse_reply(payload, messages.HelloReply)
 
 
 def test_message_of_an_error_reply_has_a_limit() -> None:
-    longest = ask.ErrorReply(errno.EIO, "x" * TEXT_MAX)
-    assert parse_reply(pack_error(longest), ask.Done) == longest
+    longest = messages.ErrorReply(errno.EIO, "x" * TEXT_MAX)
+    assert parse_reply(pack_error(longest), messages.Done) == longest
     with pytest.raises(UsageError):
-        parse_reply(pack_error(ask.ErrorReply(errno.EIO, "x" * (TEXT_MAX + 1))), ask.Done)
+        parse_reply(pack_error(messages.ErrorReply(errno.EIO, "x" * (TEXT_MAX + 1))), messages.Done)
 
 
 def test_zero_character_is_refused_in_every_text() -> None:
-    for request in (ask.Stat("a\0"), ask.Rename("a", "\0"), ask.Attach("\0"), ask.StorageHello(1, "a\0", (LANE,))):
+    for request in (
+        messages.Stat("a\0"),
+        messages.Rename("a", "\0"),
+        messages.Attach("\0"),
+        messages.StorageHello(1, "a\0", (LANE,)),
+    ):
         assert refused(pack_request(request)) is Reason.MALFORMED
     with pytest.raises(UsageError):
-        parse_reply(pack_reply(ask.ReadlinkReply("a\0b")), ask.ReadlinkReply)
+        parse_reply(pack_reply(messages.ReadlinkReply("a\0b")), messages.ReadlinkReply)
 
 
-@pytest.mark.parametrize("count", [0, 1, ask.LANES_MAX, ask.LANES_MAX + 1])
+@pytest.mark.parametrize("count", [0, 1, messages.LANES_MAX, messages.LANES_MAX + 1])
 def test_hello_has_1_to_16_lanes(count: int) -> None:
-    payload = pack_request(ask.StorageHello(1, "a", (LANE,) * count))
+    payload = pack_request(messages.StorageHello(1, "a", (LANE,) * count))
     if 1 <= count <= 16:
         parse_request(payload)
     else:
@@ -132,7 +137,7 @@ def test_hello_has_1_to_16_lanes(count: int) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 1025])
 def test_punch_hole_has_1_to_1024_ranges(count: int) -> None:
-    payload = pack_request(ask.PunchHole(1, ((0, 1),) * count))
+    payload = pack_request(messages.PunchHole(1, ((0, 1),) * count))
     if 1 <= count <= 1024:
         parse_request(payload)
     else:
@@ -141,11 +146,11 @@ def test_punch_hole_has_1_to_1024_ranges(count: int) -> None:
 
 @pytest.mark.parametrize("given", [(), (1,), (1, 2, 3), (2, 1)])
 def test_range_without_begin_and_end_is_refused(given: tuple[int, ...]) -> None:
-    assert refused(pack_request(ask.PunchHole(1, ((0, 1), given)))) is Reason.MALFORMED
+    assert refused(pack_request(messages.PunchHole(1, ((0, 1), given)))) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("kind", [ask.Stat, lambda **of: ask.Truncate(1, **of)])
-def test_exactly_one_of_path_and_handle_is_given(kind: type[ask.Stat]) -> None:
+@pytest.mark.parametrize("kind", [messages.Stat, lambda **of: messages.Truncate(1, **of)])
+def test_exactly_one_of_path_and_handle_is_given(kind: type[messages.Stat]) -> None:
     for one in ({"path": "a"}, {"path": ""}, {"handle": 0}):
         request = kind(**one)
         assert parse_request(pack_request(request)) == request
@@ -155,13 +160,13 @@ def test_exactly_one_of_path_and_handle_is_given(kind: type[ask.Stat]) -> None:
 
 def test_rename_is_exclusive_or_an_exchange() -> None:
     for exclusive, exchange in ((False, False), (True, False), (False, True)):
-        request = ask.Rename("a", "b", exclusive=exclusive, exchange=exchange)
+        request = messages.Rename("a", "b", exclusive=exclusive, exchange=exchange)
         assert parse_request(pack_request(request)) == request
-    assert refused(pack_request(ask.Rename("a", "b", exclusive=True, exchange=True))) is Reason.MALFORMED
+    assert refused(pack_request(messages.Rename("a", "b", exclusive=True, exchange=True))) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("kind", [ask.Open, ask.Mkdir, ask.Chmod])
-def test_mode_has_at_most_12_bits(kind: type[ask.Chmod]) -> None:
+@pytest.mark.parametrize("kind", [messages.Open, messages.Mkdir, messages.Chmod])
+def test_mode_has_at_most_12_bits(kind: type[messages.Chmod]) -> None:
     request = kind("a", mode=0o7777)
     assert parse_request(pack_request(request)) == request
     assert refused(pack_request(kind("a", mode=0o10000))) is Reason.MALFORMED
@@ -176,15 +181,15 @@ def test_times_of_a_file_may_be_negative(field: str) -> None:
 
 
 def test_other_numbers_are_not_negative() -> None:
-    assert parse_request(pack_request(ask.Close(0))) == ask.Close(0)
-    assert refused(pack_request(ask.Close(-1))) is Reason.MALFORMED
+    assert parse_request(pack_request(messages.Close(0))) == messages.Close(0)
+    assert refused(pack_request(messages.Close(-1))) is Reason.MALFORMED
     with pytest.raises(UsageError):
-        parse_reply(b'{"ok":{"counters":{"a":-1}}}', ask.StatisticsReply)
+        parse_reply(b'{"ok":{"counters":{"a":-1}}}', messages.StatisticsReply)
 
 
 def test_change_time_of_a_reply_may_be_negative() -> None:
-    file_stat = ask.FileStat(1, 1, 1, 1, 1, 1, 1, -1, -2, -3)
-    assert parse_reply(pack_reply(file_stat), ask.FileStat) == file_stat
+    file_stat = messages.FileStat(1, 1, 1, 1, 1, 1, 1, -1, -2, -3)
+    assert parse_reply(pack_reply(file_stat), messages.FileStat) == file_stat
 
 
 def test_operation_that_is_no_text_is_refused() -> None:
@@ -193,17 +198,17 @@ def test_operation_that_is_no_text_is_refused() -> None:
 
 
 def test_largest_control_message_is_64_kib() -> None:
-    rest = len(pack_reply(ask.ReadlinkReply("")))
-    assert len(pack_reply(ask.ReadlinkReply("x" * (CONTROL_BYTES_MAX - rest)))) == CONTROL_BYTES_MAX == 65536
+    rest = len(pack_reply(messages.ReadlinkReply("")))
+    assert len(pack_reply(messages.ReadlinkReply("x" * (CONTROL_BYTES_MAX - rest)))) == CONTROL_BYTES_MAX == 65536
     with pytest.raises(UsageError, match=f"at most 65536 bytes, not {CONTROL_BYTES_MAX + 1}"):
-        pack_reply(ask.ReadlinkReply("x" * (CONTROL_BYTES_MAX - rest + 1)))
+        pack_reply(messages.ReadlinkReply("x" * (CONTROL_BYTES_MAX - rest + 1)))
 
 
 def test_control_messages_are_ascii_without_blanks() -> None:
-    payload = pack_request(ask.Symlink("ä", "\udcff"))
+    payload = pack_request(messages.Symlink("ä", "\udcff"))
     assert payload == b'{"op":"symlink","path":"\\u00e4","target":"\\udcff"}'
-    assert pack_reply(ask.Done()) == b'{"ok":{}}'
-    assert pack_error(ask.ErrorReply(5, "no")) == b'{"error":{"errno":5,"message":"no"}}'
+    assert pack_reply(messages.Done()) == b'{"ok":{}}'
+    assert pack_error(messages.ErrorReply(5, "no")) == b'{"error":{"errno":5,"message":"no"}}'
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import gdrkit
 from gdrkit.errors import ApiError
 from gdrkit.harness.needs import needs, verbs
-from gdrkit.storage import messages as ask
+from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.control import pack_request, parse_reply
@@ -28,19 +28,19 @@ pytestmark = needs(verbs.nic())
 
 def refused(client: StorageClient, request: Request) -> int | None:
     with pytest.raises(ApiError) as error:
-        client.request(request, ask.Done)
+        client.request(request, messages.Done)
     return error.value.errno
 
 
-def first_reply(service: Service, request: Request) -> ask.ErrorReply:
+def first_reply(service: Service, request: Request) -> messages.ErrorReply:
     """Send a request as the first of a new connection, and return the error that the server replies with."""
     connection = ControlConnection(ServerAddress.parse(service.address).connect(10))
     try:
         connection.send(FrameType.CONTROL_REQUEST, pack_request(request), sequence=3)
         received = connection.receive(FrameType.CONTROL_REPLY)
         assert received is not None
-        reply = parse_reply(received[0], ask.Done)
-        assert isinstance(reply, ask.ErrorReply)
+        reply = parse_reply(received[0], messages.Done)
+        assert isinstance(reply, messages.ErrorReply)
         assert received[1] == 3
         return reply
     finally:
@@ -57,49 +57,49 @@ def test_client_knows_the_limits_of_the_server(client: StorageClient) -> None:
 
 
 def test_first_request_must_begin_a_session(service: Service) -> None:
-    reply = first_reply(service, ask.Statfs())
+    reply = first_reply(service, messages.Statfs())
     assert (reply.errno, reply.message) == (errno.EPROTO, "the first request must be hello or attach")
 
 
 def test_hello_of_another_version_is_refused(service: Service) -> None:
     for version in (0, 2):
-        reply = first_reply(service, ask.StorageHello(version, "a", ({"qp_number": 1},), token=service.token()))
+        reply = first_reply(service, messages.StorageHello(version, "a", ({"qp_number": 1},), token=service.token()))
         assert reply.errno == errno.EPROTONOSUPPORT
         assert f"not {version}" in reply.message
 
 
 def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) -> None:
-    assert refused(client, ask.Attach("0" * 64)) == errno.EPROTO
-    assert refused(client, ask.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
+    assert refused(client, messages.Attach("0" * 64)) == errno.EPROTO
+    assert refused(client, messages.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
     assert client.list_folder() == ()
 
 
 def test_open_without_access_or_with_odd_truncate_is_einval(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
-    assert refused(client, ask.Open("file", read=False, write=False)) == errno.EINVAL
-    assert refused(client, ask.Open("file", truncate=True)) == errno.EINVAL
+    assert refused(client, messages.Open("file", read=False, write=False)) == errno.EINVAL
+    assert refused(client, messages.Open("file", truncate=True)) == errno.EINVAL
     assert (service.root / "file").read_bytes() == b"content"
 
 
 def test_open_flags_are_those_of_the_request(service: Service, client: StorageClient) -> None:
-    assert refused(client, ask.Open("file", write=True)) == errno.ENOENT
+    assert refused(client, messages.Open("file", write=True)) == errno.ENOENT
     # exclusive alone does not create a file, and does not mind an existing one.
-    assert refused(client, ask.Open("file", write=True, exclusive=True)) == errno.ENOENT
-    client.request(ask.Open("file", write=True, create=True), ask.OpenReply)
-    client.request(ask.Open("file", write=True, exclusive=True), ask.OpenReply)
-    assert refused(client, ask.Open("file", write=True, create=True, exclusive=True)) == errno.EEXIST
+    assert refused(client, messages.Open("file", write=True, exclusive=True)) == errno.ENOENT
+    client.request(messages.Open("file", write=True, create=True), messages.OpenReply)
+    client.request(messages.Open("file", write=True, exclusive=True), messages.OpenReply)
+    assert refused(client, messages.Open("file", write=True, create=True, exclusive=True)) == errno.EEXIST
     (service.root / "file").write_bytes(b"content")
-    opened = client.request(ask.Open("file", write=True), ask.OpenReply)
+    opened = client.request(messages.Open("file", write=True), messages.OpenReply)
     assert opened.stat.size_bytes == 7
-    opened = client.request(ask.Open("file", write=True, truncate=True), ask.OpenReply)
+    opened = client.request(messages.Open("file", write=True, truncate=True), messages.OpenReply)
     assert opened.stat.size_bytes == 0
 
 
 def test_handles_are_counted_and_not_used_again(client: StorageClient) -> None:
     client.open("file", write=True, create=True).close()
-    opened = [client.request(ask.Open("file"), ask.OpenReply).handle for _ in range(2)]
-    client.request(ask.Close(opened[0]), ask.Done)
-    opened.append(client.request(ask.Open("file"), ask.OpenReply).handle)
+    opened = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(2)]
+    client.request(messages.Close(opened[0]), messages.Done)
+    opened.append(client.request(messages.Open("file"), messages.OpenReply).handle)
     assert opened == [2, 3, 4]
 
 
@@ -107,40 +107,40 @@ def test_handle_that_is_not_open_is_ebadf(client: StorageClient) -> None:
     client.open("file", write=True, create=True).close()
     for handle in (0, 1, 2):
         for request in (
-            ask.Close(handle),
-            ask.Stat(handle=handle),
-            ask.Truncate(1, handle=handle),
-            ask.Sync(handle),
-            ask.PunchHole(handle, ((0, 1),)),
+            messages.Close(handle),
+            messages.Stat(handle=handle),
+            messages.Truncate(1, handle=handle),
+            messages.Sync(handle),
+            messages.PunchHole(handle, ((0, 1),)),
         ):
             assert refused(client, request) == errno.EBADF
 
 
 def test_handle_for_reading_changes_nothing(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
-    reading = client.request(ask.Open("file"), ask.OpenReply).handle
-    assert refused(client, ask.Truncate(1, handle=reading)) == errno.EBADF
-    assert refused(client, ask.PunchHole(reading, ((0, 4),))) == errno.EBADF
-    client.request(ask.Sync(reading), ask.Done)
+    reading = client.request(messages.Open("file"), messages.OpenReply).handle
+    assert refused(client, messages.Truncate(1, handle=reading)) == errno.EBADF
+    assert refused(client, messages.PunchHole(reading, ((0, 4),))) == errno.EBADF
+    client.request(messages.Sync(reading), messages.Done)
     assert (service.root / "file").read_bytes() == b"content"
 
 
 def test_stat_and_truncate_work_by_path_and_by_handle(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
-    handle = client.request(ask.Open("file", write=True), ask.OpenReply).handle
-    by_handle = client.request(ask.Stat(handle=handle), ask.FileStat)
-    assert by_handle == client.request(ask.Stat("file"), ask.FileStat)
+    handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
+    by_handle = client.request(messages.Stat(handle=handle), messages.FileStat)
+    assert by_handle == client.request(messages.Stat("file"), messages.FileStat)
     assert (by_handle.size_bytes, by_handle.inode) == (7, (service.root / "file").stat().st_ino)
-    assert client.request(ask.Truncate(3, handle=handle), ask.FileStat).size_bytes == 3
-    assert client.request(ask.Truncate(5, path="file"), ask.FileStat).size_bytes == 5
+    assert client.request(messages.Truncate(3, handle=handle), messages.FileStat).size_bytes == 3
+    assert client.request(messages.Truncate(5, path="file"), messages.FileStat).size_bytes == 5
     assert (service.root / "file").read_bytes() == b"con\0\0"
-    assert client.request(ask.Stat(""), ask.FileStat).inode == service.root.stat().st_ino
+    assert client.request(messages.Stat(""), messages.FileStat).inode == service.root.stat().st_ino
 
 
 def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"x" * 16384)
-    handle = client.request(ask.Open("file", write=True), ask.OpenReply).handle
-    client.request(ask.PunchHole(handle, ((1, 3), (4096, 8192), (16000, 20000))), ask.Done)
+    handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
+    client.request(messages.PunchHole(handle, ((1, 3), (4096, 8192), (16000, 20000))), messages.Done)
     expected = bytearray(b"x" * 16384)
     for begin, end in ((1, 3), (4096, 8192), (16000, 16384)):
         expected[begin:end] = bytes(end - begin)
@@ -149,18 +149,18 @@ def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -
 
 @pytest.mark.parametrize("data_only", [False, True])
 def test_sync_of_a_handle_succeeds(client: StorageClient, *, data_only: bool) -> None:
-    handle = client.request(ask.Open("file", write=True, create=True), ask.OpenReply).handle
-    client.request(ask.Sync(handle, data_only=data_only), ask.Done)
+    handle = client.request(messages.Open("file", write=True, create=True), messages.OpenReply).handle
+    client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 
 
 def test_adopt_takes_exactly_one_descriptor(service: Service, client: StorageClient) -> None:
     # Over TCP no descriptor can come with the request.
-    assert refused(client, ask.Adopt()) == errno.EBADF
+    assert refused(client, messages.Adopt()) == errno.EBADF
     assert client.list_folder() == ()
     assert [each.name for each in service.root.iterdir()] == [".gdrkit"]
 
 
 def test_error_reply_names_the_cause(client: StorageClient) -> None:
     with pytest.raises(ApiError, match="No such file or directory") as error:
-        client.request(ask.Stat("missing"), ask.FileStat)
+        client.request(messages.Stat("missing"), messages.FileStat)
     assert (error.value.errno, error.value.operation) == (errno.ENOENT, "stat")
