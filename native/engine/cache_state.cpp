@@ -35,7 +35,7 @@ const std::uint64_t page_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE
 std::atomic<bool> has_cachestat{true};
 
 Residency residency_of_counts(std::uint64_t cached, std::uint64_t pages) {
-    const Cached state = cached >= pages ? Cached::all : cached == 0 ? Cached::none : Cached::some;
+    const CacheState state = cached >= pages ? CacheState::all : cached == 0 ? CacheState::none : CacheState::some;
     return {.state = state, .cached_pages = std::min(cached, pages), .pages = pages};
 }
 
@@ -45,7 +45,7 @@ std::uint64_t pages_of(std::uint64_t offset, std::uint64_t length) {
 
 } // namespace
 
-Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length) {
+Residency query_residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t pages = pages_of(offset, length);
     const std::uint64_t begin = offset / page_bytes * page_bytes;
     void* const mapping = mmap(nullptr, pages * page_bytes, PROT_READ, MAP_SHARED, fd, static_cast<off_t>(begin));
@@ -62,7 +62,7 @@ Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t lengt
     return residency_of_counts(static_cast<std::uint64_t>(cached), pages);
 }
 
-Residency residency(int fd, std::uint64_t offset, std::uint64_t length) {
+Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
     if (has_cachestat.load(std::memory_order_relaxed)) {
         Range range{offset, length};
         Counts counts{};
@@ -74,7 +74,7 @@ Residency residency(int fd, std::uint64_t offset, std::uint64_t length) {
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }
-    return residency_by_mincore(fd, offset, length);
+    return query_residency_by_mincore(fd, offset, length);
 }
 
 } // namespace gdrkit::engine

@@ -5,20 +5,20 @@
 
 namespace gdrkit::engine {
 
-enum class Cached { all, some, none };
+enum class CacheState { all, some, none };
 
 struct Residency {
-    Cached state = Cached::none;
+    CacheState state = CacheState::none;
     std::uint64_t cached_pages = 0;
     std::uint64_t pages = 0;
 };
 
-// Returns how much of a range is cached, by cachestat(2) (Linux 6.5), or by mincore(2) of a mapping on older kernels.
-// If neither works, the range counts as cached, because a buffered read is always correct. `length` must be above 0,
-// and the range must end inside the file.
-Residency residency(int fd, std::uint64_t offset, std::uint64_t length);
+// Returns how much of a range is in the page cache. Uses cachestat(2) (Linux 6.5 and newer), else mincore(2) of a
+// mapping. If neither works, the range counts as cached, because a buffered read is always correct. `length` must be
+// above 0, and the range must end inside the file.
+Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length);
 
-// Returns the same by mincore only.
-Residency residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length);
+// Like query_residency, but uses only mincore(2).
+Residency query_residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t length);
 
 } // namespace gdrkit::engine

@@ -60,7 +60,7 @@ std::size_t CoalescedCopies::take_buffer() {
             return buffer;
         }
         if (submitted_.empty()) {
-            changed_.wait(lock); // Other workers still fill all buffers, or wait for their copies.
+            changed_.wait(lock); // Every buffer is being filled or completed by another worker.
             continue;
         }
         lock.unlock();
@@ -92,25 +92,25 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     Job& job = *copy->chunk_.job;
     std::uint64_t expected = 0;
     for (const IoResult& each : copy->results_) {
-        part.done += each.bytes;
+        part.done_bytes += each.bytes;
         expected = std::min(expected + copy->slice_bytes_, part.length);
         if (each.failure) {
             job.fail(part.extent, *each.failure);
         }
-        if (part.done < expected) {
-            break; // Bytes behind a gap do not count.
+        if (part.done_bytes < expected) {
+            break; // The bytes after a short slice are not copied.
         }
     }
     CopyStream* stream = nullptr;
     try {
         stream = &stream_of(job.device());
-        if (part.done != 0) {
-            stream->to_device(job.extent(part).address + part.extent_offset, copy->memory_, part.done);
+        if (part.done_bytes != 0) {
+            stream->to_device(job.extent(part).address + part.extent_offset, copy->memory_, part.done_bytes);
         }
         stream->record(copy->buffer_index_);
     } catch (const Error& error) {
         job.fail(part.extent, error.failure());
-        part.done = 0;
+        part.done_bytes = 0;
         if (stream != nullptr) {
             stream->drain();
         }
@@ -123,7 +123,7 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     changed_.notify_one();
 }
 
-bool CoalescedCopies::complete_oldest(bool waits) {
+bool CoalescedCopies::complete_oldest(bool is_blocking) {
     if (!is_any_submitted()) {
         return false;
     }
@@ -135,7 +135,7 @@ bool CoalescedCopies::complete_oldest(bool waits) {
             return false;
         }
         const CoalescedCopy& oldest = *submitted_.front();
-        if (!waits) {
+        if (!is_blocking) {
             try {
                 const CopyStream& stream = *streams_.at(oldest.chunk_.job->device());
                 stream.make_current();
@@ -171,7 +171,7 @@ void CoalescedCopies::finish(CoalescedCopy& copy, const std::optional<Failure>& 
         stream.wait(copy.buffer_index_);
     } catch (const Error& error) {
         job.fail(part.extent, error.failure());
-        part.done = 0;
+        part.done_bytes = 0;
         // The copy may still run although the call failed. It must end before another worker fills the buffer.
         stream.drain();
     }

@@ -52,7 +52,7 @@ public:
     CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
 
     // True while a worker opens a coalesced copy. The other workers then wait for its slices and open no copy.
-    std::atomic<bool>& opening() noexcept { return opening_; }
+    std::atomic<bool>& is_opening() noexcept { return is_opening_; }
     // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. Throws Error if there is no
     // device; the chunk is then unchanged.
     std::shared_ptr<CoalescedCopy> open(Chunk& chunk);
@@ -60,8 +60,9 @@ public:
     void fill(const Chunk& chunk);
     // Returns whether a copy was submitted to a device and is not completed.
     bool is_any_submitted() const noexcept { return submitted_count_.load(std::memory_order_relaxed) != 0; }
-    // Completes the oldest submitted copy. Returns false if there is none, or if it is not done and `waits` is false.
-    bool complete_oldest(bool waits);
+    // Completes the oldest submitted copy. Returns false if there is none, or if it is not done and `is_blocking` is
+    // false.
+    bool complete_oldest(bool is_blocking);
     // Destroys streams and events. No copy may be in progress.
     void close();
 
@@ -79,7 +80,7 @@ private:
     Staging& staging_;
     std::byte* const slab_;
     const Tuning tuning_;
-    std::atomic<bool> opening_{false};
+    std::atomic<bool> is_opening_{false};
     std::atomic<std::size_t> submitted_count_{0};
     std::mutex mutex_;
     std::condition_variable changed_;

@@ -9,7 +9,7 @@ namespace {
 
 // Number of queries before the thread sleeps: a short copy is done sooner than a thread wakes up.
 constexpr int queries_before_sleep = 4;
-// Pause between queries, which is short compared with the copies of the other buffers.
+// Pause between queries. The device meanwhile copies the other buffers, which takes longer than a pause.
 constexpr std::chrono::microseconds pause_min{20};
 constexpr std::chrono::microseconds pause_max{80};
 
@@ -21,17 +21,17 @@ Contexts::~Contexts() {
     }
 }
 
-cuda::Context Contexts::of(int device) {
+cuda::Context Contexts::of(int ordinal) {
     const std::lock_guard lock(mutex_);
-    if (const auto retained = retained_.find(device); retained != retained_.end()) {
+    if (const auto retained = retained_.find(ordinal); retained != retained_.end()) {
         return retained->second;
     }
     const cuda::Driver& driver = cuda::driver();
-    cuda::Device number = 0;
-    cuda::check("cuDeviceGet", driver.device_get(&number, device));
+    cuda::Device device = 0;
+    cuda::check("cuDeviceGet", driver.device_get(&device, ordinal));
     cuda::Context context = nullptr;
-    cuda::check("cuDevicePrimaryCtxRetain", driver.primary_retain(&context, number));
-    return retained_[number] = context;
+    cuda::check("cuDevicePrimaryCtxRetain", driver.primary_retain(&context, device));
+    return retained_[device] = context;
 }
 
 cuda::Context Contexts::any() {

@@ -18,8 +18,8 @@ public:
     Contexts& operator=(const Contexts&) = delete;
     // Releases all contexts. No thread may use one any more.
     ~Contexts();
-    // Returns the primary context of a device. Throws Error.
-    cuda::Context of(int device);
+    // Returns the primary context of the device with this ordinal. Throws Error.
+    cuda::Context of(int ordinal);
     // Returns any retained context, or null.
     cuda::Context any();
 

@@ -96,29 +96,29 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
     }
 }
 
-Taken Engine::next(Chunk& chunk, bool wait) {
+TakeResult Engine::next(Chunk& chunk, bool wait) {
     std::unique_lock lock(mutex_);
     for (;;) {
         const std::uint64_t changes_seen = changes_count_;
         bool is_busy = false;
         for (; !filling_.empty(); filling_.pop_front()) {
             if (CoalescedCopy::claim(filling_.front(), chunk)) {
-                return Taken::chunk;
+                return TakeResult::chunk;
             }
         }
         for (std::size_t index = 0; index < jobs_.size();) {
             const std::shared_ptr<Job> job = jobs_[index];
             lock.unlock();
-            const Taken taken = job->take(chunk, coalesced_copies_.opening());
-            if (taken == Taken::chunk) {
+            const TakeResult taken = job->take(chunk, coalesced_copies_.is_opening());
+            if (taken == TakeResult::chunk) {
                 chunk.job = job;
                 return taken;
             }
-            is_busy |= taken == Taken::busy;
+            is_busy |= taken == TakeResult::busy;
             lock.lock();
             if (const auto position = std::find(jobs_.begin(), jobs_.end(), job); position == jobs_.end()) {
                 index = 0; // Another thread has removed the job meanwhile.
-            } else if (taken == Taken::nothing) {
+            } else if (taken == TakeResult::nothing) {
                 jobs_.erase(position);
                 queue_not_full_.notify_one();
             } else {
@@ -129,10 +129,10 @@ Taken Engine::next(Chunk& chunk, bool wait) {
             continue;
         }
         if (closing_ && !is_busy) {
-            return Taken::nothing;
+            return TakeResult::nothing;
         }
         if (!wait) {
-            return Taken::busy;
+            return TakeResult::busy;
         }
         work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (closing_ && !is_busy); });
     }
@@ -156,7 +156,7 @@ void Engine::publish(std::shared_ptr<CoalescedCopy> copy) {
     if (copy) {
         filling_.push_back(std::move(copy));
     }
-    coalesced_copies_.opening().store(false, std::memory_order_relaxed);
+    coalesced_copies_.is_opening().store(false, std::memory_order_relaxed);
     work_changed_.notify_all();
 }
 

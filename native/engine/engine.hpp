@@ -43,7 +43,7 @@ public:
 
     const Tuning& tuning() const noexcept { return tuning_; }
 
-    Taken next(Chunk& chunk, bool wait) override;
+    TakeResult next(Chunk& chunk, bool wait) override;
     void wake_another() override;
     void publish(std::shared_ptr<CoalescedCopy> copy) override;
 

@@ -81,9 +81,9 @@ std::uint64_t File::size_bytes() {
 Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t size = size_bytes();
     if (offset >= size) {
-        return {.state = Cached::all, .cached_pages = 0, .pages = 0}; // Nothing would be read from a disk.
+        return {.state = CacheState::all, .cached_pages = 0, .pages = 0}; // Nothing would be read from a disk.
     }
-    return residency(buffered(), offset, std::min(length, size - offset));
+    return query_residency(buffered(), offset, std::min(length, size - offset));
 }
 
 void File::remove_pending(std::uint64_t bytes) noexcept {

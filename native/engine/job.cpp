@@ -65,10 +65,10 @@ void Job::skip_empty() {
     }
 }
 
-Taken Job::take(Chunk& chunk, std::atomic<bool>& opening) {
+TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_opening) {
     const std::lock_guard lock(mutex_);
     if (stopped_ || next_ == extents_.size()) {
-        return Taken::nothing;
+        return TakeResult::nothing;
     }
     chunk.parts.clear();
     chunk.bytes = 0;
@@ -78,8 +78,8 @@ Taken Job::take(Chunk& chunk, std::atomic<bool>& opening) {
     Extent& extent = extents_[next_];
     if (next_offset_ > 0 || extent.length > next_chunk_bytes()) {
         try {
-            const Taken taken = take_large(chunk, extent, opening);
-            if (taken != Taken::chunk) {
+            const TakeResult taken = take_large(chunk, extent, is_opening);
+            if (taken != TakeResult::chunk) {
                 return taken;
             }
         } catch (const Error& error) {
@@ -89,14 +89,14 @@ Taken Job::take(Chunk& chunk, std::atomic<bool>& opening) {
             if (in_flight_ == 0) {
                 end_unlocked();
             }
-            return Taken::nothing;
+            return TakeResult::nothing;
         }
     } else {
         take_small(chunk);
     }
     taken_bytes_ += chunk.bytes;
     ++in_flight_;
-    return Taken::chunk;
+    return TakeResult::chunk;
 }
 
 // Returns whether the next bytes of the extent bypass the page cache. The decision is stored for the window that begins
@@ -122,14 +122,14 @@ bool Job::is_next_direct(Extent& extent) {
         // If cached and uncached ranges are close together, the window shrinks; otherwise it grows again.
         std::uint64_t bytes = std::min(window_max_bytes, window_bytes_ * 4);
         Residency residency = file.residency_of(extent.offset + next_offset_, std::min(left, bytes));
-        while (residency.state == Cached::some && bytes > tuning_.direct_min_bytes) {
+        while (residency.state == CacheState::some && bytes > tuning_.direct_min_bytes) {
             bytes /= 4;
             residency = file.residency_of(extent.offset + next_offset_, std::min(left, bytes));
         }
         window_bytes_ = bytes;
         window_end_ = next_offset_ + std::min(left, bytes);
-        window_direct_ = residency.state == Cached::none ||
-                         (residency.state == Cached::some && residency.cached_pages * 2 < residency.pages);
+        window_direct_ = residency.state == CacheState::none ||
+                         (residency.state == CacheState::some && residency.cached_pages * 2 < residency.pages);
     }
     return window_direct_;
 }
@@ -142,18 +142,18 @@ std::size_t Job::reservations_max(bool direct) const {
     return direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
 }
 
-Taken Job::take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& opening) {
+TakeResult Job::take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& is_opening) {
     const bool direct = is_next_direct(extent);
     const bool needs_reservation = direct || direction_ == Direction::write;
     if (needs_reservation && reservations_ >= reservations_max(direct)) {
-        return Taken::busy;
+        return TakeResult::busy;
     }
     const std::uint64_t direct_bytes =
         direction_ == Direction::read ? tuning_.direct_read_bytes : tuning_.direct_write_bytes;
     const std::uint64_t coalesced_bytes = direct ? 0 : std::min(next_coalesced_bytes(), window_end_ - next_offset_);
     const bool is_coalesced = coalesced_bytes > tuning_.chunk_bytes;
-    if (is_coalesced && opening.exchange(true, std::memory_order_relaxed)) {
-        return Taken::busy;
+    if (is_coalesced && is_opening.exchange(true, std::memory_order_relaxed)) {
+        return TakeResult::busy;
     }
     const std::uint64_t length_max = direct ? direct_bytes : is_coalesced ? coalesced_bytes : next_chunk_bytes();
     // Chunks end at block boundaries of the file, so that only the first and the last of an extent have partial blocks.
@@ -171,7 +171,7 @@ Taken Job::take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& opening) 
     chunk.parts.push_back(Part{.extent = next_, .extent_offset = next_offset_, .length = length});
     next_offset_ += length;
     skip_empty();
-    return Taken::chunk;
+    return TakeResult::chunk;
 }
 
 void Job::take_small(Chunk& chunk) {
@@ -210,15 +210,15 @@ void Job::release_reservation() {
 void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
     std::uint64_t bytes = 0;
     for (const Part& each : chunk.parts) {
-        bytes += each.done;
+        bytes += each.done_bytes;
         file(each).remove_pending(each.length);
     }
     std::unique_lock lock(mutex_);
     if (bytes < chunk.bytes) {
         for (const Part& each : chunk.parts) {
-            if (each.done < each.length) {
+            if (each.done_bytes < each.length) {
                 Extent& extent = extents_[each.extent];
-                extent.stop = std::min(extent.stop, each.extent_offset + each.done);
+                extent.stop = std::min(extent.stop, each.extent_offset + each.done_bytes);
             }
         }
     }

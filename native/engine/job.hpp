@@ -59,7 +59,7 @@ struct Part {
     std::uint32_t extent = 0;
     std::uint64_t extent_offset = 0;
     std::uint64_t length = 0;
-    std::uint64_t done = 0; // Bytes that were moved, from the beginning of the part.
+    std::uint64_t done_bytes = 0; // Bytes that were moved, from the beginning of the part.
     std::uint64_t staging_offset = 0;
     bool direct = false; // Bypasses the page cache.
 };
@@ -90,7 +90,7 @@ struct Progress {
 };
 
 // The result of a request for work. `busy`: there is work, but not for this worker now.
-enum class Taken { nothing, busy, chunk };
+enum class TakeResult { nothing, busy, chunk };
 
 class Job {
 public:
@@ -107,13 +107,15 @@ public:
     std::size_t chunks_count() const noexcept { return chunks_count_; }
 
     // Takes the next chunk. `busy` means that a chunk is left, but too many workers are active, or another worker opens
-    // a coalesced copy (`opening`). `opening` is set if this chunk needs one. A failure to start a chunk ends the job.
-    Taken take(Chunk& chunk, std::atomic<bool>& opening);
+    // a coalesced copy (`is_opening`). `is_opening` is set if this chunk needs one. A failure to start a chunk ends the
+    // job.
+    TakeResult take(Chunk& chunk, std::atomic<bool>& is_opening);
     // Releases the reservation of a chunk, if it has one, so that another worker may start file I/O.
     void release_reservation(Chunk& chunk);
     // Releases one reservation that a worker has taken over from a chunk.
     void release_reservation();
-    // Reports that every byte of the chunk has arrived or never will; `done` of each part is the number that arrived.
+    // Reports that every byte of the chunk has arrived or never will; `done_bytes` of each part is the number that
+    // arrived.
     void complete(Chunk& chunk, std::uint64_t direct_bytes);
     // Stores the failure, if it is the first one. No further chunks are started.
     void fail(std::uint32_t extent, Failure failure);
@@ -128,7 +130,7 @@ public:
 
 private:
     bool is_next_direct(Extent& extent);
-    Taken take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& opening);
+    TakeResult take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& is_opening);
     void take_small(Chunk& chunk);
     std::uint64_t next_chunk_bytes() const;
     std::uint64_t next_coalesced_bytes() const;

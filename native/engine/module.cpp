@@ -244,7 +244,7 @@ NB_MODULE(_engine, module) {
     module.def(
         "residency",
         [](int fd, std::uint64_t offset, std::uint64_t length) {
-            const ge::Residency residency = ge::residency(fd, offset, length);
+            const ge::Residency residency = ge::query_residency(fd, offset, length);
             return std::pair(residency.cached_pages, residency.pages);
         },
         "fd"_a, "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");

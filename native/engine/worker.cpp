@@ -10,7 +10,7 @@ std::uint64_t buffer_bytes_of(const Tuning& tuning) {
     return tuning.chunk_bytes + slack_bytes;
 }
 
-std::uint64_t up(std::uint64_t value, std::uint64_t alignment) {
+std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
     return (value + alignment - 1) & ~(alignment - 1);
 }
 
@@ -54,7 +54,8 @@ Worker::Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Coa
 void Worker::run() {
     Chunk chunk;
     for (;;) {
-        // A worker without a free buffer takes no work, because another worker may have a free buffer.
+        // All buffers of this worker are pending, so it frees the oldest one before it takes work. Until then, a worker
+        // with a free buffer can take that work.
         if (buffers_[next_buffer_].pending) {
             complete_oldest();
         }
@@ -64,48 +65,48 @@ void Worker::run() {
             while (coalesced_copies_.complete_oldest(false)) {
             }
         }
-        const Taken taken = take(chunk);
-        if (taken == Taken::chunk && chunk.copy) {
+        const TakeResult taken = take(chunk);
+        if (taken == TakeResult::chunk && chunk.copy) {
             coalesced_copies_.fill(chunk);
             chunk.copy.reset();
             current_stream_ = nullptr;
-        } else if (taken == Taken::chunk && chunk.is_coalesced) {
+        } else if (taken == TakeResult::chunk && chunk.is_coalesced) {
             open_coalesced(chunk);
-        } else if (taken == Taken::chunk) {
+        } else if (taken == TakeResult::chunk) {
             const Buffer& newest = buffers_[(next_buffer_ + buffers_.size() - 1) % buffers_.size()];
-            while (pending_count_ != 0 && (is_wide(chunk) || is_wide(newest.chunk))) {
+            while (pending_count_ != 0 && (fills_slab(chunk) || fills_slab(newest.chunk))) {
                 complete_oldest();
             }
             start(next_buffer_, chunk);
-        } else if (!complete_oldest() && !complete_coalesced() && taken == Taken::nothing) {
+        } else if (!complete_oldest() && !complete_coalesced() && taken == TakeResult::nothing) {
             return;
         }
     }
 }
 
 // A worker that just read from disk still has its reservation and takes the next chunk of the same job. Other workers
-// are woken only if it does not. So the same few threads read all of the time, and no thread has to wake up first.
-// Otherwise all threads would take turns, and all of the staging memory would pass through the processor caches.
-Taken Worker::take(Chunk& chunk) {
+// are woken only if it does not. So the same few threads do all reads, and no read waits for a thread to wake up.
+// If all threads took turns, all of the staging memory would pass through the processor caches.
+TakeResult Worker::take(Chunk& chunk) {
     if (reserved_job_) {
         const std::shared_ptr<Job> job = std::move(reserved_job_);
         reserved_job_.reset();
         job->release_reservation();
-        const Taken taken = dispatcher_.next(chunk, false);
-        if (taken == Taken::chunk && !chunk.copy && chunk.is_reserved && chunk.job == job) {
+        const TakeResult taken = dispatcher_.next(chunk, false);
+        if (taken == TakeResult::chunk && !chunk.copy && chunk.is_reserved && chunk.job == job) {
             return taken;
         }
         dispatcher_.wake_another();
-        if (taken != Taken::busy || !is_idle()) {
+        if (taken != TakeResult::busy || !is_idle()) {
             return taken;
         }
     }
     return dispatcher_.next(chunk, is_idle());
 }
 
-// Returns whether this worker can do nothing except new work.
+// Returns whether this worker has nothing to complete, so that it may sleep until there is new work.
 bool Worker::is_idle() const noexcept {
-    return pending_count_ == 0 && (coalesced_copies_.opening() || !coalesced_copies_.is_any_submitted());
+    return pending_count_ == 0 && (coalesced_copies_.is_opening() || !coalesced_copies_.is_any_submitted());
 }
 
 void Worker::open_coalesced(Chunk& chunk) {
@@ -119,10 +120,11 @@ void Worker::open_coalesced(Chunk& chunk) {
     dispatcher_.publish(std::move(copy));
 }
 
-// Waits for the oldest coalesced copy, unless another worker opens one: that worker waits for a buffer itself.
+// Completes the oldest coalesced copy and waits for it. Does nothing while another worker opens a coalesced copy,
+// because that worker completes the oldest one itself if it needs a buffer.
 bool Worker::complete_coalesced() {
     current_stream_ = nullptr;
-    return !coalesced_copies_.opening() && coalesced_copies_.complete_oldest(true);
+    return !coalesced_copies_.is_opening() && coalesced_copies_.complete_oldest(true);
 }
 
 CopyStream& Worker::stream_of(int device) {
@@ -143,7 +145,7 @@ CopyStream& Worker::stream_of(int device) {
 }
 
 std::byte* Worker::memory_of(std::size_t index, const Chunk& chunk) const {
-    return is_wide(chunk) ? slab_ : slab_ + index * buffer_bytes_of(tuning_);
+    return fills_slab(chunk) ? slab_ : slab_ + index * buffer_bytes_of(tuning_);
 }
 
 bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
@@ -158,8 +160,8 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
         return false;
     }
     File& file = chunk.job->file(part);
-    const bool reads = chunk.job->direction() == Direction::read;
-    if (access == Access::direct && reads) {
+    const bool is_read = chunk.job->direction() == Direction::read;
+    if (access == Access::direct && is_read) {
         return file.direct() >= 0;
     }
     if (chunk.bytes < tuning_.direct_min_bytes || part.length < tuning_.direct_min_bytes) {
@@ -168,7 +170,7 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
     if (access == Access::direct) {
         return file.direct() >= 0;
     }
-    if (!reads) {
+    if (!is_read) {
         return false;
     }
     const Residency residency = file.residency_of(extent.offset, part.length);
@@ -176,18 +178,18 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
 }
 
 // Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
-void Worker::lay_out(Chunk& chunk) {
+void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
     std::uint64_t slack_left = slack_bytes;
     for (Part& each : chunk.parts) {
         const File& file = chunk.job->file(each);
-        const bool wants = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, each);
+        const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, each);
         // The alignment is known only now, when the file has been opened with O_DIRECT.
         const std::uint64_t alignment = file.alignment_bytes();
-        each.direct = wants && 2 * alignment <= slack_left;
+        each.direct = is_candidate && 2 * alignment <= slack_left;
         if (each.direct) {
             slack_left -= 2 * alignment;
-            staging_offset = up(staging_offset, alignment) +
+            staging_offset = align_up(staging_offset, alignment) +
                              leading_bytes(file, chunk.job->extent(each).offset + each.extent_offset);
         }
         each.staging_offset = staging_offset;
@@ -224,7 +226,7 @@ void Worker::start(std::size_t index, Chunk& chunk) {
     try {
         CopyStream& stream = stream_of(buffer.chunk.job->device());
         buffer.stream = &stream;
-        lay_out(buffer.chunk);
+        assign_staging_offsets(buffer.chunk);
         if (buffer.chunk.job->direction() == Direction::read) {
             start_read(index, stream);
         } else {
@@ -256,7 +258,7 @@ void Worker::start_read(std::size_t index, CopyStream& stream) {
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        each.done = result.bytes;
+        each.done_bytes = result.bytes;
         buffer.direct_bytes += result.direct ? result.bytes : 0;
         if (result.failure) {
             chunk.job->fail(each.extent, *result.failure);
@@ -268,7 +270,7 @@ void Worker::start_read(std::size_t index, CopyStream& stream) {
         chunk.is_reserved = false;
     }
     for_each_run(
-        chunk, [](const Part& part) { return part.done; },
+        chunk, [](const Part& part) { return part.done_bytes; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
             stream.to_device(address, base + staging_offset, bytes);
         });
@@ -325,7 +327,7 @@ std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        each.done = result.bytes;
+        each.done_bytes = result.bytes;
         direct_bytes += result.direct ? result.bytes : 0;
         if (result.failure) {
             chunk.job->fail(each.extent, *result.failure);
@@ -336,10 +338,10 @@ std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     return direct_bytes;
 }
 
-// Host memory needs no staging, unless its alignment does not fit O_DIRECT.
+// Host memory is read and written in place. It is staged only for O_DIRECT with an unaligned offset, length or address.
 void Worker::move_host_chunk(Chunk& chunk) {
     std::uint64_t direct_bytes = 0;
-    const bool reads = chunk.job->direction() == Direction::read;
+    const bool is_read = chunk.job->direction() == Direction::read;
     for (Part& each : chunk.parts) {
         IoResult result;
         try {
@@ -355,17 +357,17 @@ void Worker::move_host_chunk(Chunk& chunk) {
             }
             std::byte* const base = is_staged ? slab_ : memory;
             each.staging_offset = is_staged ? leading_bytes(file, offset) : 0;
-            if (is_staged && !reads) {
+            if (is_staged && !is_read) {
                 std::memcpy(base + each.staging_offset, memory, each.length);
             }
-            result = reads ? read_part(chunk, each, base) : write_part(chunk, each, base);
-            if (is_staged && reads) {
+            result = is_read ? read_part(chunk, each, base) : write_part(chunk, each, base);
+            if (is_staged && is_read) {
                 std::memcpy(memory, base + each.staging_offset, result.bytes);
             }
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        each.done = result.bytes;
+        each.done_bytes = result.bytes;
         direct_bytes += result.direct ? result.bytes : 0;
         if (result.failure) {
             chunk.job->fail(each.extent, *result.failure);
@@ -386,7 +388,7 @@ void Worker::release_reservation(Chunk& chunk) {
 void Worker::fail_chunk(Chunk& chunk, const Failure& failure) {
     chunk.job->fail(chunk.parts.front().extent, failure);
     for (Part& each : chunk.parts) {
-        each.done = 0;
+        each.done_bytes = 0;
     }
     complete_chunk(chunk, 0);
 }

@@ -17,7 +17,7 @@ namespace gdrkit::engine {
 class Dispatcher {
 public:
     // Takes work for this worker, and waits for it if `wait` is set.
-    virtual Taken next(Chunk& chunk, bool wait) = 0;
+    virtual TakeResult next(Chunk& chunk, bool wait) = 0;
     // Wakes another worker, because work may be left that it can do.
     virtual void wake_another() = 0;
     // Lets other workers fill a coalesced copy, and open the next one. A null copy means that the open has failed.
@@ -47,8 +47,8 @@ private:
     };
 
     // Returns whether the chunk fills the whole slab, whose buffers must then be empty.
-    bool is_wide(const Chunk& chunk) const noexcept { return chunk.bytes > tuning_.chunk_bytes; }
-    Taken take(Chunk& chunk);
+    bool fills_slab(const Chunk& chunk) const noexcept { return chunk.bytes > tuning_.chunk_bytes; }
+    TakeResult take(Chunk& chunk);
     bool is_idle() const noexcept;
     void open_coalesced(Chunk& chunk);
     bool complete_coalesced();
@@ -59,7 +59,7 @@ private:
     bool complete_oldest();
     void move_host_chunk(Chunk& chunk);
     CopyStream& stream_of(int device);
-    void lay_out(Chunk& chunk);
+    void assign_staging_offsets(Chunk& chunk);
     bool wants_direct(const Chunk& chunk, const Part& part);
     IoResult read_part(const Chunk& chunk, const Part& part, std::byte* base);
     IoResult write_part(const Chunk& chunk, const Part& part, const std::byte* base);

@@ -21,8 +21,8 @@ constexpr unsigned started_per_round = 16;
 
 bool Session::start_segments() {
     bool any = false;
-    for (unsigned started = 0; started < started_per_round && !waiting_.empty() && !broken_; ++started) {
-        Pending& pending = *waiting_.front();
+    for (unsigned started = 0; started < started_per_round && !waiting_.empty() && !is_rdma_broken_; ++started) {
+        PendingOperation& pending = *waiting_.front();
         // An operation that failed in an earlier segment starts no further one.
         if (!pending.is_started() && !begin_segment(pending)) {
             break;
@@ -57,7 +57,7 @@ void Session::free_segment(Segment& segment) {
     free_segments_.push_back(segment.number);
 }
 
-bool Session::begin_segment(Pending& pending) {
+bool Session::begin_segment(PendingOperation& pending) {
     const Operation& operation = pending.operation;
     const auto length =
         static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.started));
@@ -89,13 +89,13 @@ bool Session::begin_segment(Pending& pending) {
     }
     if (length > small_segment_bytes) {
         // A large segment is posted as a list of its own. The next one is read from the file meanwhile.
-        broken_ |= !queue_pairs_->flush();
+        is_rdma_broken_ |= !queue_pairs_->flush();
     }
     return true;
 }
 
 void Session::begin_read(Segment& segment) {
-    Pending& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending;
     const Operation& operation = pending.operation;
     const auto read = pending.file->inode->read(pending.file->fd.get(), operation.file_offset + segment.begin,
                                                 segment.length, {segment.buffer.data, segment.buffer.size});
@@ -122,7 +122,7 @@ void Session::begin_read(Segment& segment) {
 
 // Adds the transfers of the data between the holes. Returns true if the whole segment is to be moved as it is.
 bool Session::add_transfers_between_holes(Segment& segment) {
-    Pending& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending;
     const int file = pending.file->fd.get();
     const auto base = static_cast<off_t>(pending.operation.file_offset + segment.begin);
     const auto end = base + static_cast<off_t>(segment.length);
@@ -186,12 +186,12 @@ bool Session::poll_completions() {
 
 void Session::complete_transfer(std::uint32_t number, TransferStatus status) {
     Segment& segment = *segments_[number];
-    Pending& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending;
     if (status != TransferStatus::succeeded) {
         // This failure ends the session. Only the operation whose memory was refused gets a result, and at once: its
         // queue pair is broken, so that none of its bytes arrive later. The clients of the other operations learn from
         // the end of the connection that those were not the cause.
-        broken_ = segment.has_failed = true;
+        is_rdma_broken_ = segment.has_failed = true;
         if (status == TransferStatus::refused && !pending.is_finished) {
             has_refusal_ = true;
             pending.error = -EREMOTEIO;
@@ -212,7 +212,7 @@ void Session::complete_transfer(std::uint32_t number, TransferStatus status) {
 }
 
 void Session::finish_write(Segment& segment) {
-    Pending& pending = *segment.pending;
+    PendingOperation& pending = *segment.pending;
     if (pending.error != 0) {
         return; // An earlier segment failed, and the operation with it.
     }

@@ -79,12 +79,12 @@ bool Session::remove_file(std::uint64_t handle) {
     return true;
 }
 
-void Session::start(Descriptor data) {
+void Session::start(Descriptor data_connection) {
     const std::lock_guard guard(close_lock_);
     if (thread_.joinable() || stopping_ || !queue_pairs_) {
         throw verbs::Error("start a session twice", EALREADY);
     }
-    data_ = std::move(data);
+    data_connection_ = std::move(data_connection);
     // Python's main thread handles signals, so the thread of the session blocks them.
     sigset_t all, before;
     sigfillset(&all);
@@ -107,11 +107,11 @@ void Session::close() {
     }
     segments_.clear();
     waiting_.clear();
-    free_pendings_.clear();
-    pendings_.clear();
+    free_pending_.clear();
+    operation_pool_.clear();
     queue_pairs_.reset(); // Queue pairs must go before the memory that they could write to.
     staging_.reset();
-    data_ = Descriptor();
+    data_connection_ = Descriptor();
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
     {
         const std::lock_guard files_guard(files_lock_);
@@ -123,14 +123,14 @@ void Session::serve() noexcept {
     pthread_setname_np(pthread_self(), "gdrkit-session");
     try {
         Spin spin(limits_.spin_us);
-        for (unsigned idle_rounds = 0; !stopping_ && !connection_ended_ && !broken_;) {
+        for (unsigned idle_rounds = 0; !stopping_ && !connection_ended_ && !is_rdma_broken_;) {
             // A check of the socket is a system call; a check for completions is not.
             bool progress = idle_rounds % rounds_per_receive == 0 && receive();
             progress |= parse_frames();
             progress |= start_segments();
-            broken_ |= !queue_pairs_->flush();
+            is_rdma_broken_ |= !queue_pairs_->flush();
             progress |= poll_completions();
-            if (broken_) {
+            if (is_rdma_broken_) {
                 break;
             }
             reply();
@@ -145,13 +145,13 @@ void Session::serve() noexcept {
                 sched_yield();
             }
         }
-        if (broken_) {
+        if (is_rdma_broken_) {
             end_with_failure();
         }
     } catch (const std::exception& error) {
         std::fprintf(stderr, "gdrkit serve: a session failed: %s\n", error.what());
     }
-    shutdown(data_.get(), SHUT_RDWR);
+    shutdown(data_connection_.get(), SHUT_RDWR);
     raise_event(ended_.get());
 }
 
@@ -172,7 +172,7 @@ bool Session::receive() {
     if (in_end_ == in_.size()) {
         return false; // The buffer is full of frames that wait for operations before them.
     }
-    const ssize_t count = recv(data_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
+    const ssize_t count = recv(data_connection_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
     if (count > 0) {
         in_end_ += static_cast<std::size_t>(count);
     } else {
@@ -211,12 +211,12 @@ bool Session::parse_frames() {
 void Session::enqueue_operations() {
     const std::lock_guard guard(files_lock_);
     for (const Operation& operation : operations_) {
-        Pending& pending = allocate_pending();
+        PendingOperation& pending = allocate_pending();
         pending.reset(operation);
         if (const auto entry = files_.find(operation.handle); entry != files_.end()) {
             pending.file = entry->second;
         }
-        pending.error = check(operation, pending.file);
+        pending.error = check_operation(operation, pending.file);
         ++outstanding_;
         if (pending.error != 0 || operation.length == 0) {
             finish(pending);
@@ -226,16 +226,16 @@ void Session::enqueue_operations() {
     }
 }
 
-Session::Pending& Session::allocate_pending() {
-    if (free_pendings_.empty()) {
-        return *pendings_.emplace_back(std::make_unique<Pending>());
+Session::PendingOperation& Session::allocate_pending() {
+    if (free_pending_.empty()) {
+        return *operation_pool_.emplace_back(std::make_unique<PendingOperation>());
     }
-    Pending& pending = *free_pendings_.back();
-    free_pendings_.pop_back();
+    PendingOperation& pending = *free_pending_.back();
+    free_pending_.pop_back();
     return pending;
 }
 
-std::int64_t Session::check(const Operation& operation, const std::shared_ptr<OpenFile>& file) const {
+std::int64_t Session::check_operation(const Operation& operation, const std::shared_ptr<OpenFile>& file) const {
     constexpr std::uint64_t offset_max = INT64_MAX;
     const bool is_write = static_cast<Opcode>(operation.opcode) == Opcode::write;
     if (!file || !(is_write ? file->may_write : file->may_read)) {
@@ -255,10 +255,10 @@ std::int64_t Session::check(const Operation& operation, const std::shared_ptr<Op
 }
 
 // Finishes an operation. Nothing may refer to it afterwards, unless the session ends here.
-void Session::finish(Pending& pending) {
+void Session::finish(PendingOperation& pending) {
     pending.is_finished = true;
     --outstanding_;
-    if (pending.error == -EREMOTEIO && !broken_) {
+    if (pending.error == -EREMOTEIO && !is_rdma_broken_) {
         pending.error = -EIO; // The errno of a file. EREMOTEIO is reserved for failures of the client's memory.
     }
     const bool succeeded = pending.error == 0;
@@ -279,7 +279,7 @@ void Session::finish(Pending& pending) {
     }
     results_.push_back(result);
     pending.file.reset();
-    free_pendings_.push_back(&pending);
+    free_pending_.push_back(&pending);
     if (results_.size() == operations_max || holes_.size() + holes_max > operations_max * 64) {
         reply();
     }
@@ -303,8 +303,8 @@ void Session::reply() {
 bool Session::send() {
     bool any = false;
     while (out_begin_ < out_.size()) {
-        const ssize_t count =
-            ::send(data_.get(), out_.data() + out_begin_, out_.size() - out_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const ssize_t count = ::send(data_connection_.get(), out_.data() + out_begin_, out_.size() - out_begin_,
+                                     MSG_DONTWAIT | MSG_NOSIGNAL);
         if (count < 0) {
             connection_ended_ |= errno != EAGAIN && errno != EINTR;
             return any;
@@ -328,7 +328,7 @@ void Session::wait_for_events() {
     const int events = (wants_more ? POLLIN : 0) | (out_begin_ < out_.size() ? POLLOUT : 0) | POLLRDHUP;
     std::vector<int> channels;
     queue_pairs_->descriptors(channels);
-    std::vector<pollfd> polled{{data_.get(), static_cast<short>(events), 0}, {stop_.get(), POLLIN, 0}};
+    std::vector<pollfd> polled{{data_connection_.get(), static_cast<short>(events), 0}, {stop_.get(), POLLIN, 0}};
     for (const int channel : channels) {
         polled.push_back({channel, POLLIN, 0});
     }
@@ -355,18 +355,18 @@ void Session::end_with_failure() {
         if (connection_ended_ || out_.empty()) {
             return;
         }
-        pollfd polled[] = {{data_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
+        pollfd polled[] = {{data_connection_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
         if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0) {
             return;
         }
     }
     // If a TCP connection is closed with unread requests, the kernel discards replies that the peer has not read yet.
-    shutdown(data_.get(), SHUT_WR);
+    shutdown(data_connection_.get(), SHUT_WR);
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
     while (std::chrono::steady_clock::now() < end) {
-        pollfd polled[] = {{data_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+        pollfd polled[] = {{data_connection_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
         if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0 ||
-            recv(data_.get(), in_.data(), in_.size(), MSG_DONTWAIT) <= 0) {
+            recv(data_connection_.get(), in_.data(), in_.size(), MSG_DONTWAIT) <= 0) {
             return;
         }
     }

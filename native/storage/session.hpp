@@ -21,7 +21,8 @@ namespace gdrkit::storage {
 struct SessionLimits {
     std::uint32_t outstanding_max = 1024;
     std::uint64_t length_bytes_max = std::uint64_t{1} << 30;
-    std::uint32_t segment_bytes = 256 * 1024; // Bytes of one transfer; also the most that CHECKSUM_GIVEN may cover.
+    std::uint32_t segment_bytes =
+        256 * 1024; // Maximum length of one transfer, and of an operation with checksum_given.
     std::uint32_t spin_us = 50;
 };
 
@@ -40,8 +41,9 @@ public:
     void add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file);
     bool remove_file(std::uint64_t handle);
 
-    // Serves this connection, which it owns from now on, until it ends. May be called once.
-    void start(Descriptor data);
+    // Takes ownership of the data connection, and serves it in a thread until the client or close() ends it. May be
+    // called once.
+    void start(Descriptor data_connection);
     // Becomes readable when the session has stopped serving.
     int ended_fd() const noexcept { return ended_.get(); }
     // Stops serving, destroys the queue pairs and closes the files. Waits for disk I/O in progress. Thread-safe;
@@ -49,18 +51,18 @@ public:
     void close();
 
 private:
-    struct Pending;
+    struct PendingOperation;
     struct Segment;
 
     void serve() noexcept;
     bool receive();
     bool parse_frames();
     void enqueue_operations();
-    void finish(Pending& pending);
-    std::int64_t check(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
+    void finish(PendingOperation& pending);
+    std::int64_t check_operation(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
     bool start_segments();
-    Pending& allocate_pending();
-    bool begin_segment(Pending& pending);
+    PendingOperation& allocate_pending();
+    bool begin_segment(PendingOperation& pending);
     void begin_read(Segment& segment);
     bool add_transfers_between_holes(Segment& segment);
     void add_transfer(Segment& segment, std::size_t begin, std::size_t length);
@@ -83,7 +85,7 @@ private:
     std::mutex files_lock_;
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files_;
 
-    Descriptor data_, stop_, ended_;
+    Descriptor data_connection_, stop_, ended_;
     std::thread thread_;
     std::mutex close_lock_;
     std::atomic<bool> stopping_{false};
@@ -91,16 +93,17 @@ private:
     // Only the thread of the session uses these.
     std::vector<std::byte> in_, out_;
     std::size_t in_begin_ = 0, in_end_ = 0, out_begin_ = 0;
-    std::deque<Pending*> waiting_;                   // In the order of arrival. The first may be partly started.
-    std::vector<std::unique_ptr<Pending>> pendings_; // All operations, reused so that none allocates memory.
-    std::vector<Pending*> free_pendings_;
+    std::deque<PendingOperation*> waiting_; // In the order of arrival. The first may be partly started.
+    std::vector<std::unique_ptr<PendingOperation>>
+        operation_pool_; // All operations, reused so that none allocates memory.
+    std::vector<PendingOperation*> free_pending_;
     std::size_t outstanding_ = 0;
     std::vector<std::unique_ptr<Segment>> segments_;
     std::vector<std::uint32_t> free_segments_;
     std::vector<Result> results_;
     std::vector<HoleExtent> holes_;
     std::vector<Operation> operations_;
-    bool connection_ended_ = false, broken_ = false, has_refusal_ = false;
+    bool connection_ended_ = false, is_rdma_broken_ = false, has_refusal_ = false;
 };
 
 } // namespace gdrkit::storage

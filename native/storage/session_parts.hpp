@@ -9,7 +9,7 @@
 namespace gdrkit::storage {
 
 // An operation that has no result yet.
-struct Session::Pending {
+struct Session::PendingOperation {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
     std::uint64_t started = 0; // Bytes that have a segment.
@@ -36,7 +36,7 @@ struct Session::Pending {
 
 // A part of an operation that fits into a buffer of the staging memory.
 struct Session::Segment {
-    Pending* pending = nullptr; // Null if the segment is free.
+    PendingOperation* pending = nullptr; // Null if the segment is free.
     verbs::Staging::Buffer buffer;
     std::uint32_t number = 0;
     std::uint64_t begin = 0;     // Offset in the operation.

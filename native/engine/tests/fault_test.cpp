@@ -52,10 +52,10 @@ constexpr int out_of_memory = 2, unknown = 999;
 // Rounds in which the driver may fail before everything works again: one per thread.
 constexpr int rounds_max = 8;
 
-void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool writes, int status,
+void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool is_write, int status,
                  int& failures) {
     memory.fill();
-    const auto job = start_job(engine, writes ? Direction::write : Direction::read, 0,
+    const auto job = start_job(engine, is_write ? Direction::write : Direction::read, 0,
                                {std::make_shared<File>(fd.get())}, {Extent{0, 0, memory.address(), data.size()}});
     CHECK(job->wait(-1));
     const Progress progress = job->progress();
@@ -67,9 +67,9 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
         CHECK(is_complete(progress, data.size()) && arrived == data.size());
     }
     // All bytes that are reported as arrived did arrive.
-    CHECK(writes ? sub_range(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
-                 : memory.read(0, arrived) == sub_range(data, 0, arrived));
-    if (progress.failure && !writes) {
+    CHECK(is_write ? sub_range(contents(fd), 0, arrived) == Bytes(arrived, std::byte{0xa5})
+                   : memory.read(0, arrived) == sub_range(data, 0, arrived));
+    if (progress.failure && !is_write) {
         // After a failure no copy to the memory may be pending, because its owner may use it again.
         memory.fill();
         memory.synchronize();
@@ -77,7 +77,7 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
     }
 }
 
-int run_large_transfers(bool writes, int status) {
+int run_large_transfers(bool is_write, int status) {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
     const Descriptor fd = create_file(folder.at("file"), data);
@@ -87,7 +87,7 @@ int run_large_transfers(bool writes, int status) {
         Engine engine(small_tuning(), -1);
         int failures = 0;
         for (int round = 0; round < rounds_max; ++round) {
-            check_round(engine, fd, data, memory, writes, status, failures);
+            check_round(engine, fd, data, memory, is_write, status, failures);
         }
         CHECK(engines != 0 || failures >= 1);
         CHECK(engines != 2 || failures == 0);
@@ -100,7 +100,7 @@ constexpr u64 small = 64 * kib;
 
 // The copy of a failed small transfer is over when the call returns: the caller may free its memory, and the next
 // transfer uses the staging memory.
-int run_small_transfers(bool writes, int status) {
+int run_small_transfers(bool is_write, int status) {
     const Folder folder;
     const Bytes data = pattern(small, 1);
     const Descriptor fd = create_file(folder.at("file"), data);
@@ -108,10 +108,10 @@ int run_small_transfers(bool writes, int status) {
     Engine engine(small_tuning(), -1);
     File file(fd.get());
     const IoResult failed =
-        engine.transfer_small(writes ? Direction::write : Direction::read, file, 0, memory.address(), small, 0);
+        engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0, memory.address(), small, 0);
     CHECK(failed.failure && failed.failure->number == status && failed.bytes == 0);
     CHECK(contents(fd) == data);
-    if (!writes) {
+    if (!is_write) {
         memory.fill();
         memory.synchronize();
         CHECK(memory.read(0, small) == Bytes(small, std::byte{0xa5}));
@@ -172,7 +172,7 @@ struct Fault {
     const char* call;
     const char* which; // A count from 1. The first calls are those of the test itself.
     int status;
-    bool writes;
+    bool is_write;
     bool is_small = false;
     int runs = 1; // More than one if it is random which thread makes the call.
 };
@@ -203,9 +203,9 @@ constexpr Fault faults[] = {
 
 int main(int count, char** arguments) {
     if (count == 4) {
-        const bool writes = std::string(arguments[2]) == "write";
+        const bool is_write = std::string(arguments[2]) == "write";
         return (std::string(arguments[1]) == "small" ? run_small_transfers
-                                                     : run_large_transfers)(writes, std::stoi(arguments[3]));
+                                                     : run_large_transfers)(is_write, std::stoi(arguments[3]));
     }
     check_allocations();
     const Folder folder;
@@ -217,15 +217,15 @@ int main(int count, char** arguments) {
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
         // The delay makes a copy that no thread waits for end after everything else.
         CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
-        const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.writes ? "write" : "read",
+        const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.is_write ? "write" : "read",
                                                  std::to_string(fault.status)};
         int status = 0;
         for (int run = 0; status == 0 && run < fault.runs; ++run) {
             status = run_child(arguments);
         }
         if (status != 0) {
-            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.writes ? "write" : "read",
-                         fault.call, fault.status, status);
+            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n",
+                         fault.is_write ? "write" : "read", fault.call, fault.status, status);
         }
         CHECK(status == 0);
     }

@@ -89,12 +89,12 @@ void check_the_end_of_a_file(const Folder& folder) {
 
 void check_residency(const Folder& folder) {
     const Descriptor fd = create_file(folder.at("cached"), pattern(mib, 6));
-    CHECK(residency(fd.get(), 0, mib).state == Cached::all);
-    CHECK(residency(fd.get(), 1, 1).pages == 1 && residency(fd.get(), 4095, 2).pages == 2);
+    CHECK(query_residency(fd.get(), 0, mib).state == CacheState::all);
+    CHECK(query_residency(fd.get(), 1, 1).pages == 1 && query_residency(fd.get(), 4095, 2).pages == 2);
     drop_cache(fd, 0, mib / 2);
     for (const auto& [offset, length] : {std::pair{u64{0}, mib}, {u64{5}, mib / 2}, {mib / 2 - 1, u64{2}}}) {
-        const Residency by_cachestat = residency(fd.get(), offset, length);
-        const Residency by_mincore = residency_by_mincore(fd.get(), offset, length);
+        const Residency by_cachestat = query_residency(fd.get(), offset, length);
+        const Residency by_mincore = query_residency_by_mincore(fd.get(), offset, length);
         CHECK(by_cachestat.pages == by_mincore.pages && by_cachestat.cached_pages == by_mincore.cached_pages &&
               by_cachestat.state == by_mincore.state);
     }

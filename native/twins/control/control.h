@@ -15,7 +15,7 @@ extern "C" {
  *
  *   library  "ibverbs", "cuda", "cufile" or "hlthunk"
  *   handles  number of live handles by kind: {"ibv_mr": 2, ...}
- *   calls    number of calls of each function, including calls that a fault made fail
+ *   calls    number of calls of each function, including calls that failed by an injected fault
  *   seed     seed of the random numbers
  *   delayed  (ibverbs, cufile) for each delayed function, the largest number of calls delayed at the same time
  *   trace    (ibverbs, hlthunk) the last calls: "<monotonic ns> <function> <arguments> -> <result>"

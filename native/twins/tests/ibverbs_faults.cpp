@@ -38,7 +38,7 @@ void test_injected_function_failures() {
     ibv_port_attr port{};
     CHECK(ibv_query_port(a.context, 1, &port) == 5 && ibv_query_port(a.context, 1, &port) == 0);
     set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
-    // The plan uses the name that is written here, whichever function the header expands it to.
+    // ibv_reg_mr is a macro that calls one of two functions, depending on `access`. The rule applies to both.
     volatile int access = all_access;
     errno = 0;
     CHECK(ibv_reg_mr(a.pd, &gid, sizeof gid, access) == nullptr && errno == EFAULT);
@@ -97,8 +97,8 @@ void test_ledger() {
                               "\"served_write_bytes\":60,\"served_read_bytes\":50,"));
     }
     CHECK(ledger_contains("\"handles\":{}") && ledger_contains("\"ibv_reg_mr\":2"));
-    char little[10];
-    CHECK(gdrkit_twin_ledger(little, sizeof little) > 10 && std::string(little) == "{\"library");
+    char short_buffer[10];
+    CHECK(gdrkit_twin_ledger(short_buffer, sizeof short_buffer) > 10 && std::string(short_buffer) == "{\"library");
 }
 
 } // namespace
