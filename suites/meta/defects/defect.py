@@ -1,4 +1,7 @@
-"""Data model of the review: a defect, and the finding that it belongs to."""
+"""Data model of the defect injection: a defect that is injected again, and the review finding that describes it.
+
+``meta.defects.run`` injects each defect and checks that the case in suites/review which covers it fails.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +24,44 @@ class NativeUnit:
 
 @dataclass(frozen=True, slots=True)
 class Defect:
-    """An original defect that can be put back into the code.
+    """A fixed defect that can be injected into the code again.
 
     Attributes
     ----------
     finding : str
-        Number of the finding: ``1`` to ``6`` of the review notes, ``a`` to ``o`` of the later ones.
+        Identifier of the finding: ``1`` to ``6`` in the first review, ``a`` to ``o`` in the later reviews.
     case : str
-        File and name of the case that must fail, below suites/review; every other case of the review must pass.
+        File and name of the case that must fail, below suites/review. Every other case there must pass.
     symptom : str
         Text that the failure of that case must contain. Any other failure does not count as caught.
     module : str
         The module of gdrkit that has the defect, or the translation unit.
-    put_back : callable or NativeUnit
-        The function that puts the defect into the module, or the translation unit that has it.
+    injection : callable or NativeUnit
+        The function that injects the defect into the imported module, or the translation unit that contains it.
     """
 
     finding: str
     case: str
     symptom: str
     module: str
-    put_back: Callable[[Any], None] | NativeUnit
+    injection: Callable[[Any], None] | NativeUnit
 
     @property
     def name(self) -> str:
         """Name of the defect in GDRKIT_DEFECT."""
-        return self.put_back.name if isinstance(self.put_back, NativeUnit) else self.put_back.__name__
+        return self.injection.name if isinstance(self.injection, NativeUnit) else self.injection.__name__
 
     @property
     def text(self) -> str:
         """Description of the defect in one line."""
-        if isinstance(self.put_back, NativeUnit):
-            return self.put_back.text
-        return (self.put_back.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+        if isinstance(self.injection, NativeUnit):
+            return self.injection.text
+        return (self.injection.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A finding of the review in one line."""
+    """A review finding, described in one line."""
 
     number: str
     text: str

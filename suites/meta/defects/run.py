@@ -75,7 +75,7 @@ def _records(defect: Defect | None, libraries: Path) -> dict[str, Record]:
         paths = [str(SUITES / "meta" / "defects" / "site"), str(SUITES), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environ.pop("GDRKIT_DEFECT", None)
-        if defect is not None and isinstance(defect.put_back, NativeUnit):
+        if defect is not None and isinstance(defect.injection, NativeUnit):
             environ["GDRKIT_USRBIO_LIBRARY"] = str(_library(libraries, defect))
         elif defect is not None:
             environ["GDRKIT_DEFECT"] = defect.name
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="meta.defects.run", description=main.__doc__)
     parser.add_argument("--libraries", type=Path, required=True, help="folder of the client libraries with defects")
     libraries = parser.parse_args(arguments).libraries
-    native = [defect for defect in DEFECTS.values() if isinstance(defect.put_back, NativeUnit)]
+    native = [defect for defect in DEFECTS.values() if isinstance(defect.injection, NativeUnit)]
     if missing := [_library(libraries, defect) for defect in native if not _library(libraries, defect).exists()]:
         print("not built:", *missing, sep="\n  ")  # noqa: T201
         return 1

@@ -1,4 +1,4 @@
-"""Hook that puts a defect back into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
+"""Hook that injects a defect into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
 
 This folder must be on PYTHONPATH. Peers and other child processes inherit both variables and have the defect, too. The
 hook replaces only functions of gdrkit, directly after their module was executed and before another module imports them.
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-class _PutBack(MetaPathFinder):
-    def __init__(self, module: str, put_back: Callable[[Any], None]) -> None:
-        self.module, self.put_back = module, put_back
+class _DefectInjector(MetaPathFinder):
+    def __init__(self, module: str, inject: Callable[[Any], None]) -> None:
+        self.module, self.inject = module, inject
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,7 +34,7 @@ class _PutBack(MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            self.put_back(module)
+            self.inject(module)
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
@@ -45,7 +45,7 @@ if _name:
     from meta.defects.defect import NativeUnit
     from meta.defects.table import DEFECTS
 
-    _put_back = DEFECTS[_name].put_back
+    _injection = DEFECTS[_name].injection
     # A defect of the C library is in its build.
-    if not isinstance(_put_back, NativeUnit):
-        sys.meta_path.insert(0, _PutBack(DEFECTS[_name].module, _put_back))
+    if not isinstance(_injection, NativeUnit):
+        sys.meta_path.insert(0, _DefectInjector(DEFECTS[_name].module, _injection))
