@@ -1,4 +1,4 @@
-"""Rules about files that do not go directly into GPU memory: file systems, block devices, BAR1 and udev."""
+"""Rules about what prevents direct transfers between files and GPU memory: file system, block device, BAR1 and udev."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES"]
 
-_NETWORK = ("lustre", "nfs", "nfs4", "wekafs", "beegfs", "gpfs", "scatefs", "virtiofs")
-_BLOCK = ("ext4", "xfs")
-_BLOCK_BYTES_MAX = 4096
-_WITHOUT_DIRECT_IO = ("overlay", "tmpfs", "ramfs", "zfs", "ecryptfs")
-_BAR1_BYTES_MIN, _BAR1_FREE_MIN = GIB, 64 * MIB
+_NETWORK_FILE_SYSTEMS = ("lustre", "nfs", "nfs4", "wekafs", "beegfs", "gpfs", "scatefs", "virtiofs")
+_BLOCK_FILE_SYSTEMS = ("ext4", "xfs")
+_LOGICAL_BLOCK_BYTES_MAX = 4096
+_FILE_SYSTEMS_WITHOUT_DIRECT_IO = ("overlay", "tmpfs", "ramfs", "zfs", "ecryptfs")
+_BAR1_BYTES_MIN, _BAR1_FREE_BYTES_MIN = GIB, 64 * MIB
 
 
 def _obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
     """Return why cuFile cannot directly access files of this mount; None if no obstacle is known."""
-    if mount.kind in _NETWORK:
+    if mount.kind in _NETWORK_FILE_SYSTEMS:
         return None
-    if mount.kind not in _BLOCK:
+    if mount.kind not in _BLOCK_FILE_SYSTEMS:
         return f"{mount.kind} is not supported"
     if mount.kind == "ext4" and "data=ordered" not in mount.options:
         return "ext4 without the mount option data=ordered"
@@ -50,7 +50,7 @@ def _file_system(context: RuleContext) -> RuleResult:
         return context.not_run("no GPU here")
     obstacles = {mount.mount_point: _obstacle(mount, block) for mount, block in context.file_systems()}
     if not obstacles:
-        return context.not_run("no mount of data was found")
+        return context.not_run("no mount of a data file system was found")
     good = [mount_point for mount_point, obstacle in obstacles.items() if obstacle is None]
     bad = "; ".join(f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacles.items() if obstacle)
     return (
@@ -76,15 +76,15 @@ def _direct_io(context: RuleContext) -> RuleResult:
         if block is not None:
             size = context.tree.number(f"/sys/class/block/{block.name}/queue/logical_block_size")
             context.record(f"/sys/class/block/{block.name}/queue/logical_block_size", size)
-        if mount.kind in _WITHOUT_DIRECT_IO:
+        if mount.kind in _FILE_SYSTEMS_WITHOUT_DIRECT_IO:
             bad.append(f"{mount.mount_point}: {mount.kind}")
-        elif size is not None and size > _BLOCK_BYTES_MAX:
+        elif size is not None and size > _LOGICAL_BLOCK_BYTES_MAX:
             bad.append(f"{mount.mount_point}: blocks of {size} bytes")
-        elif size is not None or mount.kind in _NETWORK:
+        elif size is not None or mount.kind in _NETWORK_FILE_SYSTEMS:
             good.append(mount.mount_point)
     if good:
         return context.passes(f"aligned direct I/O is possible on {', '.join(good)}")
-    return context.fails("; ".join(bad)) if bad else context.not_run("no mount of data was found")
+    return context.fails("; ".join(bad)) if bad else context.not_run("no mount of a data file system was found")
 
 
 @rule(
@@ -98,7 +98,7 @@ def _direct_io(context: RuleContext) -> RuleResult:
 def _bar1(context: RuleContext) -> RuleResult:
     sizes = dict(_bar1_sizes(context))
     if not sizes:
-        return context.not_run("the BAR1 of no GPU can be read")
+        return context.not_run("the BAR1 size cannot be read for any GPU")
     _, config = context.config()
     pinned_kb = cufile_json.value(config, "properties", "max_device_pinned_mem_size_kb")
     bad = []
@@ -108,7 +108,7 @@ def _bar1(context: RuleContext) -> RuleResult:
         )
         if total < _BAR1_BYTES_MIN:
             bad.append(f"BAR1 of {address} has {format_bytes(total)}")
-        elif free is not None and free < _BAR1_FREE_MIN:
+        elif free is not None and free < _BAR1_FREE_BYTES_MIN:
             bad.append(f"BAR1 of {address} has {format_bytes(free)} left of {format_bytes(total)}")
         elif isinstance(pinned_kb, int) and total < pinned_kb << 10 and pinned_kb != _PINNED_DEFAULT_KB:
             bad.append(f"BAR1 of {address} is smaller than max_device_pinned_mem_size_kb")
@@ -128,10 +128,10 @@ def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]
     sizes: list[tuple[str, tuple[int, int | None]]] = []
     for gpu in context.gpus:
         lines = (context.text(f"/sys/bus/pci/devices/{gpu.address}/resource") or "").splitlines()
-        # BAR0 has the registers. BAR1 has 64 bits and takes two lines, of which the first has the range.
-        ends = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
-        if len(ends) > 1 and int(ends[1], 16):
-            sizes.append((gpu.address, (int(ends[1], 16) - int(ends[0], 16) + 1, None)))
+        # BAR0 has the registers. BAR1 is a 64-bit BAR and takes two lines; the first line has its address range.
+        limits = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
+        if len(limits) > 1 and int(limits[1], 16):
+            sizes.append((gpu.address, (int(limits[1], 16) - int(limits[0], 16) + 1, None)))
     return sizes
 
 
@@ -142,7 +142,7 @@ def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]
     "common in containers, every cuFileHandleRegister fails with 5027 and names no cause.",
     remedy="mount /run/udev of the host into the container (`-v /run/udev:/run/udev:ro`), or write "
     "/run/udev/data/b<major>:<minor> of the block device with the lines E:ID_FS_USAGE=filesystem and E:ID_FS_TYPE=ext4",
-    reads="/run/udev/data/b*: of the block device below each mount",
+    reads="/run/udev/data/b<major>:<minor> for the block device below each mount",
 )
 def _udev(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
@@ -157,13 +157,13 @@ def _udev(context: RuleContext) -> RuleResult:
         return context.fails("/run/udev/data does not exist or is empty")
     unknown = []
     for mount, block in context.file_systems():
-        if block is None or mount.kind not in _BLOCK:
+        if block is None or mount.kind not in _BLOCK_FILE_SYSTEMS:
             continue
         text = context.text(f"/run/udev/data/b{mount.device}") or ""
         unknown += [] if "E:ID_FS_USAGE=filesystem" in text else [f"{mount.mount_point} (b{mount.device})"]
     if unknown:
-        return context.fails(f"it does not describe the device of {', '.join(unknown)}")
-    return context.passes("it describes the block device of every mount")
+        return context.fails(f"the udev database does not describe the device of {', '.join(unknown)}")
+    return context.passes("the udev database describes the block device of every mount")
 
 
 RULES = (_file_system, _direct_io, _bar1, _udev)
