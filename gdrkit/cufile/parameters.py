@@ -161,6 +161,8 @@ def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def set_posix_pool(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
     """Stage the buffers of compat mode; see :func:`set_size`."""
     if len(sizes_kib) != len(counts) or not sizes_kib:
-        message = f"a pool must have at least one size and as many counts, not {len(sizes_kib)} and {len(counts)}"
+        message = (
+            f"sizes_kib and counts must have the same length of at least 1, not {len(sizes_kib)} and {len(counts)}"
+        )
         raise UsageError(message)
     _cufile.set_slab_arrays(sizes_kib, counts)

@@ -19,8 +19,8 @@ class NicContext(Closeable):
     """An open RDMA device with one port and one protection domain; the base of :class:`~gdrkit.verbs.Nic`.
 
     Regions, completion queues and queue pairs belong to it. :meth:`close` closes those that are still open, in the
-    reverse order of their creation. This order is always right, because a queue pair is made after its completion
-    queues.
+    reverse order of their creation. So a queue pair, which is created after its completion queues, is closed before
+    them.
 
     Attributes
     ----------
@@ -44,8 +44,8 @@ class NicContext(Closeable):
             self._children.push(lambda: _pyverbs.close("ibv_close_device", self._context))
             ports = query_ports(self._context)
             if not 1 <= port <= len(ports):
-                message = f"{name} has no port {port}, but {len(ports)}"
-                raise UsageError(message)  # noqa: TRY301 - what was opened is closed below.
+                message = f"port must be between 1 and {len(ports)} for {name}, not {port}"
+                raise UsageError(message)  # noqa: TRY301 - the except clause closes the device.
             self.port = ports[port - 1]
             self.gid_index, self.gid = choose_gid(self._context, ports, self.port, gid_index)
             self._domain = _pyverbs.allocate_domain(self._context)
