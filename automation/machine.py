@@ -32,10 +32,10 @@ def find_hardware() -> dict[str, list[str]]:
     gpus = ["the NVIDIA driver"] if Path("/proc/driver/nvidia/version").exists() else []
     accelerators: list[str] = []
     for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
-        # A device that is unplugged between the listing and the read is not there.
+        # The device may be unplugged after the listing; its files then no longer exist.
         with contextlib.suppress(OSError):
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
-            if vendor == "0x10de" and kind.startswith("0x03"):
+            vendor, pci_class = (device / "vendor").read_text().strip(), (device / "class").read_text().strip()
+            if vendor == "0x10de" and pci_class.startswith("0x03"):
                 gpus.append(f"NVIDIA GPU {device.name}")
             elif vendor == "0x1da3":
                 accelerators.append(f"Habana accelerator {device.name}")
@@ -44,8 +44,8 @@ def find_hardware() -> dict[str, list[str]]:
 
 def may_load_rxe() -> bool:
     """Return whether this kernel has the rxe module and this user may load it. The module is not loaded here."""
-    tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
-    return os.geteuid() == 0 and tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
+    has_tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
+    return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 
 
 def path_with_sbin() -> str:
@@ -57,13 +57,14 @@ def path_with_sbin() -> str:
 def find_interpreter() -> tuple[str, bool]:
     """Return the path of the Python that runs the suites, and whether pip must build pyverbs for it.
 
-    Debian and Ubuntu ship pyverbs for their own Python, so that one is taken if it is new enough. Otherwise the first
-    Python that is new enough is taken, and pip builds PyPI's pyverbs for it.
+    Debian and Ubuntu ship pyverbs for their own Python, so that Python is used if it is new enough. Otherwise the first
+    Python that is new enough is used, and pip builds PyPI's pyverbs for it.
     """
     if python_version(SYSTEM_PYTHON) >= OLDEST_PYTHON and (has_pyverbs() or shutil.which("apt-get")):
         return SYSTEM_PYTHON, False
     others = filter(None, map(shutil.which, ("python3.13", "python3.12", "python3.11")))
-    # realpath leaves nox's virtual environment, so that the choice does not depend on which nox was started.
+    # realpath resolves the virtual environment of nox to its base Python, so that every installation of nox chooses the
+    # same interpreter.
     own = os.path.realpath(sys.executable)
     candidate = next((python for python in (own, *others) if python_version(python) >= OLDEST_PYTHON), None)
     if candidate is None:
@@ -73,13 +74,13 @@ def find_interpreter() -> tuple[str, bool]:
 
 def python_version(python: str) -> tuple[int, ...]:
     """Return (3, 11) for Python 3.11.2, and (0,) for a program that is not a Python."""
-    question = "import sys; print(*sys.version_info[:2])"
+    program = "import sys; print(*sys.version_info[:2])"
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
-        return tuple(map(int, subprocess.check_output([python, "-c", question], text=True).split())) or (0,)
+        return tuple(map(int, subprocess.check_output([python, "-c", program], text=True).split())) or (0,)
     return (0,)
 
 
 def has_pyverbs() -> bool:
     """Return whether the system's Python has pyverbs. It is not imported, because that would load libibverbs."""
-    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pyverbs') is None)"
-    return subprocess.call([SYSTEM_PYTHON, "-I", "-c", question], stderr=subprocess.DEVNULL) == 0
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pyverbs') is None)"
+    return subprocess.call([SYSTEM_PYTHON, "-I", "-c", program], stderr=subprocess.DEVNULL) == 0

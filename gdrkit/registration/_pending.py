@@ -195,7 +195,7 @@ def register_allocation(
             end_of(key) - key[0][0],
         ) or not allocation.presence(key)():
             message = "the memory was freed or remapped while it was registered"
-            raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - what was made is closed below.
+            raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - the except clause closes the allocation.
     except BaseException as error:
         try:
             allocation.close()

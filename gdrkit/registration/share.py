@@ -202,7 +202,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
             message = (
                 f"the allocation has {allocation.length_bytes} bytes, but its handle says {handle.allocation_bytes}"
             )
-            raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - what was opened is closed below.
+            raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - the except clause closes the allocation.
         return SharedMemory(allocation, offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes)
     except BaseException as error:
         _close_after(allocation, error)
