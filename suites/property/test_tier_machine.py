@@ -42,8 +42,11 @@ sizes = strategies.integers(0, SIZE_MAX)
 
 
 @dataclass(eq=False)
-class Held:
-    """An open file. `frozen` is the content that a reader sees after the file has moved."""
+class OpenFile:
+    """An open file.
+
+    `frozen` is the content that an open reader keeps seeing after the file was moved or removed; None before that.
+    """
 
     name: str
     file: TieredFile
@@ -63,8 +66,8 @@ class TierMachine(RuleBasedStateMachine):
         self.now_s = 1_800_000_000.0
         self.model: dict[str, bytes] = {}
         self.pins: dict[str, str] = {}
-        self.readers: list[Held] = []
-        self.writers: list[Held] = []
+        self.readers: list[OpenFile] = []
+        self.writers: list[OpenFile] = []
         self.manager = self._manager()
 
     def _manager(self) -> TierManager:
@@ -73,8 +76,8 @@ class TierMachine(RuleBasedStateMachine):
     def _is_written(self, name: str) -> bool:
         return any(each.name == name for each in self.writers)
 
-    def _gone(self, name: str) -> None:
-        """Freeze the content for open readers, which keep the old file."""
+    def _freeze_readers(self, name: str) -> None:
+        """Save the current content for the open readers, whose descriptors keep the old file."""
         for each in self.readers:
             if each.name == name and each.frozen is None:
                 each.frozen = self.model[name]
@@ -102,7 +105,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.manager.remove(name)
             assert raised.value.reason is Reason.BUSY
         elif name in self.model:
-            self._gone(name)
+            self._freeze_readers(name)
             self.manager.remove(name)
             del self.model[name]
             self.pins.pop(name, None)
@@ -125,28 +128,28 @@ class TierMachine(RuleBasedStateMachine):
                 self.manager.open(name)
 
     @rule(name=names)
-    def begin_to_read(self, name: str) -> None:
+    def open_a_reader(self, name: str) -> None:
         if name in self.model and len(self.readers) < 5:
-            self.readers.append(Held(name, self.manager.open(name)))
+            self.readers.append(OpenFile(name, self.manager.open(name)))
 
     @rule(name=names)
-    def begin_to_write(self, name: str) -> None:
+    def open_a_writer(self, name: str) -> None:
         if name in self.model and len(self.writers) < 3:
-            self.writers.append(Held(name, self.manager.open(name, "r+")))
+            self.writers.append(OpenFile(name, self.manager.open(name, "r+")))
 
     @precondition(lambda self: self.writers)
     @rule(choice=seeds, offset=sizes, seed=seeds)
-    def write_by_who_has_it_open(self, choice: int, offset: int, seed: int) -> None:
-        held = self.writers[choice % len(self.writers)]
-        self._write(held.file, held.name, offset, seed)
+    def write_by_an_open_writer(self, choice: int, offset: int, seed: int) -> None:
+        open_file = self.writers[choice % len(self.writers)]
+        self._write(open_file.file, open_file.name, offset, seed)
 
     @precondition(lambda self: self.writers or self.readers)
     @rule(choice=seeds)
-    def end(self, choice: int) -> None:
-        both = [*self.writers, *self.readers]
-        held = both[choice % len(both)]
-        held.file.close()
-        (self.writers if held in self.writers else self.readers).remove(held)
+    def close_a_file(self, choice: int) -> None:
+        open_files = [*self.writers, *self.readers]
+        open_file = open_files[choice % len(open_files)]
+        open_file.file.close()
+        (self.writers if open_file in self.writers else self.readers).remove(open_file)
 
     # -------------------------------------------------------------------------------------------------- migrations
 
@@ -154,16 +157,16 @@ class TierMachine(RuleBasedStateMachine):
     def move(self, name: str, to: str) -> None:
         if name not in self.model:
             return
-        here = self.manager.find(name).tier
-        if self._is_written(name) and here != to:
-            self._refused(name, to)
+        source = self.manager.find(name).tier
+        if self._is_written(name) and source != to:
+            self._check_move_is_refused(name, to)
         else:
-            self._moves(name, here, to)
+            self._freeze_if_moved(name, source, to)
             self.manager.move(name, to)
 
     @rule(name=names, to=tiers, phase=phases)
     def move_with_a_reader(self, name: str, to: str, phase: Phase) -> None:
-        """Open and read the file during the migration: it is complete."""
+        """Open and read the file during the migration: the reader sees its whole content."""
         if name not in self.model or self._is_written(name):
             return
 
@@ -171,7 +174,7 @@ class TierMachine(RuleBasedStateMachine):
             if reached is phase:
                 assert contents(self.manager, name) == self.model[name]
 
-        self._moves(name, self.manager.find(name).tier, to)
+        self._freeze_if_moved(name, self.manager.find(name).tier, to)
         self.manager.move(name, to, observe=read)
 
     @rule(name=names, to=tiers, phase=phases, offset=sizes, seed=seeds)
@@ -180,43 +183,43 @@ class TierMachine(RuleBasedStateMachine):
         if name not in self.model or self._is_written(name):
             return
         threads: list[threading.Thread] = []
-        before, here = self.model[name], self.manager.find(name).tier
+        before, source = self.model[name], self.manager.find(name).tier
 
         def write() -> None:
             with self.manager.open(name, "r+") as file:
                 self._write(file, name, offset, seed)
 
-        def come(reached: Phase, _name: str, _offset: int) -> None:
+        def start_writer(reached: Phase, _name: str, _offset: int) -> None:
             if reached is phase and not threads:
                 threads.append(threading.Thread(target=write))
                 threads[0].start()
 
-        has_moved = self._moved(name, to, come)
+        has_moved = self._try_move(name, to, start_writer)
         for thread in threads:
             thread.join()
-        for each in self.readers if has_moved and here != to else ():
+        for each in self.readers if has_moved and source != to else ():
             if each.name == name and each.frozen is None:
                 each.frozen = before
 
     @rule(name=names, to=tiers, phase=phases)
-    def move_that_is_killed(self, name: str, to: str, phase: Phase) -> None:
+    def kill_a_move(self, name: str, to: str, phase: Phase) -> None:
         if name not in self.model:
             return
-        here = self.manager.find(name).tier
+        source = self.manager.find(name).tier
         self.mover.start(self.configuration, name, to, phase=phase.value, how="kill")
         ended = self.mover.migration_code()
-        assert ended == (0 if here == to else 1 if self._is_written(name) else -signal.SIGKILL)
+        assert ended == (0 if source == to else 1 if self._is_written(name) else -signal.SIGKILL)
         if ended == -signal.SIGKILL:
             self.manager.check(repair=True)
-            self._moves(name, here, self.manager.find(name).tier)
+            self._freeze_if_moved(name, source, self.manager.find(name).tier)
 
     @rule()
     def migrate(self) -> None:
         before = {name: self.manager.find(name).tier for name in self.model}
-        done = self.manager.migrate()
-        assert {each.name for each in done.refused} <= {each.name for each in self.writers}
-        for name, here in before.items():
-            self._moves(name, here, self.manager.find(name).tier)
+        report = self.manager.migrate()
+        assert {each.name for each in report.refused} <= {each.name for each in self.writers}
+        for name, source in before.items():
+            self._freeze_if_moved(name, source, self.manager.find(name).tier)
             if name in self.pins and not self._is_written(name):
                 assert self.manager.find(name).tier == self.pins[name]
 
@@ -232,12 +235,12 @@ class TierMachine(RuleBasedStateMachine):
             self.manager.unpin(name)
             self.pins.pop(name, None)
 
-    def _refused(self, name: str, to: str) -> None:
+    def _check_move_is_refused(self, name: str, to: str) -> None:
         with pytest.raises(ApiError) as raised:
             self.manager.move(name, to)
         assert raised.value.reason is Reason.BUSY
 
-    def _moved(self, name: str, to: str, observe: Callable[[Phase, str, int], None]) -> bool:
+    def _try_move(self, name: str, to: str, observe: Callable[[Phase, str, int], None]) -> bool:
         try:
             self.manager.move(name, to, observe=observe)
         except ApiError as error:
@@ -246,14 +249,14 @@ class TierMachine(RuleBasedStateMachine):
             return False
         return True
 
-    def _moves(self, name: str, here: str, to: str) -> None:
-        if here != to:
-            self._gone(name)
+    def _freeze_if_moved(self, name: str, source: str, to: str) -> None:
+        if source != to:
+            self._freeze_readers(name)
 
-    # ------------------------------------------------------------------------------------------------------- world
+    # ------------------------------------------------------------------------------------------------- environment
 
     @rule(days=strategies.floats(-400, 400))
-    def the_clock_is_set(self, days: float) -> None:
+    def set_the_clock(self, days: float) -> None:
         self.now_s += days * DAY_S
 
     @rule()
@@ -262,13 +265,13 @@ class TierMachine(RuleBasedStateMachine):
         self.manager = self._manager()
 
     @rule()
-    def the_catalogue_is_lost(self) -> None:
+    def lose_the_catalogue(self) -> None:
         self.manager.close()
         shutil.rmtree(self.configuration.catalogue)
         self.manager = self._manager()
 
     @rule(name=names)
-    def a_file_grows_past_gdrkit(self, name: str) -> None:
+    def append_without_gdrkit(self, name: str) -> None:
         if name in self.model:
             with (self.configuration.tier(self.manager.find(name).tier).directory / name).open("ab") as file:
                 file.write(b"more")
@@ -286,7 +289,7 @@ class TierMachine(RuleBasedStateMachine):
             assert (entry.tier, entry.pinned) == (tier, self.pins.get(name))
 
     @invariant()
-    def who_has_a_file_open_reads_it(self) -> None:
+    def open_readers_read_the_expected_bytes(self) -> None:
         for each in self.readers:
             expected = self.model[each.name] if each.frozen is None else each.frozen
             assert os.pread(each.file.fileno(), 2 * SIZE_MAX, 0) == expected
