@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.reach import DMABUF
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit import cuda, pattern
 from gdrkit.errors import UsageError
@@ -38,7 +38,7 @@ _TIMEOUT_S = 60
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A server of an empty store, for all cases of this module."""
     folder = tmp_path_factory.mktemp("storage")
-    with serving(folder / "store", folder / "server.log") as served:
+    with storage_server(folder / "store", folder / "server.log") as served:
         yield served
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import Memory, Service, serving
+from support.storage import Memory, Service, storage_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ __all__ = ["client", "memory", "service"]
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     """Yield a server over TCP with an empty store."""
-    with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         yield service
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from support.failing_calls import STRACE, failing_call
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit.harness.needs import needs, verbs
 
@@ -19,7 +19,7 @@ def test_unexpected_accept_error_is_logged_and_retried(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "file").write_bytes(b"x")
     log = tmp_path / "log"
-    with serving(tmp_path / "store", log, "--listen", "127.0.0.1:0") as service:
+    with storage_server(tmp_path / "store", log, "--listen", "127.0.0.1:0") as service:
         with failing_call(service.process.pid, "accept4", "EPROTO"), service.connect() as client:
             assert client.list_folder()[0].name == "file"
         with service.connect() as client:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.other_user import open_folder, run_program
 from support.python_child import module_command, suites_environ
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError
@@ -178,7 +178,7 @@ except (BrokenPipeError, ConnectionResetError):
 def test_unix_socket_of_serve_refuses_another_user(tmp_path: Path) -> None:
     with open_folder() as folder:
         path = folder / "socket"
-        with serving(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
+        with storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
             # With this mode another user can connect. The server refuses it by SO_PEERCRED.
             path.chmod(0o777)
             for user, expected in (("self", "answered\n"), ("other", "ended\n")):

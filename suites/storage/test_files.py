@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.harness.needs import needs, verbs
@@ -86,7 +86,7 @@ def test_folder_of_names_with_long_escapes_is_listed(service: Service, client: S
 
 @needs(verbs.nic())
 def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", tmp_path / "log") as service, service.connect(token="") as client:
+    with storage_server(tmp_path / "store", tmp_path / "log") as service, service.connect(token="") as client:
         (service.root / "3fs-virt").mkdir()
         (service.root / "3fs-virt" / "file").touch()
         (service.root / "folder" / "3fs-virt").mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_wrong_token_is_refused(service: Service) -> None:
 
 @needs(verbs.nic())
 def test_unix_socket_is_private_and_accepts_descriptors(tmp_path: Path) -> None:
-    with serving(tmp_path / "store", tmp_path / "log") as service:
+    with storage_server(tmp_path / "store", tmp_path / "log") as service:
         address = ServerAddress.parse(service.address)
         assert address.path is not None
         assert stat.S_IMODE(address.path.stat().st_mode) == 0o600

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
@@ -52,7 +52,7 @@ def test_invalid_frame_gets_no_result_and_ends_the_session(service: Service) -> 
 def test_sums_of_another_file_are_ignored(tmp_path: Path) -> None:
     root, log = tmp_path / "store", tmp_path / "log"
     contents = {name: os.urandom(SIZE) for name in ("one", "other")}
-    with serving(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
+    with storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
         for name, data in contents.items():
             with client.open(name, write=True, create=True) as file, client.register(bytearray(data)) as buffer:
                 file.write(buffer, offset_bytes=0)
@@ -60,7 +60,7 @@ def test_sums_of_another_file_are_ignored(tmp_path: Path) -> None:
     shutil.copyfile(sums_of(root, "one"), sums_of(root, "other"))
     stat = (root / "one").stat()
     os.utime(root / "other", ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with serving(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
+    with storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
         target = bytearray(SIZE)
         with client.open("other") as file, client.register(target) as buffer:
             assert file.read(buffer, offset_bytes=0).length_bytes == SIZE

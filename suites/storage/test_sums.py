@@ -8,7 +8,7 @@ import resource
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit.errors import ApiError
 from gdrkit.harness.needs import needs, verbs
@@ -94,12 +94,12 @@ def test_change_by_another_program_is_not_corruption(service: Service, client: S
 @needs(verbs.nic())
 def test_sums_outlive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
     data = os.urandom(SIZE + 100)
-    with serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         with service.connect() as client, client.open("file", write=True, create=True) as file:
             write(client, file, data)
         service.kill()
     corrupt(tmp_path / "store" / "file", SIZE + 99)
-    again = serving(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
+    again = storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
     with again as service, service.connect() as client:
         with client.open("file") as file:
             assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data[:SIZE]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.ledger import traffic
-from support.storage import KINDS
+from support.storage import MEMORY_KINDS
 
 from gdrkit.errors import Api, ApiError
 from gdrkit.harness.needs import needs, software, verbs
@@ -35,28 +35,28 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("memory", KINDS, indirect=True)
+@pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(("size", "offset"), SIZES)
 def test_written_bytes_are_in_the_file_and_are_read_back(
     service: Service, client: StorageClient, memory: Memory, size: int, offset: int
 ) -> None:
     data = os.urandom(size)
     with client.open("file", write=True, create=True) as file:
-        with memory.holding(client, data) as buffer:
+        with memory.registered_copy(client, data) as buffer:
             assert file.write(buffer, offset_bytes=offset).length_bytes == size
         assert (service.root / "file").read_bytes() == bytes(offset) + data
-        with memory.holding(client, b"\xa5" * size) as buffer:
+        with memory.registered_copy(client, b"\xa5" * size) as buffer:
             assert file.read(buffer, offset_bytes=offset).length_bytes == size
             assert memory.bytes_of(buffer) == data
     assert client.statistics()["corruptions"] == 0
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("memory", KINDS, indirect=True)
+@pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB + 7)
     (service.root / "file").write_bytes(data)
-    with client.open("file") as file, memory.holding(client, b"\xa5" * MIB) as buffer:
+    with client.open("file") as file, memory.registered_copy(client, b"\xa5" * MIB) as buffer:
         assert file.read(buffer, offset_bytes=100).length_bytes == len(data) - 100
         read_back = memory.bytes_of(buffer)
         assert read_back[: len(data) - 100] == data[100:]
@@ -66,7 +66,7 @@ def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageCli
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("memory", KINDS, indirect=True)
+@pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(MIB)
     with (service.root / "file").open("wb") as local_file:
@@ -74,7 +74,7 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: Stor
         local_file.seek(3 * MIB)
         local_file.write(data)
         local_file.truncate(5 * MIB + 5)
-    with client.open("file") as file, memory.holding(client, b"\xa5" * (5 * MIB + 5)) as buffer:
+    with client.open("file") as file, memory.registered_copy(client, b"\xa5" * (5 * MIB + 5)) as buffer:
         result = file.read(buffer, offset_bytes=0)
         assert result.length_bytes == 5 * MIB + 5
         assert memory.bytes_of(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
@@ -87,14 +87,14 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: Stor
         assert file.read(part, offset_bytes=3 * MIB, forbid_holes=True).length_bytes == MIB
 
 
-@pytest.mark.parametrize("memory", KINDS, indirect=True)
+@pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_batch_of_small_transfers_at_random_offsets(
     service: Service, client: StorageClient, memory: Memory, seed: int
 ) -> None:
     chance = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
     (service.root / "file").write_bytes(content)
-    with client.open("file", write=True) as file, memory.holding(client, os.urandom(MIB)) as buffer:
+    with client.open("file", write=True) as file, memory.registered_copy(client, os.urandom(MIB)) as buffer:
         source = memory.bytes_of(buffer)
         writes = []
         for index in range(128):
@@ -114,10 +114,10 @@ def test_batch_of_small_transfers_at_random_offsets(
             assert read_back[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
 
 
-@pytest.mark.parametrize("memory", KINDS, indirect=True)
+@pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB)
-    with client.open("file", write=True, create=True) as file, memory.holding(client, data) as buffer:
+    with client.open("file", write=True, create=True) as file, memory.registered_copy(client, data) as buffer:
         result = file.write(buffer, offset_bytes=1)
         assert result.checksums == ((crc32c(data),) if buffer.is_device_memory else ())
 

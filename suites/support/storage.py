@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from gdrkit.storage.iobuffer import IOBuffer
     from gdrkit.verbs import Nic
 
-__all__ = ["KINDS", "Memory", "Service", "serving"]
+__all__ = ["MEMORY_KINDS", "Memory", "Service", "storage_server"]
 
 # Parameters of the fixture `memory`.
-KINDS = [
+MEMORY_KINDS = [
     pytest.param("host", marks=needs(verbs.nic()), id="host"),
     pytest.param("device", marks=DMABUF, id="device"),
 ]
@@ -81,44 +81,44 @@ class Service:
             self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the server by SIGKILL and wait for its end."""
+        """Kill the server by SIGKILL and wait until its process has ended."""
         self.process.kill()
         self.process.wait(_END_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A kind of memory: that of `device`, or host memory if it is None."""
+    """The memory kind of a case: memory of `device`, or host memory if `device` is None."""
 
     device: Device | None
 
     @contextlib.contextmanager
-    def holding(self, client: StorageClient, data: bytes) -> Iterator[IOBuffer]:
-        """Yield new registered memory that contains these bytes."""
+    def registered_copy(self, client: StorageClient, data: bytes) -> Iterator[IOBuffer]:
+        """Yield registered memory with a copy of these bytes."""
         if self.device is None:
             with client.register(bytearray(data)) as buffer:
                 yield buffer
         else:
             with self.device.allocate(max(len(data), MIB)) as memory:
                 memory.write(data, offset_bytes=0)
-                with client.register(memory) as whole:
-                    yield whole.subrange(offset_bytes=0, length_bytes=len(data))
+                with client.register(memory) as registered:
+                    yield registered.subrange(offset_bytes=0, length_bytes=len(data))
 
     @staticmethod
     def bytes_of(buffer: IOBuffer) -> bytes:
-        """Return the bytes of a buffer. The device copies those of device memory."""
+        """Return the bytes of a buffer, which the device copies if they are in device memory."""
         return buffer.copy_out()
 
 
 @contextlib.contextmanager
-def serving(root: Path, log: Path, *options: str) -> Iterator[Service]:
+def storage_server(root: Path, log: Path, *options: str) -> Iterator[Service]:
     """Run a server of the store `root` until the block ends. SIGTERM must then end it with exit code 0."""
     root.mkdir(exist_ok=True)
-    with log.open("ab") as errors:
+    with log.open("ab") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "gdrkit", "serve", "--store", str(root), *options],
             stdout=subprocess.PIPE,
-            stderr=errors,
+            stderr=stderr,
             stdin=subprocess.DEVNULL,
         )
     try:

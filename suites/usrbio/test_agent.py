@@ -57,8 +57,8 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
-    return pytest.raises(Refusal, check=lambda error: error.errno == number)
+def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
+    return pytest.raises(Refusal, check=lambda error: error.errno == expected_errno)
 
 
 def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
@@ -104,23 +104,23 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
         client.publish_ring(ring)
         source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
         write_only = stack.enter_context(opened(agent.mount / "out", os.O_WRONLY | os.O_CREAT))
-        inode, out = client.register_file(source), client.register_file(write_only)
+        inode, write_only_inode = client.register_file(source), client.register_file(write_only)
         other_file = stack.enter_context(opened(agent.mount / "other", os.O_RDWR | os.O_CREAT))
         other_inode = other.register_file(other_file)
-        top = (1 << 64) - 1
+        uint64_max = (1 << 64) - 1
         invalid: list[tuple[int, dict[str, int | bytes]]] = [
             (-errno.EACCES, {"iov": other_iov.id.bytes}),
             (-errno.EACCES, {"iov": uuid.uuid4().bytes}),
             (-errno.EINVAL, {"length": 0}),
             (-errno.EINVAL, {"length": MIB + 1}),
             (-errno.EINVAL, {"buffer_offset": MIB}),
-            (-errno.EINVAL, {"buffer_offset": top, "length": 2}),
-            (-errno.EINVAL, {"buffer_offset": 8, "length": top}),
+            (-errno.EINVAL, {"buffer_offset": uint64_max, "length": 2}),
+            (-errno.EINVAL, {"buffer_offset": 8, "length": uint64_max}),
             (-errno.EINVAL, {"buffer_offset": 256 * KIB - 1, "length": 2}),
-            (-errno.EINVAL, {"file_offset": top}),
+            (-errno.EINVAL, {"file_offset": uint64_max}),
             (-errno.EBADF, {"inode": other_inode}),
             (-errno.EBADF, {"inode": 0}),
-            (-errno.EACCES, {"inode": out}),
+            (-errno.EACCES, {"inode": write_only_inode}),
         ]
         for number, (_, values) in enumerate(invalid):
             entry: dict[str, int | bytes] = {"iov": own_iov.id.bytes, "inode": inode, "length": 4 * KIB, **values}
@@ -144,8 +144,8 @@ def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, i
         client.publish_ring(good)
         source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
         inode = client.register_file(source)
-        # The agent may read the ring at once. So the invalid index is written before the entry, unless it is the head,
-        # which the entry changes.
+        # The agent may read the ring as soon as it has an entry, so the invalid index is written first. prepare()
+        # changes the head (index 0), so an invalid head is written after it.
         if index:
             bad.set_index(index, value)
         bad.prepare(iov.id.bytes, inode=inode, length=KIB)
@@ -189,7 +189,7 @@ def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path)
         stack.callback(symlink.close)
         symlink.path.unlink()
         symlink.path.symlink_to(iov.path)
-        for name, target, number in [
+        for name, target, expected_errno in [
             (iov.name(), missing, errno.ENOENT),
             (iov.name(), "/etc/passwd", errno.EINVAL),
             (iov.name(), f"{iov.path.parent}/../../etc/passwd", errno.EINVAL),
@@ -200,14 +200,14 @@ def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path)
             (iov.name(".gdr.d0"), "gdr://v2/nonsense", errno.EINVAL),
             (iov.name(".gdr.d0"), "gdr://v2/device/0/allocation/64/offset/0/size/64/dmabuf", errno.EOPNOTSUPP),
         ]:
-            with refused(number):
+            with refused_with(expected_errno):
                 client.publish(name, target)
         client.publish_iov(iov)
-        with refused(errno.EEXIST):
+        with refused_with(errno.EEXIST):
             client.publish_iov(iov)
-        with refused(errno.EEXIST):
+        with refused_with(errno.EEXIST):
             other.publish_iov(iov)
-        with refused(errno.ENOENT):
+        with refused_with(errno.ENOENT):
             other.unpublish(iov.name())
         client.unpublish(iov.name())
         assert links(agent.mount) == before
@@ -228,7 +228,7 @@ def test_file_outside_of_the_store_is_not_registered(
             with opened(path, flags) as descriptor, pytest.raises(Refusal) as refusal:
                 client.register_file(descriptor)
             assert refusal.value.errno in numbers
-        with refused(errno.ENOENT):
+        with refused_with(errno.ENOENT):
             client.ask(AgentRequest.DEREGISTER_FILE, protocol.pack_number(1))
 
 
@@ -241,9 +241,9 @@ def test_punched_hole_and_hard_link(agent: AgentProcess, seed: int) -> None:
         with opened(agent.mount, os.O_PATH) as folder:
             client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
             assert (agent.mount / "second").samefile(agent.mount / "file")
-            with refused(errno.EEXIST):
+            with refused_with(errno.EEXIST):
                 client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
-            with refused(errno.EINVAL):
+            with refused_with(errno.EINVAL):
                 client.ask(AgentRequest.HARD_LINK, protocol.pack_name("../second"), [file, folder])
 
 
@@ -261,7 +261,7 @@ def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None
             with RawClient(agent.mount) as bad:
                 bad.send(data, descriptors)
                 assert bad.receive() == b""
-        with refused(errno.EINVAL):
+        with refused_with(errno.EINVAL):
             good.ask(AgentRequest.UNPUBLISH, b"\xff\xff")
         good.hello()
 
@@ -272,7 +272,7 @@ def test_second_agent_of_a_mount_is_refused(agent: AgentProcess) -> None:
 
 
 def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> None:
-    folder = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+    folder = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
     name = str(uuid.uuid4())
     path = folder / f"hf3fs-iov-{name}"
     with contextlib.ExitStack() as stack:
@@ -292,19 +292,19 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
                 (str(path), [memory, memory]),
                 (str(path), [other_folder] if os.fstat(other_folder).st_dev != folder.stat().st_dev else [read_only]),
             ):
-                with refused(errno.EINVAL):
+                with refused_with(errno.EINVAL):
                     client.publish(name, target, descriptors=descriptors)
                 assert not path.exists()
             path.write_bytes(b"other")
-            with refused(errno.EEXIST):
+            with refused_with(errno.EEXIST):
                 client.publish(name, str(path), descriptors=[memory])
             assert path.read_bytes() == b"other"
             path.unlink()
             client.publish(name, str(path), descriptors=[memory])
             assert os.path.samestat(path.stat(), os.fstat(memory))
-            other = str(uuid.uuid4())
-            with refused(errno.EINVAL):
-                client.publish(other, str(folder / f"hf3fs-iov-{other}"), descriptors=[memory])
+            second_name = str(uuid.uuid4())
+            with refused_with(errno.EINVAL):
+                client.publish(second_name, str(folder / f"hf3fs-iov-{second_name}"), descriptors=[memory])
         with RawClient(agent.mount) as other_client:
             while path.exists():
                 other_client.hello()
@@ -319,13 +319,13 @@ def test_memory_of_another_user_is_not_published(agent: AgentProcess) -> None:
     try:
         with RawClient(agent.mount) as client:
             os.chown(iov.path, OTHER_USER, OTHER_USER)
-            with refused(errno.EACCES):
+            with refused_with(errno.EACCES):
                 client.publish_iov(iov)
             unnamed = os.open(iov.path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
             os.ftruncate(unnamed, 64 * KIB)
             os.fchown(unnamed, OTHER_USER, OTHER_USER)
             name = str(uuid.uuid4())
-            with refused(errno.EACCES):
+            with refused_with(errno.EACCES):
                 client.publish(name, f"{iov.path.parent}/hf3fs-iov-{name}", b"", [unnamed])
             os.close(unnamed)
             os.chown(iov.path, os.geteuid(), os.getegid())

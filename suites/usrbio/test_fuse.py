@@ -20,7 +20,7 @@ from support.application import KINDS, Application
 from support.other_user import open_folder, run_program
 from support.processes import wait_until
 from support.raw_usrbio import AgentProcess
-from support.storage import serving
+from support.storage import storage_server
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, host, needs, verbs
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic(), host.fuse)
 MEMORY_KINDS = ["host", pytest.param("device", marks=needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export))]
 TIMEOUT = timedelta(seconds=30)
-SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+SHARED = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
 
 
 def mounted(path: Path) -> bool:
@@ -118,7 +118,7 @@ def test_ring_and_mount_have_the_same_bytes(agent: AgentProcess, opened: int, ki
 @pytest.mark.parametrize("kind", MEMORY_KINDS)
 def test_files_of_a_remote_server_are_read_and_written(folders: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
     mount, store = folders
-    with serving(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         token = store / ".gdrkit" / "token"
         with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
             (mount / "file").write_bytes(pattern.payload(MIB, seed=4))

@@ -22,7 +22,7 @@ from gdrkit.usrbio.agent.mount import AgentMount, LinkFolder, adopt_unnamed, che
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+SHARED = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
 SUBMIT = ["submit-ios.ph", "submit-ios", "submit-ios.pl"]
 OTHER_USER = os.geteuid() + 1
 

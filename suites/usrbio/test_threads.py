@@ -22,7 +22,7 @@ pytestmark = needs(verbs.nic())
 ROUNDS = 3000
 
 
-def test_ring_index_is_reused_before_its_completion_is_seen(tmp_path: Path) -> None:
+def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) -> None:
     """A ring of one entry reuses its only index as soon as the library has received the completion."""
     (tmp_path / "file").write_bytes(bytes(4 * KIB))
     with AgentProcess(tmp_path) as agent:
