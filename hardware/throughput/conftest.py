@@ -1,4 +1,4 @@
-"""Fixtures and hooks of the measurements here. Only numbers of hardware are printed."""
+"""Fixtures and hooks of the throughput measurements. Rates that were measured on a software twin are not printed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def meter(request: pytest.FixtureRequest, evidence: Evidence) -> Meter:
-    """The object that measures. A case uses it once."""
+    """The Meter of this case, which measures and records rates. A case uses it once."""
     return Meter(request, evidence)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a case with right data if it is slower than the profile of this hardware allows."""
+    """After a case has passed its data checks, fail it if a rate is lower than the profile of this machine allows."""
     result = yield
     judge_numbers(item)
     return result

@@ -1,4 +1,4 @@
-"""RDMA WRITE and READ by size, depth and pair of GPU and NIC, latency, and a check of the claims of the documents.
+"""RDMA WRITE and READ by size, depth, and pair of GPU and NIC; latency; direct beside staged; aligned beside odd.
 
 The native initiator and the passive memory use the same NIC, so that the path between that NIC and the memory is
 measured. Every case checks all bytes that its last burst transferred.
@@ -32,7 +32,7 @@ SIZES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (4, 64, 1024, 819
 DEPTHS = (1, 4, 16, 64)
 DEPTH, LIST_LENGTH = 64, 16
 AREA_BYTES = 64 * MIB
-LATENCIES = 2000
+LATENCY_SAMPLES = 2000
 
 
 def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_bytes: int, seed: int) -> None:
@@ -46,8 +46,8 @@ def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_by
 
 def check(memory: Reached, initiator: Initiator, direction: Direction, moved_bytes: int, seed: int) -> None:
     """Check that the target holds the stream of the seed."""
-    taken = memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
-    pattern.check(taken, seed=seed)
+    received = memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
+    pattern.check(received, seed=seed)
 
 
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
@@ -97,7 +97,7 @@ def test_by_depth(meter: Meter, nic: Nic, reach: Reach, seed: int, direction: Di
 @pytest.mark.parametrize("reach", KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
 def test_latency(meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evidence, direction: Direction) -> None:
-    length_bytes, operations = 8, meter.count(LATENCIES, small=10)
+    length_bytes, operations = 8, meter.count(LATENCY_SAMPLES, small=10)
     with reach.memory(length_bytes=4 * KIB) as memory, initiating(nic, memory_bytes=4 * KIB) as initiator:
         prepare(memory, initiator, direction, 4 * KIB, seed)
         remote = memory.remote()
@@ -151,9 +151,9 @@ def _pair(
     nic: Nic,
     route: RegistrationRoute,
     direction: Direction,
-    what: tuple[int, int, int],
+    sizes_and_seed: tuple[int, int, int],
 ) -> Rates | None:
-    length_bytes, operations, seed = what
+    length_bytes, operations, seed = sizes_and_seed
     area_bytes = 8 * length_bytes
     with (
         reachable(device, nic, route, length_bytes=area_bytes) as (memory, registration),
@@ -177,7 +177,7 @@ def _pair(
 def test_direct_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    """Whether the direct path is faster from 64 KiB on, as the documents say."""
+    """The ratio of the direct rate to the rate through host memory. Direct is expected to be faster from 64 KiB on."""
     operations = meter.count(64, small=4)
     with (
         reachable(device, nic, length_bytes=length_bytes) as (memory, registration),
@@ -187,15 +187,15 @@ def test_direct_beside_a_copy_through_the_host(
         nic.register_host(pinned.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
-        straight, staged = registration.remote(nic), region.remote()
+        direct_target, staging_target = registration.remote(nic), region.remote()
 
         def direct() -> None:
             for _ in range(operations):
-                initiator.run(Direction.WRITE, straight, length_bytes=length_bytes, operations=1)
+                initiator.run(Direction.WRITE, direct_target, length_bytes=length_bytes, operations=1)
 
         def by_host() -> None:
             for _ in range(operations):
-                initiator.run(Direction.WRITE, staged, length_bytes=length_bytes, operations=1)
+                initiator.run(Direction.WRITE, staging_target, length_bytes=length_bytes, operations=1)
                 stream.write(memory, pinned.view())
                 stream.synchronize()
 
@@ -211,7 +211,7 @@ def test_direct_beside_a_copy_through_the_host(
 
 @DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
-    """Whether transfers gain by beginning at multiples of 256 bytes, as the documents say."""
+    """The ratio of the rates at aligned and odd addresses. Multiples of 256 bytes are expected to be faster."""
     length_bytes, operations = 64 * KIB, meter.count(512, small=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
