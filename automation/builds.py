@@ -34,8 +34,13 @@ NATIVE = ROOT / "native"
 TWINS = NATIVE / "twins"
 BUILD = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2", "nanobind>=2.4,<4")
 PYVERBS = "pyverbs==59.0"
-# atheris guides the fuzzing of parsers; PyPI has wheels of it only for these Pythons and machines.
-RUN = ("nox>=2024.4.15", "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'")
+RUN = (
+    "nox>=2024.4.15",
+    # The cases validate records and reports with it.
+    "jsonschema>=4.20",
+    # It guides the fuzzing of parsers. PyPI has wheels for these Pythons and machines only.
+    "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'",
+)
 # Installed without their dependencies: those are two gigabytes of CUDA libraries that the suites do not use.
 KVIKIO = ("kvikio-cu13==26.10.*", "libkvikio-cu13==26.10.*", "rapids-logger==0.3.*", "packaging")
 # The accessibility rules differ between versions.

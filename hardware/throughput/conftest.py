@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.rates import Meter, judge_numbers
+from support.rates import Meter, check_expected_numbers
 from support.reach import Reach
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def meter(request: pytest.FixtureRequest, evidence: Evidence) -> Meter:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """After a case has passed its data checks, fail it if a rate is lower than the profile of this machine allows."""
     result = yield
-    judge_numbers(item)
+    check_expected_numbers(item)
     return result
 
 

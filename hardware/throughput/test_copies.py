@@ -1,4 +1,5 @@
-"""Copies by the CUDA driver: pinned host memory to and from a device, inside a device, between two, imported memory.
+"""Copies by the CUDA driver: between pinned host memory and a device, within a device, between two, from imported
+memory.
 
 Every case checks the bytes of its last round.
 """
@@ -32,7 +33,7 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
     repeats = meter.repeats(length_bytes)
     data = pattern.payload(length_bytes, seed=seed)
     is_write = direction == "host_to_device"
-    meter.way(f"GPU{device.index}")
+    meter.record_path(f"GPU{device.index}")
     with (
         device.allocate(length_bytes) as memory,
         PinnedMemory(device, length_bytes) as pinned,
@@ -51,12 +52,12 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
                     stream.read_into(memory, pinned.view())
             stream.synchronize()
 
-        meter.rate(work, moved_bytes=length_bytes * repeats)
+        meter.measure(work, moved_bytes=length_bytes * repeats)
         pattern.check(memory.read() if is_write else bytes(pinned.view()), seed=seed)
 
 
 @needs(cuda.device())
-def test_copy_inside_a_device(meter: Meter, device: Device, seed: int) -> None:
+def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     length_bytes = meter.length(256 * MIB)
     repeats = meter.repeats(length_bytes // 16)
     with device.allocate(length_bytes) as source, device.allocate(length_bytes) as target, device.stream() as stream:
@@ -67,12 +68,12 @@ def test_copy_inside_a_device(meter: Meter, device: Device, seed: int) -> None:
                 stream.copy(source, target)
             stream.synchronize()
 
-        meter.rate(work, moved_bytes=length_bytes * repeats)
+        meter.measure(work, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
 
 
 @needs(cuda.device(count_min=2))
-def test_copy_between_two_devices_beside_one_through_the_host(
+def test_peer_copy_beside_a_copy_through_the_host(
     meter: Meter, devices: tuple[Device, ...], seed: int, evidence: Evidence
 ) -> None:
     near, far = devices[:2]
@@ -104,14 +105,14 @@ def test_copy_between_two_devices_beside_one_through_the_host(
             target.fill(0)
             work()
             pattern.check(target.read(), seed=seed)
-        rates = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * repeats)
+        rates = meter.compare({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
     if rates:
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
 
 
 @needs(cuda.device(), cuda.ipc)
-def test_copy_out_of_memory_that_another_process_owns(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
+def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
     length_bytes = meter.length(256 * MIB)
     repeats = meter.repeats(length_bytes // 16)
     theirs = peer.device().allocate(length_bytes)
@@ -127,14 +128,12 @@ def test_copy_out_of_memory_that_another_process_owns(meter: Meter, device: Devi
                 stream.copy(imported, target)
             stream.synchronize()
 
-        meter.rate(work, moved_bytes=length_bytes * repeats)
+        meter.measure(work, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
 
 
 @needs(cuda.device(count_min=2), cuda.ipc)
-def test_memory_that_another_process_owns_on_another_device(
-    meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int
-) -> None:
+def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int) -> None:
     near, far = devices[:2]
     length_bytes = meter.length(256 * MIB)
     repeats = meter.repeats(length_bytes // 4)
@@ -152,5 +151,5 @@ def test_memory_that_another_process_owns_on_another_device(
                 stream.copy(imported, target)
             stream.synchronize()
 
-        meter.rate(work, moved_bytes=length_bytes * repeats)
+        meter.measure(work, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)

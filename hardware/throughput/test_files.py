@@ -1,8 +1,8 @@
 """File transfers to and from device memory by size, with a check of every byte.
 
-The cases compare three methods in turn: a direct transfer where it is proven, gdrkit's copy engine, and pread with a
-copy as in a program without gdrkit. A cached file is in the page cache. A cold file was dropped from it before each
-round. ``suites/bench`` also has kvikio.
+The cases compare three methods in turn: a direct transfer if it is proven, gdrkit's copy engine, and pread with a copy
+as in a program without gdrkit. A cached file is in the page cache. A cold file is dropped from it before each round.
+``suites/bench`` also has kvikio.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.file_movers import Movers
+from support.file_movers import FileMovers
 from support.gds import RESIDENT_MOST, cached_share, forget
 
 from gdrkit import gds, pattern
@@ -46,13 +46,13 @@ def path() -> Iterator[Path]:
 def read(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, chunk_bytes: int, is_cold: bool
 ) -> None:
-    """Read a whole file into memory with every method."""
+    """Read a whole file into memory by each method."""
     length_bytes = meter.length(FILE_BYTES)
     chunk_bytes = min(chunk_bytes, length_bytes)
     path.write_bytes(pattern.payload(length_bytes, seed=seed))
     with contextlib.ExitStack() as stack, device.allocate(length_bytes) as memory:
         stack.callback(gds.close_engines)
-        movers, why = Movers(path, memory, device, chunk_bytes, stack).all(write=False)
+        movers, why = FileMovers(path, memory, device, chunk_bytes, stack).all(write=False)
         evidence["not_direct"] = why
 
         def prepare() -> None:
@@ -64,20 +64,20 @@ def read(
             pattern.check(memory.read(), seed=seed)
 
         for name, move in movers.items():
-            meter.way(f"GPU{device.index}", name=name)
+            meter.record_path(f"GPU{device.index}", name=name)
             prepare()
             move()
             check()
         prepare()
         if is_cold and cached_share(path) > RESIDENT_MOST:
-            evidence.unproven(f"the file system of {DISK} keeps what is read, so that nothing is cold")
+            evidence.unproven(f"the file system of {DISK} keeps data in the page cache, so that no file is cold")
             return
-        meter.beside(movers, moved_bytes=length_bytes, prepare=prepare, check=check)
+        meter.compare(movers, moved_bytes=length_bytes, prepare=prepare, check=check)
 
 
 @needs(cuda.device())
 @pytest.mark.parametrize("length_bytes", CACHED)
-def test_read_of_what_is_cached(
+def test_cached_read(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
     read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=False)
@@ -85,9 +85,7 @@ def test_read_of_what_is_cached(
 
 @needs(cuda.device())
 @pytest.mark.parametrize("length_bytes", COLD)
-def test_read_of_what_is_cold(
-    meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
-) -> None:
+def test_cold_read(meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int) -> None:
     read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=True)
 
 
@@ -102,7 +100,7 @@ def test_write(
     with contextlib.ExitStack() as stack, device.allocate(whole_bytes) as memory:
         stack.callback(gds.close_engines)
         chunk_bytes = min(length_bytes, whole_bytes)
-        movers, why = Movers(path, memory, device, chunk_bytes, stack, durable=durable).all(write=True)
+        movers, why = FileMovers(path, memory, device, chunk_bytes, stack, durable=durable).all(write=True)
         evidence["not_direct"] = why
         data = {each: pattern.payload(whole_bytes, seed=each) for each in (seed, seed ^ 1)}
         seeds = list(data)
@@ -113,11 +111,11 @@ def test_write(
             memory.write(data[seeds[0]])
 
         for name, move in movers.items():
-            meter.way(f"GPU{device.index}", name=name)
+            meter.record_path(f"GPU{device.index}", name=name)
             prepare()
             move()
             pattern.check(path.read_bytes(), seed=seeds[0])
         path.write_bytes(bytes(whole_bytes))
-        meter.beside(movers, moved_bytes=whole_bytes, prepare=prepare)
-        # The check is only here. A read between two methods would leave in the page cache what the next one writes.
+        meter.compare(movers, moved_bytes=whole_bytes, prepare=prepare)
+        # The check is only at the end, because reading the file would put it into the page cache of the next write.
         pattern.check(path.read_bytes(), seed=seeds[0])

@@ -50,7 +50,7 @@ def test_all_reduce(
 ) -> None:
     ranks = len(devices)
     common = ["--ranks", str(ranks), "--memory", memory, "--length-bytes", str(length_bytes)]
-    common += ["--rounds", str(meter.turns_count), "--seed", str(seed), *options]
+    common += ["--rounds", str(meter.runs_count), "--seed", str(seed), *options]
     output = run_ranks(
         [[sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common] for rank in range(ranks)],
         folder=tmp_path,
@@ -68,4 +68,4 @@ def test_all_reduce(
         # rank counts.
         carried_bytes = int(length_bytes * 2 * (ranks - 1) / ranks)
         times_s = [max(each) for each in zip(*(rank["times_s"] for rank in results), strict=True)]
-        meter.keep("bus", Rates.of(carried_bytes, times_s[WARM_UP_ROUNDS:]))
+        meter.record("bus", Rates.of(carried_bytes, times_s[WARM_UP_ROUNDS:]))

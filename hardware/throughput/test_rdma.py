@@ -1,7 +1,7 @@
 """RDMA WRITE and READ by size, depth, and pair of GPU and NIC; latency; direct beside staged; aligned beside odd.
 
-The native initiator and the passive memory use the same NIC, so that the path between that NIC and the memory is
-measured. Every case checks all bytes that its last burst transferred.
+The native initiator and the passive memory use the same NIC, so that the path between this NIC and the memory is
+measured. Every case checks all bytes of its last burst.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATENCY_SAMPLES = 2000
 
 
 def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_bytes: int, seed: int) -> None:
-    """Write the stream of the seed into the source. The target has other bytes."""
+    """Write the pattern of the seed into the source. The target keeps other bytes."""
     data = pattern.payload(area_bytes, seed=seed)
     if direction is Direction.WRITE:
         initiator.write(data)
@@ -72,7 +72,7 @@ def test_by_size(
                 list_length=LIST_LENGTH,
             )
 
-        meter.rate(work, moved_bytes=length_bytes * operations)
+        meter.measure(work, moved_bytes=length_bytes * operations)
         check(memory, initiator, direction, min(area_bytes, operations * length_bytes), seed)
     reach.claim(evidence)
 
@@ -89,8 +89,8 @@ def test_by_depth(meter: Meter, nic: Nic, reach: Reach, seed: int, direction: Di
         def burst(depth: int) -> None:
             initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=depth)
 
-        things = {f"depth_{depth}": lambda depth=depth: burst(depth) for depth in DEPTHS}
-        meter.beside(things, moved_bytes=length_bytes * operations)
+        bursts = {f"depth_{depth}": lambda depth=depth: burst(depth) for depth in DEPTHS}
+        meter.compare(bursts, moved_bytes=length_bytes * operations)
         check(memory, initiator, direction, min(area_bytes, operations * length_bytes), seed)
 
 
@@ -109,7 +109,7 @@ def test_latency(meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evid
         for name, quantile in (("p50", 0.50), ("p99", 0.99)):
             evidence.number(f"latency_us_{name}", ordered[int(len(ordered) * quantile)] / 1e3)
         evidence.number("latency_us_min", ordered[0] / 1e3)
-        meter.name_apis()
+        meter.record_apis()
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -122,7 +122,7 @@ def test_every_pair_of_gpu_and_nic(
     evidence: Evidence,
     route: RegistrationRoute,
 ) -> None:
-    """WRITE and READ of 1 MiB for each pair, and the gain of a common switch over a path across sockets."""
+    """Measure WRITE and READ of 1 MiB for each pair, and the gain of a common switch over a path across sockets."""
     length_bytes, operations = meter.length(MIB, small_bytes=64 * KIB), meter.count(128, small=8)
     placement = Placement()
     medians: dict[tuple[Distance, Direction], list[float]] = {}
@@ -134,8 +134,8 @@ def test_every_pair_of_gpu_and_nic(
             for direction in Direction:
                 rates = _pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
                 if rates is not None:
-                    meter.way(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
-                    meter.keep(f"{name}_{direction.value}", rates)
+                    meter.record_path(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
+                    meter.record(f"{name}_{direction.value}", rates)
                     medians.setdefault((distance, direction), []).append(rates.median)
             evidence.route(device=device, nic=nic, way=route)
     for direction in Direction:
@@ -164,7 +164,7 @@ def _pair(
             initiator.write(data)
         else:
             memory.write(data)
-        rates = meter.repeat(
+        rates = meter.measure_unrecorded(
             lambda: initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=8),
             moved_bytes=length_bytes * operations,
         )
@@ -174,7 +174,7 @@ def _pair(
 
 @DMABUF
 @pytest.mark.parametrize("length_bytes", [pytest.param(size * KIB, id=f"{size}KiB") for size in (4, 16, 64, 256, 1024)])
-def test_direct_beside_a_copy_through_the_host(
+def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
     """The ratio of the direct rate to the rate through host memory. Direct is expected to be faster from 64 KiB on."""
@@ -203,7 +203,7 @@ def test_direct_beside_a_copy_through_the_host(
             memory.fill(0)
             work()
             pattern.check(memory.read(), seed=seed)
-        rates = meter.beside({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * operations)
+        rates = meter.compare({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * operations)
         pattern.check(memory.read(), seed=seed)
     if rates:
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
@@ -228,9 +228,9 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
             memory.fill(0)
             burst(offset_bytes)
             pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes), seed=seed)
-        things = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
+        bursts = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
         memory.fill(0)
-        rates = meter.beside(things, moved_bytes=length_bytes * operations)
+        rates = meter.compare(bursts, moved_bytes=length_bytes * operations)
         # Only the last one is checked. The others write the same bytes to other offsets of the same pages.
         pattern.check(memory.read(offset_bytes=offsets["odd"], length_bytes=length_bytes), seed=seed)
     if rates:

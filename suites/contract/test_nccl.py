@@ -86,9 +86,9 @@ def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
 
 def test_deadlocked_ranks_end_at_the_deadline(tmp_path: Path) -> None:
     waits = python("import sys; sys.stdin.read()")
-    with pytest.raises(RankError, match=r"had not ended after 1 s\n--- rank 0: was ended") as caught:
+    with pytest.raises(RankError, match=r"had not ended after 1 s\n--- rank 0: was killed") as caught:
         run_ranks([waits, waits], folder=tmp_path, environ=os.environ, deadline_s=1.0)
-    assert "--- rank 1: was ended" in str(caught.value)
+    assert "--- rank 1: was killed" in str(caught.value)
 
 
 def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "--- rank 1: exit 1\nno device for " in message
     # The stack of rank 0 shows the line that it was executing.
-    assert re.search(r'--- rank 0: was ended\nFatal Python error: Aborted[\s\S]*<string>", line 1', message)
+    assert re.search(r'--- rank 0: was killed\nFatal Python error: Aborted[\s\S]*<string>", line 1', message)
     number = re.search(r"no device for (\d+)", message)
     assert number is not None
     with pytest.raises(ProcessLookupError):

@@ -71,6 +71,7 @@ REWRITTEN: tuple[str, ...] = (
     "native/README.md",
     "native/common",
     "native/engine",
+    "hardware",
     "native/storage",
     "native/tests",
     "native/usrbio",

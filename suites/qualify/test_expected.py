@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from support.rates import judge_numbers
+from support.rates import check_expected_numbers
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.harness.case import CASE
@@ -97,11 +97,11 @@ def test_slow_number_fails_its_case_on_hardware_only(substrate: Substrate) -> No
     evidence["measured_apis"] = ["cuda"]
     evidence.number(RATE, 20.0)
     if substrate is Substrate.TWIN:
-        judge_numbers(cast("Any", item))
+        check_expected_numbers(cast("Any", item))
         assert "judged" not in evidence.kept
     else:
         with pytest.raises(AssertionError, match=r"is 20; expected 55\.3"):
-            judge_numbers(cast("Any", item))
+            check_expected_numbers(cast("Any", item))
         assert [each["verdict"] for each in cast("Any", evidence["judged"])] == ["fail"]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
-from support.json_schema import problems
+from support.json_schema import JSONSCHEMA, problems
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import needs, software
@@ -144,11 +144,11 @@ def reason_texts(run: ChildRun, name: str) -> list[str]:
 
 
 @ONLY_TWINS
+@JSONSCHEMA
 def test_case_has_one_record_that_conforms_to_the_schema(run: ChildRun) -> None:
-    schema = json.loads((install_paths().schemas / "record-1.json").read_text())
     assert len(run.records) == CASES.count("\ndef test_")
     for record in run.records.values():
-        assert list(problems(schema, json.loads(json.dumps(to_json_data(record))))) == []
+        assert problems("record-1.json", json.loads(json.dumps(to_json_data(record)))) == []
         assert record.seed == 11
         assert record.profile == "any"
         assert record.facts_digest == run.records["test_pass"].facts_digest

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
-from support.json_schema import problems
+from support.json_schema import JSONSCHEMA, problems
 from support.records import record_of
 
 from gdrkit.errors import Api, Reason, UsageError
 from gdrkit.evidence import KernelEvidence, RdmaEvidence
 from gdrkit.harness.needs import cuda, needs, software, verbs
 from gdrkit.host import RdmaDevice
-from gdrkit.install_paths import install_paths
 from gdrkit.inventory import load_profile
 from gdrkit.report import CaseReason, Verdict
 from gdrkit.serialization import to_json_data
@@ -257,8 +256,12 @@ def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> No
     # The case did run, so its libraries are known. It proves no route and has no number.
     assert record.libraries
     assert (record.routes, record.numbers) == ((), {})
-    schema = json.loads((install_paths().schemas / "record-1.json").read_text())
-    assert list(problems(schema, json.loads(json.dumps(to_json_data(record))))) == []
+
+
+@JSONSCHEMA
+@pytest.mark.parametrize("name", REFUSED)
+def test_record_of_a_refusal_conforms_to_the_schema(run: ChildRun, name: str) -> None:
+    assert problems("record-1.json", json.loads(json.dumps(to_json_data(run.records[name])))) == []
 
 
 @pytest.mark.parametrize(

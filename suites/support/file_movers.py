@@ -1,8 +1,8 @@
-"""Ways of a whole file into device memory and back, in pieces of one size, one piece after the other.
+"""Methods that copy a whole file into device memory and back, in chunks of one size, one after the other.
 
-``direct`` is there where it was proven for the file; ``engine`` is gdrkit's copy engine; ``posix`` is what a program
-does by itself, pread or pwrite and a copy by the driver. Where writes are durable, each waits for the disk (fdatasync)
-after every piece: a call of gdrkit that is told to be durable does.
+The method ``direct`` exists if a direct transfer was proven for the file. ``engine`` is the copy engine of gdrkit.
+``posix`` is pread or pwrite with a copy by the driver, as in a program without gdrkit. A durable write waits for the
+disk (fdatasync) after each chunk.
 """
 
 from __future__ import annotations
@@ -22,19 +22,29 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import CudaMemory, Device
 
-__all__ = ["Movers"]
+__all__ = ["FileMovers"]
 
 _DIRECT = frozenset({gds.Route.P2P, gds.Route.NVFS, gds.Route.RDMA})
 
 
 @dataclass(frozen=True)
-class Movers:
-    """A file, memory of its size, and the size of a piece; what is opened is closed with `stack`.
+class FileMovers:
+    """The methods for one file and one memory.
 
     Attributes
     ----------
+    path : Path
+        The file.
+    memory : CudaMemory
+        Memory of the length of the file.
+    device : Device
+        The device of the memory.
+    chunk_bytes : int
+        Length of each transfer.
+    stack : ExitStack
+        It closes the files and frees the buffers.
     durable : bool
-        Whether the write of a piece is over when the disk has it.
+        Whether each write waits for the disk.
     """
 
     path: Path
@@ -49,34 +59,34 @@ class Movers:
         return range(0, self.memory.length_bytes, self.chunk_bytes)
 
     def all(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
-        """Each by its name, and why there is none that is direct; empty where there is."""
-        found = {"engine": self._gds("never", write=write), "posix": self._posix(write=write)}
-        why = self._why_not_direct()
-        return found if why else {"direct": self._gds("required", write=write), **found}, why
+        """Return the methods by name, and the reason why none of them is direct, which is empty if one is."""
+        movers = {"engine": self._gds("never", write=write), "posix": self._posix(write=write)}
+        reason = self._why_not_direct()
+        return movers if reason else {"direct": self._gds("required", write=write), **movers}, reason
 
     def _why_not_direct(self) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gds.FallbackWarning)
             with gds.File(self.path) as file:
-                done = file.read_into(self.memory)
-        return "" if done.route in _DIRECT else done.why_not_direct or f"the route was {done.route.value}"
+                result = file.read_into(self.memory)
+        return "" if result.route in _DIRECT else result.why_not_direct or f"the route was {result.route.value}"
 
     def _gds(self, direct: gds.Direct, *, write: bool) -> Callable[[], object]:
         file = self.stack.enter_context(gds.File(self.path, "r+" if write else "r", direct=direct))
 
         def move() -> None:
-            for at in self._offsets:
+            for offset in self._offsets:
                 if write:
                     file.write_from(
                         self.memory,
-                        file_offset_bytes=at,
-                        buffer_offset_bytes=at,
+                        file_offset_bytes=offset,
+                        buffer_offset_bytes=offset,
                         length_bytes=self.chunk_bytes,
                         durable=self.durable,
                     )
                 else:
                     file.read_into(
-                        self.memory, file_offset_bytes=at, buffer_offset_bytes=at, length_bytes=self.chunk_bytes
+                        self.memory, file_offset_bytes=offset, buffer_offset_bytes=offset, length_bytes=self.chunk_bytes
                     )
 
         return move
@@ -88,16 +98,16 @@ class Movers:
         pinned = self.stack.enter_context(PinnedMemory(self.device, self.chunk_bytes))
 
         def move() -> None:
-            for at in self._offsets:
+            for offset in self._offsets:
                 if write:
-                    stream.read_into(self.memory, pinned.view(), offset_bytes=at)
+                    stream.read_into(self.memory, pinned.view(), offset_bytes=offset)
                     stream.synchronize()
-                    assert os.pwrite(descriptor, pinned.view(), at) == self.chunk_bytes
+                    assert os.pwrite(descriptor, pinned.view(), offset) == self.chunk_bytes
                     if self.durable:
                         os.fdatasync(descriptor)
                 else:
-                    assert os.preadv(descriptor, [pinned.view()], at) == self.chunk_bytes
-                    stream.write(self.memory, pinned.view(), offset_bytes=at)
+                    assert os.preadv(descriptor, [pinned.view()], offset) == self.chunk_bytes
+                    stream.write(self.memory, pinned.view(), offset_bytes=offset)
                     stream.synchronize()
 
         return move

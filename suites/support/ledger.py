@@ -1,4 +1,4 @@
-"""What a twin has counted in this process."""
+"""Counters of a twin in this process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["calls", "delayed_at_once", "traffic"]
 
 
 def calls(api: Api) -> dict[str, int]:
-    """Calls by function since the library was loaded."""
+    """Return the number of calls by function since the library was loaded."""
     return cast("dict[str, int]", _ledger(api)["calls"])
 
 
 def traffic(api: Api) -> dict[str, dict[str, int]]:
-    """What each NIC has carried: bytes and requests that it sent, and (``served_...``) that it served."""
+    """Return the bytes and requests that each NIC sent, and those that it served (``served_...``)."""
     return cast("dict[str, dict[str, int]]", _ledger(api)["traffic"])
 
 
 def delayed_at_once(api: Api) -> dict[str, int]:
-    """By function, how many of its calls were held up by the plan at the same time, at most, since the plan was set."""
+    """Return, by function, the largest number of calls that the fault plan delayed at the same time."""
     return cast("dict[str, int]", _ledger(api)["delayed"])
 
 

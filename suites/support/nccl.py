@@ -1,7 +1,7 @@
-"""Just enough of NCCL for an all-reduce over memory of ours: one communicator, that of one rank.
+"""The part of NCCL that an all-reduce over gdrkit's memory needs, by ctypes.
 
-A rank is a process of its own (:mod:`support.nccl_rank`): a thread that has the communicators of several devices must
-group whatever is collective, also their destruction, and one call outside a group waits for ever.
+Each rank is a separate process (:mod:`support.nccl_rank`) with one communicator. A thread with the communicators of
+several devices would have to group all collective calls, also their destruction; one call outside a group never ends.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ UNIQUE_ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """By what the ranks of a communicator find each other; NCCL takes it by value."""
+    """Identity of a communicator, by which its ranks find each other. NCCL takes it by value."""
 
     _fields_ = (("internal", ctypes.c_uint8 * UNIQUE_ID_BYTES),)
 
 
-# As nccl.h declares them. Unless it is told, ctypes passes an integer as 32 bits, and so cuts addresses and handles.
+# The argument types in nccl.h. Without them, ctypes would pass integers as 32 bits, and truncate addresses and handles.
 FUNCTIONS: dict[str, tuple[type, ...]] = {
     "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(UniqueId),),
@@ -48,7 +48,7 @@ class NcclError(RuntimeError):
 
 
 class Nccl:
-    """The library: that of the package nvidia-nccl, else what the loader finds."""
+    """The library of the package nvidia-nccl, or the one that the loader finds."""
 
     def __init__(self) -> None:
         folder = folder_of_nccl()
@@ -62,16 +62,16 @@ class Nccl:
 
     @property
     def version(self) -> int:
-        """E.g. 22809 for 2.28.9."""
-        found = c_int()
-        self.call("ncclGetVersion", ctypes.byref(found))
-        return found.value
+        """Version of the library, e.g. 22809 for 2.28.9."""
+        version = c_int()
+        self.call("ncclGetVersion", ctypes.byref(version))
+        return version.value
 
     def unique_id(self) -> bytes:
-        """A new one; a thread of this process brings the ranks together."""
-        found = UniqueId()
-        self.call("ncclGetUniqueId", ctypes.byref(found))
-        return bytes(found)
+        """Return a new identity, and start the thread of this process that connects the ranks."""
+        unique_id = UniqueId()
+        self.call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
     def call(self, name: str, *arguments: object) -> None:
         """Call a function.
@@ -79,28 +79,28 @@ class Nccl:
         Raises
         ------
         NcclError
-            With its name, its status and what NCCL says of that.
+            The call failed. The text has its name, its status and the messages of NCCL.
         """
         status = getattr(self._library, name)(*arguments)
         if status:
-            said = [self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)]
-            words = " / ".join((each or b"").decode(errors="replace").strip() for each in said)
-            message = f"{name} failed: {status}: {words}"
+            texts = [self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)]
+            details = " / ".join((each or b"").decode(errors="replace").strip() for each in texts)
+            message = f"{name} failed: {status}: {details}"
             raise NcclError(message)
 
 
 class Communicator:
-    """That of this process, on the device that is current on this thread; returns when all ranks are there."""
+    """The communicator of this process on the current device of this thread. Its creation waits for all ranks."""
 
     def __init__(self, nccl: Nccl, *, rank: int, ranks_count: int, unique_id: bytes) -> None:
         self._nccl = nccl
         self._handle = c_void_p()
-        named = UniqueId.from_buffer_copy(unique_id)
-        nccl.call("ncclCommInitRank", ctypes.byref(self._handle), ranks_count, named, rank)
+        identity = UniqueId.from_buffer_copy(unique_id)
+        nccl.call("ncclCommInitRank", ctypes.byref(self._handle), ranks_count, identity, rank)
 
     @contextlib.contextmanager
     def registered(self, address: int, length_bytes: int) -> Iterator[None]:
-        """Memory of the device is known to the communicator."""
+        """Register device memory with the communicator for the duration of the block."""
         handle = c_void_p()
         self._nccl.call("ncclCommRegister", self._handle, address, length_bytes, ctypes.byref(handle))
         try:
@@ -114,21 +114,21 @@ class Communicator:
         self._nccl.call("ncclAllReduce", source, target, count, _INT32, _SUM, self._handle, stream)
 
     def close(self) -> None:
-        """Destroy it, after its last work was waited for; returns when all ranks have come to this."""
+        """Destroy the communicator, whose work must have completed. The call waits for all ranks."""
         self._nccl.call("ncclCommDestroy", self._handle)
 
 
 def folder_of_nccl() -> Path | None:
-    """Of the package nvidia-nccl, with its library and its header."""
+    """Return the folder of the package nvidia-nccl, which has its library and its header, or None."""
     try:
-        found = importlib.util.find_spec("nvidia.nccl")
+        package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         return None
-    folders = [] if found is None else [Path(each) for each in found.submodule_search_locations or []]
+    folders = [] if package is None else [Path(each) for each in package.submodule_search_locations or []]
     return next((each for each in folders if (each / "lib" / "libnccl.so.2").exists()), None)
 
 
 def loaded_library() -> dict[str, str | None]:
-    """What of NCCL this process has loaded."""
-    found = [each for each in evidence.libraries() if (each.soname or "").startswith("libnccl.so")]
-    return {each.soname or "": each.build_id for each in found}
+    """Return the build id of the loaded NCCL library by its SONAME."""
+    libraries = [each for each in evidence.libraries() if (each.soname or "").startswith("libnccl.so")]
+    return {each.soname or "": each.build_id for each in libraries}

@@ -1,8 +1,8 @@
-"""One rank of an all-reduce over buffers of a pool, as a program.
+"""Program of one rank of an all-reduce over buffers of a pool.
 
-The first rank prints the id by which the ranks find each other, and the others read it. The last line that each prints
-is a JSON object of what it measured. What it is about to do it says on its standard error, so that one that hangs tells
-where; SIGABRT has it print its stack.
+The first rank prints the identity of the communicator, and the others read it. The last line of each rank is a JSON
+object with its measurements. Before each step, a rank prints a line to standard error, which shows where it hangs. On
+SIGABRT it prints its stack.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["VmmAllocator", "main", "own_first"]
 
 
 class VmmAllocator:
-    """Gives memory of the driver's virtual memory management, as a device gives that of cuMemAlloc."""
+    """Allocator of memory by virtual memory management, with the interface of a device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def allocate(self, length_bytes: int) -> DeviceBuffer:
-        """In one chunk."""
+        """Allocate memory in one chunk."""
         return VmmMemory.create(self._device, length_bytes)
 
 
 def main() -> None:
-    """Print what was measured."""
+    """Run the rank, and print its measurements."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
@@ -57,17 +57,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     faulthandler.enable()
-    # Its stack is enough; an image of a process with a device is as large as that.
+    # The stack is sufficient. A core dump of a process with a device is as large as the device memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_first(os.environ, rank=options.rank, ranks=options.ranks))
-    _tell(json.dumps(_measure(options)))
-    _doing("the end")
+    _print_line(json.dumps(_measure(options)))
+    _log_step("end")
 
 
 def own_first(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES is to be for this rank: its own device is the first, and the others are seen as well.
+    """Return the value of CUDA_VISIBLE_DEVICES for a rank: its own device first, then all others.
 
-    So it is the current one for whoever asks the runtime, as NCCL does, and still a peer of the others.
+    The first device is the current one of the runtime, which NCCL uses. The others stay visible as its peers.
     """
     names = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = list(map(str, range(ranks))) if names == [""] else names
@@ -75,9 +75,9 @@ def own_first(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]
 
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:
-    """Of all-reduces between two buffers of a pool, registered with NCCL or not."""
+    """Measure all-reduces between two buffers of a pool."""
     with contextlib.ExitStack() as stack:
-        _doing("the device")
+        _log_step("open the device")
         device = stack.enter_context(Device(0))
         nics = open_active_nics(count_max=1)
         for nic in nics:
@@ -87,17 +87,17 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         stream = stack.enter_context(device.stream())
         source, target = (stack.enter_context(pool.allocate()) for _ in range(2))
         _fill(source, target, options)
-        # NCCL takes the device that is current.
+        # NCCL uses the current device.
         stack.enter_context(device.current())
-        _doing("the id of the communicator")
+        _log_step("get the identity of the communicator")
         nccl = Nccl()
         communicator = Communicator(
             nccl, rank=options.rank, ranks_count=options.ranks, unique_id=_shared_id(nccl, rank=options.rank)
         )
         stack.callback(communicator.close)
-        stack.callback(_doing, "destroying the communicator")
+        stack.callback(_log_step, "destroy the communicator")
         if options.registered:
-            _doing("registering with NCCL")
+            _log_step("register the buffers with NCCL")
             for buffer in (source, target):
                 stack.enter_context(communicator.registered(buffer.address, options.length_bytes))
 
@@ -106,19 +106,19 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
                 source.address, target.address, length_bytes=options.length_bytes, stream=stream.handle
             )
 
-        _doing("the first all-reduce")
+        _log_step("first all-reduce")
         reduce_once()
         stream.synchronize()
-        _doing("more of them")
-        times_s = [_timed(reduce_once, stream.synchronize, options.repeats) for _ in range(options.rounds)]
-        _doing("checking the bytes")
+        _log_step("measured all-reduces")
+        times_s = [_duration_s(reduce_once, stream.synchronize, options.repeats) for _ in range(options.rounds)]
+        _log_step("check the bytes")
         whole_bytes = options.length_bytes // options.ranks * options.ranks
         pattern.check(target.read(length_bytes=whole_bytes), seed=options.seed)
         return {"times_s": times_s, "version": nccl.version, "libraries": loaded_library()}
 
 
 def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -> None:
-    """A part of the whole that is this rank's, and zeros elsewhere: the sum is the whole, if all took part."""
+    """Write the share of this rank into the source, and zeros elsewhere. The sum then has all shares."""
     share_bytes = options.length_bytes // options.ranks
     offset_bytes = options.rank * share_bytes
     for buffer in (source, target):
@@ -128,15 +128,15 @@ def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -
 
 def _shared_id(nccl: Nccl, *, rank: int) -> bytes:
     if rank == 0:
-        made = nccl.unique_id()
-        _tell(made.hex())
+        unique_id = nccl.unique_id()
+        _print_line(unique_id.hex())
     else:
-        made = bytes.fromhex(sys.stdin.readline())
-    _doing("bringing the ranks together")
-    return made
+        unique_id = bytes.fromhex(sys.stdin.readline())
+    _log_step("connect the ranks")
+    return unique_id
 
 
-def _timed(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
+def _duration_s(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
     begin_ns = time.perf_counter_ns()
     for _ in range(repeats):
         work()
@@ -144,13 +144,13 @@ def _timed(work: Callable[[], object], wait: Callable[[], object], repeats: int)
     return (time.perf_counter_ns() - begin_ns) / 1e9 / repeats
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
-def _doing(what: str) -> None:
-    sys.stderr.write(f"[{time.monotonic():.3f}] {what}\n")
+def _log_step(step: str) -> None:
+    sys.stderr.write(f"[{time.monotonic():.3f}] {step}\n")
     sys.stderr.flush()
 
 

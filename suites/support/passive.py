@@ -1,4 +1,4 @@
-"""A native initiator and the passive side that it is connected to, both on one NIC."""
+"""A native initiator, connected to passive queue pairs of this process on the same NIC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["initiating"]
 
 @contextlib.contextmanager
 def initiating(nic: Nic, *, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128) -> Iterator[Initiator]:
-    """An initiator whose queue pairs are connected to ones of `nic`, which do nothing."""
+    """Yield an initiator whose queue pairs are connected to passive ones of the NIC."""
     with (
         nic.completion_queue(depth=16) as queue,
         contextlib.ExitStack() as pairs,

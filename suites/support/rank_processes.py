@@ -1,6 +1,7 @@
-"""Processes that need each other, with one deadline for all: none outlives it, and each tells why it did not end.
+"""Processes of ranks that wait for each other, with one deadline after which all are killed.
 
-What the first of them prints as its first line becomes a line of the standard input of the others.
+The first line that the first rank prints is passed to the standard input of the others. If a rank fails, the error has
+the last output of all ranks.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
 
 __all__ = ["RankError", "run_ranks"]
 
-# For the stack of one that is told to end.
-_LAST_WORDS_S = 5.0
-_LINES_SHOWN = 40
+# An aborted rank has this time, in seconds, to print its stack.
+_ABORT_S = 5.0
+_LOG_LINES = 40
 _CHUNK_BYTES = 1 << 16
 
 
 class RankError(Exception):
-    """A rank failed, or none did and they did not come to an end; with what all of them had written."""
+    """A rank failed, or the deadline has passed. The text has the last output of all ranks."""
 
 
 class _Rank:
-    """One process; its standard error is a file, whose lines are shown when something went wrong."""
+    """The process of a rank. Its standard error and the log of NCCL are files."""
 
     def __init__(self, number: int, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-        self.number, self.said = number, b""
+        self.number, self.received = number, b""
         self._log, self._debug = folder / f"rank{number}.stderr", folder / f"rank{number}.nccl"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -48,107 +49,109 @@ class _Rank:
         assert self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
 
-    def hand(self, line: bytes) -> None:
-        """Give it the line, and nothing more."""
-        # One that has ended does not read it; why it has ended is seen at its end.
+    def send(self, line: bytes) -> None:
+        """Write a line to the standard input, and close it."""
+        # A rank that has ended is reported by its exit code.
         with contextlib.suppress(BrokenPipeError):
             self.input.write(line)
             self.input.close()
 
     def end(self) -> str:
-        """End it with all that it started; how it ended."""
+        """Kill the process and its children if they still run, and return how the process ended."""
         if self.process.poll() is None:
             self._signal(signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_LAST_WORDS_S)
-            how = "was ended"
+                self.process.wait(_ABORT_S)
+            outcome = "was killed"
         else:
-            how = f"exit {self.process.returncode}"
-        # Also when it has ended: what it started may live on, and may ignore what ended it.
+            outcome = f"exit {self.process.returncode}"
+        # Children of a process that has ended may still run, and may ignore SIGABRT.
         self._signal(signal.SIGKILL)
         self.process.wait()
         for pipe in (self.input, self.output):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        return how
+        return outcome
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def told(self, how: str) -> str:
-        """How it ended and what it wrote at last."""
-        parts = [f"--- rank {self.number}: {how}"]
+    def report(self, outcome: str) -> str:
+        """Return the outcome and the last lines of standard error and of the log."""
+        parts = [f"--- rank {self.number}: {outcome}"]
         for path in (self._log, self._debug):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            parts += lines[-_LINES_SHOWN:]
+            parts += lines[-_LOG_LINES:]
         return "\n".join(parts)
 
 
 def run_ranks(
     commands: Iterable[Sequence[str]], *, folder: Path, environ: Mapping[str, str], deadline_s: float
 ) -> list[list[str]]:
-    """Run a process for each command, all at once.
+    """Run the processes of all ranks at the same time.
 
     Parameters
     ----------
     commands : iterable of sequence of str
-        One for each rank.
+        The command of each rank.
     folder : Path
-        For what they write; it is there.
+        Existing folder for the logs.
     environ : mapping
-        Their environment.
+        Environment of the processes.
     deadline_s : float
-        When all of them must have ended.
+        Time, in seconds, within which all must end.
 
     Returns
     -------
     list of list of str
-        The lines that each has printed.
+        The lines that each rank printed.
 
     Raises
     ------
     RankError
-        One ended with another exit code than 0, or the deadline passed; all have ended.
+        A rank ended with an exit code other than 0, or the deadline has passed. All processes have ended.
     """
     ranks: list[_Rank] = []
-    why = None
+    failure = None
     try:
         for number, command in enumerate(commands):
             ranks.append(_Rank(number, command, environ, folder))
-        why = _follow(ranks, time.monotonic() + deadline_s, deadline_s)
+        failure = _wait_for_all(ranks, deadline_s)
     finally:
-        ends = [each.end() for each in ranks]
-    if why is not None:
-        raise RankError("\n".join([why, *(each.told(how) for each, how in zip(ranks, ends, strict=True))]))
-    return [each.said.decode().splitlines() for each in ranks]
+        outcomes = [each.end() for each in ranks]
+    if failure is not None:
+        reports = [each.report(outcome) for each, outcome in zip(ranks, outcomes, strict=True)]
+        raise RankError("\n".join([failure, *reports]))
+    return [each.received.decode().splitlines() for each in ranks]
 
 
-def _follow(ranks: Sequence[_Rank], deadline: float, deadline_s: float) -> str | None:
-    """Read what they say until all have ended well; else why not."""
+def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
+    """Read the output of the ranks until all have ended with exit code 0; return the reason if one does not."""
+    end_s = time.monotonic() + deadline_s
     first, others = ranks[0], list(ranks[1:])
     with selectors.DefaultSelector() as selector:
         for each in ranks:
             selector.register(each.output, selectors.EVENT_READ, each)
         while selector.get_map():
-            events = selector.select(max(0.0, deadline - time.monotonic()))
+            events = selector.select(max(0.0, end_s - time.monotonic()))
             if not events:
                 return f"the ranks had not ended after {deadline_s:g} s"
             for key, _ in events:
                 rank: _Rank = key.data
                 chunk = os.read(key.fd, _CHUNK_BYTES)
-                rank.said += chunk
+                rank.received += chunk
                 if chunk:
                     continue
                 selector.unregister(key.fileobj)
                 try:
-                    code = rank.process.wait(max(0.0, deadline - time.monotonic()))
+                    code = rank.process.wait(max(0.0, end_s - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     return f"rank {rank.number} had closed its output and not ended after {deadline_s:g} s"
                 if code:
                     return f"rank {rank.number} ended with {code}"
-            if others and b"\n" in first.said:
+            if others and b"\n" in first.received:
                 for each in others:
-                    each.hand(first.said.partition(b"\n")[0] + b"\n")
+                    each.send(first.received.partition(b"\n")[0] + b"\n")
                 others = []
     return None
