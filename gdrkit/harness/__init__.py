@@ -1,8 +1,8 @@
-"""The pytest plugin: declared needs, peers, evidence, verdicts, records.
+"""The pytest plugin of the suites: declared needs, peer processes, evidence, leak checks, records.
 
-A case declares its needs before its body. A case with an unmet need does not run, and its record has every reason. Code
-inside the body must not skip. Enable the plugin with ``-p gdrkit.harness.plugin``. Importing this package imports
-neither pytest nor any API, because peer processes import it, too.
+A case declares its needs before its body. A case with an unmet need does not run, and its record has all reasons. The
+body of a case must not skip. Importing this package imports neither pytest nor an API, because peer processes import it
+as well.
 """
 
 from __future__ import annotations

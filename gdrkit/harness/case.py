@@ -1,4 +1,4 @@
-"""A running case and the record that is made of it afterwards."""
+"""The state of a case while it runs, and the record made from it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gdrkit.evidence import LoadedLibrary
-    from gdrkit.harness.leaks import Snapshot
+    from gdrkit.harness.leaks import OpenObjects
     from gdrkit.harness.needs import Need
-    from gdrkit.harness.refusal import SeenRefusal
+    from gdrkit.harness.refusal import ObservedRefusal
     from gdrkit.harness.session import Session
     from gdrkit.inventory import RefusalCause
 
@@ -36,63 +36,65 @@ _TRACEBACK_CHARACTERS = 20_000
 
 @dataclass
 class Case:
-    """The state of a running case as known to the harness.
+    """The state of a case.
 
     Attributes
     ----------
     needs : tuple of Need
         The declared needs.
     unmet : tuple of CaseReason
-        The reasons of the needs that are not met; empty until the needs were checked.
+        The needs that are not met, with reasons; empty until the needs were checked.
     refusal : tuple of RefusalCause or None
-        The causes of the registration refusal that the profile expects, if one such refusal accounts for every unmet
-        need; then the case runs.
-    refused : tuple of SeenRefusal
-        The expected refusal, once it occurred.
+        The causes of the registration refusal that the profile expects, if it explains every unmet need. Then the case
+        runs.
+    refused : tuple of ObservedRefusal
+        The expected refusal, after it has occurred.
     evidence : Evidence
-        The evidence that the case keeps.
-    before : Snapshot or None
-        The descriptors and handles that were open before the case.
+        The evidence that the case records.
+    baseline : OpenObjects or None
+        The objects that were open before the case.
     failures : list of CaseReason
         The failures of the phases of the case.
     nics : list of str
-        The NICs that the fixtures opened.
+        The NICs that the fixtures have opened.
     peers : list
-        Name and libraries of each peer process that took part.
+        The name and the libraries of each peer process that the case has used.
+    started : datetime
+        Start of the case (UTC).
     """
 
     item: pytest.Item
     needs: tuple[Need, ...]
     unmet: tuple[CaseReason, ...] = ()
     refusal: tuple[RefusalCause, ...] | None = None
-    refused: tuple[SeenRefusal, ...] = ()
+    refused: tuple[ObservedRefusal, ...] = ()
     evidence: Evidence = field(default_factory=Evidence)
-    before: Snapshot | None = None
+    baseline: OpenObjects | None = None
     failures: list[CaseReason] = field(default_factory=list)
     nics: list[str] = field(default_factory=list)
     peers: list[tuple[str, tuple[LoadedLibrary, ...]]] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
-    began: dt.datetime = field(default_factory=lambda: dt.datetime.now(dt.UTC))
+    clock_start_s: float = field(default_factory=time.monotonic)
+    started: dt.datetime = field(default_factory=lambda: dt.datetime.now(dt.UTC))
 
     @property
     def runs(self) -> bool:
-        """Whether the body runs: every need is met, or the unmet needs must show themselves as a refusal."""
+        """Whether the body runs: all needs are met, or the profile expects a refusal because of the unmet needs."""
         return not self.unmet or self.refusal is not None
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the case until now."""
+        """The verdict so far."""
         if self.failures:
             return Verdict.FAIL
         if self.unmet:
             return Verdict.NOT_RUN
         return Verdict.UNPROVEN if self.evidence.missing else Verdict.PASS
 
-    def look(self, session: Session) -> None:
-        """Check all needs of the case."""
+    def check_needs(self, session: Session) -> None:
+        """Check all needs against the facts and the profile of the session."""
         unmet = [(need, reason) for need in self.needs if (reason := need.check(session.facts)) is not None]
         refusals = {session.profile.refusal(need.name) for need, _ in unmet}
-        # This is one refusal that accounts for every unmet need.
+        # A case with unmet needs runs only if one refusal explains all of them.
         self.refusal = refusals.pop() if len(refusals) == 1 else None
         self.unmet = tuple(
             CaseReason(
@@ -103,32 +105,42 @@ class Case:
             for need, reason in unmet
         )
 
-    def refuse(self, seen: tuple[SeenRefusal, ...]) -> None:
-        """Keep the expected refusal."""
-        self.refused = seen
-        self.evidence[REFUSED] = seen
+    def record_refusal(self, observed: tuple[ObservedRefusal, ...]) -> None:
+        """Record that the expected refusal has occurred."""
+        self.refused = observed
+        self.evidence[REFUSED] = observed
 
-    def fail(self, when: str, text: str, details: str) -> None:
-        """Keep the reason why a phase failed."""
+    def record_failure(self, phase: str, text: str, details: str) -> None:
+        """Record the failure of a phase (``setup``, ``call``, ``teardown``).
+
+        Parameters
+        ----------
+        phase : str
+            The phase.
+        text : str
+            The error; the record gets its first line.
+        details : str
+            The traceback.
+        """
         first = text.strip().partition("\n")[0][:_TEXT_CHARACTERS]
-        self.failures.append(CaseReason(text=first if when == "call" else f"{when}: {first}"))
-        earlier = str(self.evidence.kept.get("traceback", ""))
-        both = f"{earlier}\n\n{details}".strip()
-        self.evidence.kept["traceback"] = both[-_TRACEBACK_CHARACTERS:]
+        self.failures.append(CaseReason(text=first if phase == "call" else f"{phase}: {first}"))
+        earlier = str(self.evidence.values.get("traceback", ""))
+        tracebacks = f"{earlier}\n\n{details}".strip()
+        self.evidence.values["traceback"] = tracebacks[-_TRACEBACK_CHARACTERS:]
 
     def record(self, session: Session) -> Record:
         """Return the record of the case."""
         processes = [("case", tuple(notable(evidence.libraries()))), *self.peers]
-        is_unrun = self.verdict is Verdict.NOT_RUN
-        if is_unrun and not self.refused:
+        is_not_run = self.verdict is Verdict.NOT_RUN
+        if is_not_run and not self.refused:
             processes = []
-        judged = [substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes]
-        on = {api: substrate.value for api, substrate in sorted(combine(judged).items())}
+        combined = combine(substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes)
+        substrates = {api: substrate.value for api, substrate in sorted(combined.items())}
         reasons = {
             Verdict.FAIL: tuple(self.failures),
             Verdict.NOT_RUN: (
                 *self.unmet,
-                *(replace(self.unmet[0], text=f"refused as expected: {seen}") for seen in self.refused),
+                *(replace(self.unmet[0], text=f"refused as expected: {refusal}") for refusal in self.refused),
             ),
             Verdict.UNPROVEN: tuple(self.evidence.missing),
             Verdict.PASS: (),
@@ -141,32 +153,33 @@ class Case:
             reasons=reasons[self.verdict],
             profile=session.profile.name,
             facts_digest=session.facts_digest,
-            substrate=on,
-            libraries=tuple(SeenLibrary.of(name, library) for name, members in processes for library in members),
+            substrate=substrates,
+            libraries=tuple(SeenLibrary.of(name, library) for name, libraries in processes for library in libraries),
             seed=session.seed,
-            evidence={key: _portable(value) for key, value in self.evidence.kept.items()},
-            # Numbers of a failed case are not valid. A refused case shows nothing but the refusal.
-            numbers={} if self.failures or is_unrun else self.evidence.numbers,
-            routes=() if is_unrun else tuple(self.evidence.routes),
-            duration_ms=round((time.monotonic() - self.started) * 1000, 3),
-            started=self.began.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            evidence={key: _portable(value) for key, value in self.evidence.values.items()},
+            # The numbers of a failed case are not valid, and a refused case has measured nothing.
+            numbers={} if self.failures or is_not_run else self.evidence.numbers,
+            routes=() if is_not_run else tuple(self.evidence.routes),
+            duration_ms=round((time.monotonic() - self.clock_start_s) * 1000, 3),
+            started=self.started.strftime("%Y-%m-%dT%H:%M:%SZ"),
             commit=session.commit,
             version=session.version,
             command=session.command,
-            files=() if is_unrun else tuple(self.evidence.files),
-            uses=self._used(on),
+            files=() if is_not_run else tuple(self.evidence.files),
+            uses=self._declared_apis(substrates),
         )
 
-    def _used(self, loaded: Iterable[str]) -> tuple[str, ...]:
-        """Return the APIs among `loaded` that the case declares to need, as in ``cuda.vmm`` or ``software(verbs)``."""
+    def _declared_apis(self, loaded: Iterable[str]) -> tuple[str, ...]:
+        """Return the APIs among `loaded` that a need of the case names, as in ``cuda.vmm`` or ``software(verbs)``."""
         return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded)))
 
 
+# Key of the case in the stash of its pytest item.
 CASE: pytest.StashKey[Case] = pytest.StashKey()
 
 
 def _portable(value: object) -> object:
-    """Return `value` with local paths replaced, which mean nothing on another machine. `value` has a JSON form."""
+    """Return JSON data with the paths of this machine replaced by portable names."""
     if isinstance(value, dict):
         return {key: _portable(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -175,6 +188,6 @@ def _portable(value: object) -> object:
 
 
 def title_of(item: pytest.Item) -> str:
-    """Return the first line of the docstring of a case; empty if there is none."""
+    """Return the first line of the docstring of a case, or an empty text."""
     text = getattr(getattr(item, "function", None), "__doc__", None) or ""
     return str(text).strip().partition("\n")[0]

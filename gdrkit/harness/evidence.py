@@ -1,4 +1,4 @@
-"""The evidence that a case keeps for the reader of its record."""
+"""The evidence of a case: values, measurements and routes for its record."""
 
 from __future__ import annotations
 
@@ -50,31 +50,44 @@ class _Nic(Protocol):
 
 
 class Evidence:
-    """The evidence of one case; the fixture ``evidence``.
+    """The evidence of one case, the value of the fixture ``evidence``.
 
-    ``evidence["key"] = value`` keeps any value that has a JSON form.
+    ``evidence["key"] = value`` records any value that has a JSON form.
+
+    Attributes
+    ----------
+    values : mapping
+        The recorded values as JSON data, by key.
+    numbers : mapping
+        The measurements, by name.
+    routes : list of ClaimedRoute
+        The routes between devices and NICs.
+    files : list of ClaimedFile
+        The routes between devices and file systems.
+    missing : list of CaseReason
+        The missing proofs.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, object] = {}
+        self.values: dict[str, object] = {}
         self.numbers: dict[str, float] = {}
         self.routes: list[ClaimedRoute] = []
         self.files: list[ClaimedFile] = []
         self.missing: list[CaseReason] = []
 
     def __setitem__(self, key: str, value: object) -> None:
-        self.kept[key] = serialization.to_json_data(value)
+        self.values[key] = serialization.to_json_data(value)
 
     def __getitem__(self, key: str) -> object:
-        return self.kept[key]
+        return self.values[key]
 
     def number(self, name: str, value: float) -> None:
-        """Keep a measurement.
+        """Record a measurement.
 
         Parameters
         ----------
         name : str
-            Name with the unit at its end, before a statistic if there is one: ``write_us``, ``latency_ns_p50``,
+            Name that ends with the unit and, if the value is a statistic, its name: ``write_us``, ``latency_ns_p50``,
             ``rate_gb_per_s``.
         value : float
             Value in that unit.
@@ -84,26 +97,26 @@ class Evidence:
         UsageError
             The name has no unit.
         """
-        bare = _STATISTIC.sub("", name)
-        if not any(bare.endswith(f"_{unit}") for unit in _UNITS):
-            message = f"number {name!r} has no unit at its end"
+        without_statistic = _STATISTIC.sub("", name)
+        if not any(without_statistic.endswith(f"_{unit}") for unit in _UNITS):
+            message = f"the name of the number {name!r} has no unit"
             raise UsageError(message, what_to_do="end the name with one of " + ", ".join(sorted(_UNITS)))
         self.numbers[name] = float(value)
 
     def unproven(self, missing: str) -> None:
-        """Report what was not shown although the data is right. The verdict becomes ``unproven``."""
+        """Record a missing proof of a case whose data is correct. The verdict becomes ``unproven``."""
         self.missing.append(CaseReason(text=missing))
 
     def route(self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Report the route that the bytes of this case took. It counts only if the case passes."""
+        """Record the route of the data of this case. It counts only if the case passes."""
         self.routes.append(_route(device, nic, way, None))
 
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Report that the requested route was not taken, the route that the bytes took instead, and the cause."""
+        """Record that the data took the route `way` instead of the requested one, and the cause."""
         self.routes.append(_route(device, nic, way, cause))
 
     def file(self, *, device: _Device | int, mount: str, way: enum.Enum | str, fell_back: str | None = None) -> None:
-        """Report the route of the bytes between a device and the files of a mount. It counts only if the case passes.
+        """Record the route of the data between a device and a file system. It counts only if the case passes.
 
         Parameters
         ----------
@@ -114,7 +127,7 @@ class Evidence:
         way : Route or str
             The route: ``p2p`` or ``nvfs``, which are direct; ``posix``, ``engine`` or ``unknown``.
         fell_back : str or None
-            Why the bytes took this route although a direct one was requested.
+            Why the data took this route although a direct one was requested, or None.
         """
         self.files.append(
             ClaimedFile(

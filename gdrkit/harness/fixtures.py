@@ -1,7 +1,6 @@
 """The fixtures of the harness: facts, NICs, devices, peers, seed, evidence.
 
-A fixture that opens an object closes it after the case, so that the harness can detect whether the case left anything
-open.
+A fixture that opens an object closes it after the case, so that the leak check finds only objects that the case opened.
 """
 
 from __future__ import annotations
@@ -44,39 +43,39 @@ __all__ = [
 class PeerPool:
     """A pool of long-lived peer processes. Each serves one case after another and is reset between them.
 
-    A peer costs an interpreter start and the imports of pyverbs, so a healthy peer is used again.
+    A new peer must start an interpreter and import pyverbs, so a peer that still runs is used again.
     """
 
     def __init__(self) -> None:
         self._idle: list[Peer] = []
-        self._used: list[Peer] = []
+        self._in_use: list[Peer] = []
         self._count = 0
 
     def start(self) -> None:
-        """Start one peer without waiting for it, before the first case opens anything."""
+        """Start one peer without waiting for it."""
         self._idle.append(self._new())
 
-    def take(self) -> Peer:
+    def acquire(self) -> Peer:
         """Return an idle peer, or a new one."""
         while self._idle:
             peer = self._idle.pop()
             if peer.alive:
-                self._used.append(peer)
+                self._in_use.append(peer)
                 return peer
             peer.close()
         peer = self._new()
-        self._used.append(peer)
+        self._in_use.append(peer)
         return peer
 
-    def give_back(self, peer: Peer, case: Case) -> None:
-        """Make the peer close what the case made. A peer that ended during the case is dropped.
+    def release(self, peer: Peer, case: Case) -> None:
+        """Make the peer close the objects of the case. A peer that ended during the case leaves the pool.
 
         Raises
         ------
         GdrkitError
-            The peer could not close everything, or something is still open in it.
+            The peer could not close an object, or an object is still open in it.
         """
-        self._used.remove(peer)
+        self._in_use.remove(peer)
         if not peer.alive:
             peer.close()
             return
@@ -89,13 +88,13 @@ class PeerPool:
 
     def descriptors(self) -> frozenset[int]:
         """Return the descriptors of this process that belong to peers."""
-        return frozenset().union(*(peer.descriptors() for peer in (*self._idle, *self._used)))
+        return frozenset().union(*(peer.descriptors() for peer in (*self._idle, *self._in_use)))
 
     def close(self) -> None:
         """End all peers."""
-        for peer in (*self._idle, *self._used):
+        for peer in (*self._idle, *self._in_use):
             peer.close()
-        self._idle, self._used = [], []
+        self._idle, self._in_use = [], []
 
     def _new(self) -> Peer:
         name = f"peer{self._count}"
@@ -103,6 +102,7 @@ class PeerPool:
         return Peer(name)
 
 
+# Key of the pool in the stash of the configuration.
 POOL: pytest.StashKey[PeerPool] = pytest.StashKey()
 
 
@@ -114,44 +114,44 @@ def facts(request: pytest.FixtureRequest) -> Facts:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this case. It differs between cases and is the same in each run with the same ``--seed``."""
+    """The seed of this case. It differs between cases, and is the same in all runs with one ``--seed``."""
     return request.config.stash[SESSION].case_seed(request.node.nodeid)
 
 
 @pytest.fixture
 def evidence(request: pytest.FixtureRequest) -> Evidence:
-    """The evidence that the case keeps for the reader of its record."""
+    """The evidence that the case records."""
     return _case(request).evidence
 
 
 @pytest.fixture
 def nic(request: pytest.FixtureRequest) -> Iterator[Nic]:
     """The first NIC with an active port, open."""
-    with _opened_nics(request, count_max=1) as found:
-        yield found[0]
+    with _open_nics(request, count_max=1) as opened:
+        yield opened[0]
 
 
 @pytest.fixture
 def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, ...]]:
     """Every NIC with an active port, open."""
-    with _opened_nics(request, count_max=None) as found:
-        yield found
+    with _open_nics(request, count_max=None) as opened:
+        yield opened
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """The first CUDA device."""
-    _require(request, "cuda")
+    _require_need(request, "cuda")
     from gdrkit import cuda
 
-    with cuda.Device(0) as found:
-        yield found
+    with cuda.Device(0) as opened:
+        yield opened
 
 
 @pytest.fixture
 def devices(request: pytest.FixtureRequest) -> Iterator[tuple[Device, ...]]:
     """Every CUDA device."""
-    _require(request, "cuda")
+    _require_need(request, "cuda")
     from gdrkit import cuda
 
     with contextlib.ExitStack() as stack:
@@ -161,27 +161,27 @@ def devices(request: pytest.FixtureRequest) -> Iterator[tuple[Device, ...]]:
 @pytest.fixture
 def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
     """The first Gaudi, open."""
-    _require(request, "gaudi")
+    _require_need(request, "gaudi")
     from gdrkit.gaudi import Device
 
-    with Device(0) as found:
-        yield found
+    with Device(0) as opened:
+        yield opened
 
 
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
-    """A function that returns another peer process with each call."""
+    """A function that returns another peer process at each call."""
     pool, case = request.config.stash[POOL], _case(request)
-    taken: list[Peer] = []
+    acquired: list[Peer] = []
 
-    def take() -> Peer:
-        taken.append(pool.take())
-        return taken[-1]
+    def acquire() -> Peer:
+        acquired.append(pool.acquire())
+        return acquired[-1]
 
-    yield take
+    yield acquire
     with contextlib.ExitStack() as stack:
-        for peer in taken:
-            stack.callback(pool.give_back, peer, case)
+        for peer in acquired:
+            stack.callback(pool.release, peer, case)
 
 
 @pytest.fixture
@@ -191,8 +191,8 @@ def peer(peers: Callable[[], Peer]) -> Peer:
 
 
 @contextlib.contextmanager
-def _opened_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iterator[tuple[Nic, ...]]:
-    _require(request, "verbs")
+def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iterator[tuple[Nic, ...]]:
+    _require_need(request, "verbs")
     from gdrkit import verbs
 
     case = _case(request)
@@ -204,10 +204,10 @@ def _opened_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> It
         yield nics
 
 
-def _require(request: pytest.FixtureRequest, api: str) -> None:
+def _require_need(request: pytest.FixtureRequest, api: str) -> None:
     if not any(need.name.startswith(f"{api}.") for need in _case(request).needs):
-        message = f"{request.node.nodeid} uses {request.fixturename} and declares no need of {api}"
-        raise UsageError(message, what_to_do=f"put @needs({api}.{'nic' if api == 'verbs' else 'device'}()) before it")
+        message = f"{request.node.nodeid} uses the fixture {request.fixturename} and declares no need of {api}"
+        raise UsageError(message, what_to_do=f"add @needs({api}.{'nic' if api == 'verbs' else 'device'}()) to the case")
 
 
 def _case(request: pytest.FixtureRequest) -> Case:

@@ -1,8 +1,7 @@
-"""Leak check: comparison of what is open before and after a case.
+"""Leak check: comparison of the objects that are open before and after a case.
 
-There are three sources: descriptors of the process, live objects of gdrkit, and the ledgers of the loaded twins. Any
-growth is a leak. :func:`start_apis` runs before the first snapshot, so that objects that a library opens once and keeps
-are not counted.
+The objects are the descriptors of the process, live objects of gdrkit, and the handles in the ledgers of the loaded
+twins. Any growth is a leak. :func:`start_apis` runs first, because a library opens some objects once and keeps them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gdrkit.units import HOST_PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["Snapshot", "check", "grown", "ledger_handles", "moved", "start_apis", "take"]
+__all__ = ["OpenObjects", "check", "count_new", "extend_baseline", "ledger_handles", "open_objects", "start_apis"]
 
 _STANDARD_ERROR = 2
 _API_FILES = {
@@ -32,23 +31,34 @@ _API_FILES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A snapshot of what is open at one moment: descriptors, handles by kind, twin handles by kind."""
+class OpenObjects:
+    """The objects that are open at one moment.
+
+    Attributes
+    ----------
+    descriptors : mapping
+        The targets of the descriptors, by number.
+    handles : mapping
+        Numbers of live objects of gdrkit, by type.
+    ledgers : mapping
+        Numbers of live handles in the twins, by type.
+    """
 
     descriptors: dict[int, str]
     handles: dict[str, int]
     ledgers: dict[str, int]
 
 
-def take(*, own: Collection[int] = ()) -> Snapshot:
-    """Return a snapshot. The descriptors `own` belong to the harness and are left out."""
-    # The ledgers are read first: a twin that is queried frees memory that only a dma-buf kept, and its descriptor.
+def open_objects(*, own: Collection[int] = ()) -> OpenObjects:
+    """Return the objects that are open now, without the descriptors `own`, which belong to the harness."""
+    # The ledgers are read first: when its ledger is read, a twin frees memory that only a closed dma-buf still kept,
+    # and closes its descriptor.
     ledgers = ledger_handles()
-    return Snapshot(
+    return OpenObjects(
         descriptors={
             number: target
             for number, target in evidence.descriptors().items()
-            # pytest itself replaces standard input, output and error while it captures.
+            # pytest replaces standard input, output and error while it captures output.
             if number > _STANDARD_ERROR and number not in own
         },
         handles=handles.live(),
@@ -57,47 +67,47 @@ def take(*, own: Collection[int] = ()) -> Snapshot:
 
 
 def ledger_handles() -> dict[str, int]:
-    """Return live handles by kind, e.g. ``{"verbs twin: ibv_mr": 1}``, over all loaded twins; empty on hardware."""
-    found: dict[str, int] = {}
+    """Return the numbers of live handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
+    handle_counts: dict[str, int] = {}
     for api in sorted({_api(library.path) for library in evidence.libraries() if is_twin(library)} - {""}):
         state = launch.twin_control().ledger(api) or {}
-        counted = state.get("handles")
-        if isinstance(counted, dict):
-            found |= {f"{api} twin: {kind}": int(count) for kind, count in counted.items()}
-    return found
+        counts = state.get("handles")
+        if isinstance(counts, dict):
+            handle_counts |= {f"{api} twin: {type_name}": int(count) for type_name, count in counts.items()}
+    return handle_counts
 
 
-def grown(before: Snapshot, after: Snapshot) -> dict[str, int]:
-    """Count by kind what is open in `after` and was not in `before`."""
-    # A number with another target is also new: the old descriptor was closed and another one was opened.
+def count_new(before: OpenObjects, after: OpenObjects) -> dict[str, int]:
+    """Count by type the objects that are open in `after` and not in `before`."""
+    # A descriptor with another target is also new: the old one was closed, and its number was used again.
     new = [target for number, target in after.descriptors.items() if before.descriptors.get(number) != target]
-    gone = [target for number, target in before.descriptors.items() if after.descriptors.get(number) != target]
-    kinds = Counter(_kind(target) for target in new)
-    kinds.subtract(_kind(target) for target in gone)
-    found = {f"descriptor of {kind}": count for kind, count in kinds.items() if count > 0}
+    closed = [target for number, target in before.descriptors.items() if after.descriptors.get(number) != target]
+    descriptors = Counter(_target_type(target) for target in new)
+    descriptors.subtract(_target_type(target) for target in closed)
+    growth = {f"descriptor of {type_name}": count for type_name, count in descriptors.items() if count > 0}
     for old, now in ((before.handles, after.handles), (before.ledgers, after.ledgers)):
-        found |= {kind: count - old.get(kind, 0) for kind, count in now.items() if count > old.get(kind, 0)}
-    return found
+        growth |= {name: count - old.get(name, 0) for name, count in now.items() if count > old.get(name, 0)}
+    return growth
 
 
-def check(before: Snapshot, *, own: Callable[[], Collection[int]]) -> None:
-    """Compare `before` with the present state.
+def check(before: OpenObjects, *, own: Callable[[], Collection[int]]) -> None:
+    """Compare the objects that are open now with `before`.
 
     Raises
     ------
     LeakDetected
-        A count grew, and it is still larger after a garbage collection.
+        More objects are open, also after a garbage collection.
     """
-    if grown(before, take(own=own())):
-        # Cycles of Python objects may keep a descriptor for a while. That is not a leak of the case.
+    if count_new(before, open_objects(own=own())):
+        # A reference cycle can keep a descriptor open until the next garbage collection. That is not a leak.
         gc.collect()
-        leaked = grown(before, take(own=own()))
+        leaked = count_new(before, open_objects(own=own()))
         if leaked:
             raise LeakDetected(leaked)
 
 
 def start_apis(apis: Collection[str]) -> None:
-    """Make each API do its one-time work: load, start threads, open what it keeps until the process ends."""
+    """Use each API once, so that it loads its library, starts threads, and opens the objects that it keeps."""
     if "cuda" in apis:
         from gdrkit import cuda
 
@@ -111,8 +121,8 @@ def start_apis(apis: Collection[str]) -> None:
     if "gaudi" in apis:
         from gdrkit import gaudi
 
-        with gaudi.Device(0) as accelerator, accelerator.allocate(HOST_PAGE_BYTES) as exported:
-            exported.export_dmabuf().close()
+        with gaudi.Device(0) as accelerator, accelerator.allocate(HOST_PAGE_BYTES) as device_memory:
+            device_memory.export_dmabuf().close()
     if "verbs" in apis:
         from gdrkit import verbs
 
@@ -126,15 +136,15 @@ def _api(path: str) -> str:
     return next((api for stem, api in _API_FILES.items() if name.startswith(stem)), "")
 
 
-def _kind(target: str) -> str:
-    # "socket:[4711]" and "/memfd:gdrkit-gpu:0123 (deleted)" name a single object each. The reader needs the kind.
+def _target_type(target: str) -> str:
+    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains the number of one object.
     head = target.partition(":[")[0]
     return ":".join(head.split(":")[:2]) if head.startswith("/memfd:") else head
 
 
-def moved(baseline: Snapshot, before: Snapshot, after: Snapshot) -> Snapshot:
-    """Return `baseline` plus what was opened between `before` and `after`, which belongs to a longer-lived owner."""
-    return Snapshot(
+def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjects) -> OpenObjects:
+    """Return `baseline` with the objects that were opened between `before` and `after`, whose owner lives longer."""
+    return OpenObjects(
         descriptors={
             **baseline.descriptors,
             **{
@@ -149,5 +159,5 @@ def moved(baseline: Snapshot, before: Snapshot, after: Snapshot) -> Snapshot:
 
 
 def _added(baseline: dict[str, int], before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    kinds = baseline.keys() | after.keys()
-    return {kind: baseline.get(kind, 0) + max(0, after.get(kind, 0) - before.get(kind, 0)) for kind in kinds}
+    names = baseline.keys() | after.keys()
+    return {name: baseline.get(name, 0) + max(0, after.get(name, 0) - before.get(name, 0)) for name in names}

@@ -33,15 +33,15 @@ class Peer(PeerConnection):
 
     @property
     def nic(self) -> PeerNic:
-        """The first active NIC of the peer, opened at the first use."""
+        """The first active NIC of the peer. The first access opens it."""
         if self._nic is None:
             self._nic = self.open_nic()
         return self._nic
 
     def open_nic(self, name: str | None = None, *, port: int | None = None, gid_index: int | None = None) -> PeerNic:
-        """Open a NIC in the peer: the one called `name`, or the first with an active port if `name` is None."""
-        made = self.request("verbs.open_nic", name=name, port=port, gid_index=gid_index)
-        return PeerNic(self, made)
+        """Open the NIC `name` in the peer, or the first NIC with an active port if `name` is None."""
+        reply = self.request("verbs.open_nic", name=name, port=port, gid_index=gid_index)
+        return PeerNic(self, reply)
 
     def queue_pair(self, **limits: int) -> PeerQueuePair:
         """Create a queue pair on the first active NIC of the peer; see :meth:`PeerNic.queue_pair`."""
@@ -56,6 +56,6 @@ class Peer(PeerConnection):
         return PeerDevice(self, self.request("cuda.device", index=index))
 
     def reset(self) -> tuple[LoadedLibrary, ...]:
-        """Make the peer close every object, as :meth:`PeerConnection.reset` does, and forget its NIC."""
+        """Make the peer close all objects, also :attr:`nic`; see :meth:`PeerConnection.reset`."""
         self._nic = None
         return super().reset()

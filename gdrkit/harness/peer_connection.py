@@ -1,8 +1,7 @@
-"""The process of a peer and its requests, by which a case controls it.
+"""The process of a peer, and the requests by which a case controls it.
 
-A peer is spawned (never forked), reports when it is ready, and replies to one request at a time, each with a time
-limit. If a peer dies or does not reply, the call raises :class:`BrokenResource`. No call waits for a peer without a
-limit.
+A peer is spawned (never forked), reports when it is ready, and executes one request at a time. Every request has a
+timeout. If the peer dies or does not reply in time, the call raises :class:`BrokenResource`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gdrkit.children import kill_child
 from gdrkit.errors import BrokenResource, LeakDetected, Reason
 from gdrkit.evidence import LoadedLibrary
-from gdrkit.harness.wire import Channel, error_from_plain
+from gdrkit.harness.wire import Channel, error_from_json_data
 from gdrkit.serialization import from_json_data
 
 if TYPE_CHECKING:
@@ -29,8 +28,9 @@ __all__ = ["PeerConnection", "PeerObject"]
 
 _READY_TIMEOUT_S = 60.0
 _REQUEST_TIMEOUT_S = 30.0
-_END_TIMEOUT_S = 10.0
-_SHOWN_BYTES = 2000
+_EXIT_TIMEOUT_S = 10.0
+# The part of the output of a peer that an error quotes.
+_OUTPUT_TAIL_BYTES = 2000
 
 
 class PeerConnection:
@@ -48,26 +48,26 @@ class PeerConnection:
         self.name = name
         self._requests = 0
         self._is_ready = False
-        # The output of the peer is kept in a file, as it would appear amid other cases. It is shown when the peer
-        # breaks.
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - the file is open as long as the peer.
-        ours, theirs = socket.socketpair()
+        # The output of the peer goes to a file and is quoted in errors. On the terminal it would appear amid the output
+        # of other cases.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the file is open as long as the peer.
+        case_end, peer_end = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gdrkit.harness.peer_process", str(theirs.fileno())],
+                [sys.executable, "-m", "gdrkit.harness.peer_process", str(peer_end.fileno())],
                 env=None if environment is None else dict(environment),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[peer_end.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=self._printed,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
             )
         except BaseException:
-            ours.close()
-            self._printed.close()
+            case_end.close()
+            self._output.close()
             raise
         finally:
-            theirs.close()
-        self._channel = Channel(ours)
+            peer_end.close()
+        self._channel = Channel(case_end)
 
     @property
     def process_id(self) -> int:
@@ -76,12 +76,12 @@ class PeerConnection:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Whether the process runs."""
         return self._process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code as in :mod:`subprocess` (minus the signal number after a signal); None while the peer runs."""
+        """Exit code as in :mod:`subprocess` (after a signal its negative number); None while the peer runs."""
         return self._process.poll()
 
     def libraries(self) -> tuple[LoadedLibrary, ...]:
@@ -93,76 +93,76 @@ class PeerConnection:
         return frozenset(self.request("modules"))
 
     def exit(self, status: int = 0) -> None:
-        """Make the peer end at once without any clean-up (``os._exit``), and wait for its end.
+        """Make the peer exit without any clean-up (``os._exit``), and wait for its end.
 
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: the peer has not ended within 10 s, and was killed.
+            ``TIMEOUT``: the peer did not end within 10 s and was killed.
         """
         self._ensure_ready()
         self._requests += 1
         arguments = {"status": status}
         self._channel.send({"id": self._requests, "op": "exit", "arguments": arguments, "descriptors": 0})
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             self.kill()
-            what = f"did not end within {_END_TIMEOUT_S:g} s of os._exit, and was killed"
-            raise self._broken_by(what, Reason.TIMEOUT) from error
+            cause = f"did not end within {_EXIT_TIMEOUT_S:g} s of os._exit and was killed"
+            raise self._error(cause, Reason.TIMEOUT) from error
 
     def kill(self) -> None:
-        """End the peer with SIGKILL and wait for its end. Only the kernel closes what the peer had opened.
+        """Kill the peer and wait for its end. The kernel closes the objects of the peer, which gets no chance to.
 
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: the peer does not end, and is abandoned.
+            ``TIMEOUT``: the peer did not end after SIGKILL and is left behind.
         """
-        if left := kill_child(self._process, leads_group=False):
-            what = f"was killed: {left}"
-            raise self._broken_by(what, Reason.TIMEOUT)
+        if abandoned := kill_child(self._process, leads_group=False):
+            cause = f"was killed: {abandoned}"
+            raise self._error(cause, Reason.TIMEOUT)
 
     def stop(self) -> None:
-        """Send SIGSTOP. The peer stays alive and does not reply until :meth:`resume`."""
+        """Stop the peer (SIGSTOP). It lives, but does not reply until :meth:`resume`."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Send SIGCONT."""
+        """Continue a stopped peer (SIGCONT)."""
         self._process.send_signal(signal.SIGCONT)
 
     def reset(self) -> tuple[LoadedLibrary, ...]:
-        """Make the peer close all objects that it created, last first, and return the API libraries that it has mapped.
+        """Make the peer close all objects that it has created, and return the API libraries that it has mapped.
 
         Raises
         ------
         LeakDetected
-            Something is still open in the peer.
+            An object is still open in the peer.
         BrokenResource
-            The peer is gone or does not reply.
+            The peer has ended or does not reply.
         """
-        answer = self.request("reset")
-        if answer["leaked"]:
-            raise LeakDetected({f"{self.name}: {kind}": count for kind, count in answer["leaked"].items()})
-        return from_json_data(tuple[LoadedLibrary, ...], answer["libraries"])
+        reply = self.request("reset")
+        if reply["leaked"]:
+            raise LeakDetected({f"{self.name}: {name}": count for name, count in reply["leaked"].items()})
+        return from_json_data(tuple[LoadedLibrary, ...], reply["libraries"])
 
     def close(self) -> None:
-        """End the peer by closing the socket, or by SIGKILL after 10 s. A second close does nothing."""
-        if self._printed.closed:
+        """Close the socket, so that the peer ends, and kill it after 10 s. A second call has no effect."""
+        if self._output.closed:
             return
         self._channel.close()
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
         finally:
-            self._printed.close()
+            self._output.close()
 
     def descriptors(self) -> frozenset[int]:
         """Return the descriptors of this process that belong to the peer."""
-        if self._printed.closed:
+        if self._output.closed:
             return frozenset()
-        return frozenset((self._channel.fileno(), self._printed.fileno()))
+        return frozenset((self._channel.fileno(), self._output.fileno()))
 
     def request(
         self,
@@ -177,10 +177,10 @@ class PeerConnection:
         Raises
         ------
         GdrkitError
-            The error that the operation raised in the peer, with a note that names the peer.
+            The error that the operation raised in the peer. A note names the peer.
         BrokenResource
-            ``PEER_GONE``: the peer ended. ``TIMEOUT``: it did not reply in time; it is killed then, since its state is
-            unknown.
+            ``PEER_GONE``: the peer has ended. ``TIMEOUT``: it did not reply in time. It was killed, because its state
+            is unknown.
         """
         self._ensure_ready()
         self._requests += 1
@@ -188,50 +188,52 @@ class PeerConnection:
         try:
             self._channel.send(message, descriptors=tuple(descriptors))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._gone(operation) from error
-        answer = self._receive(operation, request_timeout_s)
-        if answer["id"] != self._requests:
+            raise self._end_error(operation) from error
+        reply = self._receive(operation, request_timeout_s)
+        if reply["id"] != self._requests:
             self.kill()
-            what = f"answered request {answer['id']} instead of {self._requests}"
-            raise self._broken_by(what, Reason.MALFORMED)
-        if "error" in answer:
-            error_there = error_from_plain(answer["error"])
-            error_there.add_note(f"raised in {self.name} (process {self.process_id}) by {operation}")
-            raise error_there
-        return answer["result"]
+            cause = f"replied to request {reply['id']} instead of {self._requests}"
+            raise self._error(cause, Reason.MALFORMED)
+        if "error" in reply:
+            peer_error = error_from_json_data(reply["error"])
+            peer_error.add_note(f"raised in {self.name} (process {self.process_id}) by {operation}")
+            raise peer_error
+        return reply["result"]
 
     def _ensure_ready(self) -> None:
         if not self._is_ready:
-            # The wait is not part of the start: several peers can start at once while the case continues.
+            # The constructor does not wait, so that several peers can start at the same time.
             self._receive("start", _READY_TIMEOUT_S)
             self._is_ready = True
 
     def _receive(self, operation: str, timeout_s: float) -> dict[str, Any]:
         try:
-            answer = self._channel.receive(timeout_s=timeout_s)
+            reply = self._channel.receive(timeout_s=timeout_s)
         except TimeoutError as error:
             self.kill()
-            what = f"gave no answer to {operation} within {timeout_s:g} s"
-            raise self._broken_by(what, Reason.TIMEOUT) from error
-        if answer is None:
-            raise self._gone(operation)
-        return answer
+            cause = f"did not reply to {operation} within {timeout_s:g} s and was killed"
+            raise self._error(cause, Reason.TIMEOUT) from error
+        if reply is None:
+            raise self._end_error(operation)
+        return reply
 
-    def _gone(self, operation: str) -> BrokenResource:
+    def _end_error(self, operation: str) -> BrokenResource:
+        """Return the error for a peer that has ended or closed its socket."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(_EXIT_TIMEOUT_S)
         code = self._process.poll()
-        how = "closed its socket" if code is None else f"ended with {code}"
+        cause = "closed its socket" if code is None else f"exited with code {code}"
         if code is not None and code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
-        return self._broken_by(f"{how} during {operation}", Reason.PEER_GONE)
+            cause = f"was ended by {signal.Signals(-code).name}"
+        return self._error(f"{cause} during {operation}", Reason.PEER_GONE)
 
-    def _broken_by(self, what: str, reason: Reason) -> BrokenResource:
-        self._printed.seek(0)
-        printed = self._printed.read()[-_SHOWN_BYTES:].decode("utf-8", "backslashreplace").strip()
-        error = BrokenResource(f"{self.name} (process {self.process_id}) {what}", reason=reason)
-        if printed:
-            error.add_note(f"it printed: {printed}")
+    def _error(self, cause: str, reason: Reason) -> BrokenResource:
+        """Return the error for a broken peer, with the end of its output as a note."""
+        self._output.seek(0)
+        output = self._output.read()[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()
+        error = BrokenResource(f"{self.name} (process {self.process_id}) {cause}", reason=reason)
+        if output:
+            error.add_note(f"output of {self.name}: {output}")
         return error
 
     def __enter__(self) -> Self:
@@ -247,7 +249,7 @@ class PeerConnection:
 
 
 class PeerObject:
-    """A proxy of the case for an object in the peer, which it names by a handle number."""
+    """A proxy in the case for an object in the peer, identified by a handle number."""
 
     def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
         self.peer = peer

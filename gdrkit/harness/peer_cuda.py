@@ -23,6 +23,8 @@ def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
 
 
 class _Cuda:
+    """The operations, with the arguments of the requests. `device` and `memory` are handle numbers."""
+
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
 
@@ -31,18 +33,18 @@ class _Cuda:
         return {"handle": self._objects.add(device), "name": device.name}
 
     def allocate(self, device: int, length_bytes: int) -> dict[str, Any]:
-        return self._memory_made(self._device(device).allocate(length_bytes))
+        return self._add_memory(self._device(device).allocate(length_bytes))
 
     def open_ipc(self, device: int, handle: str, length_bytes: int | None) -> dict[str, Any]:
         opened = cuda.open_handle(self._device(device), bytes.fromhex(handle), length_bytes=length_bytes)
-        return self._memory_made(opened)
+        return self._add_memory(opened)
 
     def export_ipc(self, memory: int) -> str:
         return cuda.export_handle(self._memory(memory)).hex()
 
     def import_vmm(self, device: int, chunk_bytes: int, descriptors: list[int]) -> dict[str, Any]:
         imported = cuda.VmmMemory.import_shareable(self._device(device), descriptors, chunk_bytes=chunk_bytes)
-        return self._memory_made(imported)
+        return self._add_memory(imported)
 
     def contents(self, memory: int, offset_bytes: int, length_bytes: int) -> str:
         return self._memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes).hex()
@@ -56,7 +58,7 @@ class _Cuda:
         data = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
         self._memory(memory).write(data, offset_bytes=offset_bytes)
 
-    def _memory_made(self, memory: cuda.CudaMemory) -> dict[str, Any]:
+    def _add_memory(self, memory: cuda.CudaMemory) -> dict[str, Any]:
         return {"handle": self._objects.add(memory), "address": memory.address, "length_bytes": memory.length_bytes}
 
     def _device(self, number: int) -> cuda.Device:

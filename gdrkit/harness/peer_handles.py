@@ -1,7 +1,7 @@
-# ruff: noqa: ANN401 - options and results come from another process as plain data.
-"""Proxies for the RDMA objects of a peer: each is a handle number in the case and an object in the peer.
+# ruff: noqa: ANN401 - options and results come from another process as JSON data.
+"""Proxies in the case for the RDMA objects of a peer.
 
-Closing a proxy is optional, because a peer closes everything between two cases.
+Closing a proxy is optional, because a peer closes all objects between two cases.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadBack"]
 
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 _TIMEOUT_MS = 10_000.0
-# The time in seconds by which the wait for the reply is longer than the peer's wait for a completion.
-_SLACK_S = 20.0
+# The case waits for the reply longer than the peer waits for a completion, by this time.
+_REPLY_MARGIN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,9 @@ class PeerRegion(PeerObject):
         self._remote = RemoteRange.from_dict(reply["remote"])
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """Return the remote range of a part of the region; up to the end if `length_bytes` is None."""
-        whole = self._remote
-        length_bytes = whole.length_bytes - offset_bytes if length_bytes is None else length_bytes
-        return whole.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        """Return the remote range of a part of the region, up to the end if `length_bytes` is None."""
+        length_bytes = self._remote.length_bytes - offset_bytes if length_bytes is None else length_bytes
+        return self._remote.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
 
 class PeerBuffer(PeerRegion):
@@ -52,7 +51,7 @@ class PeerBuffer(PeerRegion):
     def fill(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> None:
-        """Write bytes of the stream of `seed` (see :mod:`gdrkit.pattern`) into the buffer."""
+        """Write bytes of the pattern of `seed` (see :mod:`gdrkit.pattern`) into the buffer."""
         self.peer.request(
             "verbs.fill",
             buffer=self.number,
@@ -65,12 +64,12 @@ class PeerBuffer(PeerRegion):
     def check(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> str:
-        """Compare the buffer with the stream of `seed` in the peer, and return the SHA-256 of the compared bytes.
+        """Make the peer compare the buffer with the pattern of `seed`, and return the SHA-256 of the compared bytes.
 
         Raises
         ------
         DataMismatch
-            The bytes differ; the error has the first wrong byte.
+            The bytes differ. The error has the offset of the first difference.
         """
         digest: str = self.peer.request(
             "verbs.check",
@@ -104,7 +103,7 @@ class PeerNic(PeerObject):
         self.gid: str = reply["gid"]
 
     def buffer(self, length_bytes: int, *, seed: int | None = None, access: Access = _ALL_ACCESS) -> PeerBuffer:
-        """Register new host memory: zeros, or the stream of `seed` from the first byte on."""
+        """Register new host memory that contains the pattern of `seed`, or zeros if `seed` is None."""
         reply = self.peer.request("verbs.buffer", nic=self.number, length_bytes=length_bytes, access=int(access))
         buffer = PeerBuffer(self.peer, reply)
         if seed is not None:
@@ -114,7 +113,7 @@ class PeerNic(PeerObject):
     def register_dmabuf(
         self, fd: int, *, offset_bytes: int, length_bytes: int, address: int, access: Access = _ALL_ACCESS
     ) -> PeerRegion:
-        """Make the peer register a dma-buf of this process. The peer gets its own descriptor."""
+        """Make the peer register a dma-buf of this process. The peer gets a duplicate of the descriptor."""
         reply = self.peer.request(
             "verbs.dmabuf_region",
             nic=self.number,
@@ -137,20 +136,20 @@ class PeerNic(PeerObject):
 
 
 class PeerQueuePair(PeerObject):
-    """The queue pair of a peer, one end of a connection."""
+    """A queue pair of a peer."""
 
     def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
         super().__init__(peer, reply)
         self.endpoint = Endpoint.from_dict(reply["endpoint"])
 
     def connect(self, remote: Endpoint, **options: int) -> None:
-        """Connect the queue pair to `remote`; options are those of :meth:`gdrkit.verbs.QueuePair.connect`."""
+        """Connect the queue pair to `remote`. The options are those of :meth:`gdrkit.verbs.QueuePair.connect`."""
         self.peer.request("verbs.connect", queue_pair=self.number, endpoint=remote.to_dict(), options=options)
 
-    def join(self, ours: QueuePair, **options: int) -> None:
+    def join(self, local: QueuePair, **options: int) -> None:
         """Connect the queue pair and a queue pair of this process to each other."""
-        self.connect(ours.endpoint(), **options)
-        ours.connect(self.endpoint, **options)  # type: ignore[arg-type]
+        self.connect(local.endpoint(), **options)
+        local.connect(self.endpoint, **options)  # type: ignore[arg-type]
 
     def write(
         self,
@@ -163,16 +162,16 @@ class PeerQueuePair(PeerObject):
         immediate: int | None = None,
         timeout_ms: float = _TIMEOUT_MS,
     ) -> Completion:
-        """Send bytes of the stream of `seed` by RDMA WRITE from a temporary buffer, and return the completion.
+        """Write bytes of the pattern of `seed` by RDMA WRITE from a temporary buffer, and return the completion.
 
         Parameters
         ----------
         remote : RemoteRange
-            The target, in this process.
+            The target in this process.
         seed, stream_offset_bytes : int
-            Position of the bytes in the stream; see :mod:`gdrkit.pattern`.
+            Position of the bytes in the pattern; see :mod:`gdrkit.pattern`.
         length_bytes : int or None
-            Number of bytes; the length of `remote` if None.
+            Number of bytes; None for the length of `remote`.
         local_offset_bytes : int
             Offset of the bytes in the buffer of the peer.
         immediate : int or None
@@ -183,9 +182,10 @@ class PeerQueuePair(PeerObject):
         Raises
         ------
         ApiError
-            The request was refused, or (``TIMEOUT``) did not complete. A completion with an error is returned.
+            The request cannot be posted, or did not complete in time (``TIMEOUT``). A completion with an error is not
+            raised but returned.
         """
-        return self._completed(
+        return self._request_completion(
             "verbs.write",
             timeout_ms,
             remote=remote.to_dict(),
@@ -206,16 +206,16 @@ class PeerQueuePair(PeerObject):
         stream_offset_bytes: int = 0,
         timeout_ms: float = _TIMEOUT_MS,
     ) -> ReadBack:
-        """Read by RDMA READ into a temporary buffer. With a `seed`, the peer compares the data with that stream.
+        """Read by RDMA READ into a temporary buffer. If `seed` is given, the peer compares the data with its pattern.
 
         Raises
         ------
         DataMismatch
-            The READ succeeded, and the data differs.
+            The READ succeeded, but the data differs.
         ApiError
             See :meth:`write`.
         """
-        answer = self._request(
+        reply = self._request(
             "verbs.read",
             timeout_ms,
             remote=remote.to_dict(),
@@ -224,7 +224,7 @@ class PeerQueuePair(PeerObject):
             local_offset_bytes=local_offset_bytes,
             stream_offset_bytes=stream_offset_bytes,
         )
-        return ReadBack(completion=_completion(answer["completion"]), sha256=answer["sha256"])
+        return ReadBack(completion=_completion(reply["completion"]), sha256=reply["sha256"])
 
     def send(
         self,
@@ -235,8 +235,8 @@ class PeerQueuePair(PeerObject):
         immediate: int | None = None,
         timeout_ms: float = _TIMEOUT_MS,
     ) -> Completion:
-        """Send bytes of the stream of `seed` by SEND, and return the completion."""
-        return self._completed(
+        """Send bytes of the pattern of `seed` by SEND from a temporary buffer, and return the completion."""
+        return self._request_completion(
             "verbs.send",
             timeout_ms,
             seed=seed,
@@ -246,7 +246,7 @@ class PeerQueuePair(PeerObject):
         )
 
     def receive(self, buffer: PeerBuffer | None, *, work_id: int = 0, **part: int) -> None:
-        """Post a receive buffer (None: for an immediate only). :meth:`wait_received` returns its completion."""
+        """Post a receive buffer (None to receive only an immediate). :meth:`wait_received` returns the completion."""
         number = None if buffer is None else buffer.number
         options = {"work_id": work_id, **part}
         self.peer.request("verbs.post_receive", queue_pair=self.number, buffer=number, options=options)
@@ -265,11 +265,11 @@ class PeerQueuePair(PeerObject):
 
     def wait(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:
         """Return the next completion of the send queue."""
-        return self._completed("verbs.wait", timeout_ms)
+        return self._request_completion("verbs.wait", timeout_ms)
 
     def wait_received(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:
         """Return the next completion of the receive queue."""
-        return self._completed("verbs.wait_received", timeout_ms)
+        return self._request_completion("verbs.wait_received", timeout_ms)
 
     @property
     def state(self) -> str:
@@ -281,13 +281,13 @@ class PeerQueuePair(PeerObject):
         options = {**options, "work_id": work_id}
         self.peer.request(operation, queue_pair=self.number, buffer=buffer.number, options=options, **more)
 
-    def _completed(self, operation: str, timeout_ms: float, **arguments: Any) -> Completion:
+    def _request_completion(self, operation: str, timeout_ms: float, **arguments: Any) -> Completion:
         return _completion(self._request(operation, timeout_ms, **arguments))
 
     def _request(self, operation: str, timeout_ms: float, **arguments: Any) -> Any:
         return self.peer.request(
             operation,
-            request_timeout_s=timeout_ms / 1000 + _SLACK_S,
+            request_timeout_s=timeout_ms / 1000 + _REPLY_MARGIN_S,
             queue_pair=self.number,
             timeout_ms=timeout_ms,
             **arguments,

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN401 - results come from another process as plain data.
+# ruff: noqa: ANN401 - results come from another process as JSON data.
 """Proxies for the CUDA devices of a peer and their memory."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class PeerDevice(PeerObject):
         return PeerMemory(self.peer, self.peer.request("cuda.allocate", device=self.number, length_bytes=length_bytes))
 
     def open_ipc(self, handle: bytes, *, length_bytes: int | None = None) -> PeerMemory:
-        """Open memory of another process by its IPC handle."""
+        """Open the memory of another process by its IPC handle."""
         reply = self.peer.request("cuda.open_ipc", device=self.number, handle=handle.hex(), length_bytes=length_bytes)
         return PeerMemory(self.peer, reply)
 
     def import_vmm(self, descriptors: Sequence[int], *, chunk_bytes: int) -> PeerMemory:
-        """Import chunks of VMM memory by their descriptors, which are sent by SCM_RIGHTS."""
+        """Import chunks of VMM memory by their descriptors, which the peer receives by SCM_RIGHTS."""
         reply = self.peer.request(
             "cuda.import_vmm", device=self.number, chunk_bytes=chunk_bytes, descriptors=list(descriptors)
         )
@@ -58,30 +58,32 @@ class PeerMemory(PeerObject):
     def check(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> str:
-        """Compare the memory with the stream of `seed` in the peer, and return the SHA-256 of the compared bytes.
+        """Make the peer compare the memory with the pattern of `seed`, and return the SHA-256 of the compared bytes.
 
         Raises
         ------
         DataMismatch
-            The bytes differ; the error has the first wrong byte.
+            The bytes differ. The error has the offset of the first difference.
         """
-        digest: str = self._stream("cuda.check", seed, offset_bytes, length_bytes, stream_offset_bytes)
+        digest: str = self._request_pattern("cuda.check", seed, offset_bytes, length_bytes, stream_offset_bytes)
         return digest
 
     def write(
         self, *, seed: int, offset_bytes: int = 0, length_bytes: int | None = None, stream_offset_bytes: int = 0
     ) -> None:
-        """Write bytes of the stream of `seed` into the memory."""
-        self._stream("cuda.write", seed, offset_bytes, length_bytes, stream_offset_bytes)
+        """Write bytes of the pattern of `seed` into the memory."""
+        self._request_pattern("cuda.write", seed, offset_bytes, length_bytes, stream_offset_bytes)
 
-    def _stream(self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, begin: int) -> Any:
+    def _request_pattern(
+        self, operation: str, seed: int, offset_bytes: int, length_bytes: int | None, stream_offset_bytes: int
+    ) -> Any:
         return self.peer.request(
             operation,
             memory=self.number,
             seed=seed,
             offset_bytes=offset_bytes,
             length_bytes=self._length(offset_bytes, length_bytes),
-            stream_offset_bytes=begin,
+            stream_offset_bytes=stream_offset_bytes,
         )
 
     def _length(self, offset_bytes: int, length_bytes: int | None) -> int:

@@ -10,41 +10,41 @@ __all__ = ["ObjectTable"]
 
 
 class ObjectTable:
-    """The objects that this peer process has created for its case, by handle number."""
+    """Objects by handle number."""
 
     def __init__(self) -> None:
         self._created: dict[int, Any] = {}
         self._next = 1
 
     def add(self, created: object) -> int:
-        """Keep an object and return its number, which is never used again."""
+        """Add an object and return its handle number. Numbers are not reused."""
         number, self._next = self._next, self._next + 1
         self._created[number] = created
         return number
 
-    def get(self, number: int, kind: type) -> Any:  # noqa: ANN401 - the result has the type `kind`.
-        """Return the object of this number.
+    def get(self, number: int, object_type: type) -> Any:  # noqa: ANN401 - the result has the type `object_type`.
+        """Return the object with a handle number.
 
         Raises
         ------
         UsageError
-            No object has this number, or it has another type.
+            No object has this number, or it is of another type.
         """
         created = self._created.get(number)
-        if number not in self._created or not isinstance(created, kind):
-            message = f"handle {number} is not an open {kind.__name__}"
+        if number not in self._created or not isinstance(created, object_type):
+            message = f"handle {number} is not an open {object_type.__name__}"
             raise UsageError(message)
         return created
 
     def close(self, number: int) -> None:
-        """Close one object."""
+        """Close an object and remove it from the table."""
         self.get(number, object).close()
         self._created.pop(number)
 
     def close_all(self) -> None:
-        """Close all objects, last created first.
+        """Close all objects in the reverse order of their creation.
 
-        The first error is raised after all were closed. The other errors are added to it as notes.
+        The first error is raised after all objects were closed. Further errors are added to it as notes.
         """
         first: GdrkitError | None = None
         for number in sorted(self._created, reverse=True):
@@ -54,6 +54,6 @@ class ObjectTable:
                 if first is None:
                     first = error
                 else:
-                    first.add_note(f"then also: {error}")
+                    first.add_note(f"a later close also failed: {error}")
         if first is not None:
             raise first

@@ -1,8 +1,8 @@
 """The peer process of a case: ``python -m gdrkit.harness.peer_process DESCRIPTOR``.
 
-The process is spawned (never forked), reports that it is ready, and serves requests until its socket closes. It opens
-an API only when a request needs it, so a peer that gets only RDMA requests does not load CUDA. Every object that it
-makes has a numbered handle. ``reset`` closes all objects, last made first.
+The process is spawned (never forked), reports that it is ready, and serves requests until its socket closes. It loads
+an API at the first request that needs it, so a peer that gets only RDMA requests does not load CUDA. The objects that
+it creates have handle numbers. ``reset`` closes them in the reverse order of their creation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gdrkit import evidence, handles
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.harness.leaks import Snapshot, grown, ledger_handles
+from gdrkit.harness.leaks import OpenObjects, count_new, ledger_handles
 from gdrkit.harness.peer_objects import ObjectTable
-from gdrkit.harness.wire import Channel, error_to_plain
+from gdrkit.harness.wire import Channel, error_to_json_data
 from gdrkit.inventory.facts import notable
 from gdrkit.serialization import to_json_data
 
@@ -26,40 +26,43 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "serve"]
 
-_EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
+_EXIT_INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
 
 
 def serve(channel: Channel) -> None:
-    """Serve requests until the other side closes the socket."""
+    """Serve requests until the case closes the socket."""
     server = _Server(channel)
     channel.send({"ready": True, "process": os.getpid()})
     while (request := channel.receive()) is not None:
-        answer: dict[str, Any] = {"id": request["id"]}
+        reply: dict[str, Any] = {"id": request["id"]}
         try:
-            answer["result"] = server.answer(request)
+            reply["result"] = server.execute(request)
         except GdrkitError as error:
-            answer["error"] = error_to_plain(error)
-        channel.send(answer)
+            reply["error"] = error_to_json_data(error)
+        channel.send(reply)
 
 
 def main() -> NoReturn:
-    """Serve the socket whose descriptor is the only argument."""
+    """Serve the socket with the descriptor DESCRIPTOR."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    is_done = False
+    is_finished = False
     try:
         serve(channel)
-        is_done = True
+        is_finished = True
     except BrokenPipeError:
-        is_done = True  # The process of the case has ended, so this one ends, too.
+        is_finished = True  # The process of the case has ended.
     finally:
-        if not is_done:
+        if not is_finished:
             traceback.print_exc()
         sys.stderr.flush()
-        # The interpreter is not finalized: it would destroy in undefined order what a case left open on purpose.
-        os._exit(0 if is_done else _EXIT_BROKEN)
+        # Some cases leave objects open on purpose. The interpreter would destroy them in an undefined order, so it is
+        # not finalized.
+        os._exit(0 if is_finished else _EXIT_INTERNAL_ERROR)
 
 
 class _Server:
+    """The operations of a peer process, and the objects that they create."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._objects = ObjectTable()
@@ -70,13 +73,13 @@ class _Server:
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
-        self._groups = {"verbs", "cuda", "share"}
+        self._unloaded_groups = {"verbs", "cuda", "share"}
 
-    def answer(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - each operation has its own result.
-        """Execute one operation and return its result."""
+    def execute(self, request: dict[str, Any]) -> Any:  # noqa: ANN401 - each operation has its own result.
+        """Execute the operation of a request and return its result."""
         operation, arguments = request["op"], request["arguments"]
         group = operation.partition(".")[0]
-        if group in self._groups:
+        if group in self._unloaded_groups:
             self._load(group)
         if operation not in self._operations:
             message = f"a peer has no operation {operation!r}"
@@ -91,7 +94,7 @@ class _Server:
                 os.close(descriptor)
 
     def _load(self, group: str) -> None:
-        # The imports are not at the top, so that a peer does not load an API that the case does not use.
+        # Importing a group loads its API, so the import happens at the first request.
         if group == "verbs":
             from gdrkit.harness.peer_verbs import operations
         elif group == "cuda":
@@ -99,13 +102,13 @@ class _Server:
         else:
             from gdrkit.harness.peer_share import operations
         self._operations |= {f"{group}.{name}": call for name, call in operations(self._objects).items()}
-        self._groups.discard(group)
+        self._unloaded_groups.discard(group)
 
     def _reset(self) -> dict[str, Any]:
         self._objects.close_all()
-        nothing = Snapshot(descriptors={}, handles={}, ledgers={})
-        left = Snapshot(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
-        return {"leaked": grown(nothing, left), "libraries": to_json_data(list(notable(evidence.libraries())))}
+        none = OpenObjects(descriptors={}, handles={}, ledgers={})
+        remaining = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
+        return {"leaked": count_new(none, remaining), "libraries": to_json_data(list(notable(evidence.libraries())))}
 
 
 if __name__ == "__main__":

@@ -29,33 +29,35 @@ def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
 
 
 class _Share:
+    """The operations, with the arguments of the requests. `device`, `memory` and `nic` are handle numbers."""
+
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
 
     def export(
         self, memory: int, kind: int, offset_bytes: int, length_bytes: int | None, descriptors: list[int]
     ) -> None:
-        found = self._objects.get(memory, cuda.CudaMemory)
+        source = self._objects.get(memory, cuda.CudaMemory)
         with (
             share.export_memory(
-                found, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
-            ) as made,
+                source, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
+            ) as message,
             _connection(descriptors) as connection,
         ):
-            made.send(connection)
+            message.send(connection)
 
     def import_memory(self, device: int, descriptors: list[int]) -> dict[str, Any]:
         with (
             _connection(descriptors) as connection,
-            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived,
+            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as message,
         ):
-            return self._made(share.import_memory(self._objects.get(device, cuda.Device), arrived))
+            return self._add_memory(share.import_memory(self._objects.get(device, cuda.Device), message))
 
     def register_dmabuf(self, nic: int, descriptors: list[int]) -> dict[str, Any]:
         with (
             _connection(descriptors) as connection,
-            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as arrived,
-            share.import_dmabuf(arrived) as dmabuf,
+            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as message,
+            share.import_dmabuf(message) as dmabuf,
         ):
             region = self._objects.get(nic, verbs.Nic).register_dmabuf(dmabuf)
         return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
@@ -64,9 +66,9 @@ class _Share:
         return gdr_handle.export_gdr(self._objects.get(memory, cuda.CudaMemory)).hex()
 
     def import_gdr(self, device: int, handle: str) -> dict[str, Any]:
-        return self._made(gdr_handle.import_gdr(self._objects.get(device, cuda.Device), bytes.fromhex(handle)))
+        return self._add_memory(gdr_handle.import_gdr(self._objects.get(device, cuda.Device), bytes.fromhex(handle)))
 
-    def _made(self, memory: cuda.CudaMemory) -> dict[str, Any]:
+    def _add_memory(self, memory: cuda.CudaMemory) -> dict[str, Any]:
         return {"handle": self._objects.add(memory), "address": memory.address, "length_bytes": memory.length_bytes}
 
 

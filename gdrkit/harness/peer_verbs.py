@@ -40,25 +40,25 @@ _OPERATIONS = (
 )
 
 
-class _Pair:
-    """A queue pair with its completion queue."""
+class _QueuePair:
+    """A queue pair with its own completion queue."""
 
     def __init__(self, nic: verbs.Nic, *, depth: int, limits: dict[str, Any]) -> None:
         self.nic = nic
-        self.queue = nic.completion_queue(depth=depth)
+        self.completion_queue = nic.completion_queue(depth=depth)
         try:
-            self.queue_pair = nic.queue_pair(self.queue, **limits)
+            self.queue_pair = nic.queue_pair(self.completion_queue, **limits)
         except BaseException:
-            self.queue.close()
+            self.completion_queue.close()
             raise
 
     def close(self) -> None:
         self.queue_pair.close()
-        self.queue.close()
+        self.completion_queue.close()
 
 
 class _Buffer:
-    """Registered host memory that can be filled with a stream."""
+    """Registered host memory."""
 
     def __init__(self, nic: verbs.Nic, *, length_bytes: int, access: verbs.Access) -> None:
         self.data = bytearray(length_bytes)
@@ -66,9 +66,10 @@ class _Buffer:
 
     def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(self.data))
-        wanted = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
-        # The copy goes through a view. A registered bytearray cannot be resized, and a view never tries to resize it.
-        memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = wanted
+        payload = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
+        # Assignment to a slice of a bytearray may resize it, which is impossible while it is registered. A view does
+        # not resize it.
+        memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = payload
 
     def close(self) -> None:
         self.region.close()
@@ -81,16 +82,20 @@ def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
 
 
 class _Verbs:
+    """The operations, with the arguments of the requests. `nic`, `buffer` and `queue_pair` are handle numbers."""
+
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
 
     def open_nic(self, name: str | None, port: int | None, gid_index: int | None) -> dict[str, Any]:
-        known = [info for info in verbs.list_nics() if info.active]
-        chosen = next((info for info in known if name in (None, info.name)), None)
-        if chosen is None:
-            message = f"no active NIC {name!r}; there are {[info.name for info in known]}"
+        active = [info for info in verbs.list_nics() if info.active]
+        selected = next((info for info in active if name in (None, info.name)), None)
+        if selected is None:
+            names = ", ".join(info.name for info in active) or "none"
+            subject = "no NIC" if name is None else f"no NIC called {name!r}"
+            message = f"{subject} has an active port; the NICs with an active port are: {names}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
-        nic = verbs.Nic.open(chosen.name, port=port or chosen.active_port or 1, gid_index=gid_index)
+        nic = verbs.Nic.open(selected.name, port=port or selected.active_port or 1, gid_index=gid_index)
         return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
 
     def buffer(self, nic: int, length_bytes: int, access: int) -> dict[str, Any]:
@@ -107,19 +112,19 @@ class _Verbs:
             source.take()  # The caller closes the received descriptor.
         return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
 
-    def fill(self, buffer: int, **where: int) -> None:
-        self._buffer(buffer).fill(**where)
+    def fill(self, buffer: int, **arguments: int) -> None:
+        self._buffer(buffer).fill(**arguments)
 
     def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
-        data = self._part(buffer, offset_bytes, length_bytes)
+        data = self._read(buffer, offset_bytes, length_bytes)
         pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
         return hashlib.sha256(data).hexdigest()
 
     def contents(self, buffer: int, offset_bytes: int, length_bytes: int) -> str:
-        return self._part(buffer, offset_bytes, length_bytes).hex()
+        return self._read(buffer, offset_bytes, length_bytes).hex()
 
     def queue_pair(self, nic: int, depth: int | None, limits: dict[str, int]) -> dict[str, Any]:
-        pair = _Pair(self._nic(nic), depth=depth or _DEFAULT_DEPTH, limits=limits)
+        pair = _QueuePair(self._nic(nic), depth=depth or _DEFAULT_DEPTH, limits=limits)
         return {"handle": self._objects.add(pair), "endpoint": pair.queue_pair.endpoint().to_dict()}
 
     def connect(self, queue_pair: int, endpoint: dict[str, Any], options: dict[str, Any]) -> None:
@@ -138,7 +143,7 @@ class _Verbs:
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._pair(queue_pair)
-        buffer = self._temporary(pair, local_offset_bytes + length_bytes)
+        buffer = self._temporary_buffer(pair, local_offset_bytes + length_bytes)
         try:
             buffer.fill(
                 seed=seed,
@@ -154,7 +159,7 @@ class _Verbs:
                 length_bytes=length_bytes,
                 immediate=immediate,
             )
-            return _plain(pair.queue_pair.wait(timeout_ms))
+            return _completion_data(pair.queue_pair.wait(timeout_ms))
         finally:
             buffer.close()
 
@@ -170,7 +175,7 @@ class _Verbs:
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._pair(queue_pair)
-        buffer = self._temporary(pair, local_offset_bytes + length_bytes)
+        buffer = self._temporary_buffer(pair, local_offset_bytes + length_bytes)
         try:
             pair.queue_pair.post_read(
                 buffer.region,
@@ -183,7 +188,7 @@ class _Verbs:
             data = bytes(memoryview(buffer.data)[local_offset_bytes:])
             if completion.status is verbs.Status.SUCCESS and seed is not None:
                 pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
-            return {"completion": _plain(completion), "sha256": hashlib.sha256(data).hexdigest()}
+            return {"completion": _completion_data(completion), "sha256": hashlib.sha256(data).hexdigest()}
         finally:
             buffer.close()
 
@@ -198,21 +203,21 @@ class _Verbs:
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._pair(queue_pair)
-        buffer = self._temporary(pair, length_bytes)
+        buffer = self._temporary_buffer(pair, length_bytes)
         try:
             buffer.fill(seed=seed, offset_bytes=0, length_bytes=length_bytes, stream_offset_bytes=stream_offset_bytes)
             pair.queue_pair.post_send(buffer.region, work_id=0, length_bytes=length_bytes, immediate=immediate)
-            return _plain(pair.queue_pair.wait(timeout_ms))
+            return _completion_data(pair.queue_pair.wait(timeout_ms))
         finally:
             buffer.close()
 
     def post_write(self, queue_pair: int, buffer: int, remote: dict[str, Any], options: dict[str, Any]) -> None:
-        region, where = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
-        self._pair(queue_pair).queue_pair.post_write(region, where, **options)
+        region, remote_range = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
+        self._pair(queue_pair).queue_pair.post_write(region, remote_range, **options)
 
     def post_read(self, queue_pair: int, buffer: int, remote: dict[str, Any], options: dict[str, Any]) -> None:
-        region, where = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
-        self._pair(queue_pair).queue_pair.post_read(region, where, **options)
+        region, remote_range = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
+        self._pair(queue_pair).queue_pair.post_read(region, remote_range, **options)
 
     def post_send(self, queue_pair: int, buffer: int, options: dict[str, Any]) -> None:
         self._pair(queue_pair).queue_pair.post_send(self._buffer(buffer).region, **options)
@@ -222,19 +227,19 @@ class _Verbs:
         self._pair(queue_pair).queue_pair.post_receive(target, **options)
 
     def wait(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
-        return _plain(self._pair(queue_pair).queue_pair.wait(timeout_ms))
+        return _completion_data(self._pair(queue_pair).queue_pair.wait(timeout_ms))
 
     def wait_received(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
-        return _plain(self._pair(queue_pair).queue_pair.wait_received(timeout_ms))
+        return _completion_data(self._pair(queue_pair).queue_pair.wait_received(timeout_ms))
 
     def state(self, queue_pair: int) -> str:
         return self._pair(queue_pair).queue_pair.state.name
 
-    def _temporary(self, pair: _Pair, length_bytes: int) -> _Buffer:
-        # A region has at least one byte, also if the request moves none.
+    def _temporary_buffer(self, pair: _QueuePair, length_bytes: int) -> _Buffer:
+        # A region has at least one byte, but a request may transfer none.
         return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
 
-    def _part(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
+    def _read(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
         data = self._buffer(buffer).data
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(data))
         return bytes(memoryview(data)[offset_bytes : offset_bytes + length_bytes])
@@ -243,8 +248,8 @@ class _Verbs:
         nic: verbs.Nic = self._objects.get(number, verbs.Nic)
         return nic
 
-    def _pair(self, number: int) -> _Pair:
-        pair: _Pair = self._objects.get(number, _Pair)
+    def _pair(self, number: int) -> _QueuePair:
+        pair: _QueuePair = self._objects.get(number, _QueuePair)
         return pair
 
     def _buffer(self, number: int) -> _Buffer:
@@ -252,5 +257,5 @@ class _Verbs:
         return buffer
 
 
-def _plain(completion: verbs.Completion) -> dict[str, Any]:
+def _completion_data(completion: verbs.Completion) -> dict[str, Any]:
     return asdict(completion)

@@ -1,14 +1,14 @@
 """The pytest plugin of gdrkit's own suites: ``-p gdrkit.harness.plugin``.
 
-It is strict: every case of the run belongs to the harness, no case skips itself, and an unmet need that the profile
-does not foresee fails the run. :mod:`gdrkit.harness.user` is the plugin for the suites of other projects.
+It is strict: the harness handles every case, a case that skips itself fails, and an unmet need that the profile does
+not foresee fails the run. :mod:`gdrkit.harness.user` is the plugin for suites of other projects.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.hooks import begin
+from gdrkit.harness.hooks import start_harness
 
 if TYPE_CHECKING:
     import pytest
@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 _OPTIONS = {
-    "--substrate": ("WANTED", "fail unless the APIs run on this: software, hardware, or e.g. verbs=twin,cuda=hardware"),
-    "--profile": ("NAME", "the profile of this machine (hardware/profiles); the one that fits best when left out"),
+    "--substrate": (
+        "SUBSTRATE",
+        "fail unless the APIs run on this substrate: software, hardware, or e.g. verbs=twin,cuda=hardware",
+    ),
+    "--profile": ("NAME", "the profile of this machine (hardware/profiles); by default the one that fits best"),
     "--records": ("FILE", "append one JSON record per case"),
-    "--facts": ("FILE", "take the facts about this machine from here and ask no API for them"),
-    "--plan": ("FILE", "write the collected cases, and their needs that are not met"),
-    "--command": ("TEXT", "what to name as the command of this run in its records"),
-    "--cases": ("FILE", "run only the cases whose ids are in this file, one a line"),
+    "--facts": ("FILE", "read the facts of this machine from this file and do not query the APIs"),
+    "--plan": ("FILE", "write the collected cases with their unmet needs"),
+    "--command": ("TEXT", "the command line that the records contain; by default that of pytest"),
+    "--cases": ("FILE", "run only the cases whose ids are in this file, one per line"),
 }
 
 
@@ -32,12 +35,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, (metavar, text) in _OPTIONS.items():
         group.addoption(name, dest="gdrkit_" + name[2:], metavar=metavar, default=None, help=text)
     group.addoption(
-        "--seed", dest="gdrkit_seed", metavar="N", type=int, default=None, help="of payloads; drawn when left out"
+        "--seed",
+        dest="gdrkit_seed",
+        metavar="N",
+        type=int,
+        default=None,
+        help="the seed of the data of the cases; random by default",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and start the harness in strict mode."""
-    config.addinivalue_line("markers", "needs(*needs): what a case needs; use gdrkit.harness.needs.needs")
-    config.addinivalue_line("markers", "qualify: the case belongs to `gdrkit qualify`")
-    begin(config, strict=True)
+    config.addinivalue_line("markers", "needs(*needs): the needs of a case; use gdrkit.harness.needs.needs")
+    config.addinivalue_line("markers", "qualify: `gdrkit qualify` runs the case")
+    start_harness(config, strict=True)

@@ -1,7 +1,7 @@
-"""Comparison of a registration error with the refusal that a profile states.
+"""Comparison of a registration error with the refusal that a profile expects.
 
-Only codes are compared, never text. The error of a manager that tried several devices has one refusal for each of them.
-Every one must be the stated one.
+Only codes are compared, never texts. The error of a manager that tried several devices has one refusal per device. Each
+of them must equal the expected one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import RefusalCause
 
-__all__ = ["SeenCause", "SeenRefusal", "refusals", "stated"]
+__all__ = ["ObservedCause", "ObservedRefusal", "describe", "matching_refusals"]
 
 
 @dataclass(frozen=True, slots=True)
-class SeenCause:
-    """The result of one registration method that failed."""
+class ObservedCause:
+    """The error of one registration method."""
 
     api: str
     operation: str
@@ -31,56 +31,58 @@ class SeenCause:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenRefusal:
-    """A refused registration, with the failure of each method that was tried, in order."""
+class ObservedRefusal:
+    """A refused registration, with the error of each method that was tried, in order."""
 
     reason: str
-    causes: tuple[SeenCause, ...]
+    causes: tuple[ObservedCause, ...]
 
     def __str__(self) -> str:
         return ", ".join(f"{cause.operation} failed: {cause.status_name} ({cause.status})" for cause in self.causes)
 
 
-def refusals(error: BaseException | None, expected: Sequence[RefusalCause]) -> tuple[SeenRefusal, ...]:
-    """Return the refusals in `error` if each equals the expected one, else an empty tuple."""
+def matching_refusals(error: BaseException | None, expected: Sequence[RefusalCause]) -> tuple[ObservedRefusal, ...]:
+    """Return the refusals in `error` if each of them equals the expected one, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
-    found = tuple(_leaves(error))
-    return tuple(map(_seen, found)) if found and all(_is_stated(leaf, expected) for leaf in found) else ()
+    refusals = tuple(_refusals_of_devices(error))
+    is_match = bool(refusals) and all(_is_expected(refusal, expected) for refusal in refusals)
+    return tuple(map(_observed, refusals)) if is_match else ()
 
 
-def stated(expected: Sequence[RefusalCause]) -> str:
-    """Return the expected causes as text."""
+def describe(expected: Sequence[RefusalCause]) -> str:
+    """Return the expected causes as a text."""
     return " and ".join(map(str, expected))
 
 
-def _leaves(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
+def _refusals_of_devices(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
     nested = [cause for cause in error.causes if isinstance(cause, RegistrationFailed)]
-    # An error that has both kinds of causes is not split, and does not equal the stated refusal.
+    # An error of several devices has only causes of this type. An error with mixed causes is returned as it is, and
+    # does not equal the expected refusal.
     if nested and len(nested) == len(error.causes):
         for cause in nested:
-            yield from _leaves(cause)
+            yield from _refusals_of_devices(cause)
     else:
         yield error
 
 
-def _is_stated(error: RegistrationFailed, expected: Sequence[RefusalCause]) -> bool:
+def _is_expected(error: RegistrationFailed, expected: Sequence[RefusalCause]) -> bool:
     if error.reason is not Reason.NO_ROUTE or len(error.causes) != len(expected):
         return False
     return all(
         isinstance(cause, ApiError)
         and cause.api is Api.VERBS
-        and cause.operation == wanted.operation
+        and cause.operation == expected_cause.operation
         and cause.errno is not None
-        and errno_name(cause.errno) == wanted.errno
-        for cause, wanted in zip(error.causes, expected, strict=True)
+        and errno_name(cause.errno) == expected_cause.errno
+        for cause, expected_cause in zip(error.causes, expected, strict=True)
     )
 
 
-def _seen(error: RegistrationFailed) -> SeenRefusal:
+def _observed(error: RegistrationFailed) -> ObservedRefusal:
     causes = tuple(
-        SeenCause(cause.api.value, cause.operation, cause.status, cause.status_name, cause.errno)
+        ObservedCause(cause.api.value, cause.operation, cause.status, cause.status_name, cause.errno)
         for cause in error.causes
         if isinstance(cause, ApiError)
     )
-    return SeenRefusal(error.reason.value, causes)
+    return ObservedRefusal(error.reason.value, causes)

@@ -1,6 +1,6 @@
-"""The state of a whole pytest run: facts, substrate, profile, seed.
+"""The state of a pytest run: facts, substrate, profile, seed.
 
-Facts are collected at their first use, so that a run of cases without needs calls no API.
+The facts are collected at their first use, so that a run of cases without needs calls no API.
 """
 
 from __future__ import annotations
@@ -29,33 +29,49 @@ __all__ = ["SESSION", "Session", "parse_substrate"]
 
 _SEED_BITS = 63
 _APIS = ("verbs", "cuda", "cufile")
-# These APIs can also be named in ``--substrate``. A machine with such hardware is rare.
-_NAMED = (*_APIS, "hlthunk")
+# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not include hlthunk, whose hardware is rare.
+_NAMED_APIS = (*_APIS, "hlthunk")
 
 
 class Session:
-    """The state of a pytest run that the harness needs."""
+    """The state of a pytest run.
+
+    Attributes
+    ----------
+    strict : bool
+        Whether the harness handles every case of the run.
+    fails_unforeseen : bool
+        Whether a case with an unmet need that the profile does not foresee fails the run.
+    records, plan, cases : Path or None
+        The files of ``--records``, ``--plan`` and ``--cases``.
+    required_substrates : mapping
+        The substrates that ``--substrate`` requires, by API.
+    seed : int
+        The seed of the run.
+    command : str
+        The command line for the records.
+    """
 
     def __init__(self, config: pytest.Config, *, strict: bool = True) -> None:
         self._config = config
         self.strict = strict
-        # Without ``--profile`` a user has not said which hardware must be there.
+        # Without ``--profile``, a user has not stated which hardware the machine has.
         self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
         self.records = _path(config, "records")
         self.plan = _path(config, "plan")
         self.cases = _path(config, "cases")
-        self.wanted = parse_substrate(config.getoption("gdrkit_substrate", None))
+        self.required_substrates = parse_substrate(config.getoption("gdrkit_substrate", None))
         self.seed: int = config.getoption("gdrkit_seed", None)
         if self.seed is None:
             self.seed = int(os.environ.get("GDRKIT_TWINS_SEED", "0"), 0) or secrets.randbits(_SEED_BITS)
-        given: str | None = config.getoption("gdrkit_command", None)
-        self.command = install_paths().portable(given or " ".join(["pytest", *config.invocation_params.args]))
+        command: str | None = config.getoption("gdrkit_command", None)
+        self.command = install_paths().portable(command or " ".join(["pytest", *config.invocation_params.args]))
         self.version = gdrkit.__version__
-        self._started: set[str] = set()
+        self._started_apis: set[str] = set()
 
     @cached_property
     def facts(self) -> Facts:
-        """The facts from the file of ``--facts``, else collected at the first use."""
+        """The facts in the file of ``--facts``, or else those of this machine."""
         path = _path(self._config, "facts")
         return probe() if path is None else Facts.from_json(path.read_bytes())
 
@@ -66,27 +82,27 @@ class Session:
 
     @cached_property
     def profile(self) -> Profile:
-        """The profile of ``--profile`` if it describes this machine; without ``--profile``, the one that fits best.
+        """The profile of ``--profile``, or without that option the one that fits this machine best.
 
         Raises
         ------
         UsageError
             No profile fits, or the named profile does not fit.
         """
-        substrate = {api: found.value for api, found in self.substrate.items()}
+        substrates = {api: substrate.value for api, substrate in self.substrate.items()}
         name = self._config.getoption("gdrkit_profile", None)
         if name is None:
-            return choose_profile(load_profiles(), self.facts, substrate)
+            return choose_profile(load_profiles(), self.facts, substrates)
         profile = load_profile(name)
-        misfits = profile.misfits(self.facts, substrate)
+        misfits = profile.misfits(self.facts, substrates)
         if misfits:
             message = f"profile {name} does not describe this machine: " + "; ".join(misfits)
-            raise UsageError(message, what_to_do="name another profile, or none")
+            raise UsageError(message, what_to_do="select another profile, or omit --profile")
         return profile
 
     @cached_property
     def commit(self) -> str | None:
-        """Commit of the checkout."""
+        """Commit of the checkout, or None."""
         return install_paths().commit()
 
     @cached_property
@@ -95,33 +111,29 @@ class Session:
         return self.facts.digest
 
     def check_substrate(self) -> None:
-        """Check that each API runs on the substrate that ``--substrate`` demands.
+        """Check that each API runs on the substrate that ``--substrate`` requires.
 
         Raises
         ------
         UsageError
             An API runs on another substrate.
         """
-        for api, wanted in sorted(self.wanted.items()):
+        for api, required in sorted(self.required_substrates.items()):
             actual = self.substrate.get(api)
-            # An API without facts is not another substrate: the needs of its cases are unmet, and their reasons say
-            # why.
-            if actual is not None and actual is not wanted:
-                message = f"{api} was to run on {wanted.value} and runs on {actual.value}"
-                start = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
-                advice = f"start it as: {start}" if wanted is Substrate.TWIN else "start it without gdrkit run"
+            # An API without facts has no substrate. Then the needs of its cases are unmet, with the reason.
+            if actual is not None and actual is not required:
+                message = f"{api} must run on {required.value}, but runs on {actual.value}"
+                command = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
+                advice = f"start it by: {command}" if required is Substrate.TWIN else "start it without gdrkit run"
                 raise UsageError(message, what_to_do=advice)
 
-    def start(self, apis: set[str]) -> None:
-        """Do the one-time work of those of `apis` that this run has not used yet."""
-        leaks.start_apis(apis - self._started)
-        self._started |= apis
+    def start_apis(self, apis: set[str]) -> None:
+        """Use each API once that this run has not used yet; see :func:`gdrkit.harness.leaks.start_apis`."""
+        leaks.start_apis(apis - self._started_apis)
+        self._started_apis |= apis
 
     def case_seed(self, case: str) -> int:
-        """Return the seed of one case.
-
-        It differs between cases and is the same in each run with the seed of this run.
-        """
+        """Return the seed of a case, which differs between cases and is the same in all runs with one seed."""
         digest = hashlib.sha256(f"{self.seed}:{case}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
@@ -141,17 +153,17 @@ def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
     if not text:
         return {}
     if text in ("software", "hardware"):
-        wanted = Substrate.TWIN if text == "software" else Substrate.HARDWARE
-        return dict.fromkeys(_NAMED if wanted is Substrate.TWIN else _APIS, wanted)
-    parsed = {}
-    known = {member.value: member for member in Substrate}
+        substrate = Substrate.TWIN if text == "software" else Substrate.HARDWARE
+        return dict.fromkeys(_NAMED_APIS if substrate is Substrate.TWIN else _APIS, substrate)
+    substrates = {}
+    by_name = {member.value: member for member in Substrate}
     for part in text.split(","):
         api, _, name = part.strip().partition("=")
-        if api not in _NAMED or name not in known:
-            message = f"no substrate {part!r}"
+        if api not in _NAMED_APIS or name not in by_name:
+            message = f"{part!r} is not a substrate"
             raise UsageError(message, what_to_do="write software, hardware, or e.g. verbs=twin,cuda=hardware")
-        parsed[api] = known[name]
-    return parsed
+        substrates[api] = by_name[name]
+    return substrates
 
 
 def _path(config: pytest.Config, name: str) -> Path | None:

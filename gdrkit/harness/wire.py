@@ -1,7 +1,7 @@
-"""The protocol between a case and its peers: JSON lines and descriptors over a socket pair.
+"""The protocol between a case and its peer processes: JSON lines and descriptors over a socket pair.
 
 A request is ``{"id", "op", "arguments", "descriptors"}``, a reply is ``{"id", "result"}`` or ``{"id", "error"}``.
-Errors of gdrkit keep their class and their fields in transit.
+An error of gdrkit arrives with its class and its fields.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from gdrkit.errors import (
     UsageError,
 )
 
-__all__ = ["Channel", "error_from_plain", "error_to_plain"]
+__all__ = ["Channel", "error_from_json_data", "error_to_json_data"]
 
-_PART_BYTES = 1 << 16
+_RECEIVE_BYTES = 1 << 16
 _DESCRIPTORS_MAX = 16
-_API_ERRORS = {kind.__name__: kind for kind in (ApiError, Unsupported, SetupMissing)}
-_PLAIN_ERRORS = {kind.__name__: kind for kind in (BrokenResource, UsageError)}
+_API_ERRORS = {cls.__name__: cls for cls in (ApiError, Unsupported, SetupMissing)}
+# Errors without further fields.
+_MESSAGE_ERRORS = {cls.__name__: cls for cls in (BrokenResource, UsageError)}
 
 
 class Channel:
-    """One end of the socket pair. It owns the socket and the received descriptors that were not taken."""
+    """One end of the socket pair. It owns the socket, and received descriptors until the caller takes them."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
         self._received = bytearray()
         self._descriptors: list[int] = []
 
@@ -46,21 +47,21 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
-        """Send one message. The other side receives copies of `descriptors`."""
+        """Send one message. The receiver gets duplicates of `descriptors`."""
         data = json.dumps(message).encode() + b"\n"
-        # The descriptors are sent with the first byte. Bytes that one call does not send follow without descriptors.
+        # The descriptors arrive with the first byte. If sendmsg sends only a part, the rest follows without them.
         sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
         self._socket.sendall(data[sent:])
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the next message, or None if the other side is gone.
+        """Return the next message, or None if the other end is closed.
 
         Raises
         ------
         TimeoutError
             No complete message arrived in time.
         UsageError
-            MALFORMED: the data is not a message, or too many descriptors arrived at once.
+            ``MALFORMED``: the data is not a message, or too many descriptors arrived at once.
         """
         self._socket.settimeout(timeout_s)
         while True:
@@ -69,12 +70,12 @@ class Channel:
                 self._received = bytearray(rest)
                 message = json.loads(line)
                 if not isinstance(message, dict):
-                    text = f"no message: {message!r}"
+                    text = f"a message must be a JSON object, not {message!r}"
                     raise UsageError(text, reason=Reason.MALFORMED)
                 return message
             try:
                 data, descriptors = scm_rights.receive(
-                    self._socket, length_bytes=_PART_BYTES, descriptors_max=_DESCRIPTORS_MAX
+                    self._socket, length_bytes=_RECEIVE_BYTES, descriptors_max=_DESCRIPTORS_MAX
                 )
             except ConnectionResetError:
                 return None
@@ -86,20 +87,20 @@ class Channel:
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` received descriptors. The caller closes them."""
         if count > len(self._descriptors):
-            message = f"{count} descriptors expected, {len(self._descriptors)} arrived"
+            message = f"{count} descriptors were expected, and {len(self._descriptors)} arrived"
             raise UsageError(message, reason=Reason.MALFORMED)
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return taken
 
     def close(self) -> None:
-        """Close the socket and the descriptors that were not taken."""
+        """Close the socket and the descriptors that the caller has not taken."""
         descriptors, self._descriptors = self._descriptors, []
         scm_rights.close_all(descriptors)
         self._socket.close()
 
 
-def error_to_plain(error: GdrkitError) -> dict[str, Any]:
-    """Return all fields of the error as plain data."""
+def error_to_json_data(error: GdrkitError) -> dict[str, Any]:
+    """Return the class and all fields of an error as JSON data."""
     data: dict[str, Any] = {
         "kind": type(error).__name__,
         "message": error.message,
@@ -125,22 +126,22 @@ def error_to_plain(error: GdrkitError) -> dict[str, Any]:
             "length_bytes": error.length_bytes,
         }
     elif isinstance(error, RegistrationFailed):
-        data["causes"] = [error_to_plain(cause) for cause in error.causes]
+        data["causes"] = [error_to_json_data(cause) for cause in error.causes]
     return data
 
 
-def error_from_plain(data: dict[str, Any]) -> GdrkitError:
-    """Return the error again; :class:`GdrkitError` with the same text if the class is not known here."""
-    error = _rebuilt(data)
+def error_from_json_data(data: dict[str, Any]) -> GdrkitError:
+    """Return the error that `data` describes. If its class is unknown, it is a :class:`GdrkitError` with its text."""
+    error = _error_without_notes(data)
     for note in data["notes"]:
         error.add_note(note)
     return error
 
 
-def _rebuilt(data: dict[str, Any]) -> GdrkitError:
-    kind, reason = data["kind"], Reason(data["reason"])
-    if kind in _API_ERRORS:
-        return _API_ERRORS[kind](
+def _error_without_notes(data: dict[str, Any]) -> GdrkitError:
+    name, reason = data["kind"], Reason(data["reason"])
+    if name in _API_ERRORS:
+        return _API_ERRORS[name](
             api=Api(data["api"]),
             operation=data["operation"],
             status=data["status"],
@@ -151,20 +152,21 @@ def _rebuilt(data: dict[str, Any]) -> GdrkitError:
             what_to_do=data["what_to_do"],
             detail=data["detail"],
         )
-    if kind == DataMismatch.__name__:
+    if name == DataMismatch.__name__:
         return DataMismatch(
             first_offset_bytes=data["first_offset_bytes"],
             expected=bytes.fromhex(data["expected"]),
             actual=bytes.fromhex(data["actual"]),
             length_bytes=data["length_bytes"],
         )
-    if kind == RegistrationFailed.__name__:
-        causes = tuple(error_from_plain(cause) for cause in data["causes"])
-        first = data["message"].partition(": [1] ")[0]
-        return RegistrationFailed(first, causes=causes, reason=reason, what_to_do=data["what_to_do"])
-    if kind == ClosedResource.__name__:
+    if name == RegistrationFailed.__name__:
+        causes = tuple(error_from_json_data(cause) for cause in data["causes"])
+        # The message ends with the texts of the causes, which the constructor appends again.
+        message = data["message"].partition(": [1] ")[0]
+        return RegistrationFailed(message, causes=causes, reason=reason, what_to_do=data["what_to_do"])
+    if name == ClosedResource.__name__:
         return ClosedResource(data["message"].removesuffix(" is closed"))
-    return _PLAIN_ERRORS.get(kind, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
+    return _MESSAGE_ERRORS.get(name, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
 
 
 def _argument(value: object) -> object:

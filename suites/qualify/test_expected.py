@@ -98,7 +98,7 @@ def test_slow_number_fails_its_case_on_hardware_only(substrate: Substrate) -> No
     evidence.number(RATE, 20.0)
     if substrate is Substrate.TWIN:
         check_expected_numbers(cast("Any", item))
-        assert "judged" not in evidence.kept
+        assert "judged" not in evidence.values
     else:
         with pytest.raises(AssertionError, match=r"is 20; expected 55\.3"):
             check_expected_numbers(cast("Any", item))

@@ -296,14 +296,14 @@ def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Fa
 def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
     assert run.code == 4
-    assert "verbs was to run on hardware and runs on twin" in run.printed
+    assert "verbs must run on hardware, but runs on twin" in run.printed
     assert run.records == {}
 
 
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("--substrate=soft", "no substrate"),
+        ("--substrate=soft", "is not a substrate"),
         ("--profile=never", "not 'never'"),
         ("--seed=many", "invalid"),
     ],
@@ -318,7 +318,7 @@ def test_invalid_option_is_an_error_and_runs_no_case(tmp_path: Path, facts: Fact
 def test_module_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
     assert run.code != 0
-    assert "skips itself while it is read" in run.printed
+    assert "skips itself at its import" in run.printed
 
 
 def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> None:

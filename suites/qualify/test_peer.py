@@ -30,7 +30,7 @@ from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import needs
 from gdrkit.harness.needs import verbs as verbs_needs
 from gdrkit.harness.peer import Peer
-from gdrkit.harness.wire import Channel, error_from_plain, error_to_plain
+from gdrkit.harness.wire import Channel, error_from_json_data, error_to_json_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ def test_error_keeps_its_class_and_its_fields(error: GdrkitError) -> None:
     with_note = error.clone()
     with_note.add_note("a note")
     for each in (error, with_note):
-        restored = error_from_plain(json.loads(json.dumps(error_to_plain(each))))
+        restored = error_from_json_data(json.loads(json.dumps(error_to_json_data(each))))
         assert fields_of(restored) == fields_of(each)
 
 
@@ -92,14 +92,16 @@ def test_error_of_an_unknown_class_keeps_its_text() -> None:
     class PeerOnlyError(GdrkitError):
         """An error that only the peer knows."""
 
-    restored = error_from_plain(error_to_plain(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
+    restored = error_from_json_data(error_to_json_data(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
     fields = (type(restored), restored.message, restored.reason, restored.what_to_do)
     assert fields == (GdrkitError, "gone", Reason.TIMEOUT, "wait")
 
 
 def test_arguments_of_an_error_become_json_data() -> None:
     values = {"none": None, "flag": True, "count": 3, "share": 0.5, "name": "x", "bytes": b"\0", "list": [1]}
-    plain = error_to_plain(ApiError(api=Api.VERBS, operation="f", status=None, status_name="none", arguments=values))
+    plain = error_to_json_data(
+        ApiError(api=Api.VERBS, operation="f", status=None, status_name="none", arguments=values)
+    )
     assert json.loads(json.dumps(plain))["arguments"] == values | {"bytes": "b'\\x00'", "list": "[1]"}
 
 
@@ -221,7 +223,7 @@ def test_killed_peer_is_broken_and_reports_the_signal(peer: Peer) -> None:
 def test_peer_can_exit_without_clean_up(peer: Peer) -> None:
     peer.exit(7)
     assert peer.exit_code == 7
-    with pytest.raises(BrokenResource, match="ended with 7"):
+    with pytest.raises(BrokenResource, match="exited with code 7"):
         peer.modules()
 
 

@@ -147,7 +147,7 @@ def test_disabled_plugin_is_an_error_for_a_case_with_needs(tmp_path: Path, optio
         assert ended.returncode == 0, ended.stdout
         return
     assert ended.returncode == 4
-    assert "declares needs of gdrkit, and its plugin is off" in ended.stderr
+    assert "declares needs of gdrkit, but its pytest plugin is disabled" in ended.stderr
     assert "gdrkit = true" in ended.stderr
 
 

@@ -189,7 +189,7 @@ def _duration_s(work: Callable[[], object]) -> float:
 def check_expected_numbers(item: pytest.Item) -> None:
     """Fail a case whose numbers were measured on hardware and are worse than its profile expects."""
     recorded, session = item.stash[CASE].evidence, item.config.stash[SESSION]
-    apis, paths = recorded.kept.get("measured_apis"), recorded.kept.get("ways", {})
+    apis, paths = recorded.values.get("measured_apis"), recorded.values.get("ways", {})
     if (
         not isinstance(apis, list)
         or not isinstance(paths, dict)

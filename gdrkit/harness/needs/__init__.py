@@ -3,10 +3,10 @@
     from gdrkit.harness.needs import cuda, needs, verbs
 
     @needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
-    def test_a_remote_write_lands(device, nic, peer): ...
+    def test_remote_write_arrives(device, nic, peer): ...
 
-A need is a frozen object that checks facts. The reason is a sentence that the need makes from the facts, so that no
-case writes one. All needs of a case are checked, and every unmet need is reported.
+A need is a frozen object that checks the facts of the machine and returns the reason if it is not met. All needs of a
+case are checked, and every unmet need is reported.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 __all__ = ["MARK", "Need", "apis", "cuda", "cufile", "declared", "gaudi", "host", "needs", "software", "verbs"]
 
 MARK = "needs"
-# Needs are named after the API; those listed here are named after the hardware that the API controls.
+# The name of a need begins with its API. These begin with the hardware that the API controls.
 _API_OF = {"gaudi": Api.HLTHUNK.value}
 
 
-def needs(*wanted: Need) -> pytest.MarkDecorator:
-    """Declare the needs of a case, a class of cases or (as ``pytestmark``) a file."""
-    for need in wanted:
+def needs(*required: Need) -> pytest.MarkDecorator:
+    """Declare the needs of a case, a class of cases or (as ``pytestmark``) a module."""
+    for need in required:
         if not isinstance(need, Need):
-            message = f"{need!r} is no need; needs that take a number are called, e.g. verbs.nic(count_min=2)"
+            message = f"{need!r} is not a need; a need with parameters must be called, e.g. verbs.nic(count_min=2)"
             raise TypeError(message)
-    return pytest.mark.needs(*wanted)
+    return pytest.mark.needs(*required)
 
 
 def declared(item: pytest.Item) -> tuple[Need, ...]:
-    """Return the needs of a case, those of its file first, each once."""
+    """Return the needs of a case without duplicates; those of its module come first."""
     return tuple(dict.fromkeys(_declared(item)))
 
 
@@ -50,5 +50,8 @@ def _declared(item: pytest.Item) -> Iterator[Need]:
 
 
 def apis(need: Need) -> frozenset[str]:
-    """Return the possible APIs in a need's name: ``cuda`` of ``cuda.vmm``, ``verbs`` of ``software(verbs)``."""
+    """Return the words in the name of a need that may be an API.
+
+    These are ``cuda`` in ``cuda.vmm``, and ``software`` and ``verbs`` in ``software(verbs)``.
+    """
     return frozenset(_API_OF.get(word, word) for word in re.split(r"\W", need.name)[:2])

@@ -13,33 +13,33 @@ if TYPE_CHECKING:
     from gdrkit.evidence import LoadedLibrary
     from gdrkit.inventory import ApiFailure, Facts
 
-__all__ = ["Need", "silent", "software"]
+__all__ = ["Need", "reason_without_facts", "software"]
 
 _SONAMES = {"cufile": "libcufile.so.0"}
 
 
 @runtime_checkable
 class Need(Protocol):
-    """A requirement that must be met for a case to run."""
+    """A requirement that must be met so that a case runs."""
 
     @property
     def name(self) -> str:
-        """Name of the need as in profiles, e.g. ``verbs.nic(count_min=2)``."""
+        """Name of the need in profiles and records, e.g. ``verbs.nic(count_min=2)``."""
 
     def check(self, facts: Facts) -> str | None:
-        """Return the reason why the need is not met, one sentence; None if it is met."""
+        """Return a sentence with the reason why the need is not met, or None if it is met."""
 
 
-def silent(api: str, failure: ApiFailure | None) -> str:
-    """Return the reason for an API that gave no facts."""
+def reason_without_facts(api: str, failure: ApiFailure | None) -> str:
+    """Return the reason why a need is not met whose API has no facts. `failure` is None if the API was not queried."""
     if failure is None:
         return f"{api} was not asked"
-    said = f"{failure.operation} failed: {failure.status_name}" if failure.status_name else failure.reason.value
-    return f"{api} does not answer: {said}"
+    error = f"{failure.operation} failed: {failure.status_name}" if failure.status_name else failure.reason.value
+    return f"{api} does not answer: {error}"
 
 
-def _found(api: str) -> tuple[LoadedLibrary, ...]:
-    """Return the library that the loader would open for an API that the facts do not cover."""
+def _library_file(api: str) -> tuple[LoadedLibrary, ...]:
+    """Return the library that the loader would open for an API that the facts do not contain."""
     path = loader.find_library(_SONAMES[api]) if api in _SONAMES else None
     return () if path is None else (evidence.describe_library(str(path)),)
 
@@ -53,11 +53,11 @@ class _Software:
         return f"software({self.api})"
 
     def check(self, facts: Facts) -> str | None:
-        if any(is_twin(library) for library in facts.api_libraries(self.api) or _found(self.api)):
+        if any(is_twin(library) for library in facts.api_libraries(self.api) or _library_file(self.api)):
             return None
         return f"{self.api} does not run on its software twin"
 
 
 def software(api: Api | str) -> Need:
-    """Return the need of the software twin of `api`, for cases that have no meaning on hardware."""
+    """Return the need that `api` runs on its software twin, for cases that are impossible on hardware."""
     return _Software(api.value if isinstance(api, Api) else Api(api).value)

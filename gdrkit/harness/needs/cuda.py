@@ -1,6 +1,6 @@
 """Needs about CUDA devices.
 
-The driver reports flags for each device. A need about a flag requires it of every device, since a case may use any of
+The driver reports flags for each device. A need of a flag requires it of all devices, because a case may use any of
 them.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.needs.base import Need, silent
+from gdrkit.harness.needs.base import Need, reason_without_facts
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts
@@ -27,13 +27,13 @@ class _Device:
 
     def check(self, facts: Facts) -> str | None:
         if facts.cuda is None:
-            return silent("cuda", facts.cuda_failure)
+            return reason_without_facts("cuda", facts.cuda_failure)
         found = len(facts.cuda.devices)
         return None if found >= self.count_min else f"{self.count_min} CUDA devices needed, {found} found"
 
 
 @dataclass(frozen=True, slots=True)
-class _Flags:
+class _Attributes:
     short_name: str
     attributes: tuple[str, ...]
 
@@ -43,14 +43,14 @@ class _Flags:
 
     def check(self, facts: Facts) -> str | None:
         if facts.cuda is None:
-            return silent("cuda", facts.cuda_failure)
+            return reason_without_facts("cuda", facts.cuda_failure)
         if not facts.cuda.devices:
             return "no CUDA device"
         missing = [
-            f"device {found.index} has no {attribute}"
-            for found in facts.cuda.devices
+            f"device {each.index} has no {attribute}"
+            for each in facts.cuda.devices
             for attribute in self.attributes
-            if not found.has(attribute)
+            if not each.has(attribute)
         ]
         return "; ".join(missing) or None
 
@@ -60,7 +60,7 @@ def device(*, count_min: int = 1) -> Need:
     return _Device(count_min)
 
 
-dmabuf_export: Need = _Flags("dmabuf_export", ("DMA_BUF_SUPPORTED",))
-# Every device with unified addressing has legacy IPC on Linux. There is no separate flag.
-ipc: Need = _Flags("ipc", ("UNIFIED_ADDRESSING",))
-vmm: Need = _Flags("vmm", ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))
+dmabuf_export: Need = _Attributes("dmabuf_export", ("DMA_BUF_SUPPORTED",))
+# Legacy IPC has no flag. On Linux, every device with unified addressing supports it.
+ipc: Need = _Attributes("ipc", ("UNIFIED_ADDRESSING",))
+vmm: Need = _Attributes("vmm", ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))

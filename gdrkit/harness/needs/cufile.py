@@ -1,7 +1,6 @@
 """Needs about cuFile.
 
-A child process checks once per run whether libcufile opens, as the product does it, because libcufile has been observed
-to hang.
+A child process checks once per run whether libcufile opens, because libcufile can hang.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DISK", "OURS", "driver", "entry_of", "staged_sizes", "udev_absent", "udev_present", "vectors"]
 
-# Cases put files here that must be on a disk, because /tmp is often in memory.
+# The folder for files that must be on a disk. /tmp is often in memory.
 DISK = Path("/var/tmp")  # noqa: S108 - each case makes its own folder there.
 
 _UDEV = Path("/run/udev/data")
-# A line that marks an entry of the suites, as opposed to an entry of udev.
+# A line that marks entries that the suites have written.
 OURS = "E:GDRKIT_SUITES=1"
 _VECTORS_SINCE = (1, 19)
 _STAGED_SIZES_SINCE = (1, 18)
@@ -33,12 +32,12 @@ _STAGED_SIZES_SINCE = (1, 18)
 
 @functools.cache
 def _version() -> tuple[int, int] | str:
-    """Return the version of libcufile, if its driver opened in a child process; else the error text."""
+    """Return the major and minor version of libcufile, or the error if its driver does not open in a child process."""
     try:
-        found = cufile.probe()
+        result = cufile.probe()
     except GdrkitError as error:
         return str(error)
-    return found.version // 1000, found.version % 1000 // 10
+    return result.version // 1000, result.version % 1000 // 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ class _UdevAbsent:
 
 
 def entry_of(path: Path) -> Path | None:
-    """Return udev's own entry of the block device under a path; None if there is none, or if the suites wrote it."""
+    """Return the entry of udev for the block device of a path, or None if there is none or the suites wrote it."""
     device = path.stat().st_dev
     entry = _UDEV / f"b{os.major(device)}:{os.minor(device)}"
     try:
@@ -107,6 +106,6 @@ def entry_of(path: Path) -> Path | None:
 driver: Need = _Driver()
 vectors: Need = _Vectors()
 staged_sizes: Need = _StagedSizes()
-# libcufile queries the udev database for the device of a file. Cases write a temporary entry if there is none.
+# libcufile reads the udev database to find the device of a file. Cases write a temporary entry if there is none.
 udev_present: Need = _UdevPresent()
 udev_absent: Need = _UdevAbsent()

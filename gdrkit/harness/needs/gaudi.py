@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.needs.base import Need, silent
+from gdrkit.harness.needs.base import Need, reason_without_facts
 
 if TYPE_CHECKING:
     from gdrkit.inventory import Facts
@@ -23,7 +23,7 @@ class _Device:
 
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
-            return silent("hlthunk", facts.gaudi_failure)
+            return reason_without_facts("hlthunk", facts.gaudi_failure)
         found = len(facts.gaudi.devices)
         return None if found >= self.count_min else f"{self.count_min} Gaudis needed, {found} found"
 
@@ -36,7 +36,7 @@ class _MappedMemory:
 
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
-            return silent("hlthunk", facts.gaudi_failure)
+            return reason_without_facts("hlthunk", facts.gaudi_failure)
         first = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
         return "the memory of a first Gaudi is not mapped by its driver" if first else None
 
@@ -49,7 +49,7 @@ class _PhysicalMemory:
 
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
-            return silent("hlthunk", facts.gaudi_failure)
+            return reason_without_facts("hlthunk", facts.gaudi_failure)
         first = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
         return None if first else "no first Gaudi, whose memory is named by physical addresses"
 
@@ -59,7 +59,7 @@ def device(*, count_min: int = 1) -> Need:
     return _Device(count_min)
 
 
-# Devices whose driver allocates and maps memory: Gaudi 2 and later.
+# All devices are Gaudi 2 or later, whose driver allocates and maps memory.
 mapped_memory: Need = _MappedMemory()
-# First-generation Gaudi devices, whose driver does neither.
+# A device is a first-generation Gaudi, whose driver does neither.
 physical_memory: Need = _PhysicalMemory()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["capability", "captures", "compiler", "file_system", "fuse", "memlock", "module", "program", "variable"]
 
-_ANSWER_S = 30
+_PROBE_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Module:
     def name(self) -> str:
         return f"host.module({self.module_name})"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the modules of Python are not a fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - Python modules are not in the facts.
         absent = f"the Python module {self.module_name} is not installed"
         try:
             return absent if importlib.util.find_spec(self.module_name) is None else None
@@ -79,12 +79,12 @@ class _Variable:
     def name(self) -> str:
         return f"host.variable({self.variable})"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the environment is not a fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the environment is not in the facts.
         return None if os.environ.get(self.variable) else f"{self.variable} is not set"
 
 
 def variable(name: str) -> Need:
-    """Return the need of an environment variable by which a nox session names a tool that gdrkit does not depend on."""
+    """Return the need of an environment variable, by which a nox session passes the path of an optional tool."""
     return _Variable(name)
 
 
@@ -98,13 +98,13 @@ class _Compiler:
 
 
 compiler: Need = _Compiler()
-"""What a C program that uses the client library is built with: cc, c++ and pkg-config."""
+"""The programs that build a C program with the client library: cc, c++ and pkg-config."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
     program_name: str
-    question: tuple[str, ...] = ()
+    probe_options: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -113,68 +113,71 @@ class _Program:
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the PATH is not a fact of the host.
         if not shutil.which(self.program_name):
             return f"there is no {self.program_name}"
-        return _silence(self.program_name, *self.question) if self.question else None
+        return _start_failure(self.program_name, *self.probe_options) if self.probe_options else None
 
 
 @functools.cache
-def _silence(*command: str) -> str | None:
-    """Return why a program does not start, e.g. because of a missing library; None if it prints an answer."""
+def _start_failure(*command: str) -> str | None:
+    """Return the reason why a program does not start, e.g. a missing library, or None if it prints something."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]} does not start: {error}"
-    # Some programs print their version and end with a code other than 0.
+    # Some programs print their version and exit with a code other than 0.
     if done.stdout.strip():
         return None
-    said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and said nothing"]
-    return f"{command[0]} does not start: {install_paths().portable(said[-1])}"
+    lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode} without output"]
+    return f"{command[0]} does not start: {install_paths().portable(lines[-1])}"
 
 
-def program(name: str, *question: str) -> Need:
-    """Return the need of a program on the PATH, such as mpirun. With options, it must also run and print something."""
-    return _Program(name, question)
+def program(name: str, *probe_options: str) -> Need:
+    """Return the need of a program on the PATH, such as mpirun.
+
+    If `probe_options` are given, the program must also start with them and print something.
+    """
+    return _Program(name, probe_options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fuse:
     name = "host.fuse"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - this process is checked, because it would mount.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - this process, which mounts, is checked.
         return fuse_obstacle()
 
 
 fuse: Need = _Fuse()
-"""This user may mount by FUSE, and libfuse3 and its binding are here."""
+"""This user may mount FUSE file systems, and libfuse3 and its Python binding are installed."""
 
 
-# The folders of root's programs, which are not always on the PATH of a user.
-_ROOTS_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+# The PATH with the folders of administration programs, which the PATH of a user may lack.
+_ADMIN_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 @dataclass(frozen=True, slots=True)
 class _FileSystem:
-    kind: str
+    type_name: str
 
     @property
     def name(self) -> str:
-        return f"host.file_system({self.kind})"
+        return f"host.file_system({self.type_name})"
 
     def check(self, facts: Facts) -> str | None:
-        lacking = []
+        missing = []
         if "CAP_SYS_ADMIN" not in facts.limits.capabilities:
-            lacking.append("this process has no CAP_SYS_ADMIN")
+            missing.append("this process has no CAP_SYS_ADMIN")
         if not os.access("/dev/loop-control", os.R_OK | os.W_OK):
-            lacking.append("there is no loop device for this user")
-        if self.kind not in Path("/proc/filesystems").read_text(encoding="ascii").split():
-            lacking.append(f"this kernel has no {self.kind}")
-        if shutil.which(f"mkfs.{self.kind}", path=_ROOTS_PATH) is None:
-            lacking.append(f"there is no mkfs.{self.kind}")
-        return "; ".join(lacking) or None
+            missing.append("there is no loop device for this user")
+        if self.type_name not in Path("/proc/filesystems").read_text(encoding="ascii").split():
+            missing.append(f"this kernel has no {self.type_name}")
+        if shutil.which(f"mkfs.{self.type_name}", path=_ADMIN_PATH) is None:
+            missing.append(f"there is no mkfs.{self.type_name}")
+        return "; ".join(missing) or None
 
 
-def file_system(kind: str) -> Need:
-    """Return the need of a file system type (ext4, xfs) that this process may make in a file and mount."""
-    return _FileSystem(kind)
+def file_system(type_name: str) -> Need:
+    """Return the need that this process can create a file system (ext4, xfs) in a file and mount it."""
+    return _FileSystem(type_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ class _Capability:
 
 
 def capability(name: str) -> Need:
-    """Return the need of a Linux capability by its name: CAP_SYS_ADMIN to mount, CAP_SETUID to be another user."""
+    """Return the need of a Linux capability by its name, such as CAP_SYS_ADMIN to mount."""
     return _Capability(name)
 
 
@@ -198,10 +201,10 @@ def capability(name: str) -> Need:
 class _Captures:
     name = "host.captures"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - files beside the suites are not a fact of the host.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - captures are not in the facts.
         folder = os.environ.get("GDRKIT_CAPTURES")
         return None if folder and Path(folder).is_dir() else "GDRKIT_CAPTURES names no folder"
 
 
 captures: Need = _Captures()
-"""Captures of real machines, in the folder that GDRKIT_CAPTURES names."""
+"""The folder that GDRKIT_CAPTURES names, which has captures of real machines."""

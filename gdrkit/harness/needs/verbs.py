@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.needs.base import Need, silent, software
+from gdrkit.harness.needs.base import Need, reason_without_facts, software
 from gdrkit.report.substrate import is_twin
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class _Nic:
 
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
-            return silent("verbs", facts.verbs_failure)
+            return reason_without_facts("verbs", facts.verbs_failure)
         active = sum(bool(device.active_ports) for device in facts.verbs.nics)
         if active >= self.count_min:
             return None
@@ -39,7 +39,7 @@ class _DmabufRegion:
 
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
-            return silent("verbs", facts.verbs_failure)
+            return reason_without_facts("verbs", facts.verbs_failure)
         active = [device for device in facts.verbs.nics if device.active_ports]
         without = [device.name for device in active if not device.dmabuf]
         if without:
@@ -55,9 +55,9 @@ class _PeerMemory:
 
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
-            return silent("verbs", facts.verbs_failure)
+            return reason_without_facts("verbs", facts.verbs_failure)
         if facts.routes_failure is not None:
-            return silent("registration", facts.routes_failure)
+            return reason_without_facts("registration", facts.routes_failure)
         if any(route.possible for route in facts.routes if route.way == "peer_memory"):
             return None
         return "no NIC registers device memory by its address"
@@ -71,12 +71,12 @@ class _NoWayToDevices:
 
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
-            return silent("verbs", facts.verbs_failure)
-        # A case can choose the replies of a twin.
+            return reason_without_facts("verbs", facts.verbs_failure)
+        # A fault plan can make a twin refuse every registration.
         if software("verbs").check(facts) is None:
             return None
         if facts.routes_failure is not None:
-            return silent("registration", facts.routes_failure)
+            return reason_without_facts("registration", facts.routes_failure)
         possible = sorted({route.way for route in facts.routes if route.possible})
         return f"device memory can be registered here, by {' and '.join(possible)}" if possible else None
 
@@ -89,7 +89,8 @@ class _ForeignDmabuf:
 
     def check(self, facts: Facts) -> str | None:
         on_twin = [api for api in ("verbs", "cuda") if any(is_twin(library) for library in facts.api_libraries(api))]
-        # A dma-buf of a real GPU cannot be mapped by a process, so the twin has to copy through the GPU's driver.
+        # A process cannot map a dma-buf of a real GPU, so the twin copies by the driver of the GPU, which needs an
+        # address of the memory in this process.
         if on_twin == ["verbs"]:
             return "the software twin of verbs reaches memory of a real GPU only where the process has its address"
         return _DmabufRegion().check(facts)
@@ -102,7 +103,7 @@ def nic(*, count_min: int = 1) -> Need:
 
 dmabuf_region: Need = _DmabufRegion()
 peer_memory: Need = _PeerMemory()
-# No NIC of this machine registers device memory by any method, or verbs runs on its twin, which can refuse on request.
+# No NIC of this machine can register device memory, or verbs runs on its twin, which can refuse every registration.
 no_way_to_devices: Need = _NoWayToDevices()
-# Regions over a dma-buf of another process, in a process that has no address of the memory.
+# NICs can register a dma-buf of another process, whose memory has no address in this process.
 foreign_dmabuf: Need = _ForeignDmabuf()
