@@ -94,11 +94,12 @@ def free_first(memory: Any) -> None:
     def close(self: Any) -> None:
         if self._closed:
             return
-        with self.device.current():
+        with self.current():
             self._release()
-        self._before.run()
+        self._release_actions.run()
         self._closed = True
-        self._leave()
+        if self._remove_from_owner is not None:
+            self._remove_from_owner()
         self._handle.release()
 
     memory.CudaMemory.close = close
