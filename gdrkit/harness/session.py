@@ -29,7 +29,7 @@ __all__ = ["SESSION", "Session", "parse_substrate"]
 
 _SEED_BITS = 63
 _APIS = ("verbs", "cuda", "cufile")
-# The APIs that ``--substrate`` can name. ``--substrate=hardware`` does not include hlthunk, whose hardware is rare.
+# The APIs that ``--substrate`` can name. ``--substrate=hardware`` leaves out the last one, whose hardware is rare.
 _NAMED_APIS = (*_APIS, "hlthunk")
 
 
