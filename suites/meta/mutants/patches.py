@@ -222,7 +222,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "short-read-counted-as-whole",
         "native/engine/job.cpp",
-        "each.extent_offset + each.done);",
+        "each.extent_offset + each.done_bytes);",
         "each.extent_offset + each.length);",
         cases=_FILES,
     ),
