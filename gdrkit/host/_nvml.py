@@ -6,6 +6,7 @@ Only queries are called; no setting is changed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,12 @@ _REASONS = {
     "NVML_ERROR_NO_PERMISSION": Reason.NO_PERMISSION,
     "NVML_ERROR_NOT_FOUND": Reason.NO_DEVICE,
     "NVML_ERROR_DRIVER_NOT_LOADED": Reason.NO_DEVICE,
-    "NVML_ERROR_LIBRARY_NOT_FOUND": Reason.LIBRARY_MISSING,
     "NVML_ERROR_FUNCTION_NOT_FOUND": Reason.NOT_SUPPORTED,
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": Reason.LIBRARY_WRONG_ABI,
 }
 _ADVICE = {
     "NVML_ERROR_NO_PERMISSION": "give this user read and write permission for /dev/nvidiactl and /dev/nvidia*",
     "NVML_ERROR_DRIVER_NOT_LOADED": "load the kernel module nvidia",
-    "NVML_ERROR_LIBRARY_NOT_FOUND": "install the NVIDIA driver",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": (
         "reboot, or reload the kernel module: its version and that of libnvidia-ml differ"
     ),
@@ -54,13 +53,20 @@ def initialized() -> Iterator[None]:
     SetupMissing
         The library is missing or damaged, or no driver is loaded.
     """
-    # pynvml reports every file that the loader refuses as missing.
     loader.check_library(_SONAME, operation=_DLOPEN)
+    pynvml = _pynvml()
     try:
-        call("nvmlInit")
-    except ApiError as error:
-        missing = error.reason is Reason.LIBRARY_MISSING
-        raise _error(SetupMissing, _DLOPEN if missing else "nvmlInit", error.status or 0) from error
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        # pynvml reports every failure of dlopen(3) as a missing library. The error of the loader is the context.
+        if isinstance(error.__context__, OSError):
+            raise loader.setup_missing(
+                operation=_DLOPEN,
+                text=str(error.__context__),
+                what_to_do="install the NVIDIA driver",
+                default_errno=errno.ELIBBAD,
+            ) from error
+        raise _error(SetupMissing, "nvmlInit", int(error.value)) from error
     try:
         yield
     finally:

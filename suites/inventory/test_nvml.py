@@ -1,0 +1,67 @@
+"""Errors of NVML: each file in place of libnvidia-ml.so.1 gives the errno and the reason that other libraries give."""
+
+from __future__ import annotations
+
+import ctypes.util
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit.errors import Reason
+
+QUERY = """
+import json
+from gdrkit import host
+from gdrkit.errors import SetupMissing
+try:
+    host.nvml_facts()
+except SetupMissing as error:
+    print(json.dumps([error.api.value, error.operation, error.status_name, error.errno, error.reason.value]))
+"""
+LOADED_LIBRARIES = Path("/proc/self/maps")
+
+
+def query_nvml(folder: Path) -> list[object]:
+    """Query NVML in a process whose loader searches `folder` first, and return the fields of the error."""
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    result = subprocess.run(
+        [sys.executable, "-c", QUERY], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    fields: list[object] = json.loads(result.stdout)
+    return fields
+
+
+def libm_path() -> Path:
+    """Return the path of a library that any process can load, and that has no function of NVML."""
+    ctypes.CDLL(ctypes.util.find_library("m"))
+    paths = (line.split()[-1] for line in LOADED_LIBRARIES.read_text().splitlines())
+    return next(Path(path) for path in paths if "/libm.so" in path or "/libm-" in path)
+
+
+@pytest.mark.parametrize(
+    ("content", "status_name", "number", "reason"),
+    [
+        (b"", "ENOEXEC", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
+        (b"no library" * 100, "ENOEXEC", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
+        (Path(sys.executable).resolve(), "ELIBBAD", errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI),
+    ],
+    ids=["empty", "text", "program"],
+)
+def test_file_that_is_no_library(
+    tmp_path: Path, content: bytes | Path, status_name: str, number: int, reason: Reason
+) -> None:
+    data = content.read_bytes() if isinstance(content, Path) else content
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(data)
+    expected = ["loader", "dlopen libnvidia-ml.so.1", status_name, number, reason.value]
+    assert query_nvml(tmp_path) == expected
+
+
+def test_library_without_the_functions_of_nvml(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(libm_path().read_bytes())
+    expected = ["nvml", "nvmlInit", "NVML_ERROR_FUNCTION_NOT_FOUND", None, Reason.NOT_SUPPORTED.value]
+    assert query_nvml(tmp_path) == expected
