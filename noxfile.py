@@ -143,7 +143,7 @@ def long(session: nox.Session) -> None:
     codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
     # Without the precompiled header, so that a file which does not include what it uses is found.
     wheel = [str(run / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
-    codes.append(call([*wheel, "-w", str(ROOT / "build" / "alone"), str(ROOT)]))
+    codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
     for seed in long_run.SEEDS:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
         codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))

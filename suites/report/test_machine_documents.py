@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from defusedxml import ElementTree
 from support.hosts import host_facts, host_records, write_run
-from support.json_schema import JSONSCHEMA, problems
+from support.json_schema import JSONSCHEMA, problems, unknown_keywords
 from support.records import NIC, facts_of, record_of
 
 from gdrkit.report import CaseReason, ClaimedRoute, RunFolder, Verdict, read_records
@@ -50,6 +50,13 @@ def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
         "$: 'verdict' is a required property",
         "$: Additional properties are not allowed ('extra' was unexpected)",
     ]
+
+
+@JSONSCHEMA
+def test_misspelt_keyword_of_a_schema_is_found() -> None:
+    part = {"type": "array", "minItem": 1}
+    schema = {"properties": {"a": {"items": part}}, "allOf": [{"if": {}, "then": {"required": [], "minimun": 1}}]}
+    assert list(unknown_keywords(schema)) == ["$.properties.a.items.minItem", "$.allOf[0].then.minimun"]
 
 
 @JSONSCHEMA
