@@ -16,25 +16,23 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 30;
-// smaller allocations are packed, larger ones are aligned
-constexpr std::uint64_t max_packed_bytes = std::uint64_t{1} << 20;
 
 struct Arena {
     std::mutex mutex;
-    std::map<std::uint64_t, std::uint64_t> reserved;          // base -> length of every PROT_NONE mapping
-    std::map<std::uint64_t, std::vector<std::uint64_t>> free; // size class -> free bases, used last in, first out
-    std::uint64_t chunk_next = 0, chunk_end = 0;
+    std::map<std::uint64_t, std::uint64_t> reserved;                // base -> length of every PROT_NONE mapping
+    std::map<std::uint64_t, std::vector<std::uint64_t>> free_bases; // size class -> free bases, used last in, first out
+    std::uint64_t chunk_next = 0, chunk_end = 0;                    // first unused address and end of the current chunk
     std::uint64_t next_packed_offset_bytes = 0; // offset in its page at which the next small allocation begins
 };
 
 Arena& arena() {
-    static auto* const the_arena = new Arena;
-    return *the_arena;
+    static auto* const instance = new Arena;
+    return *instance;
 }
 
-// Map an empty file without access and return the base; 0 on failure. A page beyond the end of a file cannot be pinned
-// even by the kernel, which ignores PROT_NONE when it pins pages. So ibv_reg_mr fails with EFAULT for device addresses,
-// as it does on a GPU.
+// Map an empty file with PROT_NONE and return the base; 0 on failure. PROT_NONE alone is not enough, because the kernel
+// ignores it when it pins pages. But the kernel cannot pin a page beyond the end of a file. So ibv_reg_mr fails with
+// EFAULT for device addresses, as it does on a GPU.
 std::uint64_t map_inaccessible(std::uint64_t length_bytes) {
     const Fd empty_file(memfd_create("gdrkit-nothing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!empty_file || fcntl(empty_file.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SEAL) != 0) {
@@ -55,81 +53,85 @@ std::uint64_t map_aligned(std::uint64_t length_bytes, std::uint64_t alignment_by
     if (base > mapping) {
         munmap(reinterpret_cast<void*>(mapping), base - mapping);
     }
-    if (const std::uint64_t rest = mapping + mapping_bytes - (base + length_bytes); rest > 0) {
-        munmap(reinterpret_cast<void*>(base + length_bytes), rest);
+    if (const std::uint64_t excess_bytes = mapping + mapping_bytes - (base + length_bytes); excess_bytes > 0) {
+        munmap(reinterpret_cast<void*>(base + length_bytes), excess_bytes);
     }
     return base;
 }
 
-// Return new address space from the current chunk. An unused page stays between two allocations.
-std::uint64_t place_in_chunk_locked(Arena* all, std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
-    std::uint64_t base = round_up(all->chunk_next, alignment_bytes);
-    if (all->chunk_next == 0 || base + length_bytes + page_bytes > all->chunk_end) {
-        const std::uint64_t needed = std::max(chunk_bytes, round_up(length_bytes + page_bytes, vmm_granularity_bytes));
-        base = map_aligned(needed, vmm_granularity_bytes);
+// Return the base of unused addresses in the current chunk; 0 on failure. Map a new chunk if the current one is
+// full. One unused page separates two allocations.
+std::uint64_t take_from_chunk_locked(Arena* state, std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
+    std::uint64_t base = round_up(state->chunk_next, alignment_bytes);
+    if (state->chunk_next == 0 || base + length_bytes + page_bytes > state->chunk_end) {
+        const std::uint64_t new_chunk_bytes =
+            std::max(chunk_bytes, round_up(length_bytes + page_bytes, vmm_granularity_bytes));
+        base = map_aligned(new_chunk_bytes, vmm_granularity_bytes);
         if (base == 0) {
             return 0;
         }
-        all->reserved.emplace(base, needed);
-        all->chunk_end = base + needed;
+        state->reserved.emplace(base, new_chunk_bytes);
+        state->chunk_end = base + new_chunk_bytes;
     }
-    all->chunk_next = base + round_up(length_bytes, page_bytes) + page_bytes;
+    state->chunk_next = base + round_up(length_bytes, page_bytes) + page_bytes;
     return base;
 }
 
 } // namespace
 
 Slot allocate_slot(std::uint64_t length_bytes) {
-    Arena& all = arena();
-    std::lock_guard lock(all.mutex);
+    Arena& state = arena();
+    std::lock_guard lock(state.mutex);
     Slot slot{0, round_up(length_bytes, address_granularity_bytes)};
-    if (auto& free = all.free[slot.size_class_bytes]; !free.empty()) {
-        slot.base = free.back();
-        free.pop_back();
+    if (auto& free_bases = state.free_bases[slot.size_class_bytes]; !free_bases.empty()) {
+        slot.base = free_bases.back();
+        free_bases.pop_back();
         return slot;
     }
-    if (slot.size_class_bytes >= max_packed_bytes) {
-        slot.base = place_in_chunk_locked(&all, slot.size_class_bytes, vmm_granularity_bytes);
+    if (slot.size_class_bytes >= min_aligned_bytes) {
+        slot.base = take_from_chunk_locked(&state, slot.size_class_bytes, vmm_granularity_bytes);
         return slot;
     }
-    const std::uint64_t begin = all.next_packed_offset_bytes;
-    const std::uint64_t page = place_in_chunk_locked(&all, begin + slot.size_class_bytes, page_bytes);
-    all.next_packed_offset_bytes = (begin + slot.size_class_bytes) % page_bytes;
-    slot.base = page == 0 ? 0 : page + begin;
+    // A small allocation begins at the page offset at which the previous one ended, but in another page, because two
+    // allocations never share a page.
+    const std::uint64_t page_offset_bytes = state.next_packed_offset_bytes;
+    const std::uint64_t page = take_from_chunk_locked(&state, page_offset_bytes + slot.size_class_bytes, page_bytes);
+    state.next_packed_offset_bytes = (page_offset_bytes + slot.size_class_bytes) % page_bytes;
+    slot.base = page == 0 ? 0 : page + page_offset_bytes;
     return slot;
 }
 
 void free_slot(const Slot& slot) {
-    Arena& all = arena();
-    std::lock_guard lock(all.mutex);
-    all.free[slot.size_class_bytes].push_back(slot.base);
+    Arena& state = arena();
+    std::lock_guard lock(state.mutex);
+    state.free_bases[slot.size_class_bytes].push_back(slot.base);
 }
 
-std::uint64_t reserve_range(std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
+std::uint64_t reserve_addresses(std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
     const std::uint64_t base = map_aligned(length_bytes, std::max(alignment_bytes, vmm_granularity_bytes));
     if (base != 0) {
-        Arena& all = arena();
-        std::lock_guard lock(all.mutex);
-        all.reserved.emplace(base, length_bytes);
+        Arena& state = arena();
+        std::lock_guard lock(state.mutex);
+        state.reserved.emplace(base, length_bytes);
     }
     return base;
 }
 
-void free_range(std::uint64_t base, std::uint64_t length_bytes) {
-    Arena& all = arena();
-    std::lock_guard lock(all.mutex);
-    all.reserved.erase(base);
+void free_addresses(std::uint64_t base, std::uint64_t length_bytes) {
+    Arena& state = arena();
+    std::lock_guard lock(state.mutex);
+    state.reserved.erase(base);
     munmap(reinterpret_cast<void*>(base), length_bytes);
 }
 
 bool is_device_address(std::uint64_t address) {
-    Arena& all = arena();
-    std::lock_guard lock(all.mutex);
-    const auto after = all.reserved.upper_bound(address);
-    if (after == all.reserved.begin()) {
+    Arena& state = arena();
+    std::lock_guard lock(state.mutex);
+    const auto next_range = state.reserved.upper_bound(address);
+    if (next_range == state.reserved.begin()) {
         return false;
     }
-    const auto& [base, length_bytes] = *std::prev(after);
+    const auto& [base, length_bytes] = *std::prev(next_range);
     return address - base < length_bytes;
 }
 

@@ -1,5 +1,5 @@
-// Device addresses. They are reserved in this process without CPU access, so that a CPU access through a device pointer
-// faults, as it does without unified memory.
+// Allocates the device addresses of the CUDA twin. The twin reserves them without CPU access, so that a CPU access
+// through a device pointer faults, as it does on a GPU without unified memory.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,15 @@ namespace gdrkit::twin::cuda {
 inline constexpr std::uint64_t page_bytes = 4096;
 inline constexpr std::uint64_t address_granularity_bytes = 512; // alignment of cuMemAlloc, as on an H200
 inline constexpr std::uint64_t vmm_granularity_bytes = std::uint64_t{2} << 20;
+// Allocations of this size or larger begin at a multiple of vmm_granularity_bytes. Smaller ones are packed.
+inline constexpr std::uint64_t min_aligned_bytes = std::uint64_t{1} << 20;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// The address of an allocation and its size class. As on an H200, small allocations are packed at multiples of 512
-// bytes, so only the first allocation of a page is page-aligned.
+// The address of an allocation and its size class. As on an H200, small allocations begin at multiples of 512 bytes, so
+// most of them are not page-aligned.
 struct Slot {
     std::uint64_t base = 0;
     std::uint64_t size_class_bytes = 0;
@@ -23,14 +25,14 @@ struct Slot {
     [[nodiscard]] std::uint64_t page_offset_bytes() const { return base % page_bytes; }
 };
 
-// Return the most recently freed slot of this size class, else a new one. base is 0 if no address space is left.
+// Return the most recently freed slot of this size class, or a new slot. Its base is 0 if no address space is left.
 Slot allocate_slot(std::uint64_t length_bytes);
 void free_slot(const Slot& slot);
 
-// Reserve an address range for cuMemAddressReserve and return its base; 0 on failure. free_range unmaps it, whereas
-// freed slots stay reserved.
-std::uint64_t reserve_range(std::uint64_t length_bytes, std::uint64_t alignment_bytes);
-void free_range(std::uint64_t base, std::uint64_t length_bytes);
+// Reserve an address range for cuMemAddressReserve and return its base; 0 on failure.
+std::uint64_t reserve_addresses(std::uint64_t length_bytes, std::uint64_t alignment_bytes);
+// Unmap a reserved range. In contrast, a freed slot stays reserved.
+void free_addresses(std::uint64_t base, std::uint64_t length_bytes);
 
 // Return whether the address lies in a reserved range of this process, allocated or not.
 bool is_device_address(std::uint64_t address);

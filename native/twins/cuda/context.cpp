@@ -23,7 +23,7 @@ constexpr std::string_view primary_ledger_kind = "cuda_primary_context";
 
 struct Primary {
     ContextRef context;
-    std::uint64_t retained = 0;
+    std::uint64_t reference_count = 0;
     std::uint32_t flags = 0;
 };
 
@@ -31,17 +31,18 @@ struct Contexts {
     std::mutex mutex;
     std::map<Handle, ContextRef> live;
     std::map<Device, Primary> primaries;
-    std::set<std::pair<Handle, Handle>> peers; // {from, to}
-    std::uint64_t last_id = 0;
+    std::set<std::pair<Handle, Handle>> peers; // {context, peer context that it may access}
+    std::uint64_t last_context_id = 0;
 };
 
 Contexts& contexts() {
-    static auto* const all = new Contexts;
-    return *all;
+    static auto* const instance = new Contexts;
+    return *instance;
 }
 
-// The context stack of one thread. It is emptied when the thread ends but not destroyed, because static objects of the
-// program may still call the driver after that of the main thread.
+// The context stack of one thread. When the thread ends, the stack is emptied but not destroyed. Otherwise the main
+// thread's stack would be gone when destructors of the program's static objects call the driver. The union prevents the
+// destruction of the vector.
 struct ThreadStack {
     union {
         std::vector<ContextRef> contexts;
@@ -58,10 +59,10 @@ std::vector<ContextRef>& thread_stack() {
 // Initial limits as observed on an H200, in the order of CUlimit.
 constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2, 2048, 64, 0, 0, 0, 0};
 
-ContextRef make_context_locked(Contexts* all, Device device, std::uint32_t flags) {
+ContextRef make_context_locked(Contexts* state, Device device, std::uint32_t flags) {
     auto context = std::make_shared<Context>();
     context->handle = new_handle();
-    context->id = ++all->last_id;
+    context->id = ++state->last_context_id;
     context->device = device;
     context->flags = flags | context_map_host;
     for (int limit = 0; limit < limit_count; ++limit) {
@@ -75,15 +76,15 @@ bool is_valid_flags(std::uint32_t flags) {
     return (flags & ~context_flags_mask) == 0 && (scheduling & (scheduling - 1)) == 0;
 }
 
-// Destroy all streams, events and memory of the context.
+// Destroy all streams, events and memory of a context that ends, and disable its peer access.
 void destroy_contents(const ContextRef& context) {
     close_streams(context);
     destroy_streams_of(context->handle);
     destroy_events_of(context->handle);
     destroy_memory_of(context->handle);
-    Contexts& all = contexts();
-    std::lock_guard lock(all.mutex);
-    std::erase_if(all.peers,
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    std::erase_if(state.peers,
                   [&](const auto& pair) { return pair.first == context->handle || pair.second == context->handle; });
 }
 
@@ -94,13 +95,13 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
     if (!device_exists(device)) {
         return invalid_device;
     }
-    Contexts& all = contexts();
+    Contexts& state = contexts();
     ContextRef context;
     {
-        std::lock_guard lock(all.mutex);
-        context = make_context_locked(&all, device, flags);
-        context->alive = true;
-        all.live.emplace(context->handle, context);
+        std::lock_guard lock(state.mutex);
+        context = make_context_locked(&state, device, flags);
+        context->is_alive = true;
+        state.live.emplace(context->handle, context);
     }
     ledger_add(ledger_kind, context->handle);
     thread_stack().push_back(context);
@@ -108,24 +109,25 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
     return success;
 }
 
-// Drop one reference of the primary context, or all of them (reset). The last one destroys its contents.
-Result release_primary(Device device, bool all_references) {
+// Drop one reference of the device's primary context, or all references (cuDevicePrimaryCtxReset). When no reference is
+// left, destroy the contents of the context.
+Result release_primary(Device device, bool drops_all_references) {
     if (!device_exists(device)) {
         return invalid_device;
     }
-    Contexts& all = contexts();
+    Contexts& state = contexts();
     ContextRef last_released;
     {
-        std::lock_guard lock(all.mutex);
-        Primary& primary = all.primaries[device];
-        if (primary.retained == 0) {
-            return all_references ? success : invalid_context;
+        std::lock_guard lock(state.mutex);
+        Primary& primary = state.primaries[device];
+        if (primary.reference_count == 0) {
+            return drops_all_references ? success : invalid_context;
         }
-        primary.retained = all_references ? 0 : primary.retained - 1;
-        if (primary.retained == 0) {
+        primary.reference_count = drops_all_references ? 0 : primary.reference_count - 1;
+        if (primary.reference_count == 0) {
             last_released = primary.context;
-            last_released->alive = false;
-            all.live.erase(last_released->handle);
+            last_released->is_alive = false;
+            state.live.erase(last_released->handle);
         }
     }
     if (last_released) {
@@ -144,11 +146,11 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
     if (!is_valid_flags(flags)) {
         return invalid_value;
     }
-    Contexts& all = contexts();
-    std::lock_guard lock(all.mutex);
-    Primary& primary = all.primaries[device];
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    Primary& primary = state.primaries[device];
     primary.flags = flags;
-    if (primary.retained != 0) {
+    if (primary.reference_count != 0) {
         primary.context->flags = flags | context_map_host;
     }
     return success;
@@ -157,9 +159,9 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
 } // namespace
 
 Handle new_handle() {
-    // Steps of 16 from a start value that is not an address of this process: no handle is issued twice.
-    static std::atomic<Handle> last{0x7e57'0000'0000};
-    return last += 16;
+    // The start value is not an address of this process. The handles only grow, so none is issued twice.
+    static std::atomic<Handle> last_handle{0x7e57'0000'0000};
+    return last_handle += 16;
 }
 
 Result current_context(ContextRef* context) {
@@ -168,14 +170,14 @@ Result current_context(ContextRef* context) {
         return invalid_context;
     }
     *context = stack.back();
-    return (*context)->alive ? success : context_is_destroyed;
+    return (*context)->is_alive ? success : context_is_destroyed;
 }
 
 Result find_context(Handle handle, ContextRef* context) {
-    Contexts& all = contexts();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.live.find(handle);
-    if (found == all.live.end()) {
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.live.find(handle);
+    if (found == state.live.end()) {
         return invalid_context;
     }
     *context = found->second;
@@ -196,17 +198,17 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRetain(Handle* handle, Device device)
         if (!device_exists(device)) {
             return invalid_device;
         }
-        Contexts& all = contexts();
-        std::lock_guard lock(all.mutex);
-        Primary& primary = all.primaries[device];
+        Contexts& state = contexts();
+        std::lock_guard lock(state.mutex);
+        Primary& primary = state.primaries[device];
         if (!primary.context) {
-            primary.context = make_context_locked(&all, device, primary.flags);
-            primary.context->primary = true;
+            primary.context = make_context_locked(&state, device, primary.flags);
+            primary.context->is_primary = true;
         }
-        if (primary.retained++ == 0) {
+        if (primary.reference_count++ == 0) {
             primary.context->flags = primary.flags | context_map_host;
-            primary.context->alive = true;
-            all.live.emplace(primary.context->handle, primary.context);
+            primary.context->is_alive = true;
+            state.live.emplace(primary.context->handle, primary.context);
             ledger_add(primary_ledger_kind, primary.context->handle);
         }
         *handle = primary.context->handle;
@@ -246,10 +248,10 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxGetState(Device device, unsigned* fla
         if (flags == nullptr || active == nullptr) {
             return invalid_value;
         }
-        Contexts& all = contexts();
-        std::lock_guard lock(all.mutex);
-        const Primary& primary = all.primaries[device];
-        *active = primary.retained != 0 ? 1 : 0;
+        Contexts& state = contexts();
+        std::lock_guard lock(state.mutex);
+        const Primary& primary = state.primaries[device];
+        *active = primary.reference_count != 0 ? 1 : 0;
         *flags = primary.flags;
         return success;
     });
@@ -281,25 +283,25 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
     return entry("cuCtxDestroy_v2", [&] {
         ContextRef context;
         {
-            Contexts& all = contexts();
-            std::lock_guard lock(all.mutex);
-            const auto found = all.live.find(handle);
-            if (found != all.live.end()) {
+            Contexts& state = contexts();
+            std::lock_guard lock(state.mutex);
+            const auto found = state.live.find(handle);
+            if (found != state.live.end()) {
                 context = found->second;
             }
         }
-        if (context && context->primary) {
+        if (context && context->is_primary) {
             return invalid_context;
         }
         if (!ledger_remove(ledger_kind, handle)) {
             return invalid_context;
         }
         {
-            Contexts& all = contexts();
-            std::lock_guard lock(all.mutex);
-            all.live.erase(handle);
+            Contexts& state = contexts();
+            std::lock_guard lock(state.mutex);
+            state.live.erase(handle);
         }
-        context->alive = false;
+        context->is_alive = false;
         destroy_contents(context);
         auto& stack = thread_stack();
         if (!stack.empty() && stack.back() == context) {
@@ -314,11 +316,11 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
 GDRKIT_CUDA_ENTRY Result cuCtxPushCurrent_v2(Handle handle) {
     return entry("cuCtxPushCurrent_v2", [&] {
         ContextRef context;
-        const Result found = find_context(handle, &context);
-        if (found == success) {
+        const Result result = find_context(handle, &context);
+        if (result == success) {
             thread_stack().push_back(std::move(context));
         }
-        return found;
+        return result;
     });
 }
 
@@ -340,8 +342,8 @@ GDRKIT_CUDA_ENTRY Result cuCtxSetCurrent(Handle handle) {
     return entry("cuCtxSetCurrent", [&] {
         ContextRef context;
         if (handle != 0) {
-            if (const Result found = find_context(handle, &context); found != success) {
-                return found;
+            if (const Result result = find_context(handle, &context); result != success) {
+                return result;
             }
         }
         auto& stack = thread_stack();
@@ -370,31 +372,31 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetCurrent(Handle* handle) {
 
 GDRKIT_CUDA_ENTRY Result cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
     return entry_in_context("cuCtxEnablePeerAccess", [&](const ContextRef& context) {
-        ContextRef other;
-        if (const Result found = find_context(peer, &other); found != success) {
-            return found;
+        ContextRef peer_context;
+        if (const Result result = find_context(peer, &peer_context); result != success) {
+            return result;
         }
         if (flags != 0) {
             return invalid_value;
         }
-        if (other->device == context->device) {
+        if (peer_context->device == context->device) {
             return peer_access_unsupported;
         }
-        Contexts& all = contexts();
-        std::lock_guard lock(all.mutex);
-        return all.peers.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
+        Contexts& state = contexts();
+        std::lock_guard lock(state.mutex);
+        return state.peers.emplace(context->handle, peer).second ? success : peer_access_already_enabled;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxDisablePeerAccess(Handle peer) {
     return entry_in_context("cuCtxDisablePeerAccess", [&](const ContextRef& context) {
-        ContextRef other;
-        if (const Result found = find_context(peer, &other); found != success) {
-            return found;
+        ContextRef peer_context;
+        if (const Result result = find_context(peer, &peer_context); result != success) {
+            return result;
         }
-        Contexts& all = contexts();
-        std::lock_guard lock(all.mutex);
-        return all.peers.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
+        Contexts& state = contexts();
+        std::lock_guard lock(state.mutex);
+        return state.peers.erase({context->handle, peer}) == 1 ? success : peer_access_not_enabled;
     });
 }
 

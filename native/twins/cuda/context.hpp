@@ -19,24 +19,25 @@ struct Context {
     Handle handle = 0;
     std::uint64_t id = 0;
     Device device = 0;
-    bool primary = false;
+    bool is_primary = false;
     std::atomic<std::uint32_t> flags{0};
     // A primary context without references is not alive. The next retain makes it alive again with the same handle.
-    std::atomic<bool> alive{false};
+    std::atomic<bool> is_alive{false};
     std::array<std::atomic<std::uint64_t>, limit_count> limits{};
 
-    // Guarded by the mutex of stream.cpp.
-    std::shared_ptr<Stream> legacy;
-    std::vector<std::shared_ptr<Stream>> streams; // all streams but the legacy one, until their last work is done
+    // The following members are guarded by the mutex of stream.cpp. `streams` has every stream except the legacy
+    // default stream. A destroyed stream stays in it until its queued work is done.
+    std::shared_ptr<Stream> legacy_stream;
+    std::vector<std::shared_ptr<Stream>> streams;
     std::map<std::thread::id, std::shared_ptr<Stream>> thread_streams;
 };
 using ContextRef = std::shared_ptr<Context>;
 
-// Return the context on top of the calling thread's stack. Fails with invalid_context if the stack is empty, or
-// context_is_destroyed.
+// Find the context on top of the calling thread's stack. Fails with invalid_context if the stack is empty, and with
+// context_is_destroyed if the context was destroyed.
 Result current_context(ContextRef* context);
 
-// Return the live context with this handle, or fail with invalid_context.
+// Find the live context with this handle, or fail with invalid_context.
 Result find_context(Handle handle, ContextRef* context);
 
 // Return whether synchronous calls in this context wait for transfers that CUDA may otherwise leave unfinished

@@ -6,10 +6,10 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Every context reports this API version since CUDA 3.2.
+// API version that every context reports. It has not changed since CUDA 3.2.
 constexpr unsigned context_api_version = 3020;
 
-// Return the context of a handle, or the current context if the handle is 0.
+// Find the context of a handle, or the current context if the handle is 0.
 Result context_of(Handle handle, const ContextRef& current, ContextRef* context) {
     if (handle == 0) {
         *context = current;
@@ -33,8 +33,8 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevice(Device* device) {
 GDRKIT_CUDA_ENTRY Result cuCtxGetDevice_v2(Device* device, Handle handle) {
     return entry_in_context("cuCtxGetDevice_v2", [&](const ContextRef& current) {
         ContextRef context;
-        if (const Result found = context_of(handle, current, &context); found != success) {
-            return found;
+        if (const Result result = context_of(handle, current, &context); result != success) {
+            return result;
         }
         if (device == nullptr) {
             return invalid_value;
@@ -54,8 +54,8 @@ GDRKIT_CUDA_ENTRY Result cuCtxSynchronize() {
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
     return entry_in_context("cuCtxSynchronize_v2", [&](const ContextRef& current) {
         ContextRef context;
-        if (const Result found = context_of(handle, current, &context); found != success) {
-            return found;
+        if (const Result result = context_of(handle, current, &context); result != success) {
+            return result;
         }
         synchronise(context);
         return success;
@@ -86,11 +86,11 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetId(Handle handle, std::uint64_t* id) {
     return entry("cuCtxGetId", [&] {
         ContextRef context;
         if (handle == 0) {
-            if (const Result state = current_context(&context); state != success) {
-                return state;
+            if (const Result result = current_context(&context); result != success) {
+                return result;
             }
-        } else if (const Result found = find_context(handle, &context); found != success) {
-            return found;
+        } else if (const Result result = find_context(handle, &context); result != success) {
+            return result;
         }
         if (id == nullptr) {
             return invalid_value;
@@ -104,8 +104,8 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetApiVersion(Handle handle, unsigned* version) {
     return entry("cuCtxGetApiVersion", [&] {
         ContextRef context;
         if (handle != 0) {
-            if (const Result found = find_context(handle, &context); found != success) {
-                return found;
+            if (const Result result = find_context(handle, &context); result != success) {
+                return result;
             }
         }
         if (version == nullptr) {
@@ -119,10 +119,10 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetApiVersion(Handle handle, unsigned* version) {
 GDRKIT_CUDA_ENTRY Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
     return entry_in_context("cuCtxGetStreamPriorityRange", [&](const ContextRef&) {
         if (least != nullptr) {
-            *least = min_stream_priority;
+            *least = least_stream_priority;
         }
         if (greatest != nullptr) {
-            *greatest = stream_priority_greatest;
+            *greatest = greatest_stream_priority;
         }
         return success;
     });

@@ -14,13 +14,14 @@ namespace {
 
 enum class Access { read, write };
 
-// One side of a copy: address ranges that this process can access, in order, and the objects that keep them alive.
+// The source or the destination of a copy: its bytes as this process can access them, in order, and the objects that
+// keep them alive.
 struct Operand {
     std::vector<std::span<std::byte>> spans;
     std::vector<std::shared_ptr<void>> owners;
-    bool pageable = false;    // unregistered host memory, which the driver copies through a staging buffer
-    bool host = false;        // host memory, registered or not
-    bool sync_memops = false; // one of its ranges has the attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    bool is_pageable = false;     // unregistered host memory, which the driver copies through a staging buffer
+    bool is_host = false;         // host memory, registered or not
+    bool has_sync_memops = false; // a range has the attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
 };
 
 bool has_access(const Range& range, const Context& context, Access access) {
@@ -31,31 +32,32 @@ bool has_access(const Range& range, const Context& context, Access access) {
     return (access_of(range, context.device) & needed) == needed;
 }
 
-// Resolve an address range to spans. Only adjacent VMM mappings may be crossed, because the program itself has mapped
-// them side by side.
+// Resolve an address range to spans. It must lie in one allocation or, because a program may map VMM memory side by
+// side, in adjacent VMM mappings.
 Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const Context& context, Access access,
                       Operand* operand) {
     const std::uint64_t end = address + length_bytes;
-    for (std::uint64_t at = address; at < end;) {
-        const RangeRef range = find_range(at);
-        if (!range || !has_access(*range, context, access) || (at != address && range->kind != MemoryKind::vmm)) {
+    for (std::uint64_t position = address; position < end;) {
+        const RangeRef range = find_range(position);
+        if (!range || !has_access(*range, context, access) || (position != address && range->kind != MemoryKind::vmm)) {
             return invalid_value;
         }
         const std::uint64_t chunk_end = std::min(end, range->base + range->length_bytes);
         if (chunk_end < end && range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
-        operand->spans.emplace_back(range->bytes(at), chunk_end - at);
+        operand->spans.emplace_back(range->bytes(position), chunk_end - position);
         operand->owners.push_back(range);
-        operand->host |= range->is_host();
-        operand->sync_memops |= range->sync_memops.load();
-        at = chunk_end;
+        operand->is_host |= range->is_host();
+        operand->has_sync_memops |= range->sync_memops.load();
+        position = chunk_end;
     }
     return success;
 }
 
-Result resolve(std::uint64_t address, std::uint64_t length_bytes, const Context& context, OperandSide side,
-               Access access, Operand* operand) {
+// Resolve one side of a copy. Fails with invalid_value if the memory is not allocated, not accessible or not allowed.
+Result resolve_operand(std::uint64_t address, std::uint64_t length_bytes, const Context& context, AllowedMemory allowed,
+                       Access access, Operand* operand) {
     if (address == 0 || address + length_bytes < address) {
         return invalid_value;
     }
@@ -63,23 +65,24 @@ Result resolve(std::uint64_t address, std::uint64_t length_bytes, const Context&
         return resolve_ranges(address, length_bytes, context, access, operand);
     }
     // Unregistered host memory must not overlap registered memory, and a device address must be allocated.
-    if (side == OperandSide::device_only || is_device_address(address) || !ranges_in(address, length_bytes).empty()) {
+    if (allowed == AllowedMemory::device_only || is_device_address(address) ||
+        !ranges_in(address, length_bytes).empty()) {
         return invalid_value;
     }
     operand->spans.emplace_back(reinterpret_cast<std::byte*>(address), length_bytes);
-    operand->pageable = operand->host = true;
+    operand->is_pageable = operand->is_host = true;
     return success;
 }
 
 void copy_spans(const Operand& to, const Operand& from) {
     std::size_t source_index = 0, source_offset = 0;
     for (const std::span<std::byte> target : to.spans) {
-        for (std::size_t at = 0; at < target.size();) {
+        for (std::size_t offset = 0; offset < target.size();) {
             const std::span<std::byte> span = from.spans[source_index];
-            const std::size_t count = std::min(target.size() - at, span.size() - source_offset);
-            std::memmove(target.data() + at, span.data() + source_offset, count);
-            at += count;
-            source_offset += count;
+            const std::size_t length_bytes = std::min(target.size() - offset, span.size() - source_offset);
+            std::memmove(target.data() + offset, span.data() + source_offset, length_bytes);
+            offset += length_bytes;
+            source_offset += length_bytes;
             if (source_offset == span.size()) {
                 ++source_index;
                 source_offset = 0;
@@ -88,7 +91,7 @@ void copy_spans(const Operand& to, const Operand& from) {
     }
 }
 
-// Copy pageable memory now: the real driver has read it before the call returns.
+// Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
 void stage_pageable(Operand* operand) {
     std::size_t length_bytes = 0;
     for (const auto& span : operand->spans) {
@@ -104,14 +107,15 @@ void stage_pageable(Operand* operand) {
 }
 
 Result resolve_operands(const ContextRef& context, const CopyRequest& request, Operand* to, Operand* from) {
-    const Result result = resolve(request.to, request.length_bytes, *context, request.to_side, Access::write, to);
+    const Result result =
+        resolve_operand(request.to, request.length_bytes, *context, request.to_memory, Access::write, to);
     return result != success
                ? result
-               : resolve(request.from, request.length_bytes, *context, request.from_side, Access::read, from);
+               : resolve_operand(request.from, request.length_bytes, *context, request.from_memory, Access::read, from);
 }
 
-// Carry out a synchronous copy in the legacy stream. Like the real driver, a copy within device memory returns before
-// it is done, unless SYNC_MEMOPS is set.
+// Carry out a synchronous copy in the legacy default stream. As with the real driver, the call returns before a copy
+// within device memory is done, unless SYNC_MEMOPS is set.
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
     if (request.length_bytes == 0) {
         return success;
@@ -120,11 +124,14 @@ Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
     if (const Result result = resolve_operands(context, request, &to, &from); result != success) {
         return result;
     }
-    const bool synchronous = to.host || from.host || to.sync_memops || from.sync_memops || syncs_memops(*context);
+    const bool must_wait =
+        to.is_host || from.is_host || to.has_sync_memops || from.has_sync_memops || syncs_memops(*context);
+    // A delay would only slow down a call that waits. If the call returns before the copy is done, the delay exposes a
+    // program that uses the data too early.
     const MarkerRef marker = enqueue(
         legacy_stream(context), [to = std::move(to), from = std::move(from)] { copy_spans(to, from); },
-        synchronous ? Timing::immediate : Timing::delayed);
-    if (synchronous) {
+        must_wait ? Timing::immediate : Timing::delayed);
+    if (must_wait) {
         wait_until_done(marker);
     }
     return success;
@@ -134,8 +141,8 @@ Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
 
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle) {
     StreamRef stream;
-    if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
-        return found;
+    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+        return result;
     }
     if (request.length_bytes == 0) {
         return success;
@@ -144,13 +151,13 @@ Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handl
     if (const Result result = resolve_operands(context, request, &to, &from); result != success) {
         return result;
     }
-    const bool synchronous = to.pageable;
-    if (from.pageable && !synchronous) {
+    const bool must_wait = to.is_pageable;
+    if (from.is_pageable && !must_wait) {
         stage_pageable(&from);
     }
     const MarkerRef marker = enqueue(
         stream, [to = std::move(to), from = std::move(from)] { copy_spans(to, from); }, Timing::delayed);
-    if (synchronous) {
+    if (must_wait) {
         wait_until_done(marker);
     }
     return success;
@@ -158,7 +165,7 @@ Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handl
 
 namespace {
 
-// A memset: `count` values of `width_bytes` each.
+// A memset: `count` values of `width_bytes` each are written to the address `to`.
 struct Fill {
     DevicePointer to = 0;
     std::uint32_t value = 0;
@@ -169,21 +176,23 @@ struct Fill {
 void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_bytes) {
     std::byte pattern[4];
     std::memcpy(pattern, &value, sizeof pattern);
-    std::uint64_t at = 0;
+    std::uint64_t offset = 0;
     for (const std::span<std::byte> span : to.spans) {
         for (std::byte& byte : span) {
-            byte = pattern[at++ % width_bytes];
+            byte = pattern[offset++ % width_bytes];
         }
     }
 }
 
+// if_required: the call waits for the memset in the cases in which the real driver's synchronous memset waits.
 enum class SyncMode { if_required, asynchronous };
 
-// Carry out a memset. On device memory even a synchronous memset returns before it is done, as with the real driver.
+// Queue a memset. As with the real driver, even the synchronous function returns before a memset of device memory is
+// done, unless SYNC_MEMOPS is set.
 Result enqueue_fill(const ContextRef& context, const Fill& request, Handle stream_handle, SyncMode sync_mode) {
     StreamRef stream;
-    if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
-        return found;
+    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+        return result;
     }
     std::uint64_t length_bytes = 0;
     if (request.to % request.width_bytes != 0 ||
@@ -194,17 +203,18 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
         return success;
     }
     Operand to;
-    if (const Result result = resolve(request.to, length_bytes, *context, OperandSide::device_only, Access::write, &to);
+    if (const Result result =
+            resolve_operand(request.to, length_bytes, *context, AllowedMemory::device_only, Access::write, &to);
         result != success) {
         return result;
     }
-    const bool synchronous =
-        sync_mode == SyncMode::if_required && (to.host || to.sync_memops || syncs_memops(*context));
+    const bool must_wait =
+        sync_mode == SyncMode::if_required && (to.is_host || to.has_sync_memops || syncs_memops(*context));
     const MarkerRef marker = enqueue(
         stream,
         [to = std::move(to), value = request.value, width = request.width_bytes] { fill_bytes(to, value, width); },
         Timing::delayed);
-    if (synchronous) {
+    if (must_wait) {
         wait_until_done(marker);
     }
     return success;
@@ -229,63 +239,64 @@ std::uint64_t address_of(const void* pointer) {
 
 GDRKIT_CUDA_ENTRY Result cuMemcpy(DevicePointer to, DevicePointer from, std::size_t length_bytes) {
     return entry_in_context("cuMemcpy", [&](const ContextRef& context) {
-        return copy_synchronous(context, {to, from, length_bytes, OperandSide::any, OperandSide::any});
+        return copy_synchronous(context, {to, from, length_bytes, AllowedMemory::any, AllowedMemory::any});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyHtoD_v2(DevicePointer to, const void* from, std::size_t length_bytes) {
     return entry_in_context("cuMemcpyHtoD_v2", [&](const ContextRef& context) {
         return copy_synchronous(context,
-                                {to, address_of(from), length_bytes, OperandSide::device_only, OperandSide::any});
+                                {to, address_of(from), length_bytes, AllowedMemory::device_only, AllowedMemory::any});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoH_v2(void* to, DevicePointer from, std::size_t length_bytes) {
     return entry_in_context("cuMemcpyDtoH_v2", [&](const ContextRef& context) {
         return copy_synchronous(context,
-                                {address_of(to), from, length_bytes, OperandSide::any, OperandSide::device_only});
+                                {address_of(to), from, length_bytes, AllowedMemory::any, AllowedMemory::device_only});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoD_v2(DevicePointer to, DevicePointer from, std::size_t length_bytes) {
     return entry_in_context("cuMemcpyDtoD_v2", [&](const ContextRef& context) {
-        return copy_synchronous(context, {to, from, length_bytes, OperandSide::device_only, OperandSide::device_only});
+        return copy_synchronous(context,
+                                {to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyPeer(DevicePointer to, Handle to_context, DevicePointer from, Handle from_context,
                                       std::size_t length_bytes) {
     return entry_in_context("cuMemcpyPeer", [&](const ContextRef& context) {
-        return copy_peer(context, {to, from, length_bytes, OperandSide::device_only, OperandSide::device_only},
+        return copy_peer(context, {to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only},
                          to_context, from_context);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyAsync(DevicePointer to, DevicePointer from, std::size_t length_bytes, Handle stream) {
     return entry_in_context("cuMemcpyAsync", [&](const ContextRef& context) {
-        return enqueue_copy(context, {to, from, length_bytes, OperandSide::any, OperandSide::any}, stream);
+        return enqueue_copy(context, {to, from, length_bytes, AllowedMemory::any, AllowedMemory::any}, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t length_bytes,
                                               Handle stream) {
     return entry_in_context("cuMemcpyHtoDAsync_v2", [&](const ContextRef& context) {
-        return enqueue_copy(context, {to, address_of(from), length_bytes, OperandSide::device_only, OperandSide::any},
-                            stream);
+        return enqueue_copy(
+            context, {to, address_of(from), length_bytes, AllowedMemory::device_only, AllowedMemory::any}, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t length_bytes, Handle stream) {
     return entry_in_context("cuMemcpyDtoHAsync_v2", [&](const ContextRef& context) {
-        return enqueue_copy(context, {address_of(to), from, length_bytes, OperandSide::any, OperandSide::device_only},
-                            stream);
+        return enqueue_copy(
+            context, {address_of(to), from, length_bytes, AllowedMemory::any, AllowedMemory::device_only}, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoDAsync_v2(DevicePointer to, DevicePointer from, std::size_t length_bytes,
                                               Handle stream) {
     return entry_in_context("cuMemcpyDtoDAsync_v2", [&](const ContextRef& context) {
-        return enqueue_copy(context, {to, from, length_bytes, OperandSide::device_only, OperandSide::device_only},
+        return enqueue_copy(context, {to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only},
                             stream);
     });
 }
@@ -293,30 +304,31 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyDtoDAsync_v2(DevicePointer to, DevicePointer fr
 GDRKIT_CUDA_ENTRY Result cuMemcpyPeerAsync(DevicePointer to, Handle to_context, DevicePointer from, Handle from_context,
                                            std::size_t length_bytes, Handle stream) {
     return entry_in_context("cuMemcpyPeerAsync", [&](const ContextRef& context) {
-        ContextRef found;
-        if (find_context(to_context, &found) != success || find_context(from_context, &found) != success) {
+        // Both contexts must exist. The copy itself does not use them.
+        ContextRef to_ref, from_ref;
+        if (find_context(to_context, &to_ref) != success || find_context(from_context, &from_ref) != success) {
             return invalid_context;
         }
-        return enqueue_copy(context, {to, from, length_bytes, OperandSide::device_only, OperandSide::device_only},
+        return enqueue_copy(context, {to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only},
                             stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD8_v2(DevicePointer to, unsigned char value, std::size_t count) {
     return entry_in_context("cuMemsetD8_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 1, count}, stream_legacy, SyncMode::if_required);
+        return enqueue_fill(context, {to, value, 1, count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD16_v2(DevicePointer to, unsigned short value, std::size_t count) {
     return entry_in_context("cuMemsetD16_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 2, count}, stream_legacy, SyncMode::if_required);
+        return enqueue_fill(context, {to, value, 2, count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD32_v2(DevicePointer to, unsigned value, std::size_t count) {
     return entry_in_context("cuMemsetD32_v2", [&](const ContextRef& context) {
-        return enqueue_fill(context, {to, value, 4, count}, stream_legacy, SyncMode::if_required);
+        return enqueue_fill(context, {to, value, 4, count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 

@@ -10,7 +10,8 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// The arguments of one call. A copy uses the attributes with the largest start index that is not above its own index.
+// The arguments of one call. attributes[i] applies to the copies from index attribute_starts[i] to the next start
+// index.
 struct CopyBatch {
     const DevicePointer* to = nullptr;
     const DevicePointer* from = nullptr;
@@ -28,25 +29,27 @@ bool is_well_formed(const CopyBatch& batch) {
         return false;
     }
     for (std::size_t index = 0; index < batch.attribute_count; ++index) {
-        const int order = batch.attributes[index].source_order;
-        const bool increasing = index == 0 || batch.attribute_starts[index] > batch.attribute_starts[index - 1];
-        if (!increasing || batch.attribute_starts[index] >= batch.count || order < copy_order_stream ||
-            order > copy_order_any) {
+        const int source_order = batch.attributes[index].source_order;
+        const bool is_increasing = index == 0 || batch.attribute_starts[index] > batch.attribute_starts[index - 1];
+        if (!is_increasing || batch.attribute_starts[index] >= batch.count || source_order < copy_order_stream ||
+            source_order > copy_order_any) {
             return false;
         }
     }
-    return std::all_of(batch.lengths_bytes, batch.lengths_bytes + batch.count, [](std::size_t size) { return size; });
+    return std::all_of(batch.lengths_bytes, batch.lengths_bytes + batch.count,
+                       [](std::size_t length_bytes) { return length_bytes != 0; });
 }
 
-// Queue the copies of a batch. Like the real driver it refuses the default streams. The copies before a refused one
-// stay queued.
+// Queue the copies of a batch. The twin refuses the default streams, as the real driver does. If a copy is refused, the
+// copies before it stay queued.
 Result copy_batch(const ContextRef& context, const CopyBatch& batch, Handle stream) {
-    if (stream == stream_default || stream == stream_legacy || stream == stream_per_thread || !is_well_formed(batch)) {
+    if (stream == default_stream_handle || stream == legacy_stream_handle || stream == per_thread_stream_handle ||
+        !is_well_formed(batch)) {
         return invalid_value;
     }
     for (std::size_t index = 0; index < batch.count; ++index) {
-        const CopyRequest request{batch.to[index], batch.from[index], batch.lengths_bytes[index], OperandSide::any,
-                                  OperandSide::any};
+        const CopyRequest request{batch.to[index], batch.from[index], batch.lengths_bytes[index], AllowedMemory::any,
+                                  AllowedMemory::any};
         if (const Result result = enqueue_copy(context, request, stream); result != success) {
             return result;
         }

@@ -20,7 +20,7 @@ enum Result : int {
     invalid_context = 201,
     unsupported_limit = 215,
     peer_access_unsupported = 217,
-    operating_system = 304,
+    operating_system_error = 304,
     invalid_handle = 400,
     not_found = 500,
     not_ready = 600,
@@ -42,9 +42,9 @@ using Handle = std::uint64_t; // CUcontext, CUstream, CUevent, CUmemoryPool, CUm
 inline constexpr Device cpu_device = -1;
 inline constexpr Device invalid_device_ordinal = -2;
 
-inline constexpr Handle stream_default = 0;
-inline constexpr Handle stream_legacy = 1;
-inline constexpr Handle stream_per_thread = 2;
+inline constexpr Handle default_stream_handle = 0;
+inline constexpr Handle legacy_stream_handle = 1;
+inline constexpr Handle per_thread_stream_handle = 2;
 
 // CUmemorytype
 enum MemoryType : std::uint32_t { memory_host = 1, memory_device = 2 };
@@ -110,7 +110,7 @@ enum PointerAttribute : int {
     pointer_is_hw_decompress_capable = 21,
 };
 
-// CUdevice_attribute: those with a name in device.cpp; it uses numbers for the others.
+// CUdevice_attribute: the attributes that the twin or its tests use by name. device.cpp lists the others by number.
 enum DeviceAttribute : int {
     device_max_threads_per_block = 1,
     device_warp_size = 10,

@@ -20,7 +20,8 @@ namespace {
 constexpr std::string_view device_name = "gdrkit twin GPU";
 constexpr int first_pci_bus = 0xa0;
 constexpr int compute_major = 9, compute_minor = 0;
-constexpr DeviceProperties properties_of_all = {
+// The same for every device; the meaning of each value is in DeviceProperties.
+constexpr DeviceProperties common_properties = {
     1024, {1024, 1024, 64}, {INT_MAX, 65535, 65535}, 49152, 65536, 32, INT_MAX, 65536, 1000000, 512};
 
 struct AttributeValue {
@@ -28,24 +29,24 @@ struct AttributeValue {
     int value;
 };
 
-// Attributes that are not listed are 0: limits of features that the twin lacks (kernels, textures), and unsupported
-// properties.
+// Attributes that are not listed are 0. They are limits of features that the twin does not have (kernels, textures),
+// and properties that it does not support.
 constexpr AttributeValue attribute_values[] = {
     {device_max_threads_per_block, 1024},
-    {2, 1024}, // largest block and grid dimensions, as of every device of compute capability 9.0
+    {2, 1024}, // 2 to 7: largest block and grid dimensions of compute capability 9.0
     {3, 1024},
     {4, 64},
     {5, INT_MAX},
     {6, 65535},
     {7, 65535},
-    {8, 49152}, // shared memory per block, total constant memory
-    {9, 65536},
+    {8, 49152}, // shared memory per block in bytes
+    {9, 65536}, // total constant memory in bytes
     {device_warp_size, 32},
     {device_max_pitch, INT_MAX},
     {12, 65536},   // registers per block
     {13, 1000000}, // clock in kHz
-    {14, 512},     // texture alignment
-    {15, 1},       // copies overlap with other work
+    {14, 512},     // texture alignment in bytes
+    {15, 1},       // copies can overlap with other work
     {device_multiprocessor_count, 1},
     {device_can_map_host_memory, 1},
     {device_async_engine_count, 2},
@@ -79,7 +80,7 @@ int attribute_of(Device device, int attribute) {
     return found == std::end(attribute_values) ? 0 : found->value;
 }
 
-// Return the UUID of a device, which is the same in every process of a domain.
+// Return the UUID of a device. It is the same in every process of a domain (GDRKIT_TWINS_DOMAIN).
 Uuid uuid_of(Device device) {
     const std::string text = config().domain + "/" + std::to_string(device);
     Uuid uuid{};
@@ -100,13 +101,13 @@ bool parse_hex_field(std::string_view* text, char separator, int* value) {
         return false;
     }
     const auto [parsed_end, error] = std::from_chars(text->data(), text->data() + end, *value, 16);
-    const bool ok = error == std::errc{} && parsed_end == text->data() + end && *value >= 0;
+    const bool is_number = error == std::errc{} && parsed_end == text->data() + end && *value >= 0;
     text->remove_prefix(std::min(end + 1, text->size()));
-    return ok;
+    return is_number;
 }
 
 // Parse domain:bus:device.function, domain:bus:device or bus:device.function.
-bool parse_pci(std::string_view text, int* bus) {
+bool parse_pci_address(std::string_view text, int* bus) {
     int domain = 0, slot = 0, function = 0;
     if (std::ranges::count(text, ':') == 2 && !parse_hex_field(&text, ':', &domain)) {
         return false;
@@ -115,9 +116,9 @@ bool parse_pci(std::string_view text, int* bus) {
         return false;
     }
     const bool has_function = text.find('.') != std::string_view::npos;
-    const bool ok = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
-                                 : parse_hex_field(&text, 0, &slot);
-    return ok && domain == 0 && slot == 0 && function == 0;
+    const bool is_parsed = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
+                                        : parse_hex_field(&text, 0, &slot);
+    return is_parsed && domain == 0 && slot == 0 && function == 0;
 }
 
 // Run the body of an exported function that queries one device and stores a result.
@@ -196,7 +197,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetAttribute(int* value, int attribute, Device 
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetProperties(DeviceProperties* properties, Device device) {
     return device_entry("cuDeviceGetProperties", device, properties, [&] {
-        *properties = properties_of_all;
+        *properties = common_properties;
         return success;
     });
 }
@@ -214,12 +215,12 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
     return device_entry("cuDeviceGetPCIBusId", device, text, [&] {
-        char full[16];
-        const int length = std::snprintf(full, sizeof full, "0000:%02X:00.0", first_pci_bus + device);
+        char bus_id[16];
+        const int length = std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_pci_bus + device);
         if (size <= length) {
             return invalid_value;
         }
-        std::memcpy(text, full, static_cast<std::size_t>(length) + 1);
+        std::memcpy(text, bus_id, static_cast<std::size_t>(length) + 1);
         return success;
     });
 }
@@ -227,7 +228,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device
 GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text) {
     return entry("cuDeviceGetByPCIBusId", [&] {
         int bus = 0;
-        if (device == nullptr || text == nullptr || !parse_pci(text, &bus)) {
+        if (device == nullptr || text == nullptr || !parse_pci_address(text, &bus)) {
             return invalid_value;
         }
         if (!device_exists(bus - first_pci_bus)) {
@@ -238,12 +239,12 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text)
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuDeviceCanAccessPeer(int* can, Device device, Device peer) {
-    return device_entry("cuDeviceCanAccessPeer", device, can, [&] {
+GDRKIT_CUDA_ENTRY Result cuDeviceCanAccessPeer(int* can_access, Device device, Device peer) {
+    return device_entry("cuDeviceCanAccessPeer", device, can_access, [&] {
         if (!device_exists(peer)) {
             return invalid_device;
         }
-        *can = device != peer ? 1 : 0;
+        *can_access = device != peer ? 1 : 0;
         return success;
     });
 }

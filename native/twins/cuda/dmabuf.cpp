@@ -13,29 +13,30 @@ bool is_exportable(const Range& range) {
     return range.kind == MemoryKind::device || range.kind == MemoryKind::pool || range.kind == MemoryKind::vmm;
 }
 
-// Return the range that contains this page. A small allocation may begin within its first page; the whole pages are
-// exported.
+// Return the first range that overlaps this page. A small allocation may begin in the middle of a page, but only whole
+// pages are exported.
 RangeRef range_of_page(std::uint64_t page) {
-    const std::vector<RangeRef> found = ranges_in(page, page_bytes);
-    return found.empty() ? nullptr : found.front();
+    const std::vector<RangeRef> overlapping = ranges_in(page, page_bytes);
+    return overlapping.empty() ? nullptr : overlapping.front();
 }
 
+// Collect the extents of device memory that the address range maps, and the ranges that keep this memory alive.
 Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::vector<RangeRef>* owners,
                        std::vector<Extent>* extents) {
     const std::uint64_t end = address + length_bytes;
-    for (std::uint64_t at = address; at < end;) {
-        RangeRef range = range_of_page(at);
+    for (std::uint64_t position = address; position < end;) {
+        RangeRef range = range_of_page(position);
         if (!range || !is_exportable(*range)) {
             return invalid_value;
         }
-        const std::uint64_t first = range->base - range->memory_offset;
-        const std::uint64_t extent_end = std::min(end, first + range->memory->length_bytes());
-        if (extent_end <= at) {
+        const std::uint64_t memory_base = range->base - range->memory_offset;
+        const std::uint64_t extent_end = std::min(end, memory_base + range->memory->length_bytes());
+        if (extent_end <= position) {
             return invalid_value;
         }
-        extents->push_back({range->memory->fd(), at - first, extent_end - at});
+        extents->push_back({range->memory->fd(), position - memory_base, extent_end - position});
         owners->push_back(std::move(range));
-        at = extent_end;
+        position = extent_end;
     }
     return success;
 }
@@ -62,7 +63,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetHandleForAddressRange(void* handle, DevicePoint
         }
         const int fd = export_dmabuf(extents);
         if (fd < 0) {
-            return operating_system;
+            return operating_system_error;
         }
         *static_cast<int*>(handle) = fd;
         return success;

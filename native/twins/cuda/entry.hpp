@@ -16,7 +16,7 @@ namespace gdrkit::twin::cuda {
 void load_fault_plan();
 
 // Count the call. Return false and set *error if the fault plan makes it fail.
-bool check_call(std::string_view symbol, Result* error);
+bool begin_call(std::string_view symbol, Result* error);
 
 // Return success, or the reason why the calling thread must not use the driver: cuInit was not called in this process
 // (a forked child counts as another process), or the thread runs a host function of a stream.
@@ -29,7 +29,7 @@ template <typename Body> Result catch_exceptions(Body&& body) {
     } catch (const std::bad_alloc&) {
         return out_of_memory;
     } catch (const std::system_error&) {
-        return operating_system;
+        return operating_system_error;
     }
 }
 
@@ -37,15 +37,15 @@ template <typename Body> Result catch_exceptions(Body&& body) {
 template <typename Body> Result entry_before_init(std::string_view symbol, Body&& body) {
     return catch_exceptions([&] {
         Result error = success;
-        return check_call(symbol, &error) ? std::forward<Body>(body)() : error;
+        return begin_call(symbol, &error) ? std::forward<Body>(body)() : error;
     });
 }
 
 // Run the body of an exported function that requires cuInit.
 template <typename Body> Result entry(std::string_view symbol, Body&& body) {
     return entry_before_init(symbol, [&] {
-        const Result state = check_ready();
-        return state == success ? std::forward<Body>(body)() : state;
+        const Result result = check_ready();
+        return result == success ? std::forward<Body>(body)() : result;
     });
 }
 
@@ -53,8 +53,8 @@ template <typename Body> Result entry(std::string_view symbol, Body&& body) {
 template <typename Body> Result entry_in_context(std::string_view symbol, Body&& body) {
     return entry(symbol, [&] {
         ContextRef context;
-        const Result state = current_context(&context);
-        return state == success ? std::forward<Body>(body)(context) : state;
+        const Result result = current_context(&context);
+        return result == success ? std::forward<Body>(body)(context) : result;
     });
 }
 

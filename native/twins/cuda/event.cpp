@@ -16,39 +16,39 @@ struct Event {
     Handle context = 0;
     std::uint32_t flags = 0;
     std::mutex mutex;
-    MarkerRef recorded;
+    MarkerRef marker; // of the last record of the event, or null
 
-    MarkerRef get() {
+    MarkerRef recorded_marker() {
         std::lock_guard lock(mutex);
-        return recorded;
+        return marker;
     }
 };
 
 Registry<Event>& events() {
-    static auto* const all = new Registry<Event>("cuda_event");
-    return *all;
+    static auto* const instance = new Registry<Event>("cuda_event");
+    return *instance;
 }
 
-Result record(const ContextRef& context, Handle handle, Handle stream_handle, unsigned flags) {
+Result record_event(const ContextRef& context, Handle handle, Handle stream_handle, unsigned flags) {
     const auto event = events().find(handle);
     StreamRef stream;
-    if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
-        return found;
+    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+        return result;
     }
     if (!event) {
         return invalid_handle;
     }
     if (flags != 0) {
-        // External records are only used in graphs, which the twin does not implement.
+        // External records are used only in graphs, which the twin does not implement.
         return flags == event_record_external ? not_supported : invalid_value;
     }
     MarkerRef marker = enqueue(stream, {}, Timing::immediate);
     std::lock_guard lock(event->mutex);
-    event->recorded = std::move(marker);
+    event->marker = std::move(marker);
     return success;
 }
 
-Result elapsed(float* milliseconds, Handle start_handle, Handle end_handle) {
+Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_handle) {
     if (milliseconds == nullptr) {
         return invalid_value;
     }
@@ -57,14 +57,16 @@ Result elapsed(float* milliseconds, Handle start_handle, Handle end_handle) {
     if (!start || !end || ((start->flags | end->flags) & event_disable_timing) != 0) {
         return invalid_handle;
     }
-    const MarkerRef from = start->get(), to = end->get();
-    if (!from || !to) {
+    const MarkerRef start_marker = start->recorded_marker(), end_marker = end->recorded_marker();
+    if (!start_marker || !end_marker) {
         return invalid_handle;
     }
-    if (!all_complete({from, to})) {
+    if (!are_done({start_marker, end_marker})) {
         return not_ready;
     }
-    *milliseconds = std::chrono::duration<float, std::milli>(completion_time_of(to) - completion_time_of(from)).count();
+    *milliseconds =
+        std::chrono::duration<float, std::milli>(completion_time_of(end_marker) - completion_time_of(start_marker))
+            .count();
     return success;
 }
 
@@ -75,7 +77,7 @@ Result find_recorded_marker(Handle handle, MarkerRef* marker) {
     if (!event) {
         return invalid_handle;
     }
-    *marker = event->get();
+    *marker = event->recorded_marker();
     return success;
 }
 
@@ -85,9 +87,9 @@ void destroy_events_of(Handle context) {
 
 GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
     return entry_in_context("cuEventCreate", [&](const ContextRef& context) {
-        constexpr unsigned known = event_blocking_sync | event_disable_timing | event_interprocess;
-        const bool times_between_processes = (flags & event_interprocess) != 0 && (flags & event_disable_timing) == 0;
-        if (handle == nullptr || (flags & ~known) != 0 || times_between_processes) {
+        constexpr unsigned known_flags = event_blocking_sync | event_disable_timing | event_interprocess;
+        const bool is_timed_and_interprocess = (flags & event_interprocess) != 0 && (flags & event_disable_timing) == 0;
+        if (handle == nullptr || (flags & ~known_flags) != 0 || is_timed_and_interprocess) {
             return invalid_value;
         }
         if ((flags & event_interprocess) != 0) {
@@ -96,38 +98,38 @@ GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
         auto event = std::make_shared<Event>();
         event->context = context->handle;
         event->flags = flags;
-        const Handle created = new_handle();
-        events().add(created, std::move(event));
-        *handle = created;
+        const Handle event_handle = new_handle();
+        events().add(event_handle, std::move(event));
+        *handle = event_handle;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventRecord(Handle event, Handle stream) {
     return entry_in_context("cuEventRecord",
-                            [&](const ContextRef& context) { return record(context, event, stream, 0); });
+                            [&](const ContextRef& context) { return record_event(context, event, stream, 0); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventRecordWithFlags(Handle event, Handle stream, unsigned flags) {
     return entry_in_context("cuEventRecordWithFlags",
-                            [&](const ContextRef& context) { return record(context, event, stream, flags); });
+                            [&](const ContextRef& context) { return record_event(context, event, stream, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
     return entry("cuEventQuery", [&] {
         MarkerRef marker;
-        if (const Result found = find_recorded_marker(handle, &marker); found != success) {
-            return found;
+        if (const Result result = find_recorded_marker(handle, &marker); result != success) {
+            return result;
         }
-        return !marker || all_complete({marker}) ? success : not_ready;
+        return !marker || are_done({marker}) ? success : not_ready;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
     return entry("cuEventSynchronize", [&] {
         MarkerRef marker;
-        if (const Result found = find_recorded_marker(handle, &marker); found != success) {
-            return found;
+        if (const Result result = find_recorded_marker(handle, &marker); result != success) {
+            return result;
         }
         if (marker) {
             wait_until_done(marker);
@@ -141,11 +143,11 @@ GDRKIT_CUDA_ENTRY Result cuEventDestroy_v2(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventElapsedTime(float* milliseconds, Handle start, Handle end) {
-    return entry("cuEventElapsedTime", [&] { return elapsed(milliseconds, start, end); });
+    return entry("cuEventElapsedTime", [&] { return query_elapsed_time(milliseconds, start, end); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventElapsedTime_v2(float* milliseconds, Handle start, Handle end) {
-    return entry("cuEventElapsedTime_v2", [&] { return elapsed(milliseconds, start, end); });
+    return entry("cuEventElapsedTime_v2", [&] { return query_elapsed_time(milliseconds, start, end); });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -6,7 +6,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// Find the event with this handle and return its marker; *marker is null if the event was never recorded.
+// Get the marker of the event with this handle; null if the event was never recorded. Fails with invalid_handle.
 Result find_recorded_marker(Handle event, MarkerRef* marker);
 
 // Destroy all events of a context that ends.

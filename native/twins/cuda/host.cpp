@@ -14,8 +14,8 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 Result allocate_host(const ContextRef& context, void** pointer, std::size_t length_bytes, unsigned flags) {
-    constexpr unsigned known = host_alloc_portable | host_alloc_devicemap | host_alloc_write_combined;
-    if (pointer == nullptr || (flags & ~known) != 0) {
+    constexpr unsigned known_flags = host_alloc_portable | host_alloc_devicemap | host_alloc_write_combined;
+    if (pointer == nullptr || (flags & ~known_flags) != 0) {
         return invalid_value;
     }
     *pointer = nullptr;
@@ -28,7 +28,7 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
     }
     range->context = context->handle;
     range->device = context->device;
-    // With unified addressing every allocation is mapped for the device, and the real driver reports it so.
+    // With unified addressing every allocation is mapped for the device, and the real driver reports this flag.
     range->host_flags = flags | host_alloc_devicemap;
     add_range(range);
     *pointer = range->host;
@@ -38,16 +38,17 @@ Result allocate_host(const ContextRef& context, void** pointer, std::size_t leng
 // Return whether every page of the range is mapped in this process.
 bool is_mapped(std::uint64_t base, std::uint64_t length_bytes) {
     const std::uint64_t begin = base / page_bytes * page_bytes;
-    const std::uint64_t pages = (round_up(base + length_bytes, page_bytes) - begin) / page_bytes;
-    std::vector<unsigned char> resident(pages);
-    return mincore(reinterpret_cast<void*>(begin), pages * page_bytes, resident.data()) == 0;
+    const std::uint64_t page_count = (round_up(base + length_bytes, page_bytes) - begin) / page_bytes;
+    std::vector<unsigned char> resident(page_count);
+    // mincore fails with ENOMEM for pages that are not mapped.
+    return mincore(reinterpret_cast<void*>(begin), page_count * page_bytes, resident.data()) == 0;
 }
 
 Result register_host(const ContextRef& context, void* pointer, std::size_t length_bytes, unsigned flags) {
-    constexpr unsigned known =
+    constexpr unsigned known_flags =
         host_register_portable | host_register_devicemap | host_register_iomemory | host_register_read_only;
     const auto base = reinterpret_cast<std::uint64_t>(pointer);
-    if (pointer == nullptr || length_bytes == 0 || base + length_bytes < base || (flags & ~known) != 0) {
+    if (pointer == nullptr || length_bytes == 0 || base + length_bytes < base || (flags & ~known_flags) != 0) {
         return invalid_value;
     }
     if ((flags & host_register_iomemory) != 0) {
@@ -74,8 +75,8 @@ RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes) {
     if (length_bytes > UINT64_MAX - page_bytes) {
         return nullptr;
     }
-    const std::uint64_t page_multiple_bytes = round_up(length_bytes, page_bytes);
-    void* const pages = mmap(nullptr, page_multiple_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const std::uint64_t mapping_bytes = round_up(length_bytes, page_bytes);
+    void* const pages = mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) {
         return nullptr;
     }
@@ -85,7 +86,7 @@ RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes) {
     range->length_bytes = length_bytes;
     range->buffer_id = new_buffer_id();
     range->host = static_cast<std::byte*>(pages);
-    range->owner = std::shared_ptr<void>(pages, [page_multiple_bytes](void* at) { munmap(at, page_multiple_bytes); });
+    range->owner = std::shared_ptr<void>(pages, [mapping_bytes](void* at) { munmap(at, mapping_bytes); });
     return range;
 }
 
@@ -108,7 +109,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFreeHost(void* pointer) {
         }
         synchronise(context);
         RangeRef range;
-        return remove_allocation(reinterpret_cast<std::uint64_t>(pointer), {MemoryKind::host_alloc}, &range);
+        return remove_range(reinterpret_cast<std::uint64_t>(pointer), {MemoryKind::host_alloc}, &range);
     });
 }
 
@@ -129,7 +130,7 @@ GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
         const auto address = reinterpret_cast<std::uint64_t>(pointer);
         const RangeRef range = find_range(address);
         if (!range || range->kind != MemoryKind::host_registered) {
-            // A second unregister is an error, not a double release: the memory belongs to the program.
+            // A second unregister returns an error and does not abort, because the memory belongs to the program.
             return host_memory_not_registered;
         }
         if (range->base != address) {
@@ -137,7 +138,7 @@ GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
         }
         synchronise(context);
         RangeRef removed;
-        return remove_allocation(address, {MemoryKind::host_registered}, &removed);
+        return remove_range(address, {MemoryKind::host_registered}, &removed);
     });
 }
 

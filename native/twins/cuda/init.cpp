@@ -17,6 +17,8 @@ GDRKIT_TWIN_NOTE("cuda twin of gdrkit")
 namespace gdrkit::twin::cuda {
 namespace {
 
+// Every implemented function of functions.def is a fault point. `implemented` and `not_supported` are values of the
+// last argument of X there.
 #define implemented(symbol) {#symbol, FaultKind::status},
 #define not_supported(symbol)
 #define X(name, since, symbol, kind) kind(symbol)
@@ -29,12 +31,12 @@ constexpr FaultPoint fault_points[] = {
 
 constexpr std::string_view fault_prefixes[] = {"cu"};
 
-// Return the error of the environment or the fault plan; empty if both are valid.
-const std::string& load_error() {
+// Return the error text of the environment variables or the fault plan; empty if both are valid.
+const std::string& configuration_error() {
     static const auto* const error = [] {
-        const std::string& variables = config().error;
-        std::string plan = load_faults(fault_points, fault_prefixes);
-        return new std::string(variables.empty() ? std::move(plan) : variables);
+        const std::string& config_error = config().error;
+        std::string plan_error = load_faults(fault_points, fault_prefixes);
+        return new std::string(config_error.empty() ? std::move(plan_error) : config_error);
     }();
     return *error;
 }
@@ -45,16 +47,16 @@ std::atomic<pid_t> initialised_pid{0};
 } // namespace
 
 void load_fault_plan() {
-    load_error();
+    configuration_error();
 }
 
-bool check_call(std::string_view symbol, Result* error) {
-    load_error();
-    const auto fault = injected_fault(symbol);
-    if (fault) {
-        *error = static_cast<Result>(*fault);
+bool begin_call(std::string_view symbol, Result* error) {
+    configuration_error();
+    const auto injected_code = injected_fault(symbol);
+    if (injected_code) {
+        *error = static_cast<Result>(*injected_code);
     }
-    return !fault;
+    return !injected_code;
 }
 
 Result check_ready() {
@@ -66,15 +68,15 @@ Result check_ready() {
 
 GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
     return entry_before_init("cuInit", [&] {
-        if (!load_error().empty() || flags != 0) {
+        if (!configuration_error().empty() || flags != 0) {
             return invalid_value;
         }
         if (config().gpu_count == 0) {
             return no_device;
         }
         pid_t expected = 0;
-        const bool first = initialised_pid.compare_exchange_strong(expected, getpid());
-        return first || expected == getpid() ? success : not_initialized;
+        const bool is_first_call = initialised_pid.compare_exchange_strong(expected, getpid());
+        return is_first_call || expected == getpid() ? success : not_initialized;
     });
 }
 
@@ -90,10 +92,10 @@ GDRKIT_CUDA_ENTRY Result cuDriverGetVersion(int* version) {
 
 GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
     return entry_in_context("cuFlushGPUDirectRDMAWrites", [&](const ContextRef&) {
-        // The verbs twin writes to memory before the completion, so nothing is left to flush.
-        const bool known =
+        // The verbs twin writes the data to memory before it reports the completion, so nothing is left to flush.
+        const bool is_valid =
             target == flush_current_context && (scope == flush_to_owner || scope == flush_to_all_devices);
-        return known ? success : invalid_value;
+        return is_valid ? success : invalid_value;
     });
 }
 

@@ -21,12 +21,12 @@ namespace {
 // Content of a 64-byte IPC handle. It comes from an untrusted process, so every field is checked.
 struct HandleMessage {
     char magic[8];
-    std::uint64_t owner;     // control service of the owning process
-    std::uint64_t buffer_id; // of the allocation in the owning process
+    std::uint64_t owner;     // id of the control service of the owning process
+    std::uint64_t buffer_id; // buffer id of the allocation in the owning process
     std::uint64_t length_bytes;
     std::int32_t device;
-    std::uint32_t zero[5];
-    std::uint64_t checksum; // over all bytes before it
+    std::uint32_t reserved[5]; // zero
+    std::uint64_t checksum;    // of all bytes before this field
 };
 static_assert(sizeof(HandleMessage) == sizeof(IpcMemHandle) && offsetof(HandleMessage, checksum) == 56);
 
@@ -54,8 +54,8 @@ struct Ipc {
 };
 
 Ipc& ipc() {
-    static auto* const all = new Ipc;
-    return *all;
+    static auto* const instance = new Ipc;
+    return *instance;
 }
 
 std::uint64_t checksum_of(const HandleMessage& message) {
@@ -67,7 +67,7 @@ std::uint64_t checksum_of(const HandleMessage& message) {
     return hash;
 }
 
-// Open a separate descriptor for the other process, so that the memory counts as referenced by it.
+// Open a separate descriptor for the other process. While it is open, the memory counts as referenced.
 Fd reopen(int fd) {
     char path[64];
     std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
@@ -78,16 +78,16 @@ Fd reopen(int fd) {
 RangeRef find_exported(std::uint64_t buffer_id) {
     RangeRef range;
     {
-        Ipc& all = ipc();
-        std::lock_guard lock(all.mutex);
-        const auto found = all.exported.find(buffer_id);
-        range = found == all.exported.end() ? nullptr : found->second.lock();
+        Ipc& state = ipc();
+        std::lock_guard lock(state.mutex);
+        const auto found = state.exported.find(buffer_id);
+        range = found == state.exported.end() ? nullptr : found->second.lock();
     }
-    // Queued work of a stream may keep a freed range alive; it counts only if it is still found at its address.
+    // Queued work of a stream may keep a freed range alive, so check that the range still has its address.
     return range && find_range_by_base(range->base) == range ? range : nullptr;
 }
 
-// Handle the request of another process.
+// Handle the request of a process that opens an IPC handle: reply with the allocation and a descriptor of its memory.
 void serve_memory(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
     std::uint64_t buffer_id = 0;
     if (request.size() != sizeof buffer_id) {
@@ -105,11 +105,11 @@ void serve_memory(std::span<const std::byte> request, std::vector<std::byte>* re
     std::memcpy(reply->data(), &message, sizeof message);
 }
 
-bool parse(const IpcMemHandle& handle, HandleMessage* message) {
+bool parse_handle(const IpcMemHandle& handle, HandleMessage* message) {
     std::memcpy(message, &handle, sizeof *message);
-    constexpr std::uint32_t zero[5] = {};
+    constexpr std::uint32_t zeros[5] = {};
     return std::memcmp(message->magic, magic, sizeof magic) == 0 && message->checksum == checksum_of(*message) &&
-           std::memcmp(message->zero, zero, sizeof zero) == 0 && message->length_bytes != 0;
+           std::memcmp(message->reserved, zeros, sizeof zeros) == 0 && message->length_bytes != 0;
 }
 
 Result request_memory(const HandleMessage& message, MemoryRef* memory, ReplyMessage* reply_message) {
@@ -128,13 +128,13 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, ReplyMess
         return invalid_value;
     }
     struct stat status {};
-    const bool valid = is_device_memory(fds[0].get()) && fstat(fds[0].get(), &status) == 0 &&
-                       reply_message->length_bytes == message.length_bytes &&
-                       static_cast<std::uint64_t>(status.st_size) == reply_message->memory_bytes &&
-                       reply_message->memory_offset < page_bytes &&
-                       reply_message->memory_bytes > reply_message->memory_offset &&
-                       reply_message->length_bytes <= reply_message->memory_bytes - reply_message->memory_offset;
-    if (!valid || reply_message->device != message.device) {
+    const bool is_valid = is_device_memory(fds[0].get()) && fstat(fds[0].get(), &status) == 0 &&
+                          reply_message->length_bytes == message.length_bytes &&
+                          static_cast<std::uint64_t>(status.st_size) == reply_message->memory_bytes &&
+                          reply_message->memory_offset < page_bytes &&
+                          reply_message->memory_bytes > reply_message->memory_offset &&
+                          reply_message->length_bytes <= reply_message->memory_bytes - reply_message->memory_offset;
+    if (!is_valid || reply_message->device != message.device) {
         return invalid_value;
     }
     if (!device_exists(reply_message->device)) {
@@ -149,8 +149,8 @@ Result map_imported_memory(const ContextRef& context, const HandleMessage& messa
     if (const Result result = request_memory(message, &memory, &reply_message); result != success) {
         return result;
     }
-    // Map whole pages, so that the range has the same offset in its page as in the owner.
-    const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, std::uint64_t{1} << 20));
+    // The slot begins at a page, so that the range has the same offset in its page as in the owner.
+    const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));
     if (slot.base == 0) {
         return out_of_memory;
     }
@@ -171,25 +171,26 @@ Result map_imported_memory(const ContextRef& context, const HandleMessage& messa
 
 Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcMemHandle& handle, unsigned flags) {
     HandleMessage message{};
-    if (pointer == nullptr || flags != ipc_lazy_enable_peer_access || !parse(handle, &message)) {
+    if (pointer == nullptr || flags != ipc_lazy_enable_peer_access || !parse_handle(handle, &message)) {
         return invalid_value;
     }
     if (message.owner == control_service_id()) {
         return invalid_context;
     }
-    Ipc& all = ipc();
-    // Held while the owner is queried, so that two threads that open the same handle share one mapping. A deadlock is
-    // not possible: the owner is another process, and this process's control service takes only the lock of ipc().
-    static auto* const opening = new std::mutex;
-    std::lock_guard one_at_a_time(*opening);
+    Ipc& state = ipc();
+    // This mutex is held while the owner is queried, so that two threads that open the same handle share one mapping.
+    // No deadlock is possible, because the owner is another process, and this process's control service takes only the
+    // lock of ipc().
+    static auto* const open_mutex = new std::mutex;
+    std::lock_guard open_lock(*open_mutex);
     const std::pair key{message.owner, message.buffer_id};
     {
-        std::lock_guard lock(all.mutex);
+        std::lock_guard lock(state.mutex);
         // Drop mappings that were destroyed with their context.
-        std::erase_if(all.imported, [](const auto& entry) {
+        std::erase_if(state.imported, [](const auto& entry) {
             return find_range_by_base(entry.second.range->base) != entry.second.range;
         });
-        if (const auto found = all.imported.find(key); found != all.imported.end()) {
+        if (const auto found = state.imported.find(key); found != state.imported.end()) {
             ++found->second.open_count;
             *pointer = found->second.range->base;
             return success;
@@ -199,22 +200,22 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcM
     if (const Result result = map_imported_memory(context, message, &range); result != success) {
         return result;
     }
-    std::lock_guard lock(all.mutex);
-    all.imported[key] = {range, 1};
+    std::lock_guard lock(state.mutex);
+    state.imported[key] = {range, 1};
     *pointer = range->base;
     return success;
 }
 
-// Drop one reference of the mapping. Return false if others are left.
-bool drop_reference_is_last(const RangeRef& range) {
-    Ipc& all = ipc();
-    std::lock_guard lock(all.mutex);
-    for (auto at = all.imported.begin(); at != all.imported.end(); ++at) {
-        if (at->second.range == range) {
-            if (--at->second.open_count > 0) {
+// Drop one reference of the mapping. Return true if it was the last one.
+bool drop_reference(const RangeRef& range) {
+    Ipc& state = ipc();
+    std::lock_guard lock(state.mutex);
+    for (auto entry = state.imported.begin(); entry != state.imported.end(); ++entry) {
+        if (entry->second.range == range) {
+            if (--entry->second.open_count > 0) {
                 return false;
             }
-            all.imported.erase(at);
+            state.imported.erase(entry);
             return true;
         }
     }
@@ -236,14 +237,14 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcMemHandle* handle, DevicePointer p
         message.length_bytes = range->length_bytes;
         message.device = range->device;
         message.checksum = checksum_of(message);
-        Ipc& all = ipc();
-        std::lock_guard lock(all.mutex);
-        if (!all.handler_registered) {
+        Ipc& state = ipc();
+        std::lock_guard lock(state.mutex);
+        if (!state.handler_registered) {
             register_handler(request_cuda_ipc, serve_memory);
-            all.handler_registered = true;
+            state.handler_registered = true;
         }
-        std::erase_if(all.exported, [](const auto& entry) { return entry.second.expired(); });
-        all.exported[range->buffer_id] = range;
+        std::erase_if(state.exported, [](const auto& entry) { return entry.second.expired(); });
+        state.exported[range->buffer_id] = range;
         std::memcpy(handle, &message, sizeof message);
         return success;
     });
@@ -265,11 +266,11 @@ GDRKIT_CUDA_ENTRY Result cuIpcCloseMemHandle(DevicePointer pointer) {
         if (range && range->kind != MemoryKind::ipc) {
             return invalid_value;
         }
-        if (range && !drop_reference_is_last(range)) {
+        if (range && !drop_reference(range)) {
             return success;
         }
         synchronise(context);
-        const Result removed = remove_allocation(pointer, {MemoryKind::ipc}, &range);
+        const Result removed = remove_range(pointer, {MemoryKind::ipc}, &range);
         if (removed == success) {
             free_slot(range->slot);
         }

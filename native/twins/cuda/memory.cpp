@@ -30,7 +30,7 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     return success;
 }
 
-// Wait for work that may still use the memory. Pool memory is freed in stream order and needs no wait.
+// Wait for work that may still use the memory. Pool memory needs no wait, because it is freed in stream order.
 void synchronise_users_of(const Range& range, const ContextRef& current) {
     if (range.kind == MemoryKind::pool) {
         return;
@@ -44,7 +44,7 @@ void synchronise_users_of(const Range& range, const ContextRef& current) {
 
 } // namespace
 
-Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* created) {
+Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* allocated_range) {
     if (length_bytes > device_memory_bytes) {
         return out_of_memory;
     }
@@ -65,7 +65,7 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
     range->length_bytes = length_bytes;
     range->buffer_id = new_buffer_id();
     range->device = device;
-    *created = std::move(range);
+    *allocated_range = std::move(range);
     return success;
 }
 
@@ -76,10 +76,10 @@ GDRKIT_CUDA_ENTRY Result cuMemAlloc_v2(DevicePointer* pointer, std::size_t lengt
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t* pitch, std::size_t width,
-                                            std::size_t height, unsigned element) {
+                                            std::size_t height, unsigned element_bytes) {
     return entry_in_context("cuMemAllocPitch_v2", [&](const ContextRef& context) {
-        const bool known_element = element == 4 || element == 8 || element == 16;
-        if (pitch == nullptr || !known_element || width == 0 || height == 0) {
+        const bool is_valid_element = element_bytes == 4 || element_bytes == 8 || element_bytes == 16;
+        if (pitch == nullptr || !is_valid_element || width == 0 || height == 0) {
             return invalid_value;
         }
         std::uint64_t length_bytes = 0;
@@ -123,7 +123,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
         }
         RangeRef range;
         const Result removed =
-            remove_allocation(pointer, {MemoryKind::device, MemoryKind::pool, MemoryKind::managed}, &range);
+            remove_range(pointer, {MemoryKind::device, MemoryKind::pool, MemoryKind::managed}, &range);
         if (removed != success) {
             return removed;
         }

@@ -16,9 +16,9 @@
 
 namespace gdrkit::twin::cuda {
 
-// Physical device memory: a memfd and the mapping through which the twin copies. It lives until the last range, stream
-// work or handle releases it. If another holder has its descriptor then (a dma-buf, another process), the bytes count
-// as used until that descriptor is closed.
+// Physical device memory: a memfd, and the mapping through which the twin copies. Ranges, queued work of streams and
+// handles hold references to it. If a dma-buf or another process has a descriptor of the memfd when the last reference
+// is dropped, the bytes count as used until that descriptor is closed.
 class Memory {
 public:
     // Allocate memory of a device. Fails with out_of_memory if the device or the machine has no more.
@@ -36,13 +36,13 @@ public:
     [[nodiscard]] Device device() const { return device_; }
 
 private:
-    Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool owned);
+    Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner);
 
     Fd fd_;
     std::byte* data_;
     std::uint64_t length_bytes_; // a multiple of the page size
     Device device_;
-    bool owned_;
+    bool is_owner_; // the bytes count as used in this process
 };
 using MemoryRef = std::shared_ptr<Memory>;
 
@@ -54,8 +54,8 @@ void reclaim_unreferenced_memory();
 
 enum class MemoryKind { device, pool, vmm, ipc, managed, host_alloc, host_registered };
 
-// An address range with memory behind it. Fields that are not atomic are set before the range becomes visible to other
-// threads, except `access`, which the mutex of ranges.cpp guards.
+// An allocated address range and the memory that it maps. Fields that are not atomic are set before the range becomes
+// visible to other threads, except `access`, which the mutex of ranges.cpp guards.
 struct Range {
     MemoryKind kind = MemoryKind::device;
     std::uint64_t base = 0;
@@ -70,16 +70,17 @@ struct Range {
     Slot slot;                       // for kinds with an arena address
     std::shared_ptr<void> owner;     // keeps the host pages or the VMM allocation alive
 
-    std::byte* host = nullptr; // of managed and host memory; equal to base
-    std::uint32_t host_flags = 0;
+    std::byte* host = nullptr;    // CPU address of managed and host memory, equal to base; else null
+    std::uint32_t host_flags = 0; // CU_MEMHOSTALLOC_* or CU_MEMHOSTREGISTER_*
 
     Handle pool = 0;
-    std::uint32_t handle_types = 0;
+    std::uint32_t handle_types = 0; // CUmemAllocationHandleType bits that the program requested
     bool gpu_direct_rdma_capable = false;
     std::uint64_t reservation_base = 0, reservation_bytes = 0;
-    std::map<Device, int> access;
+    std::map<Device, int> access; // CUmemAccess_flags; only used for VMM memory
 
     [[nodiscard]] bool is_host() const { return host != nullptr; }
+    // Return the pointer with which the twin accesses the byte at `address`.
     [[nodiscard]] std::byte* bytes(std::uint64_t address) const {
         return is_host() ? host + (address - base) : memory->data() + memory_offset + (address - base);
     }
@@ -100,17 +101,18 @@ void add_range(const RangeRef& range);
 // Add the range and return true, or return false if another range overlaps it.
 bool add_range_unless_overlapping(const RangeRef& range);
 
+// Get and set the CUmemAccess_flags with which a device may access the range.
 int access_of(const Range& range, Device device);
 void set_access(const RangeRef& range, Device device, int flags);
 
-// Allocate memory (kinds device and pool) at a new address. The caller adds the range.
+// Allocate memory (kinds device and pool) at a new address. The caller adds the range to the address space.
 Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* range);
-// Allocate host memory (kinds managed and host_alloc). The caller adds the range. Return null if there is no memory.
+// Allocate host memory (kinds managed and host_alloc); null on failure. The caller adds the range to the address space.
 RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
-// Remove a range from the address space and the ledger. Fails with invalid_value if no range of one of these kinds
-// begins at `address`. A double free ends the process.
-Result remove_allocation(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
-// Return the ledger's kind of the ranges of this memory kind.
+// Remove a range (an allocation or a mapping) from the address space and the ledger. Fails with invalid_value if no
+// range of one of these kinds begins at `address`. A double free ends the process.
+Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
+// Return the name under which the ledger counts ranges of this memory kind.
 std::string_view ledger_kind_of(MemoryKind kind);
 
 // Destroy all memory of a context that ends.

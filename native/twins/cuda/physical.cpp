@@ -13,7 +13,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Memory that its owner has freed but that is still referenced elsewhere.
+// Memory that this process has freed, but that a dma-buf or another process still references.
 struct FreedMemory {
     Fd fd;
     std::uint64_t length_bytes = 0;
@@ -26,25 +26,27 @@ struct MemoryUsage {
 };
 
 MemoryUsage& memory_usage() {
-    static auto* const the_account = new MemoryUsage;
-    return *the_account;
+    static auto* const instance = new MemoryUsage;
+    return *instance;
 }
 
-void reclaim_locked(MemoryUsage* all, Device device) {
-    std::erase_if(all->freed[device], [&](const FreedMemory& freed) {
-        const bool unreferenced = !has_other_references(freed.fd.get());
-        if (unreferenced) {
-            all->used_bytes[device] -= freed.length_bytes;
+// Count the device's freed memory as free if it is no longer referenced.
+void reclaim_locked(MemoryUsage* state, Device device) {
+    std::erase_if(state->freed[device], [&](const FreedMemory& freed) {
+        const bool is_unreferenced = !has_other_references(freed.fd.get());
+        if (is_unreferenced) {
+            state->used_bytes[device] -= freed.length_bytes;
         }
-        return unreferenced;
+        return is_unreferenced;
     });
 }
 
+// Count the bytes as used. Return false if the device does not have so many free bytes.
 bool charge(Device device, std::uint64_t length_bytes) {
-    MemoryUsage& all = memory_usage();
-    std::lock_guard lock(all.mutex);
-    reclaim_locked(&all, device);
-    std::uint64_t& used_bytes = all.used_bytes[device];
+    MemoryUsage& state = memory_usage();
+    std::lock_guard lock(state.mutex);
+    reclaim_locked(&state, device);
+    std::uint64_t& used_bytes = state.used_bytes[device];
     if (length_bytes > device_memory_bytes - used_bytes) {
         return false;
     }
@@ -52,13 +54,14 @@ bool charge(Device device, std::uint64_t length_bytes) {
     return true;
 }
 
+// Count the bytes as free now or, if the memory is still referenced elsewhere, when it is reclaimed.
 void uncharge(Device device, std::uint64_t length_bytes, Fd fd) {
-    MemoryUsage& all = memory_usage();
-    std::lock_guard lock(all.mutex);
+    MemoryUsage& state = memory_usage();
+    std::lock_guard lock(state.mutex);
     if (fd && has_other_references(fd.get())) {
-        all.freed[device].push_back({std::move(fd), length_bytes});
+        state.freed[device].push_back({std::move(fd), length_bytes});
     } else {
-        all.used_bytes[device] -= length_bytes;
+        state.used_bytes[device] -= length_bytes;
     }
 }
 
@@ -69,12 +72,12 @@ std::byte* map_shared(int fd, std::uint64_t length_bytes) {
 
 } // namespace
 
-Memory::Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool owned)
-    : fd_(std::move(fd)), data_(data), length_bytes_(length_bytes), device_(device), owned_(owned) {}
+Memory::Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner)
+    : fd_(std::move(fd)), data_(data), length_bytes_(length_bytes), device_(device), is_owner_(is_owner) {}
 
 Memory::~Memory() {
     munmap(data_, length_bytes_);
-    if (owned_) {
+    if (is_owner_) {
         uncharge(device_, length_bytes_, std::move(fd_));
     }
 }
@@ -83,17 +86,17 @@ Result Memory::make(Device device, std::uint64_t length_bytes, std::shared_ptr<M
     if (length_bytes > device_memory_bytes) {
         return out_of_memory;
     }
-    const std::uint64_t page_multiple_bytes = round_up(length_bytes, page_bytes);
-    if (!charge(device, page_multiple_bytes)) {
+    const std::uint64_t memory_bytes = round_up(length_bytes, page_bytes);
+    if (!charge(device, memory_bytes)) {
         return out_of_memory;
     }
-    Fd fd(make_device_memory(page_multiple_bytes));
-    std::byte* const data = fd ? map_shared(fd.get(), page_multiple_bytes) : nullptr;
+    Fd fd(make_device_memory(memory_bytes));
+    std::byte* const data = fd ? map_shared(fd.get(), memory_bytes) : nullptr;
     if (data == nullptr) {
-        uncharge(device, page_multiple_bytes, Fd());
+        uncharge(device, memory_bytes, Fd());
         return out_of_memory;
     }
-    memory->reset(new Memory(std::move(fd), data, page_multiple_bytes, device, true));
+    memory->reset(new Memory(std::move(fd), data, memory_bytes, device, true));
     return success;
 }
 
@@ -107,17 +110,17 @@ Result Memory::adopt(Fd fd, std::uint64_t length_bytes, Device device, std::shar
 }
 
 std::uint64_t free_bytes(Device device) {
-    MemoryUsage& all = memory_usage();
-    std::lock_guard lock(all.mutex);
-    reclaim_locked(&all, device);
-    return device_memory_bytes - all.used_bytes[device];
+    MemoryUsage& state = memory_usage();
+    std::lock_guard lock(state.mutex);
+    reclaim_locked(&state, device);
+    return device_memory_bytes - state.used_bytes[device];
 }
 
 void reclaim_unreferenced_memory() {
-    MemoryUsage& all = memory_usage();
-    std::lock_guard lock(all.mutex);
-    for (const auto& [device, freed] : all.freed) {
-        reclaim_locked(&all, device);
+    MemoryUsage& state = memory_usage();
+    std::lock_guard lock(state.mutex);
+    for (const auto& [device, freed] : state.freed) {
+        reclaim_locked(&state, device);
     }
 }
 

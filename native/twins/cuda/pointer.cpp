@@ -1,5 +1,5 @@
-// cuPointerGetAttribute and related functions. Results for host, freed and merely reserved pointers are those of an
-// H200.
+// cuPointerGetAttribute and related functions. For pointers to host memory, to freed memory and to addresses that are
+// only reserved, they return the results of an H200.
 #include <cstring>
 
 #include "cuda/entry.hpp"
@@ -15,13 +15,14 @@ template <typename Value> Result write_value(void* result, Value value) {
     return success;
 }
 
-// Return the access of the current context to the range; without a current context, that of the memory's device.
-int access_here(const Range& range) {
+// Return the access that the current context has to the range. Without a current context, return the access of the
+// memory's device.
+int access_of_current_context(const Range& range) {
     ContextRef context;
     return access_of(range, current_context(&context) == success ? context->device : range.device);
 }
 
-// The page-aligned mapping that contains the range.
+// Base and size of the page-aligned mapping that contains the range.
 std::uint64_t mapping_base(const Range& range) {
     return range.memory ? range.base - range.memory_offset : range.base;
 }
@@ -30,16 +31,16 @@ std::uint64_t mapping_bytes(const Range& range) {
 }
 
 Result query_range(const Range& range, std::uint64_t pointer, int attribute, void* result) {
-    const bool vmm = range.kind == MemoryKind::vmm;
+    const bool is_vmm = range.kind == MemoryKind::vmm;
     switch (attribute) {
     case pointer_context:
         return write_value<Handle>(result, range.context);
     case pointer_memory_type: {
-        const bool host = range.kind == MemoryKind::host_alloc || range.kind == MemoryKind::host_registered;
-        return write_value<std::uint32_t>(result, host ? memory_host : memory_device);
+        const bool is_host = range.kind == MemoryKind::host_alloc || range.kind == MemoryKind::host_registered;
+        return write_value<std::uint32_t>(result, is_host ? memory_host : memory_device);
     }
     case pointer_device_pointer:
-        return write_value<std::uint64_t>(result, access_here(range) == access_none ? 0 : pointer);
+        return write_value<std::uint64_t>(result, access_of_current_context(range) == access_none ? 0 : pointer);
     case pointer_host_pointer:
         write_value<std::uint64_t>(result, range.is_host() ? pointer : 0);
         return range.is_host() ? success : invalid_value;
@@ -55,9 +56,9 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
     case pointer_is_legacy_ipc_capable:
         return write_value<std::uint32_t>(result, range.kind == MemoryKind::device ? 1 : 0);
     case pointer_range_start:
-        return write_value<std::uint64_t>(result, vmm ? range.reservation_base : range.base);
+        return write_value<std::uint64_t>(result, is_vmm ? range.reservation_base : range.base);
     case pointer_range_size:
-        return write_value<std::uint64_t>(result, vmm ? range.reservation_bytes : range.length_bytes);
+        return write_value<std::uint64_t>(result, is_vmm ? range.reservation_bytes : range.length_bytes);
     case pointer_mapped:
         return write_value<std::uint32_t>(result, 1);
     case pointer_allowed_handle_types:
@@ -65,7 +66,7 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
     case pointer_is_gpu_direct_rdma_capable:
         return write_value<std::uint32_t>(result, range.gpu_direct_rdma_capable ? 1 : 0);
     case pointer_access_flags:
-        return write_value<std::uint32_t>(result, static_cast<std::uint32_t>(access_here(range)));
+        return write_value<std::uint32_t>(result, static_cast<std::uint32_t>(access_of_current_context(range)));
     case pointer_mempool_handle:
         return write_value<Handle>(result, range.pool);
     case pointer_mapping_size:
@@ -84,7 +85,7 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
 // cuPointerGetAttributes of a pointer outside all ranges.
 Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result) {
     std::uint64_t base = 0, length_bytes = 0;
-    const bool reserved = find_reservation(pointer, &base, &length_bytes);
+    const bool is_reserved = find_reservation(pointer, &base, &length_bytes);
     switch (attribute) {
     case pointer_context:
     case pointer_device_pointer:
@@ -105,13 +106,13 @@ Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result)
     case pointer_is_hw_decompress_capable:
         return write_value<std::uint32_t>(result, 0);
     case pointer_host_pointer:
-        return write_value<std::uint64_t>(result, is_device_address(pointer) && !reserved ? 0 : pointer);
+        return write_value<std::uint64_t>(result, is_device_address(pointer) && !is_reserved ? 0 : pointer);
     case pointer_device_ordinal:
         return write_value<std::int32_t>(result, invalid_device_ordinal);
     case pointer_range_start:
-        return reserved ? write_value<std::uint64_t>(result, base) : success;
+        return is_reserved ? write_value<std::uint64_t>(result, base) : success;
     case pointer_range_size:
-        return reserved ? write_value<std::uint64_t>(result, length_bytes) : success;
+        return is_reserved ? write_value<std::uint64_t>(result, length_bytes) : success;
     case pointer_p2p_tokens:
         return not_supported;
     default:
@@ -146,7 +147,7 @@ GDRKIT_CUDA_ENTRY Result cuPointerGetAttributes(unsigned count, const int* attri
             }
             const Result status = range ? query_range(*range, pointer, attribute, result)
                                         : query_unknown_pointer(pointer, attribute, result);
-            // For memory without a host address this function reports 0, where cuPointerGetAttribute fails.
+            // For memory without a host address this function stores 0, whereas cuPointerGetAttribute fails.
             if (status != success && attribute != pointer_host_pointer) {
                 return status;
             }
@@ -164,9 +165,9 @@ GDRKIT_CUDA_ENTRY Result cuPointerSetAttribute(const void* value, int attribute,
         if (range->kind == MemoryKind::vmm) {
             return not_supported;
         }
-        std::uint32_t on = 0;
-        std::memcpy(&on, value, sizeof on);
-        range->sync_memops = on != 0;
+        std::uint32_t enabled = 0;
+        std::memcpy(&enabled, value, sizeof enabled);
+        range->sync_memops = enabled != 0;
         return success;
     });
 }

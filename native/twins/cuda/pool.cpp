@@ -22,11 +22,12 @@ struct Pool {
     Device device = 0;
     std::uint64_t size_max_bytes = 0; // 0: limited by the device only
     std::mutex mutex;
-    std::array<int, 4> reuse{0, 1, 1, 1}; // index: attribute number
+    std::array<int, 4> reuse{0, 1, 1, 1}; // reuse attributes; index: attribute number, 1 to 3
     std::uint64_t release_threshold_bytes = 0;
     std::uint64_t used_bytes = 0, used_high_bytes = 0;
     std::map<Device, int> access;
 
+    // Count the bytes as used. Return false if the pool would exceed its maximum size.
     bool charge(std::uint64_t length_bytes) {
         std::lock_guard lock(mutex);
         if (size_max_bytes != 0 && length_bytes > size_max_bytes - std::min(size_max_bytes, used_bytes)) {
@@ -44,8 +45,8 @@ struct Pool {
 using PoolRef = std::shared_ptr<Pool>;
 
 Registry<Pool>& created_pools() {
-    static auto* const all = new Registry<Pool>("cuda_memory_pool");
-    return *all;
+    static auto* const instance = new Registry<Pool>("cuda_memory_pool");
+    return *instance;
 }
 
 // The default pool of each device, and the pool that cuMemAllocAsync uses.
@@ -56,12 +57,12 @@ struct DevicePools {
 };
 
 DevicePools& device_pools() {
-    static auto* const all = new DevicePools;
-    return *all;
+    static auto* const instance = new DevicePools;
+    return *instance;
 }
 
-PoolRef default_locked(DevicePools* all, Device device) {
-    PoolRef& pool = all->defaults[device];
+PoolRef default_pool_locked(DevicePools* state, Device device) {
+    PoolRef& pool = state->defaults[device];
     if (!pool) {
         pool = std::make_shared<Pool>();
         pool->handle = new_handle();
@@ -71,31 +72,31 @@ PoolRef default_locked(DevicePools* all, Device device) {
 }
 
 PoolRef default_pool(Device device) {
-    DevicePools& all = device_pools();
-    std::lock_guard lock(all.mutex);
-    return default_locked(&all, device);
+    DevicePools& state = device_pools();
+    std::lock_guard lock(state.mutex);
+    return default_pool_locked(&state, device);
 }
 
 PoolRef current_pool(Device device) {
-    DevicePools& all = device_pools();
-    std::lock_guard lock(all.mutex);
-    const PoolRef& pool = all.current[device];
-    return pool ? pool : default_locked(&all, device);
+    DevicePools& state = device_pools();
+    std::lock_guard lock(state.mutex);
+    const PoolRef& pool = state.current[device];
+    return pool ? pool : default_pool_locked(&state, device);
 }
 
-bool is_default(Handle handle) {
-    DevicePools& all = device_pools();
-    std::lock_guard lock(all.mutex);
-    return std::ranges::any_of(all.defaults, [=](const auto& entry) { return entry.second->handle == handle; });
+bool is_default_pool(Handle handle) {
+    DevicePools& state = device_pools();
+    std::lock_guard lock(state.mutex);
+    return std::ranges::any_of(state.defaults, [=](const auto& entry) { return entry.second->handle == handle; });
 }
 
 PoolRef find_pool(Handle handle) {
     if (PoolRef pool = created_pools().find(handle)) {
         return pool;
     }
-    DevicePools& all = device_pools();
-    std::lock_guard lock(all.mutex);
-    for (const auto& [device, pool] : all.defaults) {
+    DevicePools& state = device_pools();
+    std::lock_guard lock(state.mutex);
+    for (const auto& [device, pool] : state.defaults) {
         if (pool->handle == handle) {
             return pool;
         }
@@ -103,11 +104,11 @@ PoolRef find_pool(Handle handle) {
     return nullptr;
 }
 
-Result allocate_from(const ContextRef& context, const PoolRef& pool, DevicePointer* pointer, std::uint64_t length_bytes,
-                     Handle stream_handle) {
+Result allocate_from_pool(const ContextRef& context, const PoolRef& pool, DevicePointer* pointer,
+                          std::uint64_t length_bytes, Handle stream_handle) {
     StreamRef stream;
-    if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
-        return found;
+    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+        return result;
     }
     if (pointer == nullptr || !pool) {
         return invalid_value;
@@ -120,10 +121,10 @@ Result allocate_from(const ContextRef& context, const PoolRef& pool, DevicePoint
         return out_of_memory;
     }
     RangeRef range;
-    const Result allocated = allocate(MemoryKind::pool, pool->device, length_bytes, &range);
-    if (allocated != success) {
+    const Result result = allocate(MemoryKind::pool, pool->device, length_bytes, &range);
+    if (result != success) {
         pool->uncharge(length_bytes);
-        return allocated;
+        return result;
     }
     range->pool = pool->handle;
     add_range(range);
@@ -131,31 +132,31 @@ Result allocate_from(const ContextRef& context, const PoolRef& pool, DevicePoint
     return success;
 }
 
-Result query_pool(DevicePointer* handle, Device device, PoolRef (*select)(Device)) {
+Result store_pool_handle(DevicePointer* handle, Device device, PoolRef (*pool_of)(Device)) {
     if (!device_exists(device)) {
         return invalid_device;
     }
     if (handle == nullptr) {
         return invalid_value;
     }
-    *handle = select(device)->handle;
+    *handle = pool_of(device)->handle;
     return success;
 }
 
 Result set_attribute(Pool* pool, int attribute, const void* value) {
     std::lock_guard lock(pool->mutex);
-    std::uint64_t number = 0;
+    std::uint64_t attribute_value = 0;
     if (attribute >= pool_reuse_follow_event_dependencies && attribute <= pool_reuse_allow_internal_dependencies) {
         std::memcpy(&pool->reuse[static_cast<std::size_t>(attribute)], value, sizeof(int));
         return success;
     }
-    std::memcpy(&number, value, sizeof number);
+    std::memcpy(&attribute_value, value, sizeof attribute_value);
     if (attribute == pool_release_threshold) {
-        pool->release_threshold_bytes = number;
+        pool->release_threshold_bytes = attribute_value;
         return success;
     }
-    // The high-water marks can only be reset, by 0.
-    if ((attribute == pool_reserved_high || attribute == pool_used_high) && number == 0) {
+    // A program can only reset the high-water marks, by writing 0.
+    if ((attribute == pool_reserved_high || attribute == pool_used_high) && attribute_value == 0) {
         pool->used_high_bytes = pool->used_bytes;
         return success;
     }
@@ -164,8 +165,8 @@ Result set_attribute(Pool* pool, int attribute, const void* value) {
 
 Result get_attribute(Pool* pool, int attribute, void* value) {
     std::lock_guard lock(pool->mutex);
-    auto put = [value](std::uint64_t number) {
-        std::memcpy(value, &number, sizeof number);
+    auto write_value = [value](std::uint64_t attribute_value) {
+        std::memcpy(value, &attribute_value, sizeof attribute_value);
         return success;
     };
     switch (attribute) {
@@ -175,14 +176,14 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
         std::memcpy(value, &pool->reuse[static_cast<std::size_t>(attribute)], sizeof(int));
         return success;
     case pool_release_threshold:
-        return put(pool->release_threshold_bytes);
+        return write_value(pool->release_threshold_bytes);
     case pool_reserved_current:
     case pool_used_current:
         // The twin's pools keep no freed memory, so reserved equals used.
-        return put(pool->used_bytes);
+        return write_value(pool->used_bytes);
     case pool_reserved_high:
     case pool_used_high:
-        return put(pool->used_high_bytes);
+        return write_value(pool->used_high_bytes);
     default:
         return invalid_value;
     }
@@ -197,11 +198,11 @@ void record_pool_free(Handle handle, std::uint64_t length_bytes) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDefaultMemPool(Handle* handle, Device device) {
-    return entry("cuDeviceGetDefaultMemPool", [&] { return query_pool(handle, device, default_pool); });
+    return entry("cuDeviceGetDefaultMemPool", [&] { return store_pool_handle(handle, device, default_pool); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetMemPool(Handle* handle, Device device) {
-    return entry("cuDeviceGetMemPool", [&] { return query_pool(handle, device, current_pool); });
+    return entry("cuDeviceGetMemPool", [&] { return store_pool_handle(handle, device, current_pool); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
@@ -213,9 +214,9 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
         if (!pool || pool->device != device) {
             return invalid_value;
         }
-        DevicePools& all = device_pools();
-        std::lock_guard lock(all.mutex);
-        all.current[device] = pool;
+        DevicePools& state = device_pools();
+        std::lock_guard lock(state.mutex);
+        state.current[device] = pool;
         return success;
     });
 }
@@ -244,17 +245,17 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
     return entry("cuMemPoolDestroy", [&] {
-        if (is_default(handle)) {
+        if (is_default_pool(handle)) {
             return invalid_value;
         }
         const PoolRef pool = created_pools().take(handle);
         if (!pool) {
             return invalid_value;
         }
-        DevicePools& all = device_pools();
-        std::lock_guard lock(all.mutex);
-        if (all.current[pool->device] == pool) {
-            all.current[pool->device].reset();
+        DevicePools& state = device_pools();
+        std::lock_guard lock(state.mutex);
+        if (state.current[pool->device] == pool) {
+            state.current[pool->device].reset();
         }
         return success;
     });
@@ -285,13 +286,15 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolSetAccess(Handle handle, const AccessDescripti
             return invalid_value;
         }
         std::lock_guard lock(pool->mutex);
-        for (const AccessDescription& one : std::span(descriptions, count)) {
-            const bool own = one.location.id == pool->device;
-            if (one.location.type != location_device || !device_exists(one.location.id) ||
-                (one.flags != access_none && one.flags != access_read_write) || (own && one.flags == access_none)) {
+        for (const AccessDescription& description : std::span(descriptions, count)) {
+            const Device device = description.location.id;
+            const int flags = description.flags;
+            if (description.location.type != location_device || !device_exists(device) ||
+                (flags != access_none && flags != access_read_write) ||
+                (device == pool->device && flags == access_none)) {
                 return invalid_value;
             }
-            pool->access[one.location.id] = one.flags;
+            pool->access[device] = flags;
         }
         return success;
     });
@@ -306,43 +309,43 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Loc
         }
         std::lock_guard lock(pool->mutex);
         const auto found = pool->access.find(location->id);
-        const int implied = location->id == pool->device ? access_read_write : access_none;
-        *flags = found == pool->access.end() ? implied : found->second;
+        const int default_access = location->id == pool->device ? access_read_write : access_none;
+        *flags = found == pool->access.end() ? default_access : found->second;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocAsync(DevicePointer* pointer, std::size_t length_bytes, Handle stream) {
     return entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
-        return allocate_from(context, current_pool(context->device), pointer, length_bytes, stream);
+        return allocate_from_pool(context, current_pool(context->device), pointer, length_bytes, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocFromPoolAsync(DevicePointer* pointer, std::size_t length_bytes, Handle pool,
                                                  Handle stream) {
     return entry_in_context("cuMemAllocFromPoolAsync", [&](const ContextRef& context) {
-        return allocate_from(context, find_pool(pool), pointer, length_bytes, stream);
+        return allocate_from_pool(context, find_pool(pool), pointer, length_bytes, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_handle) {
     return entry_in_context("cuMemFreeAsync", [&](const ContextRef& context) {
         StreamRef stream;
-        if (const Result found = find_stream(stream_handle, context, &stream); found != success) {
-            return found;
+        if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+            return result;
         }
         if (pointer == 0) {
             return success;
         }
         RangeRef range;
-        if (const Result removed = remove_allocation(pointer, {MemoryKind::pool, MemoryKind::device}, &range);
-            removed != success) {
-            return removed;
+        if (const Result result = remove_range(pointer, {MemoryKind::pool, MemoryKind::device}, &range);
+            result != success) {
+            return result;
         }
         if (range->pool != 0) {
             record_pool_free(range->pool, range->length_bytes);
         }
-        // The pointer is invalid from now on. Memory and address are freed in stream order.
+        // The pointer is invalid from now on. The memory and the address are freed when the stream reaches this work.
         const Slot slot = range->slot;
         enqueue(
             stream,

@@ -6,18 +6,20 @@
 
 namespace gdrkit::twin::cuda {
 
-// Declared without arguments: only the addresses are needed, so this file includes no other declarations of them.
+// Declare every exported function without arguments, because this file needs only the addresses. For this reason it
+// must not include the real declarations.
 #define X(name, since, symbol, kind) extern "C" int symbol();
 #include "cuda/functions.def"
 #undef X
 
+// Return whether a function has this name. Store its newest form that `version` supports; null if all forms are newer.
 bool find_entry(std::string_view name, int version, void** entry);
 
 namespace {
 
 struct Function {
     std::string_view name;
-    int since;
+    int since; // CUDA version that introduced this form of the function; 0: never returned
     int (*entry)();
 };
 
@@ -29,22 +31,21 @@ constexpr Function functions[] = {
 
 } // namespace
 
-// Return whether the name is known and store the newest form that `version` supports; null if all forms are newer.
 bool find_entry(std::string_view name, int version, void** entry) {
-    bool known = false;
-    int newest = 0;
+    bool is_known = false;
+    int newest_version = 0;
     *entry = nullptr;
     for (const Function& function : functions) {
         if (function.since == 0 || function.since > driver_version || function.name != name) {
             continue;
         }
-        known = true;
-        if (function.since <= version && function.since > newest) {
-            newest = function.since;
+        is_known = true;
+        if (function.since <= version && function.since > newest_version) {
+            newest_version = function.since;
             *entry = reinterpret_cast<void*>(function.entry);
         }
     }
-    return known;
+    return is_known;
 }
 
 } // namespace gdrkit::twin::cuda

@@ -1,5 +1,5 @@
-// cuGetProcAddress and cuGetProcAddress_v2. Their table is in proc_address.cpp, which cannot include the declarations
-// used here.
+// cuGetProcAddress and cuGetProcAddress_v2. They look functions up in the table of proc_address.cpp, which cannot
+// include the declarations used here.
 #include "cuda/entry.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -9,14 +9,14 @@ bool find_entry(std::string_view name, int version, void** entry);
 namespace {
 
 Result get_proc_address(const char* name, void** entry, int version, std::uint64_t flags, int* status) {
-    // A flag selects per-thread forms. The twin has the same form for both.
-    const bool known_flags = (flags & ~std::uint64_t{proc_legacy_stream | proc_per_thread_stream}) == 0;
-    if (name == nullptr || entry == nullptr || !known_flags || version > driver_version) {
+    // The flags select between the legacy and the per-thread form of a function. The twin has one form for both.
+    const bool has_valid_flags = (flags & ~std::uint64_t{proc_legacy_stream | proc_per_thread_stream}) == 0;
+    if (name == nullptr || entry == nullptr || !has_valid_flags || version > driver_version) {
         return invalid_value;
     }
-    const bool known = find_entry(name, version, entry);
+    const bool is_known = find_entry(name, version, entry);
     if (status != nullptr) {
-        *status = !known ? proc_symbol_not_found : *entry == nullptr ? proc_version_not_sufficient : proc_success;
+        *status = !is_known ? proc_symbol_not_found : *entry == nullptr ? proc_version_not_sufficient : proc_success;
     }
     return success;
 }

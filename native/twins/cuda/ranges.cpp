@@ -16,34 +16,34 @@ struct AddressSpace {
 };
 
 AddressSpace& address_space() {
-    static auto* const the_space = new AddressSpace;
-    return *the_space;
+    static auto* const instance = new AddressSpace;
+    return *instance;
 }
 
-RangeRef find_locked(const AddressSpace& all, std::uint64_t address) {
-    const auto after = all.ranges.upper_bound(address);
-    if (after == all.ranges.begin()) {
+RangeRef find_locked(const AddressSpace& state, std::uint64_t address) {
+    const auto next_range = state.ranges.upper_bound(address);
+    if (next_range == state.ranges.begin()) {
         return nullptr;
     }
-    const RangeRef& range = std::prev(after)->second;
+    const RangeRef& range = std::prev(next_range)->second;
     return address - range->base < range->length_bytes ? range : nullptr;
 }
 
-std::vector<RangeRef> overlapping_locked(const AddressSpace& all, std::uint64_t base, std::uint64_t length_bytes) {
-    std::vector<RangeRef> found;
-    if (RangeRef first = find_locked(all, base); first && first->base < base) {
-        found.push_back(std::move(first));
+std::vector<RangeRef> overlapping_locked(const AddressSpace& state, std::uint64_t base, std::uint64_t length_bytes) {
+    std::vector<RangeRef> overlapping;
+    if (RangeRef first = find_locked(state, base); first && first->base < base) {
+        overlapping.push_back(std::move(first));
     }
-    for (auto at = all.ranges.lower_bound(base); at != all.ranges.end() && at->first - base < length_bytes; ++at) {
-        found.push_back(at->second);
+    for (auto at = state.ranges.lower_bound(base); at != state.ranges.end() && at->first - base < length_bytes; ++at) {
+        overlapping.push_back(at->second);
     }
-    return found;
+    return overlapping;
 }
 
-void add_locked(AddressSpace* all, const RangeRef& range) {
-    all->removed_with_context.erase(range->base);
+void add_locked(AddressSpace* state, const RangeRef& range) {
+    state->removed_with_context.erase(range->base);
     ledger_add(ledger_kind_of(range->kind), range->base);
-    all->ranges.emplace(range->base, range);
+    state->ranges.emplace(range->base, range);
 }
 
 } // namespace
@@ -54,9 +54,9 @@ std::uint64_t new_buffer_id() {
 }
 
 RangeRef find_range(std::uint64_t address) {
-    AddressSpace& all = address_space();
-    std::lock_guard lock(all.mutex);
-    return find_locked(all, address);
+    AddressSpace& state = address_space();
+    std::lock_guard lock(state.mutex);
+    return find_locked(state, address);
 }
 
 RangeRef find_range_by_base(std::uint64_t base) {
@@ -65,25 +65,25 @@ RangeRef find_range_by_base(std::uint64_t base) {
 }
 
 std::vector<RangeRef> ranges_in(std::uint64_t base, std::uint64_t length_bytes) {
-    AddressSpace& all = address_space();
-    std::lock_guard lock(all.mutex);
-    return overlapping_locked(all, base, length_bytes);
+    AddressSpace& state = address_space();
+    std::lock_guard lock(state.mutex);
+    return overlapping_locked(state, base, length_bytes);
 }
 
 bool add_range_unless_overlapping(const RangeRef& range) {
-    AddressSpace& all = address_space();
-    std::lock_guard lock(all.mutex);
-    if (!overlapping_locked(all, range->base, range->length_bytes).empty()) {
+    AddressSpace& state = address_space();
+    std::lock_guard lock(state.mutex);
+    if (!overlapping_locked(state, range->base, range->length_bytes).empty()) {
         return false;
     }
-    add_locked(&all, range);
+    add_locked(&state, range);
     return true;
 }
 
 void add_range(const RangeRef& range) {
-    AddressSpace& all = address_space();
-    std::lock_guard lock(all.mutex);
-    add_locked(&all, range);
+    AddressSpace& state = address_space();
+    std::lock_guard lock(state.mutex);
+    add_locked(&state, range);
 }
 
 int access_of(const Range& range, Device device) {
@@ -118,10 +118,10 @@ std::string_view ledger_kind_of(MemoryKind kind) {
     return "";
 }
 
-Result remove_allocation(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* taken) {
-    AddressSpace& all = address_space();
-    std::unique_lock lock(all.mutex);
-    if (const auto found = all.ranges.find(address); found != all.ranges.end()) {
+Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* removed) {
+    AddressSpace& state = address_space();
+    std::unique_lock lock(state.mutex);
+    if (const auto found = state.ranges.find(address); found != state.ranges.end()) {
         if (std::ranges::find(kinds, found->second->kind) == kinds.end()) {
             return invalid_value;
         }
@@ -129,13 +129,14 @@ Result remove_allocation(std::uint64_t address, std::initializer_list<MemoryKind
         if (!ledger_remove(ledger_kind_of(range->kind), address)) {
             return invalid_value;
         }
-        all.ranges.erase(found);
-        *taken = std::move(range);
+        state.ranges.erase(found);
+        *removed = std::move(range);
         return success;
     }
-    if (!all.removed_with_context.contains(address)) {
+    if (!state.removed_with_context.contains(address)) {
         for (const MemoryKind kind : kinds) {
-            // No range begins here. If one did and was freed, this is a double free, and the ledger ends the process.
+            // No range begins at this address. If a freed range began there, this is a double free, and ledger_remove
+            // ends the process.
             if (ledger_remove(ledger_kind_of(kind), address)) {
                 break;
             }
@@ -147,14 +148,14 @@ Result remove_allocation(std::uint64_t address, std::initializer_list<MemoryKind
 void destroy_memory_of(Handle context) {
     std::vector<RangeRef> removed;
     {
-        AddressSpace& all = address_space();
-        std::lock_guard lock(all.mutex);
-        for (auto at = all.ranges.begin(); at != all.ranges.end();) {
+        AddressSpace& state = address_space();
+        std::lock_guard lock(state.mutex);
+        for (auto at = state.ranges.begin(); at != state.ranges.end();) {
             const RangeRef& range = at->second;
             if (range->context == context && ledger_remove(ledger_kind_of(range->kind), range->base)) {
-                all.removed_with_context.insert(range->base);
+                state.removed_with_context.insert(range->base);
                 removed.push_back(range);
-                at = all.ranges.erase(at);
+                at = state.ranges.erase(at);
             } else {
                 ++at;
             }

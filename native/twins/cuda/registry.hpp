@@ -16,14 +16,14 @@ namespace gdrkit::twin::cuda {
 
 template <typename Object> class Registry {
 public:
-    // `kind` must be a string literal: it is the ledger's name of these objects.
+    // `kind` is the name under which the ledger counts the objects. It must be a string literal.
     explicit Registry(std::string_view kind) : kind_(kind) {}
 
     void add(Handle handle, std::shared_ptr<Object> object) {
         std::lock_guard lock(mutex_);
         ledger_add(kind_, handle);
         objects_.emplace(handle, std::move(object));
-        removed_with_owner_.erase(handle);
+        removed_with_context_.erase(handle);
     }
 
     [[nodiscard]] std::shared_ptr<Object> find(Handle handle) {
@@ -32,11 +32,11 @@ public:
         return found == objects_.end() ? nullptr : found->second;
     }
 
-    // Remove the object and return it. Return null if the handle is unknown or its context was destroyed. A handle that
-    // the program has released before ends the process (model/ledger.hpp).
+    // Remove the object and return it; null if the handle is unknown or its context was destroyed. If the program has
+    // released the handle before, the ledger ends the process (model/ledger.hpp).
     [[nodiscard]] std::shared_ptr<Object> take(Handle handle) {
         std::lock_guard lock(mutex_);
-        if (removed_with_owner_.contains(handle) || !ledger_remove(kind_, handle)) {
+        if (removed_with_context_.contains(handle) || !ledger_remove(kind_, handle)) {
             return nullptr;
         }
         const auto found = objects_.find(handle);
@@ -45,27 +45,27 @@ public:
         return object;
     }
 
-    // Remove and return all objects that match, for example those of a context that ends.
+    // Remove and return all objects for which the predicate is true, for example the objects of a context that ends.
     template <typename Predicate> std::vector<std::shared_ptr<Object>> take_all(Predicate&& predicate) {
-        std::vector<std::shared_ptr<Object>> taken;
+        std::vector<std::shared_ptr<Object>> removed;
         std::lock_guard lock(mutex_);
         for (auto at = objects_.begin(); at != objects_.end();) {
             if (predicate(*at->second) && ledger_remove(kind_, at->first)) {
-                removed_with_owner_.insert(at->first);
-                taken.push_back(std::move(at->second));
+                removed_with_context_.insert(at->first);
+                removed.push_back(std::move(at->second));
                 at = objects_.erase(at);
             } else {
                 ++at;
             }
         }
-        return taken;
+        return removed;
     }
 
 private:
     const std::string_view kind_;
     std::mutex mutex_;
     std::map<Handle, std::shared_ptr<Object>> objects_;
-    std::set<Handle> removed_with_owner_;
+    std::set<Handle> removed_with_context_; // by take_all; releasing such a handle is an error, not a double release
 };
 
 } // namespace gdrkit::twin::cuda

@@ -14,25 +14,26 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// One mutex and one condition variable serve all streams: simple, and fast enough for software.
+// One mutex and one condition variable for all streams. This is simple and fast enough for a twin.
 struct StreamEngine {
     std::mutex mutex;
     std::condition_variable changed;
-    std::uint64_t last_id = 0;
+    std::uint64_t last_stream_id = 0;
 };
 
 StreamEngine& engine() {
-    // Never destroyed, because threads of streams may still run while the process exits.
-    static auto* const the_engine = new StreamEngine;
-    return *the_engine;
+    // The engine is never destroyed, because threads of streams may still run while the process exits.
+    static auto* const instance = new StreamEngine;
+    return *instance;
 }
 
-bool done_locked(const std::vector<MarkerRef>& markers) {
-    return std::ranges::all_of(markers, [](const MarkerRef& marker) { return marker->done; });
+bool all_done_locked(const std::vector<MarkerRef>& markers) {
+    return std::ranges::all_of(markers, [](const MarkerRef& marker) { return marker->is_done; });
 }
 
-void add_unfinished(const StreamRef& stream, std::vector<MarkerRef>* markers) {
-    if (stream && stream->last_marker && !stream->last_marker->done) {
+// Add the marker of the stream's last work, unless that work is done.
+void add_unfinished_locked(const StreamRef& stream, std::vector<MarkerRef>* markers) {
+    if (stream && stream->last_marker && !stream->last_marker->is_done) {
         markers->push_back(stream->last_marker);
     }
 }
@@ -45,38 +46,39 @@ void remove_from_context_locked(const StreamRef& stream) {
 
 // Body of a stream's thread. It holds a reference to the stream, which therefore outlives its last work.
 void run_stream_thread(StreamRef stream) {
-    StreamEngine& all = engine();
-    std::unique_lock lock(all.mutex);
+    StreamEngine& state = engine();
+    std::unique_lock lock(state.mutex);
     while (true) {
-        all.changed.wait(lock, [&] { return !stream->queue.empty() || stream->closed; });
+        state.changed.wait(lock, [&] { return !stream->queue.empty() || stream->is_closed; });
         if (stream->queue.empty()) {
             break;
         }
         Work work = std::move(stream->queue.front());
         stream->queue.pop_front();
-        all.changed.wait(lock, [&] { return done_locked(work.dependencies); });
+        state.changed.wait(lock, [&] { return all_done_locked(work.dependencies); });
         lock.unlock();
-        if (work.delayed) {
+        if (work.is_delayed) {
             sleep_random_delay();
         }
         if (work.run) {
             work.run();
         }
-        // Release what the work references (memory that was freed meanwhile) before its completion is visible.
+        // Before the work counts as done, release the objects that it references, such as memory that was freed
+        // meanwhile.
         work.run = nullptr;
         lock.lock();
-        work.marker->done = true;
+        work.marker->is_done = true;
         work.marker->completed_at = std::chrono::steady_clock::now();
-        all.changed.notify_all();
+        state.changed.notify_all();
     }
     stream->has_thread = false;
     remove_from_context_locked(stream);
 }
 
-StreamRef new_stream_locked(StreamEngine* all, const ContextRef& context, std::uint32_t flags, int priority) {
+StreamRef new_stream_locked(StreamEngine* state, const ContextRef& context, std::uint32_t flags, int priority) {
     auto stream = std::make_shared<Stream>();
     stream->handle = new_handle();
-    stream->id = ++all->last_id;
+    stream->id = ++state->last_stream_id;
     stream->context = context;
     stream->device = context->device;
     stream->flags = flags;
@@ -87,56 +89,57 @@ StreamRef new_stream_locked(StreamEngine* all, const ContextRef& context, std::u
 } // namespace
 
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority) {
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
-    StreamRef stream = new_stream_locked(&all, context, flags, priority);
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    StreamRef stream = new_stream_locked(&state, context, flags, priority);
     context->streams.push_back(stream);
     return stream;
 }
 
 void close_stream(const StreamRef& stream) {
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
-    stream->closed = true;
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    stream->is_closed = true;
     if (!stream->has_thread) {
         remove_from_context_locked(stream);
     }
-    all.changed.notify_all();
+    state.changed.notify_all();
 }
 
 StreamRef legacy_stream(const ContextRef& context) {
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
-    if (!context->legacy) {
-        context->legacy = new_stream_locked(&all, context, 0, 0);
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    if (!context->legacy_stream) {
+        context->legacy_stream = new_stream_locked(&state, context, 0, 0);
     }
-    return context->legacy;
+    return context->legacy_stream;
 }
 
 StreamRef thread_stream(const ContextRef& context) {
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
     StreamRef& stream = context->thread_streams[std::this_thread::get_id()];
     if (!stream) {
-        stream = new_stream_locked(&all, context, 0, 0);
+        stream = new_stream_locked(&state, context, 0, 0);
         context->streams.push_back(stream);
     }
     return stream;
 }
 
-MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing, std::vector<MarkerRef> after) {
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
-    Work work{std::move(run), std::move(after), std::make_shared<Marker>(), timing == Timing::delayed};
+MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing,
+                  std::vector<MarkerRef> dependencies) {
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    Work work{std::move(run), std::move(dependencies), std::make_shared<Marker>(), timing == Timing::delayed};
     if (const ContextRef context = stream->context.lock()) {
-        if (stream == context->legacy) {
+        if (stream == context->legacy_stream) {
             for (const StreamRef& other : context->streams) {
-                if (other->blocking()) {
-                    add_unfinished(other, &work.dependencies);
+                if (other->is_blocking()) {
+                    add_unfinished_locked(other, &work.dependencies);
                 }
             }
-        } else if (stream->blocking()) {
-            add_unfinished(context->legacy, &work.dependencies);
+        } else if (stream->is_blocking()) {
+            add_unfinished_locked(context->legacy_stream, &work.dependencies);
         }
     }
     if (!stream->has_thread) {
@@ -146,41 +149,41 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing tim
     MarkerRef marker = work.marker;
     stream->last_marker = marker;
     stream->queue.push_back(std::move(work));
-    all.changed.notify_all();
+    state.changed.notify_all();
     return marker;
 }
 
 void wait_until_done(const MarkerRef& marker) {
-    StreamEngine& all = engine();
-    std::unique_lock lock(all.mutex);
-    all.changed.wait(lock, [&] { return marker->done; });
+    StreamEngine& state = engine();
+    std::unique_lock lock(state.mutex);
+    state.changed.wait(lock, [&] { return marker->is_done; });
 }
 
-std::vector<MarkerRef> unfinished_work(const StreamRef& stream) {
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
+std::vector<MarkerRef> unfinished_markers(const StreamRef& stream) {
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
     std::vector<MarkerRef> markers;
-    add_unfinished(stream, &markers);
+    add_unfinished_locked(stream, &markers);
     const ContextRef context = stream->context.lock();
-    if (context && stream == context->legacy) {
+    if (context && stream == context->legacy_stream) {
         for (const StreamRef& other : context->streams) {
-            if (other->blocking()) {
-                add_unfinished(other, &markers);
+            if (other->is_blocking()) {
+                add_unfinished_locked(other, &markers);
             }
         }
     }
     return markers;
 }
 
-bool all_complete(const std::vector<MarkerRef>& markers) {
+bool are_done(const std::vector<MarkerRef>& markers) {
     std::lock_guard lock(engine().mutex);
-    return done_locked(markers);
+    return all_done_locked(markers);
 }
 
 void wait_until_done(const std::vector<MarkerRef>& markers) {
-    StreamEngine& all = engine();
-    std::unique_lock lock(all.mutex);
-    all.changed.wait(lock, [&] { return done_locked(markers); });
+    StreamEngine& state = engine();
+    std::unique_lock lock(state.mutex);
+    state.changed.wait(lock, [&] { return all_done_locked(markers); });
 }
 
 std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker) {
@@ -192,9 +195,9 @@ void synchronise(const ContextRef& context) {
     std::vector<MarkerRef> markers;
     {
         std::lock_guard lock(engine().mutex);
-        add_unfinished(context->legacy, &markers);
+        add_unfinished_locked(context->legacy_stream, &markers);
         for (const StreamRef& stream : context->streams) {
-            add_unfinished(stream, &markers);
+            add_unfinished_locked(stream, &markers);
         }
     }
     wait_until_done(markers);
@@ -202,17 +205,17 @@ void synchronise(const ContextRef& context) {
 
 void close_streams(const ContextRef& context) {
     synchronise(context);
-    StreamEngine& all = engine();
-    std::lock_guard lock(all.mutex);
-    if (context->legacy) {
-        context->legacy->closed = true;
-        context->legacy.reset();
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    if (context->legacy_stream) {
+        context->legacy_stream->is_closed = true;
+        context->legacy_stream.reset();
     }
     context->thread_streams.clear();
     for (const StreamRef& stream : std::exchange(context->streams, {})) {
-        stream->closed = true;
+        stream->is_closed = true;
     }
-    all.changed.notify_all();
+    state.changed.notify_all();
 }
 
 } // namespace gdrkit::twin::cuda

@@ -1,5 +1,5 @@
-// Streams. Each has a thread that carries out its work in order, after random delays. A marker belongs to one
-// operation in a stream and records whether that operation has completed.
+// Streams of the CUDA twin. Each stream has a thread that carries out the queued work in order, after random delays.
+// Every piece of work has a marker, which records whether that work is done.
 #pragma once
 
 #include <chrono>
@@ -15,16 +15,16 @@
 namespace gdrkit::twin::cuda {
 
 struct Marker {
-    bool done = false; // guarded by the mutex of stream.cpp
+    bool is_done = false; // guarded by the mutex of stream.cpp
     std::chrono::steady_clock::time_point completed_at{};
 };
 using MarkerRef = std::shared_ptr<Marker>;
 
 struct Work {
     std::function<void()> run;           // empty: only a point in the stream
-    std::vector<MarkerRef> dependencies; // Markers of the operations that must complete first.
+    std::vector<MarkerRef> dependencies; // markers of the work that must be done first
     MarkerRef marker;
-    bool delayed = true;
+    bool is_delayed = true;
 };
 
 struct Stream {
@@ -37,17 +37,17 @@ struct Stream {
 
     // Guarded by the mutex of stream.cpp.
     std::deque<Work> queue;
-    MarkerRef last_marker; // Marker of the last queued operation, or null.
+    MarkerRef last_marker; // marker of the last queued work, or null
     bool has_thread = false;
-    bool closed = false;
+    bool is_closed = false;
 
-    [[nodiscard]] bool blocking() const { return (flags & stream_non_blocking) == 0; }
+    [[nodiscard]] bool is_blocking() const { return (flags & stream_non_blocking) == 0; }
 };
 using StreamRef = std::shared_ptr<Stream>;
 
-// Priorities as of an H200; a smaller number is more urgent. The twin treats all alike.
-inline constexpr int min_stream_priority = 0;
-inline constexpr int stream_priority_greatest = -5;
+// Priorities of an H200: a smaller number is more urgent. The twin stores the priority of a stream but ignores it.
+inline constexpr int least_stream_priority = 0;
+inline constexpr int greatest_stream_priority = -5;
 
 // Find the stream of a handle: a created stream, the legacy default stream of the context, or the calling thread's
 // default stream.
@@ -56,23 +56,25 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream);
 StreamRef legacy_stream(const ContextRef& context);
 StreamRef thread_stream(const ContextRef& context);
 
-// Create a stream in the context, and close it: queued work is still carried out.
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority);
+// Close a stream whose handle was destroyed. Its queued work is still carried out.
 void close_stream(const StreamRef& stream);
 
 enum class Timing { delayed, immediate };
 
-// Queue work and return its marker. Work in the legacy stream waits for all earlier work of the blocking streams of its
-// context, and their work waits for earlier work of the legacy stream. `after` lists other markers to wait for.
-MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing, std::vector<MarkerRef> after = {});
+// Queue work and return its marker. Work in the legacy stream waits for all earlier work in the blocking streams of its
+// context. Work in a blocking stream waits for all earlier work in the legacy stream. `dependencies` are further
+// markers to wait for.
+MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing,
+                  std::vector<MarkerRef> dependencies = {});
 
 void wait_until_done(const MarkerRef& marker);
 void wait_until_done(const std::vector<MarkerRef>& markers);
 std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker);
 
 // Return the markers that must be done for the stream to be idle.
-std::vector<MarkerRef> unfinished_work(const StreamRef& stream);
-bool all_complete(const std::vector<MarkerRef>& markers);
+std::vector<MarkerRef> unfinished_markers(const StreamRef& stream);
+bool are_done(const std::vector<MarkerRef>& markers);
 
 // Wait for all work that is queued in the context.
 void synchronise(const ContextRef& context);

@@ -9,37 +9,37 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-thread_local bool running_host_function = false;
+thread_local bool is_running_host_function = false;
 
 Registry<Stream>& streams() {
-    static auto* const all = new Registry<Stream>("cuda_stream");
-    return *all;
+    static auto* const instance = new Registry<Stream>("cuda_stream");
+    return *instance;
 }
 
 Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, int priority) {
     if (handle == nullptr || (flags & ~static_cast<unsigned>(stream_non_blocking)) != 0) {
         return invalid_value;
     }
-    const int allowed = std::clamp(priority, stream_priority_greatest, min_stream_priority);
-    StreamRef stream = make_stream(context, flags, allowed);
+    const int valid_priority = std::clamp(priority, greatest_stream_priority, least_stream_priority);
+    StreamRef stream = make_stream(context, flags, valid_priority);
     *handle = stream->handle;
     streams().add(stream->handle, stream);
     return success;
 }
 
-// Run `call` as a host function, during which the driver must not be called.
-template <typename Call> void run_host_function(Call&& call) {
-    running_host_function = true;
-    call();
-    running_host_function = false;
+// Run a host function of a stream. It must not call the driver; check_ready refuses such calls.
+template <typename HostFunction> void run_host_function(HostFunction&& function) {
+    is_running_host_function = true;
+    function();
+    is_running_host_function = false;
 }
 
 // Run the body of an exported function that takes a stream.
 template <typename Body> Result stream_entry(std::string_view symbol, Handle handle, Body&& body) {
     return entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
-        const Result found = find_stream(handle, context, &stream);
-        return found == success ? body(stream) : found;
+        const Result result = find_stream(handle, context, &stream);
+        return result == success ? body(stream) : result;
     });
 }
 
@@ -54,15 +54,15 @@ template <typename Value> Result write_result(Value* result, Value value) {
 } // namespace
 
 bool is_in_host_function() {
-    return running_host_function;
+    return is_running_host_function;
 }
 
 Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
-    if (handle == stream_default || handle == stream_legacy) {
+    if (handle == default_stream_handle || handle == legacy_stream_handle) {
         *stream = legacy_stream(context);
         return success;
     }
-    if (handle == stream_per_thread) {
+    if (handle == per_thread_stream_handle) {
         *stream = thread_stream(context);
         return success;
     }
@@ -99,13 +99,14 @@ GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
-    return stream_entry("cuStreamQuery", handle,
-                        [](const StreamRef& stream) { return unfinished_work(stream).empty() ? success : not_ready; });
+    return stream_entry("cuStreamQuery", handle, [](const StreamRef& stream) {
+        return unfinished_markers(stream).empty() ? success : not_ready;
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
     return stream_entry("cuStreamSynchronize", handle, [](const StreamRef& stream) {
-        wait_until_done(unfinished_work(stream));
+        wait_until_done(unfinished_markers(stream));
         return success;
     });
 }
@@ -113,10 +114,11 @@ GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
 GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
     return stream_entry("cuStreamWaitEvent", handle, [&](const StreamRef& stream) {
         MarkerRef marker;
-        if (const Result found = find_recorded_marker(event, &marker); found != success) {
-            return found;
+        if (const Result result = find_recorded_marker(event, &marker); result != success) {
+            return result;
         }
         if (flags != 0) {
+            // CU_EVENT_WAIT_EXTERNAL (1) is used only in graphs, which the twin does not implement.
             return flags == 1 ? not_supported : invalid_value;
         }
         if (marker) {
@@ -132,8 +134,8 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
         if (callback == nullptr || flags != 0) {
             return invalid_value;
         }
-        auto call = [=] { run_host_function([&] { callback(handle, success, user); }); };
-        enqueue(stream, call, Timing::delayed);
+        auto work = [=] { run_host_function([&] { callback(handle, success, user); }); };
+        enqueue(stream, work, Timing::delayed);
         return success;
     });
 }
@@ -143,8 +145,8 @@ GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*)
         if (function == nullptr) {
             return invalid_value;
         }
-        auto call = [=] { run_host_function([&] { function(user); }); };
-        enqueue(stream, call, Timing::delayed);
+        auto work = [=] { run_host_function([&] { function(user); }); };
+        enqueue(stream, work, Timing::delayed);
         return success;
     });
 }
@@ -172,13 +174,13 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
     return stream_entry("cuStreamGetCtx", handle, [&](const StreamRef& stream) {
         const ContextRef owner = stream->context.lock();
-        return owner && owner->alive ? write_result<Handle>(context, owner->handle) : context_is_destroyed;
+        return owner && owner->is_alive ? write_result<Handle>(context, owner->handle) : context_is_destroyed;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle handle, int* status) {
     return stream_entry("cuStreamIsCapturing", handle, [&](const StreamRef&) {
-        // Without graphs, no stream is ever captured.
+        // Streams are captured only into graphs, which the twin does not implement.
         return write_result<int>(status, 0);
     });
 }

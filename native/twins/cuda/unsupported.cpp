@@ -3,6 +3,8 @@
 
 namespace gdrkit::twin::cuda {
 
+// The return value 801 is CUDA_ERROR_NOT_SUPPORTED. Its enumerator not_supported cannot be used here, because a macro
+// has the same name.
 #define implemented(symbol)
 #define not_supported(symbol)                                                                                          \
     GDRKIT_CUDA_ENTRY int symbol();                                                                                    \

@@ -26,7 +26,7 @@ struct Allocation {
     Handle handle = 0;
     MemoryRef memory;
     AllocationProperties properties{};
-    std::uint64_t references = 1; // guarded by the mutex of Vmm
+    std::uint64_t reference_count = 1; // guarded by the mutex of Vmm
 };
 using AllocationRef = std::shared_ptr<Allocation>;
 
@@ -35,69 +35,72 @@ struct Reservation {
 };
 
 struct Vmm {
-    std::mutex mutex; // serializes mapping, unmapping, reserving and releasing
-    std::map<std::uint64_t, Reservation> reservations;
+    std::mutex mutex;                                  // serializes mapping, unmapping, reserving and releasing
+    std::map<std::uint64_t, Reservation> reservations; // by base address, for lookups of addresses inside
     Registry<Allocation> allocations{"cuda_vmm_allocation"};
-    Registry<Reservation> ledger{"cuda_vmm_reservation"};
+    // The same reservations in the ledger of live handles, which detects double releases.
+    Registry<Reservation> reservation_ledger{"cuda_vmm_reservation"};
 };
 
 Vmm& vmm() {
-    static auto* const all = new Vmm;
-    return *all;
+    static auto* const instance = new Vmm;
+    return *instance;
 }
 
 bool is_granularity_multiple(std::uint64_t value) {
     return value % vmm_granularity_bytes == 0;
 }
 
-const Reservation* reservation_of(const Vmm& all, std::uint64_t address, std::uint64_t length_bytes) {
-    const auto after = all.reservations.upper_bound(address);
-    if (after == all.reservations.begin() || length_bytes == 0) {
+// Return the reservation that contains the whole range, or null.
+const Reservation* reservation_of(const Vmm& state, std::uint64_t address, std::uint64_t length_bytes) {
+    const auto next_reservation = state.reservations.upper_bound(address);
+    if (next_reservation == state.reservations.begin() || length_bytes == 0) {
         return nullptr;
     }
-    const Reservation& found = std::prev(after)->second;
-    const std::uint64_t offset = address - found.base;
-    return offset < found.length_bytes && length_bytes <= found.length_bytes - offset ? &found : nullptr;
+    const Reservation& reservation = std::prev(next_reservation)->second;
+    const std::uint64_t offset = address - reservation.base;
+    return offset < reservation.length_bytes && length_bytes <= reservation.length_bytes - offset ? &reservation
+                                                                                                  : nullptr;
 }
 
-// Find the mappings in [address, address + length_bytes). Return false if a mapping extends beyond it or, with
-// `require_contiguous`, if there are gaps between them.
-bool find_whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool require_contiguous,
-                         std::vector<RangeRef>* found) {
-    *found = ranges_in(address, length_bytes);
+// Find the mappings in [address, address + length_bytes). Return false if a mapping extends beyond this range. With
+// `require_full_coverage`, also return false if a part of the range is not mapped.
+bool find_whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool require_full_coverage,
+                         std::vector<RangeRef>* mappings) {
+    *mappings = ranges_in(address, length_bytes);
     std::uint64_t covered_bytes = 0;
-    for (const RangeRef& range : *found) {
+    for (const RangeRef& range : *mappings) {
         if (range->base < address || range->base + range->length_bytes > address + length_bytes) {
             return false;
         }
         covered_bytes += range->length_bytes;
     }
-    return !require_contiguous || covered_bytes == length_bytes;
+    return !require_full_coverage || covered_bytes == length_bytes;
 }
 
 Result check_properties(const AllocationProperties* properties) {
     if (properties == nullptr || properties->type != allocation_pinned) {
         return invalid_value;
     }
-    const bool on_device = properties->location.type == location_device;
-    const bool known_handles = (properties->requested_handle_types & ~handle_posix_fd) == 0;
-    if (!on_device || !known_handles || properties->usage != 0) {
+    const bool is_on_device = properties->location.type == location_device;
+    const bool has_valid_handle_types = (properties->requested_handle_types & ~handle_posix_fd) == 0;
+    if (!is_on_device || !has_valid_handle_types || properties->usage != 0) {
         return not_supported;
     }
     return device_exists(properties->location.id) ? success : invalid_device;
 }
 
-Handle add_allocation_locked(Vmm* all, MemoryRef memory, const AllocationProperties& properties) {
+Handle add_allocation_locked(Vmm* state, MemoryRef memory, const AllocationProperties& properties) {
     auto allocation = std::make_shared<Allocation>();
     allocation->handle = new_handle();
     allocation->memory = std::move(memory);
     allocation->properties = properties;
-    all->allocations.add(allocation->handle, allocation);
+    state->allocations.add(allocation->handle, allocation);
     return allocation->handle;
 }
 
-Result map_locked(Vmm* all, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
-    const Reservation* const reservation = reservation_of(*all, address, length_bytes);
+Result map_locked(Vmm* state, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
+    const Reservation* const reservation = reservation_of(*state, address, length_bytes);
     if (reservation == nullptr || !is_granularity_multiple(address) || !is_granularity_multiple(length_bytes)) {
         return invalid_value;
     }
@@ -123,14 +126,14 @@ Result map_locked(Vmm* all, std::uint64_t address, std::uint64_t length_bytes, c
 } // namespace
 
 bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t* length_bytes) {
-    Vmm& all = vmm();
-    std::lock_guard lock(all.mutex);
-    const Reservation* const found = reservation_of(all, address, 1);
-    if (found != nullptr) {
-        *base = found->base;
-        *length_bytes = found->length_bytes;
+    Vmm& state = vmm();
+    std::lock_guard lock(state.mutex);
+    const Reservation* const reservation = reservation_of(state, address, 1);
+    if (reservation != nullptr) {
+        *base = reservation->base;
+        *length_bytes = reservation->length_bytes;
     }
-    return found != nullptr;
+    return reservation != nullptr;
 }
 
 // ---- addresses
@@ -142,14 +145,14 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t
             (alignment != 0 && !std::has_single_bit(alignment))) {
             return invalid_value;
         }
-        const std::uint64_t base = reserve_range(length_bytes, alignment);
+        const std::uint64_t base = reserve_addresses(length_bytes, alignment);
         if (base == 0) {
             return out_of_memory;
         }
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
-        all.reservations[base] = {base, length_bytes};
-        all.ledger.add(base, std::make_shared<Reservation>(base, length_bytes));
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
+        state.reservations[base] = {base, length_bytes};
+        state.reservation_ledger.add(base, std::make_shared<Reservation>(base, length_bytes));
         *pointer = base;
         return success;
     });
@@ -157,18 +160,18 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t
 
 GDRKIT_CUDA_ENTRY Result cuMemAddressFree(DevicePointer pointer, std::size_t length_bytes) {
     return entry_in_context("cuMemAddressFree", [&](const ContextRef&) {
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
-        const auto found = all.reservations.find(pointer);
-        if (found != all.reservations.end() &&
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
+        const auto found = state.reservations.find(pointer);
+        if (found != state.reservations.end() &&
             (found->second.length_bytes != length_bytes || !ranges_in(pointer, length_bytes).empty())) {
             return invalid_value;
         }
-        if (!all.ledger.take(pointer)) {
+        if (!state.reservation_ledger.take(pointer)) {
             return invalid_value;
         }
-        all.reservations.erase(pointer);
-        free_range(pointer, length_bytes);
+        state.reservations.erase(pointer);
+        free_addresses(pointer, length_bytes);
         return success;
     });
 }
@@ -195,31 +198,32 @@ GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, c
         if (handle == nullptr || length_bytes == 0 || !is_granularity_multiple(length_bytes) || flags != 0) {
             return invalid_value;
         }
-        if (const Result checked = check_properties(properties); checked != success) {
-            return checked;
+        if (const Result result = check_properties(properties); result != success) {
+            return result;
         }
         MemoryRef memory;
-        if (const Result created = Memory::make(properties->location.id, length_bytes, &memory); created != success) {
-            return created;
+        if (const Result result = Memory::make(properties->location.id, length_bytes, &memory); result != success) {
+            return result;
         }
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
-        *handle = add_allocation_locked(&all, std::move(memory), *properties);
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
+        *handle = add_allocation_locked(&state, std::move(memory), *properties);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
     return entry("cuMemRelease", [&] {
-        Vmm& all = vmm();
-        AllocationRef ended; // declared before the lock, so that its memory is freed after the lock is released
-        std::lock_guard lock(all.mutex);
-        if (const AllocationRef allocation = all.allocations.find(handle); allocation && allocation->references > 1) {
-            --allocation->references;
+        Vmm& state = vmm();
+        AllocationRef released; // declared before the lock, so that its memory is freed after the lock is released
+        std::lock_guard lock(state.mutex);
+        if (const AllocationRef allocation = state.allocations.find(handle);
+            allocation && allocation->reference_count > 1) {
+            --allocation->reference_count;
             return success;
         }
-        ended = all.allocations.take(handle);
-        return ended ? success : invalid_value;
+        released = state.allocations.take(handle);
+        return released ? success : invalid_value;
     });
 }
 
@@ -230,13 +234,13 @@ GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* point
             return invalid_value;
         }
         const auto allocation = std::static_pointer_cast<Allocation>(range->owner);
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
-        if (all.allocations.find(allocation->handle)) {
-            ++allocation->references;
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
+        if (state.allocations.find(allocation->handle)) {
+            ++allocation->reference_count;
         } else {
-            allocation->references = 1;
-            all.allocations.add(allocation->handle, allocation);
+            allocation->reference_count = 1;
+            state.allocations.add(allocation->handle, allocation);
         }
         *handle = allocation->handle;
         return success;
@@ -259,29 +263,29 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAllocationPropertiesFromHandle(AllocationProper
 GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_bytes, std::size_t offset, Handle handle,
                                   unsigned long long flags) {
     return entry_in_context("cuMemMap", [&](const ContextRef&) {
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
-        const AllocationRef allocation = all.allocations.find(handle);
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
+        const AllocationRef allocation = state.allocations.find(handle);
         if (!allocation || flags != 0) {
             return invalid_value;
         }
-        return offset == 0 ? map_locked(&all, pointer, length_bytes, allocation) : not_supported;
+        return offset == 0 ? map_locked(&state, pointer, length_bytes, allocation) : not_supported;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_bytes) {
     return entry_in_context("cuMemUnmap", [&](const ContextRef&) {
-        std::vector<RangeRef> mappings; // declared before the lock, so that their memory is freed after it is released
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
+        std::vector<RangeRef> mappings; // declared before the lock, so that their memory is freed after the unlock
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
         // The range may include reserved addresses without a mapping.
-        if (reservation_of(all, pointer, length_bytes) == nullptr ||
+        if (reservation_of(state, pointer, length_bytes) == nullptr ||
             !find_whole_mappings(pointer, length_bytes, false, &mappings)) {
             return invalid_value;
         }
         for (const RangeRef& range : mappings) {
-            RangeRef taken;
-            if (const Result result = remove_allocation(range->base, {MemoryKind::vmm}, &taken); result != success) {
+            RangeRef removed;
+            if (const Result result = remove_range(range->base, {MemoryKind::vmm}, &removed); result != success) {
                 return result;
             }
         }
@@ -292,27 +296,28 @@ GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_by
 GDRKIT_CUDA_ENTRY Result cuMemSetAccess(DevicePointer pointer, std::size_t length_bytes,
                                         const AccessDescription* descriptions, std::size_t count) {
     return entry_in_context("cuMemSetAccess", [&](const ContextRef&) {
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
         std::vector<RangeRef> mappings;
-        if (descriptions == nullptr || count == 0 || reservation_of(all, pointer, length_bytes) == nullptr ||
+        if (descriptions == nullptr || count == 0 || reservation_of(state, pointer, length_bytes) == nullptr ||
             !find_whole_mappings(pointer, length_bytes, true, &mappings)) {
             return invalid_value;
         }
         const std::span all_descriptions(descriptions, count);
-        for (const AccessDescription& one : all_descriptions) {
-            if (one.location.type == location_host) {
+        for (const AccessDescription& description : all_descriptions) {
+            if (description.location.type == location_host) {
                 return not_supported;
             }
-            const bool known_flags =
-                one.flags == access_none || one.flags == access_read || one.flags == access_read_write;
-            if (one.location.type != location_device || !device_exists(one.location.id) || !known_flags) {
+            const bool has_valid_flags = description.flags == access_none || description.flags == access_read ||
+                                         description.flags == access_read_write;
+            if (description.location.type != location_device || !device_exists(description.location.id) ||
+                !has_valid_flags) {
                 return invalid_value;
             }
         }
-        for (const AccessDescription& one : all_descriptions) {
+        for (const AccessDescription& description : all_descriptions) {
             for (const RangeRef& range : mappings) {
-                set_access(range, one.location.id, one.flags);
+                set_access(range, description.location.id, description.flags);
             }
         }
         return success;
@@ -343,7 +348,7 @@ GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable, Handle ha
         }
         const int fd = export_shareable(allocation->memory->fd());
         if (fd < 0) {
-            return operating_system;
+            return operating_system_error;
         }
         *static_cast<int*>(shareable) = fd;
         return success;
@@ -355,16 +360,16 @@ GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* sh
         if (handle == nullptr || handle_type != handle_posix_fd) {
             return invalid_value;
         }
-        const int opened = import_shareable(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
-        if (opened < 0) {
-            return opened == -EBADF ? unknown_error : invalid_value;
+        const int memory_fd = import_shareable(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)));
+        if (memory_fd < 0) {
+            return memory_fd == -EBADF ? unknown_error : invalid_value;
         }
-        Fd fd(opened);
+        Fd fd(memory_fd);
         struct stat status {};
         if (fstat(fd.get(), &status) != 0 || !is_granularity_multiple(static_cast<std::uint64_t>(status.st_size))) {
             return invalid_value;
         }
-        // A shareable handle does not tell the memory's device; the importer's current device is used.
+        // A shareable handle does not identify the device of its memory, so the twin assumes the current device.
         MemoryRef memory;
         const auto length_bytes = static_cast<std::uint64_t>(status.st_size);
         const Result adopted = Memory::adopt(std::move(fd), length_bytes, context->device, &memory);
@@ -374,9 +379,9 @@ GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* sh
         AllocationProperties properties{};
         properties.type = allocation_pinned;
         properties.location = {location_device, context->device};
-        Vmm& all = vmm();
-        std::lock_guard lock(all.mutex);
-        *handle = add_allocation_locked(&all, std::move(memory), properties);
+        Vmm& state = vmm();
+        std::lock_guard lock(state.mutex);
+        *handle = add_allocation_locked(&state, std::move(memory), properties);
         return success;
     });
 }

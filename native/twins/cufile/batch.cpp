@@ -26,21 +26,21 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view kind = "cufile_batch";
+constexpr std::string_view ledger_kind = "cufile_batch";
 
 struct Batch {
     std::mutex mutex;
     std::condition_variable changed;
     unsigned capacity = 0;
     std::deque<IoParameters> pending;
-    std::optional<IoParameters> current; // dequeued by the worker but not started: the fault plan may delay it
-    bool running = false;                // the worker is transferring bytes
+    std::optional<IoParameters> current; // dequeued by the worker; not started yet, as the fault plan may delay it
+    bool is_running = false;             // the worker is transferring the bytes of an entry
     bool has_worker = false;
     std::deque<IoEvent> completed; // completed, not yet returned to the caller
 
     // The caller of these functions holds the lock.
     [[nodiscard]] std::size_t unfinished_count() const {
-        return pending.size() + (current ? 1 : 0) + (running ? 1 : 0);
+        return pending.size() + (current ? 1 : 0) + (is_running ? 1 : 0);
     }
     void finish(const IoParameters& io, IoStatus status, ssize_t result) {
         completed.push_back({io.cookie, status, static_cast<std::size_t>(result)});
@@ -55,41 +55,42 @@ struct Batches {
 };
 
 Batches& batches() {
-    static auto* const all = new Batches;
-    return *all;
+    static auto* const instance = new Batches;
+    return *instance;
 }
 
 BatchRef find_batch(BatchHandle handle) {
-    Batches& all = batches();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.open.find(reinterpret_cast<std::uint64_t>(handle));
-    if (found == all.open.end()) {
+    Batches& state = batches();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.open.find(reinterpret_cast<std::uint64_t>(handle));
+    if (found == state.open.end()) {
         throw CufileError{invalid_value};
     }
     return found->second;
 }
 
 Transfer to_transfer(const IoParameters& io) {
-    return {Call::batch,          io.opcode == opcode_write, io.file, io.batch.buffer, io.batch.length_bytes,
+    return {CallType::batch,      io.opcode == opcode_write, io.file, io.batch.buffer, io.batch.length_bytes,
             io.batch.file_offset, io.batch.buffer_offset};
 }
 
-// Run the current entry, unless it is canceled while the fault plan delays it. The caller holds the lock.
+// Run the current entry, unless it is canceled while the fault plan delays it. The caller holds the lock, which this
+// function releases while it waits and transfers.
 void run_current(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
     lock->unlock();
     sleep_random_delay();
-    const std::optional<int> has_rule = injected_fault("cufile.batch_io");
+    const std::optional<int> injected_code = injected_fault("cufile.batch_io");
     lock->lock();
     if (!batch->current) {
         return;
     }
     const IoParameters io = *batch->current;
     batch->current.reset();
-    batch->running = true;
+    batch->is_running = true;
     lock->unlock();
-    const ssize_t result = has_rule ? -*has_rule : transfer_result(to_transfer(io));
+    const ssize_t result = injected_code ? -*injected_code : execute_transfer(to_transfer(io));
     lock->lock();
-    batch->running = false;
+    batch->is_running = false;
     batch->finish(io, result < 0 ? io_failed : io_complete, result);
 }
 
@@ -138,18 +139,19 @@ std::optional<std::chrono::nanoseconds> parse_timeout(const timespec* timeout) {
 
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capacity) {
     const Error result = entry("cuFileBatchIOSetUp", [&] {
-        require_open();
+        require_open_driver();
         if (handle == nullptr || capacity == 0 || capacity > size_parameter(size_batch_entries)) {
             throw CufileError{invalid_value};
         }
         auto batch = std::make_shared<Batch>();
         batch->capacity = capacity;
-        const std::uint64_t number = random_u64() >> 2 | std::uint64_t{1} << 62;
-        Batches& all = batches();
-        std::lock_guard lock(all.mutex);
-        ledger_add(kind, number);
-        all.open.emplace(number, std::move(batch));
-        *handle = reinterpret_cast<BatchHandle>(number);
+        // A random non-canonical address, so that dereferencing the handle faults.
+        const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
+        Batches& state = batches();
+        std::lock_guard lock(state.mutex);
+        ledger_add(ledger_kind, handle_value);
+        state.open.emplace(handle_value, std::move(batch));
+        *handle = reinterpret_cast<BatchHandle>(handle_value);
     });
     count_operation(&StatsLevel1::batch_setup_ops, result.error == success);
     return result;
@@ -158,7 +160,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count, IoParameters* entries,
                                               unsigned flags) {
     const Error result = entry("cuFileBatchIOSubmit", [&] {
-        require_open();
+        require_open_driver();
         const BatchRef batch = find_batch(handle);
         if (count == 0 || entries == nullptr || flags != 0) {
             throw CufileError{invalid_value};
@@ -172,7 +174,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
         batch->pending.insert(batch->pending.end(), entries, entries + count);
         if (!batch->has_worker) {
             batch->has_worker = true;
-            // Detached: the fault plan may delay the worker long after the batch is destroyed.
+            // The thread is detached, because the fault plan may delay it until long after the batch is destroyed.
             start_signal_blocking_thread([batch] { run_worker(batch); }).detach();
         }
     });
@@ -183,14 +185,14 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned count_min, unsigned* count,
                                                  IoEvent* events, timespec* timeout) {
     return entry("cuFileBatchIOGetStatus", [&] {
-        require_open();
+        require_open_driver();
         const BatchRef batch = find_batch(handle);
         if (count == nullptr || events == nullptr || count_min > *count) {
             throw CufileError{invalid_value};
         }
         const auto time_limit = parse_timeout(timeout);
         std::unique_lock lock(batch->mutex);
-        // Return also if no entry is left, or the caller would wait forever.
+        // Also return if all entries have completed; otherwise the caller would wait forever.
         const auto can_return = [&] { return batch->completed.size() >= count_min || batch->unfinished_count() == 0; };
         if (!time_limit) {
             batch->changed.wait(lock, can_return);
@@ -206,7 +208,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
 
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOCancel(BatchHandle handle) {
     const Error result = entry("cuFileBatchIOCancel", [&] {
-        require_open();
+        require_open_driver();
         cancel(find_batch(handle).get());
     });
     count_operation(&StatsLevel1::batch_cancel_ops, result.error == success);
@@ -216,20 +218,20 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOCancel(BatchHandle handle) {
 GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
     BatchRef batch;
     {
-        Batches& all = batches();
-        std::lock_guard lock(all.mutex);
-        const auto number = reinterpret_cast<std::uint64_t>(handle);
-        if (!ledger_remove(kind, number)) {
+        Batches& state = batches();
+        std::lock_guard lock(state.mutex);
+        const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
+        if (!ledger_remove(ledger_kind, handle_value)) {
             std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): not a batch handle, or already destroyed\n",
                          handle);
             std::abort();
         }
-        batch = all.open.extract(number).mapped();
+        batch = state.open.extract(handle_value).mapped();
     }
     cancel(batch.get());
     // Wait for the running transfer: the caller may free the memory after this call.
     std::unique_lock lock(batch->mutex);
-    batch->changed.wait(lock, [&] { return !batch->running; });
+    batch->changed.wait(lock, [&] { return !batch->is_running; });
     count_operation(&StatsLevel1::batch_destroy_ops, true);
 }
 

@@ -13,7 +13,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view kind = "cufile_buffer";
+constexpr std::string_view ledger_kind = "cufile_buffer";
 constexpr int flags_mask = 3; // CU_FILE_RDMA_REGISTER, CU_FILE_RDMA_RELAXED_ORDERING
 
 struct Buffer {
@@ -27,42 +27,42 @@ struct Buffers {
 };
 
 Buffers& buffers() {
-    static auto* const all = new Buffers;
-    return *all;
+    static auto* const instance = new Buffers;
+    return *instance;
 }
 
-void register_new(std::uint64_t base, std::size_t length_bytes, const MemoryLocation& location) {
-    Buffers& all = buffers();
-    std::lock_guard lock(all.mutex);
-    if (all.registered.contains(base)) {
+void add_registration(std::uint64_t base, std::size_t length_bytes, const MemoryLocation& location) {
+    Buffers& state = buffers();
+    std::lock_guard lock(state.mutex);
+    if (state.registered.contains(base)) {
         throw CufileError{memory_already_registered};
     }
-    ledger_add(kind, base);
-    all.registered.emplace(base, Buffer{length_bytes, location});
+    ledger_add(ledger_kind, base);
+    state.registered.emplace(base, Buffer{length_bytes, location});
 }
 
 Buffer remove_registration(std::uint64_t base) {
-    Buffers& all = buffers();
-    std::lock_guard lock(all.mutex);
-    if (const auto found = all.registered.find(base); found != all.registered.end()) {
-        // The real library returns success here and leaves the memory pinned (observed with 1.15 and 1.20), which is a
-        // silent leak. The twin refuses.
+    Buffers& state = buffers();
+    std::lock_guard lock(state.mutex);
+    if (const auto found = state.registered.find(base); found != state.registered.end()) {
+        // Without a current context the real library returns success and leaves the memory pinned (observed with 1.15
+        // and 1.20). The twin fails instead, so that tests notice this leak.
         require_current_context(found->second.location);
     }
-    if (!ledger_remove(kind, base)) {
+    if (!ledger_remove(ledger_kind, base)) {
         throw CufileError{memory_not_registered};
     }
-    return all.registered.extract(base).mapped();
+    return state.registered.extract(base).mapped();
 }
 
 } // namespace
 
 void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location) {
-    Buffers& all = buffers();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.registered.find(base);
-    if (found == all.registered.end()) {
+    Buffers& state = buffers();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.registered.find(base);
+    if (found == state.registered.end()) {
         return;
     }
     if (found->second.location.buffer_id != location.buffer_id) {
@@ -74,12 +74,12 @@ void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_
 }
 
 void drop_buffers() {
-    Buffers& all = buffers();
-    std::lock_guard lock(all.mutex);
-    for (const auto& [base, buffer] : all.registered) {
-        static_cast<void>(ledger_remove(kind, base));
+    Buffers& state = buffers();
+    std::lock_guard lock(state.mutex);
+    for (const auto& [base, buffer] : state.registered) {
+        static_cast<void>(ledger_remove(ledger_kind, base));
     }
-    all.registered.clear();
+    state.registered.clear();
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t length_bytes, int flags) {
@@ -91,12 +91,12 @@ GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t len
         }
         ensure_open();
         const MemoryLocation location = location_of(base);
-        device = location.ordinal;
+        device = location.device_ordinal;
         require_current_context(location);
-        if (location.device) {
+        if (location.is_device) {
             check_allocated(base, length_bytes);
         }
-        register_new(base, length_bytes, location);
+        add_registration(base, length_bytes, location);
     });
     count_registration(device, length_bytes, true, result.error == success);
     return result;
@@ -111,7 +111,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBufDeregister(const void* address) {
         }
         buffer = remove_registration(reinterpret_cast<std::uint64_t>(address));
     });
-    count_registration(buffer.location.ordinal, buffer.length_bytes, false, result.error == success);
+    count_registration(buffer.location.device_ordinal, buffer.length_bytes, false, result.error == success);
     return result;
 }
 

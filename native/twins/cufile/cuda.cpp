@@ -48,7 +48,7 @@ template <typename Function> bool find_symbol(void* library, const char* name, F
     return *function != nullptr;
 }
 
-bool resolve(void* library, Driver* driver) {
+bool resolve_symbols(void* library, Driver* driver) {
     return find_symbol(library, "cuInit", &driver->cuInit) &&
            find_symbol(library, "cuDeviceGetCount", &driver->cuDeviceGetCount) &&
            find_symbol(library, "cuDeviceGetUuid_v2", &driver->cuDeviceGetUuid_v2) &&
@@ -68,19 +68,19 @@ bool resolve(void* library, Driver* driver) {
            find_symbol(library, "cuMemcpyDtoHAsync_v2", &driver->cuMemcpyDtoHAsync_v2);
 }
 
-// Return the CUDA driver of this process. It is opened once; a failed attempt is repeated at the next call.
+// Return the functions of this process's libcuda. It is opened once; a failed attempt is repeated at the next call.
 const Driver& cuda() {
     static std::mutex mutex;
     static const Driver* driver = nullptr;
     std::lock_guard lock(mutex);
     if (driver == nullptr) {
         void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-        auto* const found = new Driver;
-        if (library == nullptr || !resolve(library, found)) {
-            delete found;
+        auto* const loaded_driver = new Driver;
+        if (library == nullptr || !resolve_symbols(library, loaded_driver)) {
+            delete loaded_driver;
             throw CufileError{cuda_driver_error, cuda_not_initialized};
         }
-        driver = found;
+        driver = loaded_driver;
     }
     return *driver;
 }
@@ -91,13 +91,13 @@ void check_result(int result) {
     }
 }
 
-template <typename Value> bool get_attribute(u64 address, int index, Value* value) {
-    return cuda().cuPointerGetAttribute(value, index, address) == 0;
+template <typename Value> bool get_attribute(u64 address, int attribute, Value* value) {
+    return cuda().cuPointerGetAttribute(value, attribute, address) == 0;
 }
 
 } // namespace
 
-std::vector<std::array<std::uint8_t, 16>> open_cuda() {
+std::vector<std::array<std::uint8_t, 16>> initialize_cuda() {
     int count = 0;
     check_result(cuda().cuInit(0));
     check_result(cuda().cuDeviceGetCount(&count));
@@ -114,8 +114,8 @@ MemoryLocation location_of(u64 address) {
     if (!get_attribute(address, attribute_memory_type, &type) || type != memory_type_device) {
         return location;
     }
-    location.device = true;
-    if (!get_attribute(address, attribute_device_ordinal, &location.ordinal)) {
+    location.is_device = true;
+    if (!get_attribute(address, attribute_device_ordinal, &location.device_ordinal)) {
         throw CufileError{cuda_pointer_invalid};
     }
     get_attribute(address, attribute_buffer_id, &location.buffer_id);
@@ -131,7 +131,7 @@ bool has_current_context() {
 }
 
 void require_current_context(const MemoryLocation& location) {
-    if (location.device && !has_current_context()) {
+    if (location.is_device && !has_current_context()) {
         throw CufileError{cuda_driver_error, cuda_invalid_context};
     }
 }
@@ -141,12 +141,13 @@ void check_allocated(u64 address, std::size_t length_bytes) {
         return;
     }
     const MemoryLocation location = location_of(address);
-    if (!location.device) {
+    if (!location.is_device) {
         throw CufileError{cuda_pointer_range_error};
     }
-    // The driver reports ranges only to a thread with a current context, which a thread of this library does not have.
+    // The driver reports ranges only to a thread with a current context. The threads of this library have none.
     const ScopedContext scoped_context(location);
-    // One mapping at a time: VMM memory may be one range for the program but several for the driver.
+    // Check one mapping after the other, because VMM memory may be one range for the program but several for the
+    // driver.
     const u64 end = address + length_bytes;
     while (address < end) {
         u64 base = 0;
@@ -181,12 +182,12 @@ ScopedContext::ScopedContext(const MemoryLocation& location) {
     const Driver& driver = cuda();
     u64 context = location.context;
     if (context == 0) {
-        check_result(driver.cuDevicePrimaryCtxRetain(&context, location.ordinal));
-        primary_of_ = location.ordinal;
+        check_result(driver.cuDevicePrimaryCtxRetain(&context, location.device_ordinal));
+        retained_device_ = location.device_ordinal;
     }
     if (const int result = driver.cuCtxPushCurrent_v2(context); result != 0) {
-        if (primary_of_ >= 0) {
-            driver.cuDevicePrimaryCtxRelease_v2(primary_of_);
+        if (retained_device_ >= 0) {
+            driver.cuDevicePrimaryCtxRelease_v2(retained_device_);
         }
         throw CufileError{cuda_driver_error, result};
     }
@@ -195,8 +196,8 @@ ScopedContext::ScopedContext(const MemoryLocation& location) {
 ScopedContext::~ScopedContext() {
     u64 context = 0;
     cuda().cuCtxPopCurrent_v2(&context);
-    if (primary_of_ >= 0) {
-        cuda().cuDevicePrimaryCtxRelease_v2(primary_of_);
+    if (retained_device_ >= 0) {
+        cuda().cuDevicePrimaryCtxRelease_v2(retained_device_);
     }
 }
 

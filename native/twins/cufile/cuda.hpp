@@ -1,4 +1,4 @@
-// The functions of the CUDA driver that the cuFile twin uses. They work with any libcuda, the twin or a real driver.
+// The calls of the cuFile twin into the CUDA driver. libcuda may be the CUDA twin or the real driver.
 #pragma once
 
 #include <array>
@@ -12,16 +12,17 @@ namespace gdrkit::twin::cufile {
 
 // The memory that an address belongs to.
 struct MemoryLocation {
-    bool device = false;
-    int ordinal = -1;
-    std::uint64_t context = 0; // 0: not tied to a context; use the primary one
+    bool is_device = false; // device memory; else host memory
+    int device_ordinal = -1;
+    std::uint64_t context = 0; // 0: the memory belongs to no context; use the primary context of the device
     std::uint64_t buffer_id = 0;
 };
 
-// Call cuInit and return the UUIDs of the devices. Throws CufileError (cuda_driver_error) if the driver cannot be used.
-std::vector<std::array<std::uint8_t, 16>> open_cuda();
+// Call cuInit and return the UUIDs of all devices, in the order of their ordinals. Throws CufileError
+// (cuda_driver_error) if the driver cannot be used.
+std::vector<std::array<std::uint8_t, 16>> initialize_cuda();
 
-// Query the driver for an address. Memory unknown to the driver is host memory.
+// Query the driver for the memory at an address. Memory that the driver does not know is host memory.
 MemoryLocation location_of(std::uint64_t address);
 
 // Return whether any context is current in the calling thread.
@@ -33,10 +34,11 @@ void require_current_context(const MemoryLocation& location);
 // Throws CufileError (cuda_pointer_range_error) unless the whole range is allocated device memory.
 void check_allocated(std::uint64_t address, std::size_t length_bytes);
 
-// Return the device whose context knows the stream. Throws CufileError (invalid_value) if there is none.
+// Return the device of the stream, as a location without an address. Throws CufileError (invalid_value) if no device
+// has such a stream.
 MemoryLocation location_of_stream(Stream stream);
 
-// Queue function(data) in the stream. Throws CufileError.
+// Queue a call of function(data) in the stream. Throws CufileError.
 void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* data);
 
 // Makes a context of the location's device current in this thread for the lifetime of the object.
@@ -48,7 +50,7 @@ public:
     ~ScopedContext();
 
 private:
-    int primary_of_ = -1;
+    int retained_device_ = -1; // device whose primary context this object retains; -1: none
 };
 
 // Copies between host memory and the memory of one device in a non-blocking stream.
@@ -58,7 +60,7 @@ public:
     DeviceCopier(const DeviceCopier&) = delete;
     DeviceCopier& operator=(const DeviceCopier&) = delete;
     ~DeviceCopier();
-    // Both return when the bytes are copied. They throw CufileError.
+    // Copy the bytes and wait for the copy. Both functions throw CufileError.
     void to_device(std::uint64_t to, const void* from, std::size_t length_bytes) const;
     void from_device(void* to, std::uint64_t from, std::size_t length_bytes) const;
 

@@ -1,5 +1,5 @@
-// The binary interface of libcufile, written from the header of cuFile 1.20 (PyPI nvidia-cufile 1.20.0.107). Older
-// versions lack the last parts: 1.19 added readv and, with it, the end of the level 1 statistics.
+// The binary interface of libcufile, written from the header of cuFile 1.20 (PyPI nvidia-cufile 1.20.0.107).
+// cuFile 1.19 added cuFileReadv and cuFileWritev, and their counters at the end of the level 1 statistics.
 #pragma once
 
 #include <sys/types.h>
@@ -9,7 +9,7 @@
 
 namespace gdrkit::twin::cufile {
 
-inline constexpr int library_version = 1200; // 1.20, as cuFileGetVersion writes it
+inline constexpr int library_version = 1200; // version 1.20 in the encoding of cuFileGetVersion
 
 // CUfileOpError codes that the twin returns.
 enum Status : int {

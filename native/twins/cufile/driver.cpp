@@ -18,57 +18,57 @@ namespace {
 struct Driver {
     std::mutex mutex;
     bool open = false;
-    long uses = 0;
+    long use_count = 0;
     int operations_in_progress = 0;
-    Modes modes;
+    CompatModes compat_modes;
     std::vector<std::array<std::uint8_t, 16>> uuids;
 };
 
 Driver& driver() {
-    static auto* const all = new Driver;
-    return *all;
+    static auto* const instance = new Driver;
+    return *instance;
 }
 
-// Open the driver. The caller holds the lock. Errors of the environment or the fault plan are reported here.
-void open_driver(Driver* all) {
-    if (!load_error().empty()) {
+// Open the driver unless it is open. The caller holds the lock. Invalid environment variables and fault plans fail
+// here.
+void open_driver(Driver* state) {
+    if (!configuration_error().empty()) {
         throw CufileError{invalid_value};
     }
-    if (!all->open) {
-        all->uuids = open_cuda();
-        all->modes = apply_parameters();
-        // No transfer would be possible: no fault rule enables a direct path, and the path through the host is
-        // disabled.
-        if (!all->modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
+    if (!state->open) {
+        state->uuids = initialize_cuda();
+        state->compat_modes = apply_parameters();
+        // Fail if no transfer would be possible: compat mode is not allowed, and no fault rule enables a direct path.
+        if (!state->compat_modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
             throw CufileError{driver_not_initialized};
         }
-        all->open = true;
+        state->open = true;
     }
 }
 
 Error close_driver(std::string_view symbol) {
     return entry(symbol, [] {
-        Driver& all = driver();
-        std::lock_guard lock(all.mutex);
-        if (!all.open) {
+        Driver& state = driver();
+        std::lock_guard lock(state.mutex);
+        if (!state.open) {
             throw CufileError{driver_not_initialized};
         }
-        if (all.uses > 1) {
-            --all.uses;
+        if (state.use_count > 1) {
+            --state.use_count;
             return;
         }
-        if (all.operations_in_progress > 0) {
+        if (state.operations_in_progress > 0) {
             throw CufileError{driver_closing};
         }
         // Registrations end with the driver; deregistering one later is a double release.
         drop_files();
         drop_buffers();
-        all.uses = 0;
-        all.open = false;
+        state.use_count = 0;
+        state.open = false;
     });
 }
 
-// Set a parameter by one of the older functions, which have no effect while the driver is open.
+// Body of the older functions that set a parameter. They have no effect while the driver is open.
 Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
     return entry(symbol, [&] {
         if (!is_open()) {
@@ -80,56 +80,56 @@ Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t
 } // namespace
 
 void ensure_open() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    open_driver(&all);
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    open_driver(&state);
 }
 
 bool is_open() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    return all.open;
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    return state.open;
 }
 
-void require_open() {
+void require_open_driver() {
     if (!is_open()) {
         throw CufileError{driver_not_initialized};
     }
 }
 
-Modes modes() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    return all.modes;
+CompatModes compat_modes() {
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    return state.compat_modes;
 }
 
 std::vector<std::array<std::uint8_t, 16>> device_uuids() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    return all.uuids;
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    return state.uuids;
 }
 
 OperationInProgress::OperationInProgress() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    if (!all.open) {
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    if (!state.open) {
         throw CufileError{driver_not_initialized};
     }
-    ++all.operations_in_progress;
+    ++state.operations_in_progress;
 }
 
 OperationInProgress::~OperationInProgress() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    --all.operations_in_progress;
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    --state.operations_in_progress;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverOpen() {
     return entry("cuFileDriverOpen", [] {
-        Driver& all = driver();
-        std::lock_guard lock(all.mutex);
-        open_driver(&all);
-        ++all.uses;
+        Driver& state = driver();
+        std::lock_guard lock(state.mutex);
+        open_driver(&state);
+        ++state.use_count;
     });
 }
 
@@ -142,9 +142,9 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverClose_v2() {
 }
 
 GDRKIT_CUFILE_ENTRY long cuFileUseCount() {
-    Driver& all = driver();
-    std::lock_guard lock(all.mutex);
-    return all.uses;
+    Driver& state = driver();
+    std::lock_guard lock(state.mutex);
+    return state.use_count;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
@@ -163,11 +163,11 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties
         }
         // nvidia-fs is not loaded: version 0.0, and no supported file systems.
         *properties = {};
-        const bool compat = is_open() ? modes().allow_compat : bool_parameter(bool_allow_compat);
+        const bool allows_compat = is_open() ? compat_modes().allow_compat : bool_parameter(bool_allow_compat);
         properties->nvfs.poll_threshold_kb = size_parameter(size_poll_threshold_kb);
         properties->nvfs.max_direct_io_kb = size_parameter(size_max_direct_io_kb);
-        properties->nvfs.control_flags =
-            (bool_parameter(bool_poll_mode) ? 1U << use_poll_mode_bit : 0U) | (compat ? 1U << allow_compat_bit : 0U);
+        properties->nvfs.control_flags = (bool_parameter(bool_poll_mode) ? 1U << use_poll_mode_bit : 0U) |
+                                         (allows_compat ? 1U << allow_compat_bit : 0U);
         properties->feature_flags = is_open() ? 1U << batch_bit | 1U << streams_bit | 1U << parallel_bit : 0U;
         properties->max_device_cache_kb = static_cast<std::uint32_t>(size_parameter(size_max_device_cache_kb));
         properties->per_buffer_cache_kb = static_cast<std::uint32_t>(size_parameter(size_per_buffer_cache_kb));
@@ -200,7 +200,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxPinnedMemSize(std::size_t size_kb) {
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetBARSizeInKB(int device, std::size_t* size_kb) {
     return entry("cuFileGetBARSizeInKB", [&] {
-        require_open();
+        require_open_driver();
         if (size_kb == nullptr || device < 0 || static_cast<std::size_t>(device) >= device_uuids().size()) {
             throw CufileError{invalid_value};
         }

@@ -1,5 +1,5 @@
-// State of the cuFile driver: whether it is open, how many operations are in progress, and the settings of this
-// opening.
+// State of the cuFile driver: whether it is open, how many operations are in progress, and the settings with which it
+// was opened.
 #pragma once
 
 #include <array>
@@ -9,19 +9,20 @@
 
 namespace gdrkit::twin::cufile {
 
-struct Modes {
-    bool allow_compat = true;
-    bool force_compat = false;
+// Settings of compat mode, in which the bytes of a transfer move through host memory.
+struct CompatModes {
+    bool allow_compat = true;  // else a transfer that cannot take a direct path fails
+    bool force_compat = false; // every transfer uses compat mode
 };
 
-// Open the driver if it is closed, as the first registration does, without adding to the use count.
+// Open the driver if it is closed. The use count stays the same. The first registration opens the driver in this way.
 void ensure_open();
 // Throws CufileError (driver_not_initialized) unless the driver is open.
-void require_open();
+void require_open_driver();
 [[nodiscard]] bool is_open();
 
 // Settings and devices that were determined when the driver was opened.
-[[nodiscard]] Modes modes();
+[[nodiscard]] CompatModes compat_modes();
 [[nodiscard]] std::vector<std::array<std::uint8_t, 16>> device_uuids();
 
 // Keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.

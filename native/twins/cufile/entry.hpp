@@ -18,8 +18,8 @@ struct CufileError {
     int cuda_error = 0;
 };
 
-// Return the error of the environment or the fault plan, which are read once; empty if both are valid.
-const std::string_view& load_error();
+// Return the error text of the environment variables or the fault plan; empty if both are valid. They are read once.
+const std::string_view& configuration_error();
 
 // Count the call and return the code that the fault plan injects, or 0.
 int injected_failure(std::string_view symbol);
@@ -45,7 +45,7 @@ template <typename Body> Error entry(std::string_view symbol, Body&& body) {
     }
 }
 
-// Injected codes below this are errnos, where a function can report both.
+// A function that moves bytes reports injected codes below this value as errno, and other codes as CUfileOpError.
 inline constexpr int first_status = 5000;
 
 // Report a failed transfer: return -1 with errno set, or a negative CUfileOpError.

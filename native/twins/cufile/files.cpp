@@ -24,7 +24,8 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view kind = "cufile_handle";
+constexpr std::string_view ledger_kind = "cufile_handle";
+// Values of statfs::f_type.
 constexpr std::uint32_t tmpfs_magic = 0x01021994;
 constexpr std::uint32_t ramfs_magic = 0x858458f6;
 
@@ -34,12 +35,12 @@ struct Files {
 };
 
 Files& files() {
-    static auto* const all = new Files;
-    return *all;
+    static auto* const instance = new Files;
+    return *instance;
 }
 
-// Return whether udev's database has the block device with a file system. The real library uses it to find the file's
-// device, and registers no file without it (observed with cuFile 1.15 on an H200).
+// Return whether udev's database describes the block device as one with a file system. The real library looks the
+// device of a file up there, and does not register the file without this entry (observed with cuFile 1.15 on an H200).
 bool is_known_to_udev(dev_t device) {
     const std::string path = "/run/udev/data/b" + std::to_string(major(device)) + ":" + std::to_string(minor(device));
     std::ifstream file(path);
@@ -52,11 +53,11 @@ bool is_known_to_udev(dev_t device) {
 }
 
 void check_file_system(int fd, dev_t device) {
-    struct statfs found {};
-    if (fstatfs(fd, &found) != 0) {
+    struct statfs file_system {};
+    if (fstatfs(fd, &file_system) != 0) {
         throw CufileError{invalid_value};
     }
-    const auto magic = static_cast<std::uint32_t>(found.f_type);
+    const auto magic = static_cast<std::uint32_t>(file_system.f_type);
     if (magic == tmpfs_magic || magic == ramfs_magic || !(config().udev_knows_all_disks || is_known_to_udev(device))) {
         throw CufileError{handle_not_registered};
     }
@@ -72,18 +73,18 @@ FileRef inspect_file(const Description* description) {
         throw CufileError{description->type == userspace_fs ? io_not_supported : invalid_value};
     }
     auto file = std::make_shared<File>();
-    struct stat found {};
+    struct stat status {};
     file->fd = description->handle.fd;
     const int flags = fcntl(file->fd, F_GETFL);
-    if (flags < 0 || fstat(file->fd, &found) != 0) {
+    if (flags < 0 || fstat(file->fd, &status) != 0) {
         throw CufileError{invalid_value};
     }
-    if (!S_ISREG(found.st_mode)) {
+    if (!S_ISREG(status.st_mode)) {
         throw CufileError{invalid_file_type};
     }
-    file->device = found.st_dev;
-    file->inode = found.st_ino;
-    file->direct = (flags & O_DIRECT) != 0;
+    file->device = status.st_dev;
+    file->inode = status.st_ino;
+    file->is_direct = (flags & O_DIRECT) != 0;
     check_file_system(file->fd, file->device);
     file->reopened = reopen(file->fd, flags);
     if (!file->reopened) {
@@ -92,19 +93,19 @@ FileRef inspect_file(const Description* description) {
     return file;
 }
 
-void register_new(FileHandle* handle, FileRef file) {
-    Files& all = files();
-    std::lock_guard lock(all.mutex);
-    for (const auto& [other, registered] : all.registered) {
+void add_registration(FileHandle* handle, FileRef file) {
+    Files& state = files();
+    std::lock_guard lock(state.mutex);
+    for (const auto& [registered_handle, registered] : state.registered) {
         if (registered->fd == file->fd) {
             throw CufileError{handle_already_registered};
         }
     }
-    // A non-canonical address: dereferencing the handle faults.
-    const std::uint64_t number = random_u64() >> 2 | std::uint64_t{1} << 62;
-    ledger_add(kind, number);
-    all.registered.emplace(number, std::move(file));
-    *handle = reinterpret_cast<FileHandle>(number);
+    // A random non-canonical address, so that dereferencing the handle faults.
+    const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
+    ledger_add(ledger_kind, handle_value);
+    state.registered.emplace(handle_value, std::move(file));
+    *handle = reinterpret_cast<FileHandle>(handle_value);
 }
 
 } // namespace
@@ -112,27 +113,28 @@ void register_new(FileHandle* handle, FileRef file) {
 FileRef find_file(FileHandle handle) {
     FileRef file;
     {
-        Files& all = files();
-        std::lock_guard lock(all.mutex);
-        const auto found = all.registered.find(reinterpret_cast<std::uint64_t>(handle));
-        if (found == all.registered.end()) {
+        Files& state = files();
+        std::lock_guard lock(state.mutex);
+        const auto found = state.registered.find(reinterpret_cast<std::uint64_t>(handle));
+        if (found == state.registered.end()) {
             throw CufileError{handle_not_registered};
         }
         file = found->second;
     }
     // The descriptor may have been closed and its number reused for another file.
-    struct stat now {};
-    const bool is_same_file = fstat(file->fd, &now) == 0 && now.st_dev == file->device && now.st_ino == file->inode;
+    struct stat status {};
+    const bool is_same_file =
+        fstat(file->fd, &status) == 0 && status.st_dev == file->device && status.st_ino == file->inode;
     return is_same_file ? file : nullptr;
 }
 
 void drop_files() {
-    Files& all = files();
-    std::lock_guard lock(all.mutex);
-    for (const auto& [number, file] : all.registered) {
-        static_cast<void>(ledger_remove(kind, number));
+    Files& state = files();
+    std::lock_guard lock(state.mutex);
+    for (const auto& [handle_value, file] : state.registered) {
+        static_cast<void>(ledger_remove(ledger_kind, handle_value));
     }
-    all.registered.clear();
+    state.registered.clear();
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* description) {
@@ -141,24 +143,24 @@ GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* 
             throw CufileError{invalid_value};
         }
         ensure_open();
-        register_new(handle, inspect_file(description));
+        add_registration(handle, inspect_file(description));
     });
     count_operation(&StatsLevel1::handle_register_ops, result.error == success);
     return result;
 }
 
 GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
-    const auto number = reinterpret_cast<std::uint64_t>(handle);
+    const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
     FileRef file;
-    Files& all = files();
-    std::lock_guard lock(all.mutex);
+    Files& state = files();
+    std::lock_guard lock(state.mutex);
     // This function cannot report an error, so an invalid handle ends the process, like a double release.
-    if (!ledger_remove(kind, number)) {
+    if (!ledger_remove(ledger_kind, handle_value)) {
         std::fprintf(stderr, "gdrkit twin: cuFileHandleDeregister(%p): not a file handle, or already deregistered\n",
                      handle);
         std::abort();
     }
-    all.registered.erase(number);
+    state.registered.erase(handle_value);
     count_operation(&StatsLevel1::handle_deregister_ops, true);
 }
 

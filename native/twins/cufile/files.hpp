@@ -14,13 +14,13 @@ struct File {
     int fd = -1; // descriptor of the caller
     dev_t device = 0;
     ino_t inode = 0;
-    bool direct = false; // opened with O_DIRECT
-    Fd reopened;         // the same file, reopened without O_DIRECT, because the twin's transfers go through the host
+    bool is_direct = false; // the caller's descriptor was opened with O_DIRECT
+    Fd reopened;            // the same file without O_DIRECT, because the twin's transfers go through the host
 };
 using FileRef = std::shared_ptr<const File>;
 
-// Find a registered file. Throws CufileError (handle_not_registered) for an invalid handle. Return nullptr if the
-// caller's descriptor no longer refers to that file.
+// Find a registered file. Return nullptr if the caller's descriptor no longer refers to that file. Throws CufileError
+// (handle_not_registered) for an invalid handle.
 FileRef find_file(FileHandle handle);
 // Drop all registrations; called when the driver is closed.
 void drop_files();

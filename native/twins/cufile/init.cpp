@@ -17,16 +17,18 @@ using namespace gdrkit::twin;
 namespace gdrkit::twin::cufile {
 namespace {
 
+// Every implemented function of functions.def is a fault point. `implemented`, `nothing` and `unsupported` are values
+// of the last argument of X there.
 #define implemented(symbol) {#symbol, FaultKind::status, max_status},
 #define nothing(symbol)
 #define unsupported(symbol)
 #define X(symbol, kind) kind(symbol)
 constexpr FaultPoint fault_points[] = {
 #include "cufile/functions.def"
-    // Fault points inside the library: the path of a transfer, an entry of a batch, a transfer of a stream.
+    // Fault points that are not functions: the path of a transfer, an entry of a batch, and a transfer of a stream.
     {"cufile.route", FaultKind::route},
     {"cufile.batch_io", FaultKind::status, max_status},
-    // Code 0 means that the transfer moved nothing and reports 0 bytes (observed with 1.15).
+    // With code 0 the transfer moves no bytes and reports 0 bytes, as was observed with cuFile 1.15.
     {"cufile.async_io", FaultKind::status, max_status, 0},
 };
 #undef X
@@ -38,17 +40,17 @@ constexpr std::string_view fault_prefixes[] = {"cuFile", "cufile."};
 
 } // namespace
 
-const std::string_view& load_error() {
+const std::string_view& configuration_error() {
     static const auto* const error = [] {
-        const std::string& variables = config().error;
-        std::string plan = load_faults(fault_points, fault_prefixes);
-        return new std::string_view(*new std::string(variables.empty() ? std::move(plan) : variables));
+        const std::string& config_error = config().error;
+        std::string plan_error = load_faults(fault_points, fault_prefixes);
+        return new std::string_view(*new std::string(config_error.empty() ? std::move(plan_error) : config_error));
     }();
     return *error;
 }
 
 int injected_failure(std::string_view symbol) {
-    load_error();
+    configuration_error();
     return injected_fault(symbol).value_or(success);
 }
 
@@ -73,7 +75,7 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, s
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {
-    cufile::load_error();
+    cufile::configuration_error();
     const std::string error = plan == nullptr ? "expected the text of a fault plan, got NULL" : replace_faults(plan);
     if (!error.empty()) {
         std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());

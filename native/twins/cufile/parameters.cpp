@@ -24,8 +24,9 @@ struct Limits {
     std::size_t default_value, min, max;
 };
 
-// Defaults and limits of cuFile 1.20. A maximum of 0 is one that the real library derives from the GPU.
-constexpr Limits sizes[size_parameters] = {
+// Defaults and limits of cuFile 1.20; index: CUFileSizeTConfigParameter_t. A maximum of 0 means that the real library
+// derives the maximum from the GPU. The twin does not check such a maximum.
+constexpr Limits size_limits[size_parameter_count] = {
     {0, 0, 3},
     {128, 1, 256},
     {8, 0, 128},
@@ -39,23 +40,25 @@ constexpr Limits sizes[size_parameters] = {
     {4, 4, 18014398509481980},
     {5, 1, 1000},
 };
-constexpr bool bools[bool_parameters] = {false, true, false, false, true};
-constexpr int removed_bool_parameter = 5; // CUFILE_PARAM_PROFILE_NVTX
+// Defaults; index: CUFileBoolConfigParameter_t.
+constexpr bool bool_defaults[bool_parameter_count] = {false, true, false, false, true};
+constexpr int removed_bool_parameter = 5; // CUFILE_PARAM_PROFILE_NVTX, which cuFile no longer has
 
 enum StringParameter { string_logging_level = 0, string_log_path = 1, string_log_folder = 2, string_transport = 3 };
-constexpr int string_parameters = 4;
+constexpr int string_parameter_count = 4;
 
 struct Parameters {
     std::mutex mutex;
-    std::optional<std::size_t> size[size_parameters];
-    std::optional<bool> flag[bool_parameters];
-    std::string text[string_parameters] = {"WARN", "", "", "DC_V1"};
-    std::vector<std::size_t> slab_kb = {4, 1024, 16384}, slab_count = {128, 64, 64};
+    std::optional<std::size_t> size_values[size_parameter_count];
+    std::optional<bool> bool_values[bool_parameter_count];
+    std::string string_values[string_parameter_count] = {"WARN", "", "", "DC_V1"};
+    // posix_pool_slab_size_kb and posix_pool_slab_count of cufile.json.
+    std::vector<std::size_t> slab_sizes_kb = {4, 1024, 16384}, slab_counts = {128, 64, 64};
 };
 
 Parameters& parameters() {
-    static auto* const all = new Parameters;
-    return *all;
+    static auto* const instance = new Parameters;
+    return *instance;
 }
 
 std::optional<bool> bool_from_environment(const char* name) {
@@ -92,30 +95,30 @@ std::string json_value_of(std::string_view text, std::string_view key) {
     return std::string(text.substr(begin, text.find_first_of(" \t,}", begin) - begin));
 }
 
-// Return the value set by call, else by the environment, else by the file, else the default.
-bool resolve_bool(const std::optional<bool>& set_by_call, const char* name, const std::string& from_file,
+// Return the value that a call has set, else that of the environment variable, else that of the file, else the default.
+bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable, const std::string& value_of_file,
                   bool default_value) {
-    if (set_by_call) {
-        return *set_by_call;
+    if (value_of_call) {
+        return *value_of_call;
     }
-    if (const auto by_variable = bool_from_environment(name)) {
-        return *by_variable;
+    if (const auto value_of_variable = bool_from_environment(variable)) {
+        return *value_of_variable;
     }
-    return from_file.empty() ? default_value : from_file == "true";
+    return value_of_file.empty() ? default_value : value_of_file == "true";
 }
 
 template <typename Value>
-Error get_parameter(std::string_view symbol, Value* where, int index, int count, Value (*read)(int)) {
+Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*value_of)(int)) {
     return entry(symbol, [&] {
-        if (where == nullptr || index < 0 || index >= count ||
-            (count == bool_parameters && index == removed_bool_parameter)) {
+        if (value == nullptr || index < 0 || index >= count ||
+            (count == bool_parameter_count && index == removed_bool_parameter)) {
             throw CufileError{invalid_value};
         }
-        *where = read(index);
+        *value = value_of(index);
     });
 }
 
-void require_closed() {
+void require_driver_closed() {
     if (is_open()) {
         throw CufileError{driver_already_open};
     }
@@ -124,89 +127,92 @@ void require_closed() {
 } // namespace
 
 std::size_t size_parameter(int index) {
-    Parameters& all = parameters();
-    std::lock_guard lock(all.mutex);
-    return all.size[index].value_or(sizes[index].default_value);
+    Parameters& state = parameters();
+    std::lock_guard lock(state.mutex);
+    return state.size_values[index].value_or(size_limits[index].default_value);
 }
 
 bool bool_parameter(int index) {
-    Parameters& all = parameters();
-    std::lock_guard lock(all.mutex);
-    return all.flag[index].value_or(bools[index]);
+    Parameters& state = parameters();
+    std::lock_guard lock(state.mutex);
+    return state.bool_values[index].value_or(bool_defaults[index]);
 }
 
 void set_size_parameter(int index, std::size_t value) {
-    const Limits& limits = sizes[index];
+    const Limits& limits = size_limits[index];
     if (value < limits.min || (limits.max != 0 && value > limits.max)) {
         throw CufileError{invalid_value};
     }
-    Parameters& all = parameters();
-    std::lock_guard lock(all.mutex);
-    all.size[index] = value;
+    Parameters& state = parameters();
+    std::lock_guard lock(state.mutex);
+    state.size_values[index] = value;
 }
 
 void set_bool_parameter(int index, bool value) {
-    Parameters& all = parameters();
-    std::lock_guard lock(all.mutex);
-    all.flag[index] = value;
+    Parameters& state = parameters();
+    std::lock_guard lock(state.mutex);
+    state.bool_values[index] = value;
 }
 
-Modes apply_parameters() {
-    const std::string file = read_configuration();
-    Parameters& all = parameters();
-    std::lock_guard lock(all.mutex);
-    Modes modes;
-    modes.allow_compat = resolve_bool(all.flag[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
-                                      json_value_of(file, "allow_compat_mode"), bools[bool_allow_compat]);
-    modes.force_compat = resolve_bool(all.flag[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
-                                      json_value_of(file, "force_compat_mode"), bools[bool_force_compat]);
-    // From now on the caller reads the effective values.
-    all.flag[bool_allow_compat] = modes.allow_compat;
-    all.flag[bool_force_compat] = modes.force_compat;
-    const char* const level = std::getenv("CUFILE_STATS_LEVEL");
-    const std::string requested = level != nullptr ? level : json_value_of(file, "cufile_stats");
-    if (all.size[size_profile_stats]) {
-        set_default_level(static_cast<int>(*all.size[size_profile_stats]));
-    } else if (!requested.empty()) {
-        set_default_level(std::atoi(requested.c_str()));
+CompatModes apply_parameters() {
+    const std::string config_text = read_configuration();
+    Parameters& state = parameters();
+    std::lock_guard lock(state.mutex);
+    CompatModes modes;
+    modes.allow_compat =
+        resolve_bool(state.bool_values[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
+                     json_value_of(config_text, "allow_compat_mode"), bool_defaults[bool_allow_compat]);
+    modes.force_compat =
+        resolve_bool(state.bool_values[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
+                     json_value_of(config_text, "force_compat_mode"), bool_defaults[bool_force_compat]);
+    // From now on bool_parameter returns the effective values.
+    state.bool_values[bool_allow_compat] = modes.allow_compat;
+    state.bool_values[bool_force_compat] = modes.force_compat;
+    const char* const level_variable = std::getenv("CUFILE_STATS_LEVEL");
+    const std::string requested_level =
+        level_variable != nullptr ? level_variable : json_value_of(config_text, "cufile_stats");
+    if (state.size_values[size_profile_stats]) {
+        set_default_level(static_cast<int>(*state.size_values[size_profile_stats]));
+    } else if (!requested_level.empty()) {
+        set_default_level(std::atoi(requested_level.c_str()));
     }
     return modes;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterSizeT(int index, std::size_t* value) {
-    return get_parameter("cuFileGetParameterSizeT", value, index, size_parameters, size_parameter);
+    return get_parameter("cuFileGetParameterSizeT", value, index, size_parameter_count, size_parameter);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterBool(int index, bool* value) {
-    return get_parameter("cuFileGetParameterBool", value, index, bool_parameters, bool_parameter);
+    return get_parameter("cuFileGetParameterBool", value, index, bool_parameter_count, bool_parameter);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int index, std::size_t* min, std::size_t* max) {
     return entry("cuFileGetParameterMinMaxValue", [&] {
-        if (min == nullptr || max == nullptr || index <= size_profile_stats || index >= size_parameters) {
+        if (min == nullptr || max == nullptr || index <= size_profile_stats || index >= size_parameter_count) {
             throw CufileError{invalid_value};
         }
-        *min = sizes[index].min;
-        *max = sizes[index].max;
+        *min = size_limits[index].min;
+        *max = size_limits[index].max;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int length_bytes) {
     return entry("cuFileGetParameterString", [&] {
-        Parameters& all = parameters();
-        std::lock_guard lock(all.mutex);
-        if (value == nullptr || index < 0 || index >= string_parameters || length_bytes <= 0 ||
-            all.text[index].size() >= static_cast<std::size_t>(length_bytes)) {
+        Parameters& state = parameters();
+        std::lock_guard lock(state.mutex);
+        if (value == nullptr || index < 0 || index >= string_parameter_count || length_bytes <= 0 ||
+            state.string_values[index].size() >= static_cast<std::size_t>(length_bytes)) {
             throw CufileError{invalid_value};
         }
-        std::memcpy(value, all.text[index].c_str(), all.text[index].size() + 1);
+        std::memcpy(value, state.string_values[index].c_str(), state.string_values[index].size() + 1);
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) {
     return entry("cuFileSetParameterSizeT", [&] {
-        require_closed();
-        if (index < 0 || index >= size_parameters) {
+        require_driver_closed();
+        if (index < 0 || index >= size_parameter_count) {
             throw CufileError{invalid_value};
         }
         set_size_parameter(index, value);
@@ -215,8 +221,8 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) 
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterBool(int index, bool value) {
     return entry("cuFileSetParameterBool", [&] {
-        require_closed();
-        if (index < 0 || index >= bool_parameters || index == removed_bool_parameter) {
+        require_driver_closed();
+        if (index < 0 || index >= bool_parameter_count || index == removed_bool_parameter) {
             throw CufileError{invalid_value};
         }
         set_bool_parameter(index, value);
@@ -225,40 +231,40 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterBool(int index, bool value) {
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int index, const char* value) {
     return entry("cuFileSetParameterString", [&] {
-        require_closed();
-        if (value == nullptr || index < 0 || index >= string_parameters) {
+        require_driver_closed();
+        if (value == nullptr || index < 0 || index >= string_parameter_count) {
             throw CufileError{invalid_value};
         }
-        Parameters& all = parameters();
-        std::lock_guard lock(all.mutex);
-        all.text[index] = value;
+        Parameters& state = parameters();
+        std::lock_guard lock(state.mutex);
+        state.string_values[index] = value;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterPosixPoolSlabArray(const std::size_t* sizes_kb, const std::size_t* counts,
                                                                int length) {
     return entry("cuFileSetParameterPosixPoolSlabArray", [&] {
-        require_closed();
+        require_driver_closed();
         if (sizes_kb == nullptr || counts == nullptr || length <= 0) {
             throw CufileError{invalid_value};
         }
-        Parameters& all = parameters();
-        std::lock_guard lock(all.mutex);
-        all.slab_kb.assign(sizes_kb, sizes_kb + length);
-        all.slab_count.assign(counts, counts + length);
+        Parameters& state = parameters();
+        std::lock_guard lock(state.mutex);
+        state.slab_sizes_kb.assign(sizes_kb, sizes_kb + length);
+        state.slab_counts.assign(counts, counts + length);
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterPosixPoolSlabArray(std::size_t* sizes_kb, std::size_t* counts, int length) {
     return entry("cuFileGetParameterPosixPoolSlabArray", [&] {
-        Parameters& all = parameters();
-        std::lock_guard lock(all.mutex);
+        Parameters& state = parameters();
+        std::lock_guard lock(state.mutex);
         if (sizes_kb == nullptr || counts == nullptr || length < 0 ||
-            static_cast<std::size_t>(length) != all.slab_kb.size()) {
+            static_cast<std::size_t>(length) != state.slab_sizes_kb.size()) {
             throw CufileError{invalid_value};
         }
-        std::copy(all.slab_kb.begin(), all.slab_kb.end(), sizes_kb);
-        std::copy(all.slab_count.begin(), all.slab_count.end(), counts);
+        std::copy(state.slab_sizes_kb.begin(), state.slab_sizes_kb.end(), sizes_kb);
+        std::copy(state.slab_counts.begin(), state.slab_counts.end(), counts);
     });
 }
 

@@ -1,4 +1,4 @@
-// Configuration parameters. They can be set while the driver is closed and take effect when it opens.
+// Configuration parameters of cuFile. They can be set while the driver is closed, and take effect when it opens.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +17,14 @@ enum SizeParameter {
     size_batch_entries = 9,
     size_poll_threshold_kb = 10,
     size_batch_timeout_ms = 11,
-    size_parameters = 12,
+    size_parameter_count = 12,
 };
-enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compat = 2, bool_parameters = 14 };
+enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compat = 2, bool_parameter_count = 14 };
 
-// Determine the effective settings when the driver opens: values set by call override the environment, which overrides
-// cufile.json (CUFILE_ENV_PATH_JSON).
-Modes apply_parameters();
-// Return a parameter's effective value, or the one that would take effect at the next opening.
+// Determine the effective settings when the driver opens. A value that was set by a call overrides the environment
+// variable, which overrides cufile.json (CUFILE_ENV_PATH_JSON).
+CompatModes apply_parameters();
+// Return the value of a parameter. While the driver is closed, it is the value that takes effect when the driver opens.
 std::size_t size_parameter(int index);
 bool bool_parameter(int index);
 void set_size_parameter(int index, std::size_t value);

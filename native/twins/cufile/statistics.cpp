@@ -16,25 +16,26 @@ namespace {
 struct Statistics {
     std::mutex mutex;
     int level = 0;
-    bool level_set_by_call = false;
-    bool started = false;
+    bool is_level_set_by_call = false;
+    bool is_started = false;
     StatsLevel3 counters{};
 };
 
 Statistics& statistics() {
-    static auto* const all = new Statistics;
-    return *all;
+    static auto* const instance = new Statistics;
+    return *instance;
 }
 
 constexpr int max_level = 3;
 constexpr std::uint64_t us_per_s = 1'000'000;
 
-std::uint64_t per_second(std::uint64_t amount, std::uint64_t took_us) {
-    return took_us == 0
+std::uint64_t per_second(std::uint64_t amount, std::uint64_t duration_us) {
+    return duration_us == 0
                ? 0
-               : static_cast<std::uint64_t>(static_cast<double>(amount) * us_per_s / static_cast<double>(took_us));
+               : static_cast<std::uint64_t>(static_cast<double>(amount) * us_per_s / static_cast<double>(duration_us));
 }
 
+// Return the bin of the size histograms: 0 for less than 1 KiB, then one bin for every power of two.
 std::size_t bin_of(std::size_t length_bytes) {
     const std::size_t bin = static_cast<std::size_t>(std::bit_width(length_bytes / 1024));
     return std::min<std::size_t>(bin, histogram_bins - 1);
@@ -56,14 +57,14 @@ void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth
 }
 
 bool is_batch_transfer(const TransferRecord& record) {
-    return record.call == Call::batch || record.call == Call::vector;
+    return record.call_type == CallType::batch || record.call_type == CallType::vector;
 }
 
 void count_basic(StatsLevel1* basic, const TransferRecord& record) {
     if (is_batch_transfer(record)) {
-        (record.writing ? basic->batch_write_bytes : basic->batch_read_bytes) +=
+        (record.is_write ? basic->batch_write_bytes : basic->batch_read_bytes) +=
             static_cast<std::uint64_t>(std::max<ssize_t>(record.result, 0));
-    } else if (record.writing) {
+    } else if (record.is_write) {
         add_transfer(&basic->write_ops, &basic->write_bytes, &basic->write_bw, &basic->write_latency_average_us,
                      &basic->write_ops_per_s, &basic->write_latency_sum_us, record);
     } else {
@@ -75,84 +76,86 @@ void count_basic(StatsLevel1* basic, const TransferRecord& record) {
 std::uint64_t* route_counter(GpuStats* gpu, const TransferRecord& record) {
     switch (record.route) {
     case Route::p2p:
-        return record.writing ? &gpu->p2p_writes : &gpu->p2p_reads;
+        return record.is_write ? &gpu->p2p_writes : &gpu->p2p_reads;
     case Route::nvfs:
-        return record.writing ? &gpu->nvfs_writes : &gpu->nvfs_reads;
+        return record.is_write ? &gpu->nvfs_writes : &gpu->nvfs_reads;
     case Route::posix:
         break;
     }
-    return record.writing ? &gpu->posix_writes : &gpu->posix_reads;
+    return record.is_write ? &gpu->posix_writes : &gpu->posix_reads;
 }
 
 void count_on_gpu(GpuStats* gpu, const TransferRecord& record) {
-    ++(record.writing ? gpu->total_writes : gpu->total_reads);
+    ++(record.is_write ? gpu->total_writes : gpu->total_reads);
     if (record.result < 0) {
-        ++(record.writing ? gpu->write_errors : gpu->read_errors);
+        ++(record.is_write ? gpu->write_errors : gpu->read_errors);
         return;
     }
-    const auto took_us = static_cast<std::uint64_t>(record.duration.count());
-    (record.writing ? gpu->write_bytes : gpu->read_bytes) += static_cast<std::uint64_t>(record.result);
-    (record.writing ? gpu->write_duration_us : gpu->read_duration_us) += took_us;
+    const auto duration_us = static_cast<std::uint64_t>(record.duration.count());
+    (record.is_write ? gpu->write_bytes : gpu->read_bytes) += static_cast<std::uint64_t>(record.result);
+    (record.is_write ? gpu->write_duration_us : gpu->read_duration_us) += duration_us;
     gpu->read_bw = per_second(gpu->read_bytes, gpu->read_duration_us);
     gpu->write_bw = per_second(gpu->write_bytes, gpu->write_duration_us);
     ++*route_counter(gpu, record);
-    if (record.unaligned) {
-        ++(record.writing ? gpu->unaligned_writes : gpu->unaligned_reads);
+    if (record.is_unaligned) {
+        ++(record.is_write ? gpu->unaligned_writes : gpu->unaligned_reads);
     }
 }
 
 // Return the counters of a device; null for host memory or a device beyond the table. The caller holds the lock.
-GpuStats* gpu_stats_of(Statistics* all, int device) {
-    return device < 0 || device >= max_gpus ? nullptr : &all->counters.gpus[device];
+GpuStats* gpu_counters_of(Statistics* state, int device) {
+    return device < 0 || device >= max_gpus ? nullptr : &state->counters.gpus[device];
 }
 
-// Copy the first `size` bytes of the level 3 structure, which begins with level 2, which begins with level 1.
-Error copy_statistics(std::string_view symbol, int level, void* where, std::size_t size) {
+// Copy the statistics of a level. The level 3 structure begins with the level 2 structure, which begins with the level
+// 1 structure. So every level is the first `size_bytes` bytes of the level 3 structure.
+Error copy_statistics(std::string_view symbol, int level, void* destination, std::size_t size_bytes) {
     return entry(symbol, [&] {
-        require_open();
-        Statistics& all = statistics();
+        require_open_driver();
+        Statistics& state = statistics();
         const auto uuids = device_uuids();
-        std::lock_guard lock(all.mutex);
-        if (where == nullptr || all.level < level) {
+        std::lock_guard lock(state.mutex);
+        if (destination == nullptr || state.level < level) {
             throw CufileError{invalid_value};
         }
-        all.counters.gpu_count = static_cast<std::uint32_t>(std::min<std::size_t>(uuids.size(), max_gpus));
-        for (std::uint32_t gpu = 0; gpu < all.counters.gpu_count; ++gpu) {
-            std::memcpy(all.counters.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
+        state.counters.gpu_count = static_cast<std::uint32_t>(std::min<std::size_t>(uuids.size(), max_gpus));
+        for (std::uint32_t gpu = 0; gpu < state.counters.gpu_count; ++gpu) {
+            std::memcpy(state.counters.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
         }
-        std::memcpy(where, &all.counters, size);
+        std::memcpy(destination, &state.counters, size_bytes);
     });
 }
 
 } // namespace
 
-void count(const TransferRecord& record) {
-    Statistics& all = statistics();
-    std::lock_guard lock(all.mutex);
-    if (!all.started) {
+void count_transfer(const TransferRecord& record) {
+    Statistics& state = statistics();
+    std::lock_guard lock(state.mutex);
+    if (!state.is_started) {
         return;
     }
-    count_basic(&all.counters.detailed.basic, record);
+    count_basic(&state.counters.detailed.basic, record);
     if (record.result >= 0) {
-        auto& histogram = record.writing ? all.counters.detailed.write_size_kb : all.counters.detailed.read_size_kb;
+        auto& histogram =
+            record.is_write ? state.counters.detailed.write_size_kb : state.counters.detailed.read_size_kb;
         ++histogram[bin_of(static_cast<std::size_t>(record.result))];
     }
-    // Per-GPU counters do not include batches, nor vectored calls, which are batches internally (observed with 1.15 and
-    // 1.20).
-    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : gpu_stats_of(&all, record.device)) {
+    // The counters of a GPU do not include batches. Nor do they include vectored calls, which are batches internally
+    // (observed with 1.15 and 1.20).
+    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : gpu_counters_of(&state, record.device)) {
         count_on_gpu(gpu, record);
     }
 }
 
 void count_vectored_call(const TransferRecord& record) {
     count_operation(&StatsLevel1::batch_complete_ops, record.result >= 0);
-    Statistics& all = statistics();
-    std::lock_guard lock(all.mutex);
-    if (!all.started) {
+    Statistics& state = statistics();
+    std::lock_guard lock(state.mutex);
+    if (!state.is_started) {
         return;
     }
-    StatsLevel1& basic = all.counters.detailed.basic;
-    if (record.writing) {
+    StatsLevel1& basic = state.counters.detailed.basic;
+    if (record.is_write) {
         add_transfer(&basic.writev_ops, &basic.writev_bytes, &basic.writev_bw, &basic.writev_latency_average_us,
                      &basic.writev_ops_per_s, &basic.writev_latency_sum_us, record);
     } else {
@@ -161,52 +164,54 @@ void count_vectored_call(const TransferRecord& record) {
     }
 }
 
-void count_registration(int device, std::size_t length_bytes, bool registered, bool ok) {
-    count_operation(registered ? &StatsLevel1::buffer_register_ops : &StatsLevel1::buffer_deregister_ops, ok);
-    Statistics& all = statistics();
-    std::lock_guard lock(all.mutex);
-    GpuStats* const gpu = all.started ? gpu_stats_of(&all, device) : nullptr;
+void count_registration(int device, std::size_t length_bytes, bool is_registration, bool is_success) {
+    count_operation(is_registration ? &StatsLevel1::buffer_register_ops : &StatsLevel1::buffer_deregister_ops,
+                    is_success);
+    Statistics& state = statistics();
+    std::lock_guard lock(state.mutex);
+    GpuStats* const gpu = state.is_started ? gpu_counters_of(&state, device) : nullptr;
     if (gpu == nullptr) {
         return;
     }
-    if (registered) {
+    if (is_registration) {
         ++gpu->maps;
-        ++(ok ? gpu->maps_ok : gpu->map_errors);
-        gpu->registered_bytes += ok ? length_bytes : 0;
-    } else if (ok) {
+        ++(is_success ? gpu->maps_ok : gpu->map_errors);
+        gpu->registered_bytes += is_success ? length_bytes : 0;
+    } else if (is_success) {
         ++gpu->unmaps;
         gpu->registered_bytes -= std::min<std::uint64_t>(gpu->registered_bytes, length_bytes);
     }
 }
 
-void count_operation(OpCounter StatsLevel1::*index, bool ok) {
-    Statistics& all = statistics();
-    std::lock_guard lock(all.mutex);
-    if (all.started) {
-        OpCounter& counter = all.counters.detailed.basic.*index;
-        ++(ok ? counter.ok : counter.err);
+void count_operation(OpCounter StatsLevel1::*counter, bool is_success) {
+    Statistics& state = statistics();
+    std::lock_guard lock(state.mutex);
+    if (state.is_started) {
+        OpCounter& ops = state.counters.detailed.basic.*counter;
+        ++(is_success ? ops.ok : ops.err);
     }
 }
 
-void count_submitted(Route route) {
+void count_batch_submission(Route route) {
     count_operation(&StatsLevel1::batch_total_submit_ops, true);
     if (route == Route::p2p) {
         count_operation(&StatsLevel1::batch_p2p_submit_ops, true);
     } else if (route == Route::nvfs) {
         count_operation(&StatsLevel1::batch_nvfs_submit_ops, true);
     } else {
-        // Through the host by the kernel's asynchronous I/O: the only counter that the real library increments for it.
+        // For a transfer through the host the real library increments only the counter of the kernel's asynchronous
+        // I/O.
         count_operation(&StatsLevel1::batch_aio_submit_ops, true);
     }
 }
 
 void set_default_level(int level) {
-    Statistics& all = statistics();
-    std::lock_guard lock(all.mutex);
-    if (!all.level_set_by_call && level >= 0 && level <= max_level) {
-        all.level = level;
+    Statistics& state = statistics();
+    std::lock_guard lock(state.mutex);
+    if (!state.is_level_set_by_call && level >= 0 && level <= max_level) {
+        state.level = level;
         // A level from the environment or the file starts counting at once, without cuFileStatsStart.
-        all.started = level > 0;
+        state.is_started = level > 0;
     }
 }
 
@@ -215,10 +220,10 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetStatsLevel(int level) {
         if (level < 0 || level > max_level) {
             throw CufileError{invalid_value};
         }
-        Statistics& all = statistics();
-        std::lock_guard lock(all.mutex);
-        all.level = level;
-        all.level_set_by_call = true;
+        Statistics& state = statistics();
+        std::lock_guard lock(state.mutex);
+        state.level = level;
+        state.is_level_set_by_call = true;
     });
 }
 
@@ -227,52 +232,52 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetStatsLevel(int* level) {
         if (level == nullptr) {
             throw CufileError{invalid_value};
         }
-        Statistics& all = statistics();
-        std::lock_guard lock(all.mutex);
-        *level = all.level;
+        Statistics& state = statistics();
+        std::lock_guard lock(state.mutex);
+        *level = state.level;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsStart() {
     return entry("cuFileStatsStart", [] {
-        require_open();
-        Statistics& all = statistics();
-        std::lock_guard lock(all.mutex);
-        if (all.level == 0) {
+        require_open_driver();
+        Statistics& state = statistics();
+        std::lock_guard lock(state.mutex);
+        if (state.level == 0) {
             throw CufileError{invalid_value};
         }
-        all.started = true;
+        state.is_started = true;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsStop() {
     return entry("cuFileStatsStop", [] {
-        require_open();
-        Statistics& all = statistics();
-        std::lock_guard lock(all.mutex);
-        all.started = false;
+        require_open_driver();
+        Statistics& state = statistics();
+        std::lock_guard lock(state.mutex);
+        state.is_started = false;
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsReset() {
     return entry("cuFileStatsReset", [] {
-        require_open();
-        Statistics& all = statistics();
-        std::lock_guard lock(all.mutex);
-        all.counters = {};
+        require_open_driver();
+        Statistics& state = statistics();
+        std::lock_guard lock(state.mutex);
+        state.counters = {};
     });
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL1(StatsLevel1* where) {
-    return copy_statistics("cuFileGetStatsL1", 1, where, sizeof *where);
+GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL1(StatsLevel1* statistics) {
+    return copy_statistics("cuFileGetStatsL1", 1, statistics, sizeof *statistics);
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL2(StatsLevel2* where) {
-    return copy_statistics("cuFileGetStatsL2", 2, where, sizeof *where);
+GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL2(StatsLevel2* statistics) {
+    return copy_statistics("cuFileGetStatsL2", 2, statistics, sizeof *statistics);
 }
 
-GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL3(StatsLevel3* where) {
-    return copy_statistics("cuFileGetStatsL3", 3, where, sizeof *where);
+GDRKIT_CUFILE_ENTRY Error cuFileGetStatsL3(StatsLevel3* statistics) {
+    return copy_statistics("cuFileGetStatsL3", 3, statistics, sizeof *statistics);
 }
 
 } // namespace gdrkit::twin::cufile

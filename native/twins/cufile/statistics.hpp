@@ -1,4 +1,4 @@
-// Statistics counters of levels 1 to 3.
+// Counts transfers, registrations and batches for cuFileGetStatsL1 to L3.
 #pragma once
 
 #include <chrono>
@@ -10,30 +10,31 @@
 
 namespace gdrkit::twin::cufile {
 
+// The path of a transfer's bytes. The values are those of route= in a fault plan.
 enum class Route { p2p = 1, nvfs = 2, posix = 3 };
-enum class Call { plain, vector, batch, stream };
+enum class CallType { single, vector, batch, stream };
 
 // Record of one transfer, for the statistics.
 struct TransferRecord {
-    Call call = Call::plain;
-    bool writing = false;
+    CallType call_type = CallType::single;
+    bool is_write = false;
     int device = -1; // -1: host memory
     Route route = Route::posix;
-    bool unaligned = false;
+    bool is_unaligned = false;
     ssize_t result = 0; // number of bytes, or a negative error
     std::chrono::microseconds duration{0};
 };
 
-// Count an event while statistics are started; otherwise do nothing.
-void count(const TransferRecord& record);
-void count_registration(int device, std::size_t length_bytes, bool registered, bool ok);
-void count_operation(OpCounter StatsLevel1::*index, bool ok);
-// Count one call of cuFileReadv or cuFileWritev. Its elements were counted before.
+// The following functions count only while statistics are started.
+void count_transfer(const TransferRecord& record);
+void count_registration(int device, std::size_t length_bytes, bool is_registration, bool is_success);
+void count_operation(OpCounter StatsLevel1::*counter, bool is_success);
+// Count one call of cuFileReadv or cuFileWritev. The transfers of its vectors are counted by count_transfer.
 void count_vectored_call(const TransferRecord& record);
 // Count one transfer of a batch by its path.
-void count_submitted(Route route);
+void count_batch_submission(Route route);
 
-// Set the level given by the environment or cufile.json, unless a call has set it.
+// Set the level that the environment or cufile.json requests, unless cuFileSetStatsLevel has set a level.
 void set_default_level(int level);
 
 } // namespace gdrkit::twin::cufile

@@ -18,29 +18,30 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view kind = "cufile_stream";
+// Type of registered streams in the ledger of live handles (model/ledger.hpp).
+constexpr std::string_view ledger_kind = "cufile_stream";
 
 struct Streams {
     std::mutex mutex;
-    std::map<Stream, unsigned> registered;
+    std::map<Stream, unsigned> flags_by_stream; // registered streams only
 };
 
 Streams& streams() {
-    static auto* const all = new Streams;
-    return *all;
+    static auto* const instance = new Streams;
+    return *instance;
 }
 
-unsigned flags_of(Stream stream) {
-    Streams& all = streams();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.registered.find(stream);
-    return found == all.registered.end() ? 0 : found->second;
+unsigned registered_flags_of(Stream stream) {
+    Streams& state = streams();
+    std::lock_guard lock(state.mutex);
+    const auto registration = state.flags_by_stream.find(stream);
+    return registration == state.flags_by_stream.end() ? 0 : registration->second;
 }
 
 // A queued transfer. Arguments that the stream's flags do not declare as fixed are read when the transfer starts.
 struct QueuedTransfer {
-    OperationInProgress operations_in_progress;
-    bool writing = false;
+    OperationInProgress operation_in_progress; // keeps the cuFile driver from being closed before the transfer is done
+    bool is_write = false;
     FileHandle file = nullptr;
     void* buffer = nullptr;
     const std::size_t* length_bytes = nullptr;
@@ -56,12 +57,13 @@ ssize_t run_queued(const QueuedTransfer& queued) {
     if (const auto code = injected_fault("cufile.async_io")) {
         return -*code;
     }
-    const Transfer transfer{Call::stream,         queued.writing,      queued.file,          queued.buffer,
+    const Transfer transfer{CallType::stream,     queued.is_write,     queued.file,          queued.buffer,
                             *queued.length_bytes, *queued.file_offset, *queued.buffer_offset};
-    return transfer.length_bytes > queued.max_length_bytes ? -invalid_value : transfer_result(transfer);
+    return transfer.length_bytes > queued.max_length_bytes ? -invalid_value : execute_transfer(transfer);
 }
 
-// Host function of the stream. It must not call the driver, so another thread does the transfer while the stream waits.
+// Host function of the stream. A host function must not call the CUDA driver. So another thread carries out the
+// transfer, and the stream waits for that thread.
 void run_in_stream(void* data) {
     const std::unique_ptr<QueuedTransfer> queued(static_cast<QueuedTransfer*>(data));
     std::thread worker = start_signal_blocking_thread([&queued] {
@@ -71,25 +73,25 @@ void run_in_stream(void* data) {
     worker.join();
 }
 
-Error enqueue(std::string_view symbol, bool writing, FileHandle file, void* buffer, std::size_t* length_bytes,
+Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buffer, std::size_t* length_bytes,
               off_t* file_offset, off_t* buffer_offset, ssize_t* result, Stream stream) {
     return entry(symbol, [&] {
-        require_open();
+        require_open_driver();
         if (buffer == nullptr || length_bytes == nullptr || file_offset == nullptr || buffer_offset == nullptr ||
             result == nullptr) {
             throw CufileError{invalid_value};
         }
         find_file(file);
         const MemoryLocation location = location_of_stream(stream);
-        // The result is 0 until the transfer is done. Without a current context the real library's queuing fails
-        // internally: the call succeeds and the result is -ENOMEM (observed with 1.15 and 1.20).
+        // The result is 0 until the transfer is done. Without a current context the real library returns success, but
+        // stores the result -ENOMEM and queues no transfer (observed with 1.15 and 1.20).
         *result = has_current_context() ? 0 : -ENOMEM;
         if (*result != 0) {
             return;
         }
-        const unsigned flags = flags_of(stream);
+        const unsigned flags = registered_flags_of(stream);
         auto queued = std::make_unique<QueuedTransfer>();
-        queued->writing = writing;
+        queued->is_write = is_write;
         queued->file = file;
         queued->buffer = buffer;
         queued->result = result;
@@ -119,29 +121,29 @@ GDRKIT_CUFILE_ENTRY Error cuFileWriteAsync(FileHandle file, void* buffer, std::s
 
 GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
     return entry("cuFileStreamRegister", [&] {
-        require_open();
+        require_open_driver();
         if ((flags & ~static_cast<unsigned>(stream_flags_mask)) != 0) {
             throw CufileError{invalid_value};
         }
-        location_of_stream(stream);
-        Streams& all = streams();
-        std::lock_guard lock(all.mutex);
-        if (!all.registered.emplace(stream, flags).second) {
+        static_cast<void>(location_of_stream(stream)); // throws if no device has this stream
+        Streams& state = streams();
+        std::lock_guard lock(state.mutex);
+        if (!state.flags_by_stream.emplace(stream, flags).second) {
             throw CufileError{invalid_value};
         }
-        ledger_add(kind, stream);
+        ledger_add(ledger_kind, stream);
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStreamDeregister(Stream stream) {
     return entry("cuFileStreamDeregister", [&] {
-        require_open();
-        Streams& all = streams();
-        std::lock_guard lock(all.mutex);
-        if (!ledger_remove(kind, stream)) {
+        require_open_driver();
+        Streams& state = streams();
+        std::lock_guard lock(state.mutex);
+        if (!ledger_remove(ledger_kind, stream)) {
             throw CufileError{invalid_value};
         }
-        all.registered.erase(stream);
+        state.flags_by_stream.erase(stream);
     });
 }
 

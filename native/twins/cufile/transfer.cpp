@@ -21,28 +21,29 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-// Alignment that direct transfers require of offsets and sizes.
+// Direct transfers require offsets and lengths that are multiples of this.
 constexpr std::uint64_t direct_alignment_bytes = 4096;
 constexpr std::size_t chunk_bytes = 1 << 20;
 
 struct RouteChoice {
     Route route = Route::posix;
-    bool unaligned = false;
+    bool is_unaligned = false;
 };
 
-// Choose the path of a transfer. The fault plan says which path the machine supports; the transfer takes it only if
-// its alignment, file and the driver's settings allow.
+// Choose the path of a transfer. The fault plan says which path this machine supports. A transfer takes this path only
+// if its alignment, its file, its memory and the driver's settings allow it; else it takes the path through the host.
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
-    const Route possible = static_cast<Route>(injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
-    const Modes current_modes = modes();
-    const auto sum = static_cast<std::uint64_t>(transfer.file_offset) |
-                     static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
+    const Route supported_route =
+        static_cast<Route>(injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
+    const CompatModes current_modes = compat_modes();
+    const auto combined_bits = static_cast<std::uint64_t>(transfer.file_offset) |
+                               static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
     RouteChoice choice;
-    choice.unaligned = sum % direct_alignment_bytes != 0;
-    if (location.device && file.direct && !choice.unaligned && !current_modes.force_compat) {
-        choice.route = possible;
+    choice.is_unaligned = combined_bits % direct_alignment_bytes != 0;
+    if (location.is_device && file.is_direct && !choice.is_unaligned && !current_modes.force_compat) {
+        choice.route = supported_route;
     }
-    if (choice.route == Route::posix && location.device && !current_modes.allow_compat) {
+    if (choice.route == Route::posix && location.is_device && !current_modes.allow_compat) {
         throw CufileError{io_not_supported};
     }
     return choice;
@@ -57,32 +58,34 @@ void check_arguments(const Transfer& transfer) {
     }
 }
 
-ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* where, std::size_t length_bytes, off_t offset) {
-    ssize_t moved = 0;
+ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* memory, std::size_t length_bytes, off_t offset) {
+    ssize_t moved_bytes = 0;
     do {
-        moved = transfer.writing ? pwrite(fd, where, length_bytes, offset) : pread(fd, where, length_bytes, offset);
-    } while (moved < 0 && errno == EINTR);
-    return moved;
+        moved_bytes =
+            transfer.is_write ? pwrite(fd, memory, length_bytes, offset) : pread(fd, memory, length_bytes, offset);
+    } while (moved_bytes < 0 && errno == EINTR);
+    return moved_bytes;
 }
 
-// Transfer in chunks. Bytes moved before an error count; the error is then reported by the next call, as with pread.
+// Transfer in chunks and return the number of bytes, or -1 with errno set. If bytes were moved before an error, return
+// their number; the next call then reports the error, as with pread.
 template <typename CopyChunk> ssize_t for_each_chunk(const Transfer& transfer, CopyChunk&& copy_chunk) {
-    std::size_t transferred = 0;
-    while (transferred < transfer.length_bytes) {
-        const std::size_t chunk_size = std::min(chunk_bytes, transfer.length_bytes - transferred);
-        const ssize_t moved = copy_chunk(transferred, chunk_size);
-        if (moved < 0 && transferred == 0) {
+    std::size_t transferred_bytes = 0;
+    while (transferred_bytes < transfer.length_bytes) {
+        const std::size_t chunk_length_bytes = std::min(chunk_bytes, transfer.length_bytes - transferred_bytes);
+        const ssize_t moved_bytes = copy_chunk(transferred_bytes, chunk_length_bytes);
+        if (moved_bytes < 0 && transferred_bytes == 0) {
             return -1;
         }
-        if (moved <= 0) {
+        if (moved_bytes <= 0) {
             break;
         }
-        transferred += static_cast<std::size_t>(moved);
-        if (static_cast<std::size_t>(moved) < chunk_size) {
+        transferred_bytes += static_cast<std::size_t>(moved_bytes);
+        if (static_cast<std::size_t>(moved_bytes) < chunk_length_bytes) {
             break;
         }
     }
-    return static_cast<ssize_t>(transferred);
+    return static_cast<ssize_t>(transferred_bytes);
 }
 
 ssize_t transfer_device_memory(const Transfer& transfer, const File& file, const MemoryLocation& location) {
@@ -90,25 +93,26 @@ ssize_t transfer_device_memory(const Transfer& transfer, const File& file, const
         reinterpret_cast<std::uint64_t>(transfer.buffer) + static_cast<std::uint64_t>(transfer.buffer_offset);
     const std::unique_ptr<char[]> staging(new char[std::min(chunk_bytes, transfer.length_bytes)]);
     const DeviceCopier copier(location);
-    return for_each_chunk(transfer, [&](std::size_t transferred, std::size_t chunk_size) {
-        const off_t offset = transfer.file_offset + static_cast<off_t>(transferred);
-        if (transfer.writing) {
-            copier.from_device(staging.get(), base + transferred, chunk_size);
-            return pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_size, offset);
+    return for_each_chunk(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
+        const off_t offset = transfer.file_offset + static_cast<off_t>(transferred_bytes);
+        if (transfer.is_write) {
+            copier.from_device(staging.get(), base + transferred_bytes, chunk_length_bytes);
+            return pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_length_bytes, offset);
         }
-        const ssize_t moved = pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_size, offset);
-        if (moved > 0) {
-            copier.to_device(base + transferred, staging.get(), static_cast<std::size_t>(moved));
+        const ssize_t moved_bytes =
+            pread_or_pwrite(transfer, file.reopened.get(), staging.get(), chunk_length_bytes, offset);
+        if (moved_bytes > 0) {
+            copier.to_device(base + transferred_bytes, staging.get(), static_cast<std::size_t>(moved_bytes));
         }
-        return moved;
+        return moved_bytes;
     });
 }
 
 ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
     char* const base = static_cast<char*>(transfer.buffer) + transfer.buffer_offset;
-    return for_each_chunk(transfer, [&](std::size_t transferred, std::size_t chunk_size) {
-        return pread_or_pwrite(transfer, file.reopened.get(), base + transferred, chunk_size,
-                               transfer.file_offset + static_cast<off_t>(transferred));
+    return for_each_chunk(transfer, [&](std::size_t transferred_bytes, std::size_t chunk_length_bytes) {
+        return pread_or_pwrite(transfer, file.reopened.get(), base + transferred_bytes, chunk_length_bytes,
+                               transfer.file_offset + static_cast<off_t>(transferred_bytes));
     });
 }
 
@@ -122,49 +126,50 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     const auto base = reinterpret_cast<std::uint64_t>(transfer.buffer);
     const auto offset = static_cast<std::uint64_t>(transfer.buffer_offset);
     const MemoryLocation location = location_of(base);
-    record->device = location.ordinal;
+    record->device = location.device_ordinal;
     check_registered(base, offset, transfer.length_bytes, location);
-    if (location.device) {
+    if (location.is_device) {
         check_allocated(base + offset, transfer.length_bytes);
     }
     const RouteChoice choice = choose_route(transfer, *file, location);
     record->route = choice.route;
-    record->unaligned = choice.unaligned;
+    record->is_unaligned = choice.is_unaligned;
     if (transfer.length_bytes == 0) {
         return 0;
     }
-    return location.device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
+    return location.is_device ? transfer_device_memory(transfer, *file, location)
+                              : transfer_host_memory(transfer, *file);
 }
 
-ssize_t transfer_vectors(std::string_view symbol, bool writing, FileHandle file, const IoVector* vectors,
+ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file, const IoVector* vectors,
                          std::size_t count, off_t file_offset, unsigned flags) {
     return data_entry(symbol, [&]() -> ssize_t {
         if (vectors == nullptr || count == 0 || flags != 0) {
             throw CufileError{invalid_value};
         }
         const auto begin = std::chrono::steady_clock::now();
-        std::size_t sum = 0;
+        std::size_t total_bytes = 0;
         for (std::size_t index = 0; index < count; ++index) {
-            const Transfer transfer{Call::vector,
-                                    writing,
+            const Transfer transfer{CallType::vector,
+                                    is_write,
                                     file,
                                     vectors[index].base,
                                     vectors[index].length_bytes,
-                                    file_offset + static_cast<off_t>(sum),
+                                    file_offset + static_cast<off_t>(total_bytes),
                                     0};
-            const ssize_t moved = transfer_result(transfer);
-            if (moved < 0 && sum == 0) {
-                return data_failure(static_cast<int>(-moved));
+            const ssize_t moved_bytes = execute_transfer(transfer);
+            if (moved_bytes < 0 && total_bytes == 0) {
+                return data_failure(static_cast<int>(-moved_bytes));
             }
-            sum += static_cast<std::size_t>(std::max<ssize_t>(moved, 0));
-            if (moved < 0 || static_cast<std::size_t>(moved) < vectors[index].length_bytes) {
+            total_bytes += static_cast<std::size_t>(std::max<ssize_t>(moved_bytes, 0));
+            if (moved_bytes < 0 || static_cast<std::size_t>(moved_bytes) < vectors[index].length_bytes) {
                 break;
             }
         }
         TransferRecord record;
-        record.call = Call::vector;
-        record.writing = writing;
-        record.result = static_cast<ssize_t>(sum);
+        record.call_type = CallType::vector;
+        record.is_write = is_write;
+        record.result = static_cast<ssize_t>(total_bytes);
         record.duration =
             std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
         count_vectored_call(record);
@@ -175,32 +180,32 @@ ssize_t transfer_vectors(std::string_view symbol, bool writing, FileHandle file,
 } // namespace
 
 ssize_t run_transfer(const Transfer& transfer) {
-    const OperationInProgress operations_in_progress;
+    const OperationInProgress operation_in_progress;
     const auto begin = std::chrono::steady_clock::now();
     TransferRecord record;
-    record.call = transfer.call;
-    record.writing = transfer.writing;
+    record.call_type = transfer.call_type;
+    record.is_write = transfer.is_write;
     try {
         record.result = transfer_bytes(transfer, &record);
     } catch (const CufileError& error) {
         record.result = -error.status;
-        count(record);
+        count_transfer(record);
         throw;
     }
     const int saved_errno = errno;
     record.duration = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - begin);
-    count(record);
-    if ((transfer.call == Call::batch || transfer.call == Call::vector) && record.result >= 0) {
-        count_submitted(record.route);
+    count_transfer(record);
+    if ((transfer.call_type == CallType::batch || transfer.call_type == CallType::vector) && record.result >= 0) {
+        count_batch_submission(record.route);
     }
     errno = saved_errno;
     return record.result;
 }
 
-ssize_t transfer_result(const Transfer& transfer) {
+ssize_t execute_transfer(const Transfer& transfer) {
     try {
-        const ssize_t moved = run_transfer(transfer);
-        return moved == -1 ? -errno : moved;
+        const ssize_t moved_bytes = run_transfer(transfer);
+        return moved_bytes == -1 ? -errno : moved_bytes;
     } catch (const CufileError& error) {
         return -error.status;
     } catch (const std::bad_alloc&) {
@@ -211,7 +216,7 @@ ssize_t transfer_result(const Transfer& transfer) {
 GDRKIT_CUFILE_ENTRY ssize_t cuFileRead(FileHandle file, void* buffer, std::size_t length_bytes, off_t file_offset,
                                        off_t buffer_offset) {
     return data_entry("cuFileRead", [&] {
-        return run_transfer({Call::plain, false, file, buffer, length_bytes, file_offset, buffer_offset});
+        return run_transfer({CallType::single, false, file, buffer, length_bytes, file_offset, buffer_offset});
     });
 }
 
@@ -219,7 +224,7 @@ GDRKIT_CUFILE_ENTRY ssize_t cuFileWrite(FileHandle file, const void* buffer, std
                                         off_t file_offset, off_t buffer_offset) {
     return data_entry("cuFileWrite", [&] {
         return run_transfer(
-            {Call::plain, true, file, const_cast<void*>(buffer), length_bytes, file_offset, buffer_offset});
+            {CallType::single, true, file, const_cast<void*>(buffer), length_bytes, file_offset, buffer_offset});
     });
 }
 

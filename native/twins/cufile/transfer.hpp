@@ -12,8 +12,8 @@
 namespace gdrkit::twin::cufile {
 
 struct Transfer {
-    Call call = Call::plain;
-    bool writing = false;
+    CallType call_type = CallType::single;
+    bool is_write = false;
     FileHandle file = nullptr;
     void* buffer = nullptr;
     std::size_t length_bytes = 0;
@@ -25,7 +25,8 @@ struct Transfer {
 // Throws CufileError for all other errors.
 ssize_t run_transfer(const Transfer& transfer);
 
-// The same for results that are stored: return the number of bytes, -errno, or a negative CUfileOpError.
-ssize_t transfer_result(const Transfer& transfer);
+// Carry out a transfer whose result is stored for the caller. Return the number of bytes, -errno, or a negative
+// CUfileOpError.
+ssize_t execute_transfer(const Transfer& transfer);
 
 } // namespace gdrkit::twin::cufile

@@ -15,14 +15,14 @@ from pathlib import Path
 
 __all__ = ["ledger", "loaded", "set_faults"]
 
-_FILES = {
+_LIBRARY_NAMES = {
     "verbs": "libibverbs.so",
     "cuda": "libcuda.so",
     "cufile": "libcufile.so",
     "hlthunk": "libhl-thunk.so",
 }
-_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \d+\s+(/.*)$", re.MULTILINE)
-_FIRST_BYTES = 4096
+_EXECUTABLE_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \d+\s+(/.*)$", re.MULTILINE)
+_BUFFER_STEP_BYTES = 4096
 
 
 def loaded(api: str) -> ctypes.CDLL | None:
@@ -31,9 +31,9 @@ def loaded(api: str) -> ctypes.CDLL | None:
     Return None if this process has not loaded that library, or has loaded the real one.
     """
     for path in dict.fromkeys(
-        _MAPPING.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
+        _EXECUTABLE_MAPPING.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape"))
     ):
-        if os.path.basename(path).startswith(_FILES[api]):  # noqa: PTH119 - a path as printed by the kernel.
+        if os.path.basename(path).startswith(_LIBRARY_NAMES[api]):  # noqa: PTH119 - a path as printed by the kernel.
             # RTLD_NOLOAD returns the library that is already loaded, and never loads another one.
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             if hasattr(library, "gdrkit_twin_ledger"):
@@ -49,18 +49,18 @@ def ledger(api: str) -> dict[str, object] | None:
     library = loaded(api)
     if library is None:
         return None
-    size = _FIRST_BYTES
+    size_bytes = _BUFFER_STEP_BYTES
     while True:
-        buffer = ctypes.create_string_buffer(size)
-        needed = int(library.gdrkit_twin_ledger(buffer, ctypes.c_size_t(size)))
-        if needed < size:
+        buffer = ctypes.create_string_buffer(size_bytes)
+        needed_bytes = int(library.gdrkit_twin_ledger(buffer, ctypes.c_size_t(size_bytes)))
+        if needed_bytes < size_bytes:
             state = json.loads(buffer.value)
             if not isinstance(state, dict):
                 message = f"gdrkit_twin_ledger of the {api} twin returned {state!r}, expected a JSON object"
                 raise TypeError(message)
             return state
-        # Another thread may add handles between two calls, so the size is checked again each time.
-        size = needed + _FIRST_BYTES
+        # Another thread may add handles before the next call, so the next buffer is larger than needed now.
+        size_bytes = needed_bytes + _BUFFER_STEP_BYTES
 
 
 def set_faults(api: str, plan: str) -> None:
@@ -69,8 +69,8 @@ def set_faults(api: str, plan: str) -> None:
     Raises
     ------
     OSError
-        ENOENT: no twin of `api` is loaded in this process. EINVAL: the plan is malformed, and the twin prints the line
-        on stderr.
+        ENOENT: no twin of `api` is loaded in this process. EINVAL: the plan is malformed; the twin prints the error on
+        stderr.
     """
     library = loaded(api)
     if library is None:

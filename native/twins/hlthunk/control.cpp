@@ -15,8 +15,9 @@
 using namespace gdrkit::twin;
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
-    gaudi::load_error();
-    // Devices whose files were closed, also by close(2), are closed first, so that the counts are current.
+    static_cast<void>(gaudi::configuration_error()); // reads the fault plan, unless an earlier call did
+    // A program may have closed a device file by close(2), which the twin does not notice. Close the devices of such
+    // files first, so that the counts are current.
     gaudi::close_unreferenced_devices();
     const std::string json = "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
                              ",\"seed\":" + std::to_string(config().seed) +
@@ -27,7 +28,7 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, s
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {
-    gaudi::load_error();
+    static_cast<void>(gaudi::configuration_error()); // reads the fault plan, unless an earlier call did
     const std::string error = plan == nullptr ? "expected the text of a fault plan, got NULL" : replace_faults(plan);
     if (!error.empty()) {
         std::fprintf(stderr, "gdrkit twin: fault plan: %s\n", error.c_str());

@@ -1,4 +1,4 @@
-// Open devices: their properties, who has them open, and when their contexts are destroyed.
+// Open devices: their properties, the processes that have them open, and the destruction of their contexts.
 #include "hlthunk/device.hpp"
 
 #include <fcntl.h>
@@ -22,7 +22,7 @@ namespace {
 constexpr std::uint64_t gib = std::uint64_t{1} << 30;
 constexpr std::uint64_t mib = std::uint64_t{1} << 20;
 
-// Addresses and sizes are those of the driver, except the page size of Gaudi 3, which the twin chose.
+// Addresses and sizes are those of the kernel driver. Only the page size of Gaudi 3 is invented.
 constexpr Properties generations[] = {
     {gaudi1, pci_id_gaudi1, "HL205", false, 0x20000000, 0x20000000 + 512 * mib, 32 * gib, 2 * mib, 0, 0x1000000000000},
     {DeviceName::gaudi2, pci_id_gaudi2, "HL225", true, 0x1001000000000000, 0x1001000000000000 + 48 * mib, 96 * gib,
@@ -31,26 +31,28 @@ constexpr Properties generations[] = {
      32 * mib, 0x1001002000000000, 0xff70000000000000},
 };
 
-constexpr std::string_view file_name = "/memfd:gdrkit-accel:";
-constexpr std::string_view control_file_name = "/memfd:gdrkit-accel-control:";
-// Size of the device file. A command buffer's handle is its mmap offset in that file, so the file must be large.
+// The names of device files, as /proc/self/fd shows them, begin with these prefixes. The index of the device follows.
+constexpr std::string_view file_name_prefix = "/memfd:gdrkit-accel:";
+constexpr std::string_view control_file_name_prefix = "/memfd:gdrkit-accel-control:";
+// Size of the device file. The handle of a command buffer is its mmap offset in that file, so the file must be large.
 constexpr off_t file_bytes = off_t{1} << 44;
 
 struct OpenDevice {
     DeviceRef device;
-    pid_t owner = 0;
-    dev_t disk = 0;
+    pid_t owner_pid = 0;
+    // Identity of the device file.
+    dev_t filesystem = 0;
     ino_t inode = 0;
 };
 
 struct DeviceTable {
     std::mutex mutex;
-    std::vector<OpenDevice> open;
+    std::vector<OpenDevice> open_devices;
 };
 
-DeviceTable& table() {
-    static auto* const all = new DeviceTable;
-    return *all;
+DeviceTable& device_table() {
+    static auto* const instance = new DeviceTable;
+    return *instance;
 }
 
 std::string_view read_fd_link(int fd, char (&target)[128]) {
@@ -61,19 +63,19 @@ std::string_view read_fd_link(int fd, char (&target)[128]) {
 }
 
 int make_file(std::string_view prefix, unsigned index) {
-    char name[64];
+    char name[64]; // without the "/memfd:" of the prefix, which the kernel adds
     std::snprintf(name, sizeof name, "%s%u", prefix.substr(prefix.find(':') + 1).data(), index);
     Fd file(memfd_create(name, MFD_CLOEXEC));
     return !file || ftruncate(file.get(), file_bytes) != 0 ? -errno : file.release();
 }
 
-// Open the memfd again for the client: has_other_references counts descriptors that were opened by name, not the
-// original.
+// Open the memfd again for the client. has_other_references counts such a descriptor, but not the descriptor that
+// memfd_create returned.
 int reopen(int fd) {
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    const int opened = open(link, O_RDWR | O_CLOEXEC);
-    return opened < 0 ? -errno : opened;
+    const int reopened_fd = open(link, O_RDWR | O_CLOEXEC);
+    return reopened_fd < 0 ? -errno : reopened_fd;
 }
 
 } // namespace
@@ -94,7 +96,7 @@ Device::Device(unsigned index, Fd file, Fd reservation)
 Device::~Device() {
     {
         std::lock_guard lock(mutex);
-        stopping_ = true;
+        is_stopping_ = true;
     }
     changed.notify_all();
     if (worker_.joinable()) {
@@ -108,7 +110,7 @@ Device::~Device() {
     for (const auto& [handle, allocation] : allocations) {
         static_cast<void>(ledger_remove("gaudi_memory", self ^ handle));
     }
-    for (const auto& [handle, buffer] : buffers) {
+    for (const auto& [handle, buffer] : command_buffers) {
         static_cast<void>(ledger_remove("gaudi_command_buffer", self ^ handle));
     }
     static_cast<void>(ledger_remove("gaudi_device", self));
@@ -135,25 +137,25 @@ DeviceRef find_device(int fd, int* error) {
         *error = EBADF;
         return nullptr;
     }
-    DeviceTable& all = table();
-    std::lock_guard lock(all.mutex);
-    for (const OpenDevice& open : all.open) {
-        if (open.disk == status.st_dev && open.inode == status.st_ino) {
-            *error = open.owner == getpid() ? 0 : ENODEV;
-            return open.owner == getpid() ? open.device : nullptr;
+    DeviceTable& state = device_table();
+    std::lock_guard lock(state.mutex);
+    for (const OpenDevice& open_device : state.open_devices) {
+        if (open_device.filesystem == status.st_dev && open_device.inode == status.st_ino) {
+            *error = open_device.owner_pid == getpid() ? 0 : ENODEV;
+            return open_device.owner_pid == getpid() ? open_device.device : nullptr;
         }
     }
     char target[128];
-    *error = read_fd_link(fd, target).starts_with(file_name) ? ENODEV : ENOTTY;
+    *error = read_fd_link(fd, target).starts_with(file_name_prefix) ? ENODEV : ENOTTY;
     return nullptr;
 }
 
 bool find_index(int fd, unsigned* index, int* error) {
     char target[128];
     const std::string_view link = read_fd_link(fd, target);
-    if (link.starts_with(control_file_name)) {
+    if (link.starts_with(control_file_name_prefix)) {
         *index = static_cast<unsigned>(
-            std::strtoul(std::string(link.substr(control_file_name.size())).c_str(), nullptr, 10));
+            std::strtoul(std::string(link.substr(control_file_name_prefix.size())).c_str(), nullptr, 10));
         return true;
     }
     const DeviceRef device = find_device(fd, error);
@@ -168,13 +170,13 @@ int open_device(unsigned index) {
         return -ENOENT;
     }
     close_unreferenced_devices();
-    // Only one process can open a device, as with the kernel. The listening socket's name reserves it in the whole
-    // domain and vanishes with the process.
+    // Like the kernel, let only one process open a device. The name of the listening socket reserves the device in the
+    // whole domain, and vanishes with the process.
     Fd reservation(listen_on("gaudi." + std::to_string(index)));
     if (!reservation) {
         return reservation.get() == -EADDRINUSE ? -EBUSY : reservation.get();
     }
-    Fd file(make_file(file_name, index));
+    Fd file(make_file(file_name_prefix, index));
     if (!file) {
         return file.get();
     }
@@ -183,45 +185,45 @@ int open_device(unsigned index) {
     if (client_fd < 0 || fstat(client_fd, &status) != 0) {
         return client_fd < 0 ? client_fd : -errno;
     }
-    OpenDevice open{nullptr, getpid(), status.st_dev, status.st_ino};
-    open.device = std::make_shared<Device>(index, std::move(file), std::move(reservation));
-    DeviceTable& all = table();
-    std::lock_guard lock(all.mutex);
-    all.open.push_back(std::move(open));
+    OpenDevice new_device{nullptr, getpid(), status.st_dev, status.st_ino};
+    new_device.device = std::make_shared<Device>(index, std::move(file), std::move(reservation));
+    DeviceTable& state = device_table();
+    std::lock_guard lock(state.mutex);
+    state.open_devices.push_back(std::move(new_device));
     return client_fd;
 }
 
-int open_control(unsigned index) {
-    return index >= config().gaudi_count ? -ENOENT : make_file(control_file_name, index);
+int open_control_device(unsigned index) {
+    return index >= config().gaudi_count ? -ENOENT : make_file(control_file_name_prefix, index);
 }
 
 void close_unreferenced_devices() {
-    std::vector<OpenDevice> unreferenced; // destroyed after the lock is released
-    DeviceTable& all = table();
+    std::vector<OpenDevice> unreferenced_devices; // destroyed after the lock is released
+    DeviceTable& state = device_table();
     {
-        std::lock_guard lock(all.mutex);
-        std::erase_if(all.open, [&](OpenDevice& open) {
-            if (open.owner != getpid() || open.device->is_in_use()) {
+        std::lock_guard lock(state.mutex);
+        std::erase_if(state.open_devices, [&](OpenDevice& open_device) {
+            if (open_device.owner_pid != getpid() || open_device.device->is_in_use()) {
                 return false;
             }
-            unreferenced.push_back(std::move(open));
+            unreferenced_devices.push_back(std::move(open_device));
             return true;
         });
     }
 }
 
 std::size_t open_device_count() {
-    DeviceTable& all = table();
-    std::lock_guard lock(all.mutex);
-    return all.open.size();
+    DeviceTable& state = device_table();
+    std::lock_guard lock(state.mutex);
+    return state.open_devices.size();
 }
 
 std::size_t live_export_count() {
-    DeviceTable& all = table();
-    std::lock_guard lock(all.mutex);
+    DeviceTable& state = device_table();
+    std::lock_guard lock(state.mutex);
     std::size_t count = 0;
-    for (const OpenDevice& open : all.open) {
-        count += open.device->live_export_count();
+    for (const OpenDevice& open_device : state.open_devices) {
+        count += open_device.device->live_export_count();
     }
     return count;
 }

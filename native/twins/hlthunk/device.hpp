@@ -1,5 +1,5 @@
-// An open device: the state that the kernel driver keeps for a file of /dev/accel, and the properties of the device's
-// generation.
+// An open device: the state that the kernel driver keeps for an open file of /dev/accel, and the properties of the
+// emulated Gaudi generation.
 #pragma once
 
 #include <condition_variable>
@@ -27,14 +27,15 @@ struct Properties {
     DeviceName name;
     std::uint32_t pci_id;
     const char* card_name;
-    // False for the first Gaudi: programs use physical addresses, and the driver neither allocates nor maps its memory.
+    // False for the first Gaudi: programs use physical addresses of its memory, and the driver does not allocate or map
+    // this memory.
     bool has_virtual_memory;
     std::uint64_t dram_base;      // physical address at which the BAR begins
     std::uint64_t dram_user_base; // first address available to programs
     std::uint64_t dram_bytes;
     std::uint64_t default_page_bytes;
-    std::uint64_t dram_virtual_base;
-    std::uint64_t host_virtual_base;
+    std::uint64_t dram_virtual_base; // device address from which device memory is mapped
+    std::uint64_t host_virtual_base; // device address from which host memory is mapped
 
     [[nodiscard]] std::uint64_t dram_end() const { return dram_base + dram_bytes; }
     [[nodiscard]] std::uint64_t bar_bytes() const;
@@ -47,10 +48,10 @@ struct Allocation {
     std::uint64_t handle = 0;
     std::uint64_t total_bytes = 0;
     std::uint64_t page_bytes = 0;
-    std::uint64_t physical = 0;
-    bool shared = false;
+    std::uint64_t physical_address = 0;
+    bool is_shared = false; // as the program requested it; the twin does not use this flag
     unsigned mapping_count = 0;
-    Fd memory;
+    Fd memfd; // the emulated memory
 };
 
 // A mapped address range (hl_vm_hash_node in the kernel driver).
@@ -58,15 +59,17 @@ struct Mapping {
     std::shared_ptr<Allocation> allocation; // null for host memory
     std::uint64_t host_address = 0;
     std::uint64_t length_bytes = 0;
-    std::vector<std::uint64_t> exports; // ids of dma-bufs exported from it; closed ones are removed at the next query
+    // Ids of dma-bufs that were exported from this mapping. The ids of closed dma-bufs are removed at the next query.
+    std::vector<std::uint64_t> exports;
 };
 
 struct CommandBuffer {
     std::uint64_t size_bytes = 0;
 };
 
+// A command submission that waits for its execution.
 struct Job {
-    std::uint64_t sequence = 0;
+    std::uint64_t sequence_number = 0;
     std::vector<LinearDma> copies;
 };
 
@@ -78,41 +81,46 @@ public:
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
-    // Return whether the device file is open in any process, or a live dma-buf references the device, as the kernel's
-    // dma-bufs do.
+    // Return whether the device file is open in any process or a live dma-buf references the device. A dma-buf of the
+    // kernel driver references its device too.
     bool is_in_use();
     [[nodiscard]] std::size_t live_export_count();
 
-    // Queue copies that a thread carries out in order after a random delay. Return the sequence number.
+    // Queue a submission. A thread carries out the copies in order after a random delay. Return the sequence number.
     std::uint64_t submit(std::vector<LinearDma> copies);
 
     const unsigned index;
-    const Fd file; // the memfd; the client has a reopened descriptor of it
+    const Fd file; // a memfd that stands for the device file; the client has another descriptor of it
     std::mutex mutex;
-    std::condition_variable changed;
-    bool operational = true;
+    std::condition_variable changed; // notified when a job is queued or completed, and when the device is destroyed
+    bool is_operational = true;      // false after a device reset
     std::map<std::uint64_t, std::shared_ptr<Allocation>> allocations; // by handle
     std::map<std::uint64_t, Mapping> mappings;                        // by device address
-    std::map<std::uint64_t, CommandBuffer> buffers;
-    std::vector<std::uint64_t> physical_exports;          // first Gaudi: ids of dma-bufs of physical memory
-    std::map<std::uint64_t, std::uint64_t> physical_used; // physical address -> bytes
-    std::uint64_t last_handle = 0, last_buffer = 0, last_sequence = 0;
-    std::uint64_t completed_sequence = 0;
-    std::uint64_t aborted_sequence = 0; // first submission that failed; 0: none
-    Fd dram;                            // first Gaudi: the whole memory, sparse
+    std::map<std::uint64_t, CommandBuffer> command_buffers;           // by handle
+    std::vector<std::uint64_t> physical_exports; // first Gaudi: ids of dma-bufs exported by physical address
+    std::map<std::uint64_t, std::uint64_t> allocated_ranges; // physical address -> size in bytes
+    std::uint64_t last_handle = 0;                           // of an allocation
+    std::uint64_t last_buffer_number = 0;                    // of a command buffer
+    std::uint64_t last_sequence_number = 0;                  // of a submission
+    std::uint64_t completed_sequence_number = 0;
+    std::uint64_t aborted_sequence_number = 0; // first submission that failed; 0: none
+    Fd dram_memfd;                             // first Gaudi: a sparse memfd for all device memory
 
 private:
-    void run();
+    void run_jobs();
     bool run_copy(const LinearDma& copy);
+    // The source or the target of a copy.
     struct CopyOperand {
-        int fd = -1; // memfd of device memory; -1 for host memory
-        std::uint64_t offset = 0;
+        int fd = -1;              // memfd of device memory; -1 for host memory
+        std::uint64_t offset = 0; // in the memfd, or the address in host memory
     };
+    // Find the memory at a device address. Return false if the range is not mapped, which is a page fault of the
+    // device.
     bool resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand);
 
-    Fd reservation_; // listening socket: while it exists, no other process can open this device
+    Fd reservation_; // a listening socket; while it exists, no other process can open this device
     std::deque<Job> jobs_;
-    bool stopping_ = false;
+    bool is_stopping_ = false;
     std::thread worker_;
 };
 
@@ -121,17 +129,19 @@ using DeviceRef = std::shared_ptr<Device>;
 // Find the open device of a descriptor. Return null and set *error: EBADF if it is not open, ENOTTY if it is another
 // type of file, ENODEV if the device belongs to another process.
 DeviceRef find_device(int fd, int* error);
-// Find the index of a device descriptor or a control device descriptor. Return false and set *error as above.
+// Find the index of the device to which a descriptor of a device or of a control device belongs. Return false and set
+// *error as find_device does.
 bool find_index(int fd, unsigned* index, int* error);
 
-// Open a device with a new context. Return the client's descriptor; -EBUSY if another process has it open, -ENOENT if
-// it does not exist. open_control opens the control device, which any number of processes can do.
+// Open a device with a new context. Return the client's descriptor; -EBUSY if another process has the device open,
+// -ENOENT if it does not exist.
 int open_device(unsigned index);
-int open_control(unsigned index);
+// Open the control device. Any number of processes can have it open. Return a descriptor or -ENOENT.
+int open_control_device(unsigned index);
 
 // Destroy contexts whose device file is not open in any process and which no dma-buf references.
 void close_unreferenced_devices();
-// Return the numbers of open devices and of live dma-bufs.
+// Return the number of devices that this process has open, and the number of their live dma-bufs.
 std::size_t open_device_count();
 std::size_t live_export_count();
 

@@ -1,4 +1,4 @@
-// Exports device memory as dma-bufs by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
+// Device memory is exported as dma-bufs by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
 #include <fcntl.h>
 
 #include "hlthunk/device.hpp"
@@ -17,15 +17,18 @@ bool is_aligned(const ExportRequest& request) {
            request.offset % host_page_bytes == 0;
 }
 
-bool is_inside(std::uint64_t begin, std::uint64_t length_bytes, std::uint64_t first, std::uint64_t end) {
-    return begin >= first && begin <= end && length_bytes <= end - begin;
+// Return whether [begin, begin + length_bytes) lies in [outer_begin, outer_end).
+bool is_inside(std::uint64_t begin, std::uint64_t length_bytes, std::uint64_t outer_begin, std::uint64_t outer_end) {
+    return begin >= outer_begin && begin <= outer_end && length_bytes <= outer_end - begin;
 }
 
-bool is_in_bar(std::uint64_t physical, std::uint64_t length_bytes) {
-    return is_inside(physical, length_bytes, properties().dram_base, properties().dram_base + properties().bar_bytes());
+bool is_in_bar(std::uint64_t physical_address, std::uint64_t length_bytes) {
+    return is_inside(physical_address, length_bytes, properties().dram_base,
+                     properties().dram_base + properties().bar_bytes());
 }
 
-// First Gaudi: export by physical address. The driver knows no allocations, so only the bounds are checked.
+// First Gaudi: export by physical address. The driver has no allocations of this device, so only the bounds are
+// checked.
 int export_physical(Device* device, const ExportRequest& request) {
     const Properties& device_properties = properties();
     if (request.offset != 0 || !is_aligned(request) ||
@@ -33,31 +36,31 @@ int export_physical(Device* device, const ExportRequest& request) {
         !is_in_bar(request.address, request.size)) {
         return -EINVAL;
     }
-    if (!device->dram) {
-        device->dram = Fd(make_device_memory(device_properties.dram_bytes));
+    if (!device->dram_memfd) {
+        device->dram_memfd = Fd(make_device_memory(device_properties.dram_bytes));
     }
-    const Extent extent{device->dram.get(), request.address - device_properties.dram_base, request.size};
+    const Extent extent{device->dram_memfd.get(), request.address - device_properties.dram_base, request.size};
     std::uint64_t id = 0;
-    const int fd = device->dram ? export_tracked_dmabuf({&extent, 1}, &id) : -ENOMEM;
+    const int fd = device->dram_memfd ? export_tracked_dmabuf({&extent, 1}, &id) : -ENOMEM;
     if (fd >= 0) {
         device->physical_exports.push_back(id);
     }
     return fd;
 }
 
-// Later generations: the address must be exactly the begin of a mapping of device memory, whose pages are all in the
-// BAR.
+// Later generations: export by mapped address. The address must be the begin of a mapping of device memory, and all
+// pages of that memory must be in the BAR.
 int export_mapped(Device* device, const ExportRequest& request) {
     const auto found = device->mappings.find(request.address);
     if (found == device->mappings.end() || !found->second.allocation || !is_aligned(request)) {
         return -EINVAL;
     }
-    const Allocation& memory = *found->second.allocation;
-    if (!is_inside(request.offset, request.size, 0, memory.total_bytes) ||
-        !is_in_bar(memory.physical, memory.total_bytes)) {
+    const Allocation& allocation = *found->second.allocation;
+    if (!is_inside(request.offset, request.size, 0, allocation.total_bytes) ||
+        !is_in_bar(allocation.physical_address, allocation.total_bytes)) {
         return -EINVAL;
     }
-    const Extent extent{memory.memory.get(), request.offset, request.size};
+    const Extent extent{allocation.memfd.get(), request.offset, request.size};
     std::uint64_t id = 0;
     const int fd = export_tracked_dmabuf({&extent, 1}, &id);
     if (fd >= 0) {
@@ -73,7 +76,7 @@ int export_dmabuf_fd(int device_fd, const ExportRequest& request) {
         return -error;
     }
     std::lock_guard lock(device->mutex);
-    if (!device->operational) {
+    if (!device->is_operational) {
         return -EBUSY;
     }
     return properties().has_virtual_memory ? export_mapped(device.get(), request)
@@ -84,25 +87,25 @@ int export_dmabuf_fd(int device_fd, const ExportRequest& request) {
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_export_dmabuf_fd(int fd, std::uint64_t address, std::uint64_t size,
                                                                 std::uint32_t flags) {
-    // The real library ignores the flags of this function and passes fixed ones.
-    const int created = descriptor_entry("hlthunk_device_memory_export_dmabuf_fd", [&] {
+    // The real library ignores `flags` in this function and passes fixed flags to the driver.
+    const int dmabuf_fd = value_or_error_entry("hlthunk_device_memory_export_dmabuf_fd", [&] {
         return export_dmabuf_fd(fd, {address, size, 0});
     });
     trace("hlthunk_device_memory_export_dmabuf_fd fd=%d addr=%#llx size=%llu flags=%#x -> %d", fd,
-          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size), flags, created);
-    return created;
+          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size), flags, dmabuf_fd);
+    return dmabuf_fd;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_mapped_memory_export_dmabuf_fd(int fd, std::uint64_t address,
                                                                        std::uint64_t size, std::uint64_t offset,
                                                                        std::uint32_t flags) {
-    const int created = descriptor_entry("hlthunk_device_mapped_memory_export_dmabuf_fd", [&] {
+    const int dmabuf_fd = value_or_error_entry("hlthunk_device_mapped_memory_export_dmabuf_fd", [&] {
         return flags != (O_RDWR | O_CLOEXEC) ? -EINVAL : export_dmabuf_fd(fd, {address, size, offset});
     });
     trace("hlthunk_device_mapped_memory_export_dmabuf_fd fd=%d addr=%#llx size=%llu offset=%llu flags=%#x -> %d", fd,
           static_cast<unsigned long long>(address), static_cast<unsigned long long>(size),
-          static_cast<unsigned long long>(offset), flags, created);
-    return created;
+          static_cast<unsigned long long>(offset), flags, dmabuf_fd);
+    return dmabuf_fd;
 }
 
 } // namespace gdrkit::twin::gaudi

@@ -1,5 +1,5 @@
-// Common first steps of every exported function: read the environment and the fault plan, and count the call. Functions
-// return 0 or -errno; those that return an address or a handle return 0 and set errno.
+// Common first steps of every exported function: read the environment and the fault plan, and count the call. When a
+// function fails, it sets errno and returns -errno. A function that returns an address or a handle returns 0 instead.
 #pragma once
 
 #include <cerrno>
@@ -12,13 +12,13 @@
 
 namespace gdrkit::twin::gaudi {
 
-// Return the error of the environment or the fault plan; empty if both are valid.
-const std::string& load_error();
+// Read the environment and the fault plan in the first call. Return the text of their error; empty if both are valid.
+const std::string& configuration_error();
 
 // Count the call. Return 0, or the errno with which the fault plan or a malformed environment makes it fail.
-int check_call(std::string_view symbol);
+int begin_call(std::string_view symbol);
 
-// Convert exceptions to errnos: none may reach a C caller.
+// Run the body and return its errno. Convert exceptions to errnos, because no exception may reach a C caller.
 template <typename Body> int catch_exceptions(Body&& body) {
     try {
         return std::forward<Body>(body)();
@@ -29,11 +29,11 @@ template <typename Body> int catch_exceptions(Body&& body) {
     }
 }
 
-// Run the body of a function that returns 0 or -errno. The body returns an errno.
+// Run the body of a function that returns 0 or -errno. The body returns 0 or an errno.
 template <typename Body> int entry(std::string_view symbol, Body&& body) {
     const int error = catch_exceptions([&] {
-        const int error_code = check_call(symbol);
-        return error_code != 0 ? error_code : std::forward<Body>(body)();
+        const int call_error = begin_call(symbol);
+        return call_error != 0 ? call_error : std::forward<Body>(body)();
     });
     if (error != 0) {
         errno = error; // the real library's ioctl sets errno too
@@ -41,21 +41,22 @@ template <typename Body> int entry(std::string_view symbol, Body&& body) {
     return -error;
 }
 
-// Run the body of a function that returns a descriptor or -errno. So does the body.
-template <typename Body> int descriptor_entry(std::string_view symbol, Body&& body) {
-    int created = -1;
+// Run the body of a function that returns a descriptor, an index or -errno. The body returns the same.
+template <typename Body> int value_or_error_entry(std::string_view symbol, Body&& body) {
+    int result = -1;
     const int error = entry(symbol, [&] {
-        created = std::forward<Body>(body)();
-        return created < 0 ? -created : 0;
+        result = std::forward<Body>(body)();
+        return result < 0 ? -result : 0;
     });
-    return error != 0 ? error : created;
+    return error != 0 ? error : result;
 }
 
-// Run the body of a function that returns a number, or 0 with errno set. The body returns an errno and sets the number.
-template <typename Body> std::uint64_t number_entry(std::string_view symbol, Body&& body) {
-    std::uint64_t number = 0;
-    const int error = entry(symbol, [&] { return std::forward<Body>(body)(&number); });
-    return error != 0 ? 0 : number;
+// Run the body of a function that returns an address or a handle, or 0 with errno set. The body stores the value
+// through its argument and returns 0 or an errno.
+template <typename Body> std::uint64_t u64_entry(std::string_view symbol, Body&& body) {
+    std::uint64_t value = 0;
+    const int error = entry(symbol, [&] { return std::forward<Body>(body)(&value); });
+    return error != 0 ? 0 : value;
 }
 
 } // namespace gdrkit::twin::gaudi

@@ -9,7 +9,7 @@
 
 namespace gdrkit::twin::gaudi {
 
-// enum hlthunk_device_name; the value 7 is from newer headers.
+// enum hlthunk_device_name. The value 7 is from newer headers.
 enum DeviceName : int {
     goya = 0,
     gaudi1 = 2,
@@ -108,8 +108,9 @@ struct Chunk {
 static_assert(sizeof(Chunk) == 64 && offsetof(Chunk, queue_index) == 8 && offsetof(Chunk, cb_size) == 12 &&
               offsetof(Chunk, cs_chunk_flags) == 16);
 inline constexpr std::uint32_t chunk_user_buffer = 1; // HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
-inline constexpr std::uint32_t max_chunks = 512;      // HL_MAX_JOBS_PER_CS
-inline constexpr std::uint32_t dma_queues = 8;        // ..._QUEUE_ID_DMA_0_0 to 1_3, PDMA_0_0 to 1_3
+inline constexpr std::uint32_t max_chunk_count = 512; // HL_MAX_JOBS_PER_CS
+// Number of the PCI DMA queues, which have the first indexes: ..._QUEUE_ID_DMA_0_0 to 1_3, or ..._PDMA_0_0 to 1_3.
+inline constexpr std::uint32_t dma_queue_count = 8;
 
 // enum hl_wait_cs_status as hlthunk_wait_for_cs returns it
 enum WaitStatus : std::uint32_t { wait_completed = 0, wait_busy = 1, wait_timed_out = 2, wait_aborted = 3 };
@@ -127,9 +128,10 @@ struct LinearDma {
 static_assert(sizeof(LinearDma) == 24);
 inline constexpr unsigned packet_lin_dma = 9;
 inline constexpr unsigned packet_nop = 10;
-inline constexpr std::uint32_t ctl_gaudi1_linear = 1U << 3; // `lin`, must be 1
+// Bits of the control word `ctl`. The first Gaudi requires `linear` (`lin` in the kernel's header) and `reg_barrier`.
+inline constexpr std::uint32_t ctl_gaudi1_linear = 1U << 3;
 inline constexpr std::uint32_t ctl_memset = 1U << 4;
-inline constexpr std::uint32_t ctl_gaudi1_reg_barrier = 1U << 30; // must be 1
+inline constexpr std::uint32_t ctl_gaudi1_reg_barrier = 1U << 30;
 
 constexpr unsigned opcode_of(std::uint32_t ctl) {
     return (ctl >> 24) & 0x1f;

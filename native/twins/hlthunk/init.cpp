@@ -11,12 +11,15 @@ GDRKIT_TWIN_NOTE("hlthunk twin of gdrkit")
 namespace gdrkit::twin::gaudi {
 namespace {
 
+// functions.def lists X(symbol, convention) for every function. The convention says whether the twin implements the
+// function, and how it reports errors. Here each convention is a macro: `implemented` expands to a fault point, the
+// others expand to nothing. So the array has the functions that a rule of a fault plan may make fail.
 #define implemented(symbol) {#symbol, FaultKind::errno_value},
 #define cannot_fail(symbol)
 #define minus_errno(symbol)
 #define null(symbol)
 #define nothing(symbol)
-#define X(symbol, kind) kind(symbol)
+#define X(symbol, convention) convention(symbol)
 constexpr FaultPoint fault_points[] = {
 #include "hlthunk/functions.def"
 };
@@ -27,24 +30,25 @@ constexpr FaultPoint fault_points[] = {
 #undef null
 #undef nothing
 
+// Prefix of the names in a fault plan that this twin checks. It ignores rules for names of other twins.
 constexpr std::array<std::string_view, 1> fault_prefixes = {"hlthunk_"};
 
-std::string load() {
-    const std::string& variables = config().error;
-    std::string plan = load_faults(fault_points, fault_prefixes);
-    return variables.empty() ? std::move(plan) : variables;
+std::string load_config_and_plan() {
+    const std::string& config_error = config().error;
+    std::string plan_error = load_faults(fault_points, fault_prefixes);
+    return config_error.empty() ? std::move(plan_error) : config_error;
 }
 
 } // namespace
 
-const std::string& load_error() {
-    // Never destroyed, because a thread may read it while the process exits.
-    static const auto* const error = new std::string(load());
+const std::string& configuration_error() {
+    // The string is never destroyed, because a thread may read it while the process exits.
+    static const auto* const error = new std::string(load_config_and_plan());
     return *error;
 }
 
-int check_call(std::string_view symbol) {
-    if (!load_error().empty()) {
+int begin_call(std::string_view symbol) {
+    if (!configuration_error().empty()) {
         return EINVAL;
     }
     const auto fault = injected_fault(symbol);

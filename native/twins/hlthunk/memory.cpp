@@ -1,4 +1,4 @@
-// Device memory: allocating, mapping, unmapping and freeing by the rules of the kernel driver (memory.c).
+// Device memory is allocated, mapped, unmapped and freed by the rules of the kernel driver (memory.c).
 #include <bit>
 
 #include "hlthunk/device.hpp"
@@ -12,15 +12,16 @@ namespace {
 
 constexpr unsigned smallest_page_order = 21, largest_page_order = 30;
 
-unsigned long long to_ull(std::uint64_t number) {
-    return number;
+unsigned long long to_ull(std::uint64_t value) {
+    return value;
 }
 
-std::uint64_t ledger_id_of(const Device& device, std::uint64_t number) {
-    return reinterpret_cast<std::uint64_t>(&device) ^ number;
+// Return the handle under which the ledger knows an object of this device. `handle` is unique in the device only.
+std::uint64_t ledger_id_of(const Device& device, std::uint64_t handle) {
+    return reinterpret_cast<std::uint64_t>(&device) ^ handle;
 }
 
-// Find the device for a memory call. Fails with EBUSY after a device reset.
+// Find the device for a call on its memory. Return 0, the error of find_device, or EBUSY after a device reset.
 int get_operational_device(int fd, DeviceRef* device) {
     int error = 0;
     *device = find_device(fd, &error);
@@ -28,23 +29,25 @@ int get_operational_device(int fd, DeviceRef* device) {
         return error;
     }
     std::lock_guard lock((*device)->mutex);
-    return (*device)->operational ? 0 : EBUSY;
+    return (*device)->is_operational ? 0 : EBUSY;
 }
 
-std::uint64_t align_from(std::uint64_t base, std::uint64_t address, std::uint64_t alignment) {
+std::uint64_t round_up_from(std::uint64_t base, std::uint64_t address, std::uint64_t alignment) {
     return base + round_up(address - base, alignment);
 }
 
-// Return the lowest free address, so that a freed address is reused at once; 0 if there is none.
-template <typename Taken>
-std::uint64_t find_lowest_gap(const Taken& taken, std::uint64_t base, std::uint64_t end, std::uint64_t length_bytes,
-                              std::uint64_t alignment, auto&& length_of) {
+// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. Because it is the
+// lowest, a freed address is soon used again. `used_ranges` maps the begin of each used range to a value from which
+// `length_of` computes the length.
+template <typename Ranges>
+std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std::uint64_t end,
+                              std::uint64_t length_bytes, std::uint64_t alignment, auto&& length_of) {
     std::uint64_t candidate = base;
-    for (auto next = taken.lower_bound(base); next != taken.end() && next->first < end; ++next) {
+    for (auto next = used_ranges.lower_bound(base); next != used_ranges.end() && next->first < end; ++next) {
         if (next->first >= candidate && next->first - candidate >= length_bytes) {
             break;
         }
-        candidate = align_from(base, next->first + length_of(*next), alignment);
+        candidate = round_up_from(base, next->first + length_of(*next), alignment);
     }
     return candidate < end && end - candidate >= length_bytes ? candidate : 0;
 }
@@ -54,47 +57,48 @@ int choose_page_size(std::uint64_t requested_page_bytes, std::uint64_t* page_byt
         *page_bytes = properties().default_page_bytes;
         return 0;
     }
-    const bool known = std::has_single_bit(requested_page_bytes) &&
-                       requested_page_bytes >= std::uint64_t{1} << smallest_page_order &&
-                       requested_page_bytes <= std::uint64_t{1} << largest_page_order;
+    const bool is_supported = std::has_single_bit(requested_page_bytes) &&
+                              requested_page_bytes >= std::uint64_t{1} << smallest_page_order &&
+                              requested_page_bytes <= std::uint64_t{1} << largest_page_order;
     *page_bytes = requested_page_bytes;
-    return known ? 0 : EINVAL;
+    return is_supported ? 0 : EINVAL;
 }
 
-int allocate(Device* device, std::uint64_t size, std::uint64_t wanted_page, bool shared, std::uint64_t* handle) {
+int allocate(Device* device, std::uint64_t size, std::uint64_t requested_page_bytes, bool is_shared,
+             std::uint64_t* handle) {
     if (size == 0) {
         return EINVAL;
     }
     if (!properties().has_virtual_memory) {
-        *handle = 0; // Nothing is allocated: on the first Gaudi the program manages the memory itself.
+        *handle = 0; // On the first Gaudi the driver allocates nothing: the program manages the memory.
         return 0;
     }
-    auto created = std::make_shared<Allocation>();
-    if (const int error = choose_page_size(wanted_page, &created->page_bytes); error != 0) {
+    auto allocation = std::make_shared<Allocation>();
+    if (const int error = choose_page_size(requested_page_bytes, &allocation->page_bytes); error != 0) {
         return error;
     }
     const Properties& device_properties = properties();
     if (size > device_properties.dram_bytes) {
         return ENOMEM;
     }
-    created->total_bytes = round_up(size, created->page_bytes);
+    allocation->total_bytes = round_up(size, allocation->page_bytes);
     std::lock_guard lock(device->mutex);
-    created->physical =
-        find_lowest_gap(device->physical_used, device_properties.dram_user_base, device_properties.dram_end(),
-                        created->total_bytes, created->page_bytes, [](const auto& used) { return used.second; });
-    created->memory = Fd(created->physical == 0 ? -1 : make_device_memory(created->total_bytes));
-    if (!created->memory) {
+    allocation->physical_address = find_lowest_gap(
+        device->allocated_ranges, device_properties.dram_user_base, device_properties.dram_end(),
+        allocation->total_bytes, allocation->page_bytes, [](const auto& range) { return range.second; });
+    allocation->memfd = Fd(allocation->physical_address == 0 ? -1 : make_device_memory(allocation->total_bytes));
+    if (!allocation->memfd) {
         return ENOMEM;
     }
-    created->shared = shared;
-    created->handle = *handle = ++device->last_handle;
-    device->physical_used.emplace(created->physical, created->total_bytes);
-    ledger_add("gaudi_memory", ledger_id_of(*device, created->handle));
-    device->allocations.emplace(created->handle, std::move(created));
+    allocation->is_shared = is_shared;
+    allocation->handle = *handle = ++device->last_handle;
+    device->allocated_ranges.emplace(allocation->physical_address, allocation->total_bytes);
+    ledger_add("gaudi_memory", ledger_id_of(*device, allocation->handle));
+    device->allocations.emplace(allocation->handle, std::move(allocation));
     return 0;
 }
 
-int release(Device* device, std::uint64_t handle) {
+int free_allocation(Device* device, std::uint64_t handle) {
     if (!properties().has_virtual_memory) {
         return 0;
     }
@@ -103,12 +107,13 @@ int release(Device* device, std::uint64_t handle) {
     if (found == device->allocations.end() || found->second->mapping_count > 0) {
         return EINVAL;
     }
-    device->physical_used.erase(found->second->physical);
+    device->allocated_ranges.erase(found->second->physical_address);
     static_cast<void>(ledger_remove("gaudi_memory", ledger_id_of(*device, found->first)));
     device->allocations.erase(found);
     return 0;
 }
 
+// Return the size of the pages of a mapping. `node` is an element of Device::mappings.
 std::uint64_t mapped_bytes(const auto& node) {
     return round_up(node.second.length_bytes + node.first % host_page_bytes, host_page_bytes);
 }
@@ -127,46 +132,48 @@ int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std
     if (found == device->allocations.end()) {
         return EINVAL;
     }
-    const std::shared_ptr<Allocation>& memory = found->second;
+    const std::shared_ptr<Allocation>& allocation = found->second;
     const Properties& device_properties = properties();
+    // The range of device addresses is larger than the memory, because an allocation can be mapped several times.
     const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
-    const bool hint_fits = hint >= base && hint < end && (hint - base) % memory->page_bytes == 0 &&
-                           memory->total_bytes <= end - hint && is_free(*device, hint, memory->total_bytes);
+    const bool hint_fits = hint >= base && hint < end && (hint - base) % allocation->page_bytes == 0 &&
+                           allocation->total_bytes <= end - hint && is_free(*device, hint, allocation->total_bytes);
     *address = hint_fits ? hint
-                         : find_lowest_gap(device->mappings, base, end, memory->total_bytes, memory->page_bytes,
+                         : find_lowest_gap(device->mappings, base, end, allocation->total_bytes, allocation->page_bytes,
                                            [](const auto& node) { return mapped_bytes(node); });
     if (*address == 0) {
         return ENOMEM;
     }
-    ++memory->mapping_count;
-    device->mappings.emplace(*address, Mapping{memory, 0, memory->total_bytes, {}});
+    ++allocation->mapping_count;
+    device->mappings.emplace(*address, Mapping{allocation, 0, allocation->total_bytes, {}});
     ledger_add("gaudi_mapping", ledger_id_of(*device, *address));
     return 0;
 }
 
-// Check host memory as pinning for writing would: EFAULT if a page is not mapped or not writable.
-int pin(std::uint64_t begin, std::uint64_t length_bytes) {
-    const std::uint64_t first = begin / host_page_bytes * host_page_bytes;
+// Check whether the driver could pin host memory for writing. Return 0, or EFAULT if a page is not mapped or not
+// writable.
+int check_can_pin(std::uint64_t begin, std::uint64_t length_bytes) {
+    const std::uint64_t first_page = begin / host_page_bytes * host_page_bytes;
     const std::uint64_t end = round_up(begin + length_bytes, host_page_bytes);
-    return check_mapped(first, end, true);
+    return check_mapped(first_page, end, true);
 }
 
 int map_host(Device* device, std::uint64_t host_address, std::uint64_t size, std::uint64_t* address) {
     if (size == 0 || host_address + size < host_address) {
         return EINVAL;
     }
-    if (const int error = pin(host_address, size); error != 0) {
+    if (const int error = check_can_pin(host_address, size); error != 0) {
         return error;
     }
-    const std::uint64_t base = properties().host_virtual_base, within = host_address % host_page_bytes;
+    const std::uint64_t base = properties().host_virtual_base, page_offset = host_address % host_page_bytes;
     std::lock_guard lock(device->mutex);
     const std::uint64_t page = find_lowest_gap(device->mappings, base, base + (std::uint64_t{1} << 47),
-                                               round_up(size + within, host_page_bytes), host_page_bytes,
+                                               round_up(size + page_offset, host_page_bytes), host_page_bytes,
                                                [](const auto& node) { return mapped_bytes(node); });
     if (page == 0) {
         return ENOMEM;
     }
-    *address = page + within;
+    *address = page + page_offset;
     device->mappings.emplace(*address, Mapping{nullptr, host_address, size, {}});
     ledger_add("gaudi_host_mapping", ledger_id_of(*device, *address));
     return 0;
@@ -181,7 +188,7 @@ int unmap(Device* device, std::uint64_t address) {
     Mapping& mapping = found->second;
     std::erase_if(mapping.exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
     if (!mapping.exports.empty()) {
-        return EINVAL; // a dma-buf of this memory is alive
+        return EINVAL; // a dma-buf that was exported from this mapping is alive
     }
     if (mapping.allocation) {
         --mapping.allocation->mapping_count;
@@ -196,10 +203,10 @@ int unmap(Device* device, std::uint64_t address) {
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_alloc(int fd, std::uint64_t size, std::uint64_t page_size,
                                                                bool contiguous, bool shared) {
-    const std::uint64_t handle = number_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* created) {
+    const std::uint64_t handle = u64_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* new_handle) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : allocate(device.get(), size, page_size, shared, created);
+        return error != 0 ? error : allocate(device.get(), size, page_size, shared, new_handle);
     });
     trace("hlthunk_device_memory_alloc fd=%d size=%llu page_size=%llu contiguous=%d shared=%d -> %#llx", fd,
           to_ull(size), to_ull(page_size), contiguous, shared, to_ull(handle));
@@ -210,17 +217,17 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_free(int fd, std::uint64_t handle
     const int result = entry("hlthunk_device_memory_free", [&] {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : release(device.get(), handle);
+        return error != 0 ? error : free_allocation(device.get(), handle);
     });
     trace("hlthunk_device_memory_free fd=%d handle=%#llx -> %d", fd, to_ull(handle), result);
     return result;
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64_t handle, std::uint64_t hint) {
-    const std::uint64_t address = number_entry("hlthunk_device_memory_map", [&](std::uint64_t* created) {
+    const std::uint64_t address = u64_entry("hlthunk_device_memory_map", [&](std::uint64_t* new_address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : map_allocation(device.get(), handle, hint, created);
+        return error != 0 ? error : map_allocation(device.get(), handle, hint, new_address);
     });
     trace("hlthunk_device_memory_map fd=%d handle=%#llx hint_addr=%#llx -> %#llx", fd, to_ull(handle), to_ull(hint),
           to_ull(address));
@@ -229,19 +236,19 @@ GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_host_memory_map_flags(int fd, void* host, std::uint64_t /*hint*/,
                                                                  std::uint64_t size, std::uint32_t /*flags*/) {
-    return number_entry("hlthunk_host_memory_map_flags", [&](std::uint64_t* created) {
+    return u64_entry("hlthunk_host_memory_map_flags", [&](std::uint64_t* address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, created);
+        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, address);
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_host_memory_map(int fd, void* host, std::uint64_t /*hint*/,
                                                            std::uint64_t size) {
-    return number_entry("hlthunk_host_memory_map", [&](std::uint64_t* created) {
+    return u64_entry("hlthunk_host_memory_map", [&](std::uint64_t* address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, created);
+        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, address);
     });
 }
 
@@ -264,7 +271,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dram_usage(int fd, DramUsage* usage) {
         }
         std::lock_guard lock(device->mutex);
         std::uint64_t used_bytes = 0;
-        for (const auto& [physical, length_bytes] : device->physical_used) {
+        for (const auto& [physical_address, length_bytes] : device->allocated_ranges) {
             used_bytes += length_bytes;
         }
         *usage = {properties().dram_end() - properties().dram_user_base - used_bytes, used_bytes};

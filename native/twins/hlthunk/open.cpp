@@ -1,4 +1,4 @@
-// Opening and closing devices, and querying their properties.
+// Opening and closing devices, querying their properties, and the functions for host memory and the version.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -29,12 +29,12 @@ std::uint32_t module_id_of(unsigned index) {
     return index < 8 ? 7 - index : index;
 }
 
-// Return the index of the device with this bus id, which may lack the PCI domain; -1 if there is none.
-int index_of(const char* bus_id) {
-    std::string whole = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
-    whole.resize(std::min(whole.size(), bus_id_length));
+// Return the index of the device with this bus id, or -1 if no device has it. The bus id may lack the PCI domain.
+int index_of_bus_id(const char* bus_id) {
+    std::string full_bus_id = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
+    full_bus_id.resize(std::min(full_bus_id.size(), bus_id_length));
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
-        if (whole == bus_id_of(index)) {
+        if (full_bus_id == bus_id_of(index)) {
             return static_cast<int>(index);
         }
     }
@@ -50,17 +50,18 @@ int index_of_module(std::uint32_t module_id) {
     return -1;
 }
 
-int open_by_bus_id(const char* bus_id, int (*open)(unsigned)) {
-    const int index = index_of(bus_id);
-    return index < 0 ? -EINVAL : open(static_cast<unsigned>(index));
+int open_by_bus_id(const char* bus_id, int (*open_at_index)(unsigned)) {
+    const int index = index_of_bus_id(bus_id);
+    return index < 0 ? -EINVAL : open_at_index(static_cast<unsigned>(index));
 }
 
-// Open the first free device of this generation. Return -1 and set errno if there is none, as the real library does.
-int open_by_name(int name, int (*open)(unsigned)) {
+// Open the first free device whose generation is `device_name`, or of any generation for dont_care. Like the real
+// library, return -1 and set errno if no device can be opened.
+int open_by_name(int device_name, int (*open_at_index)(unsigned)) {
     int error = ENOENT;
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
-        if (name == dont_care || name == properties().name) {
-            const int fd = open(index);
+        if (device_name == dont_care || device_name == properties().name) {
+            const int fd = open_at_index(index);
             if (fd >= 0) {
                 return fd;
             }
@@ -71,19 +72,22 @@ int open_by_name(int name, int (*open)(unsigned)) {
     return -1;
 }
 
-int open_any(std::string_view symbol, int name, const char* bus_id, int (*open)(unsigned)) {
-    const int error_code = catch_exceptions([&] { return check_call(symbol); });
-    if (error_code != 0) {
-        errno = error_code;
-        return -error_code;
+// Implement hlthunk_open and hlthunk_open_control_by_name: open by bus id, or by name if the bus id is null.
+int open_by_bus_id_or_name(std::string_view symbol, int device_name, const char* bus_id,
+                           int (*open_at_index)(unsigned)) {
+    const int call_error = catch_exceptions([&] { return begin_call(symbol); });
+    if (call_error != 0) {
+        errno = call_error;
+        return -call_error;
     }
     int fd = -1;
     const int error = catch_exceptions([&] {
-        fd = bus_id != nullptr ? open_by_bus_id(bus_id, open) : open_by_name(name, open);
+        fd = bus_id != nullptr ? open_by_bus_id(bus_id, open_at_index) : open_by_name(device_name, open_at_index);
         return 0;
     });
-    trace("%.*s device_name=%d busid=%s -> %d", static_cast<int>(symbol.size()), symbol.data(), name,
+    trace("%.*s device_name=%d busid=%s -> %d", static_cast<int>(symbol.size()), symbol.data(), device_name,
           bus_id != nullptr ? bus_id : "NULL", fd);
+    // open_by_bus_id() returns -errno. open_by_name() returns -1 and has set errno.
     if (error != 0 || (fd < 0 && fd != -1)) {
         errno = error != 0 ? error : -fd;
     }
@@ -93,58 +97,59 @@ int open_any(std::string_view symbol, int name, const char* bus_id, int (*open)(
 } // namespace
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open(int device_name, const char* bus_id) {
-    return open_any("hlthunk_open", device_name, bus_id, open_device);
+    return open_by_bus_id_or_name("hlthunk_open", device_name, bus_id, open_device);
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_by_module_id(std::uint32_t module_id) {
-    const int fd = descriptor_entry("hlthunk_open_by_module_id", [&] {
+    const int fd = value_or_error_entry("hlthunk_open_by_module_id", [&] {
         const int index = index_of_module(module_id);
-        // -EPERM is -1, the only error that the real library reports here
+        // For an unknown module id the real library returns -1, the value of -EPERM.
         return index < 0 ? -EPERM : open_device(static_cast<unsigned>(index));
     });
     trace("hlthunk_open_by_module_id module_id=%u -> %d", module_id, fd);
     return fd;
 }
 
-GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control(int number, const char* bus_id) {
-    return descriptor_entry("hlthunk_open_control", [&] {
-        return bus_id != nullptr ? open_by_bus_id(bus_id, open_control) : open_control(static_cast<unsigned>(number));
+GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control(int index, const char* bus_id) {
+    return value_or_error_entry("hlthunk_open_control", [&] {
+        return bus_id != nullptr ? open_by_bus_id(bus_id, open_control_device)
+                                 : open_control_device(static_cast<unsigned>(index));
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_name(int device_name, const char* bus_id) {
-    return open_any("hlthunk_open_control_by_name", device_name, bus_id, open_control);
+    return open_by_bus_id_or_name("hlthunk_open_control_by_name", device_name, bus_id, open_control_device);
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_module_id(std::uint32_t module_id) {
-    return descriptor_entry("hlthunk_open_control_by_module_id", [&] {
+    return value_or_error_entry("hlthunk_open_control_by_module_id", [&] {
         const int index = index_of_module(module_id);
-        return index < 0 ? -EBADF : open_control(static_cast<unsigned>(index));
+        return index < 0 ? -EBADF : open_control_device(static_cast<unsigned>(index));
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_bus_id(const char* bus_id) {
-    return descriptor_entry("hlthunk_open_control_by_bus_id", [&] {
-        const int index = bus_id == nullptr ? -1 : index_of(bus_id);
-        return bus_id == nullptr ? -EINVAL : (index < 0 ? -EBADF : open_control(static_cast<unsigned>(index)));
+    return value_or_error_entry("hlthunk_open_control_by_bus_id", [&] {
+        const int index = bus_id == nullptr ? -1 : index_of_bus_id(bus_id);
+        return bus_id == nullptr ? -EINVAL : (index < 0 ? -EBADF : open_control_device(static_cast<unsigned>(index)));
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_close(int fd) {
-    const int error_code = catch_exceptions([] { return check_call("hlthunk_close"); });
-    if (error_code != 0) {
-        errno = error_code;
+    const int call_error = catch_exceptions([] { return begin_call("hlthunk_close"); });
+    if (call_error != 0) {
+        errno = call_error;
         return -1;
     }
-    const int closed = close(fd);
+    const int result = close(fd);
     const int saved_errno = errno;
-    trace("hlthunk_close fd=%d -> %d", fd, closed);
+    trace("hlthunk_close fd=%d -> %d", fd, result);
     static_cast<void>(catch_exceptions([] {
         close_unreferenced_devices();
         return 0;
     }));
     errno = saved_errno;
-    return closed;
+    return result;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, int length) {
@@ -163,8 +168,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, in
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_index_from_pci_bus_id(const char* bus_id) {
-    return descriptor_entry("hlthunk_get_device_index_from_pci_bus_id", [&] {
-        const int index = bus_id == nullptr ? -EINVAL : index_of(bus_id);
+    return value_or_error_entry("hlthunk_get_device_index_from_pci_bus_id", [&] {
+        const int index = bus_id == nullptr ? -EINVAL : index_of_bus_id(bus_id);
         return index;
     });
 }
@@ -199,13 +204,13 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_hw_ip_info(int fd, HardwareInfo* info) {
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_name_from_fd(int fd) {
     unsigned index = 0;
     int error = 0;
-    return load_error().empty() && find_index(fd, &index, &error) ? properties().name : invalid;
+    return configuration_error().empty() && find_index(fd, &index, &error) ? properties().name : invalid;
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint32_t hlthunk_get_device_id_from_fd(int fd) {
     unsigned index = 0;
     int error = 0;
-    return load_error().empty() && find_index(fd, &index, &error) ? properties().pci_id : 0;
+    return configuration_error().empty() && find_index(fd, &index, &error) ? properties().pci_id : 0;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
@@ -214,8 +219,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
         if (device_name == invalid || device_name < 0 || device_name >= device_name_end) {
             return EINVAL;
         }
-        const bool counts = device_name == dont_care || device_name == properties().name;
-        count = counts ? static_cast<int>(config().gaudi_count) : 0;
+        const bool has_devices = device_name == dont_care || device_name == properties().name;
+        count = has_devices ? static_cast<int>(config().gaudi_count) : 0;
         return 0;
     });
     return error != 0 ? error : count;
@@ -224,13 +229,13 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_status_info(int fd) {
     int status = device_operational;
     const int error = entry("hlthunk_get_device_status_info", [&] {
-        int found = 0;
-        const DeviceRef device = find_device(fd, &found);
+        int find_error = 0;
+        const DeviceRef device = find_device(fd, &find_error);
         if (!device) {
-            return found;
+            return find_error;
         }
         std::lock_guard lock(device->mutex);
-        status = device->operational ? device_operational : device_malfunction;
+        status = device->is_operational ? device_operational : device_malfunction;
         return 0;
     });
     return error != 0 ? error : status;

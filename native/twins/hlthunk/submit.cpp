@@ -1,5 +1,5 @@
-// Command buffers and command submissions: copies by linear DMA packets on the PCI DMA queues. A thread carries them
-// out in order after random delays, so a program that does not wait reads old data.
+// Command buffers and command submissions: copies by linear DMA packets on the PCI DMA queues. A thread carries out the
+// copies in order after random delays, so a program that does not wait reads old data.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,119 +18,127 @@
 namespace gdrkit::twin::gaudi {
 namespace {
 
-constexpr std::uint64_t max_buffer_bytes = 2 << 20;  // HL_MAX_CB_SIZE
-constexpr std::uint64_t buffer_room_bytes = 4 << 20; // distance between command buffers in the device file
+constexpr std::uint64_t max_buffer_bytes = 2 << 20;     // HL_MAX_CB_SIZE
+constexpr std::uint64_t buffer_spacing_bytes = 4 << 20; // distance between command buffers in the device file
+// On the first Gaudi, the upper bits of a destination address are a part of the context id.
 constexpr std::uint64_t destination_mask_gaudi1 = (std::uint64_t{1} << 56) - 1;
 constexpr std::uint64_t max_wait_us = 3'600'000'000;
 
-bool copy_between_files(int to, std::uint64_t to_at, int from, std::uint64_t from_at, std::uint64_t length_bytes) {
-    std::array<std::byte, 65536> part;
+bool copy_between_files(int target_fd, std::uint64_t target_offset, int source_fd, std::uint64_t source_offset,
+                        std::uint64_t length_bytes) {
+    std::array<std::byte, 65536> buffer;
     while (length_bytes > 0) {
-        const std::size_t count = std::min<std::uint64_t>(length_bytes, part.size());
-        if (pread(from, part.data(), count, static_cast<off_t>(from_at)) != static_cast<ssize_t>(count) ||
-            pwrite(to, part.data(), count, static_cast<off_t>(to_at)) != static_cast<ssize_t>(count)) {
+        const std::size_t size = std::min<std::uint64_t>(length_bytes, buffer.size());
+        if (pread(source_fd, buffer.data(), size, static_cast<off_t>(source_offset)) != static_cast<ssize_t>(size) ||
+            pwrite(target_fd, buffer.data(), size, static_cast<off_t>(target_offset)) != static_cast<ssize_t>(size)) {
             return false;
         }
-        to_at += count;
-        from_at += count;
-        length_bytes -= count;
+        target_offset += size;
+        source_offset += size;
+        length_bytes -= size;
     }
     return true;
 }
 
-// Copy between a file and host memory. System calls access the host memory, so that unmapped memory makes the copy fail
-// instead of the process.
-bool copy_host(int fd, std::uint64_t at, std::uint64_t host, std::uint64_t length_bytes, bool to_host) {
+// Copy between a file and host memory. System calls access the host memory. So if it is not mapped, the copy fails and
+// the process does not crash.
+bool copy_file_and_host(int fd, std::uint64_t offset, std::uint64_t host_address, std::uint64_t length_bytes,
+                        bool to_host) {
     while (length_bytes > 0) {
-        auto* const memory = reinterpret_cast<void*>(host);
-        const ssize_t moved = to_host ? pread(fd, memory, length_bytes, static_cast<off_t>(at))
-                                      : pwrite(fd, memory, length_bytes, static_cast<off_t>(at));
-        if (moved <= 0) {
+        auto* const host_memory = reinterpret_cast<void*>(host_address);
+        const ssize_t copied_bytes = to_host ? pread(fd, host_memory, length_bytes, static_cast<off_t>(offset))
+                                             : pwrite(fd, host_memory, length_bytes, static_cast<off_t>(offset));
+        if (copied_bytes <= 0) {
             return false;
         }
-        at += static_cast<std::uint64_t>(moved);
-        host += static_cast<std::uint64_t>(moved);
-        length_bytes -= static_cast<std::uint64_t>(moved);
+        offset += static_cast<std::uint64_t>(copied_bytes);
+        host_address += static_cast<std::uint64_t>(copied_bytes);
+        length_bytes -= static_cast<std::uint64_t>(copied_bytes);
     }
     return true;
 }
 
-// Parse the packets of a command buffer. The first Gaudi's driver checks packets at submission; later devices fail when
-// they execute them.
-int parse(std::span<const std::byte> text, std::vector<LinearDma>* copies) {
+// Parse the packets of a command buffer. Only the driver of the first Gaudi checks packets at submission; later devices
+// fail when they execute a wrong packet.
+int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copies) {
     const bool is_gaudi1 = !properties().has_virtual_memory;
-    while (!text.empty()) {
-        std::uint32_t head[2] = {};
-        if (text.size() < sizeof head) {
+    while (!bytes.empty()) {
+        // Every packet begins with these 8 bytes. The second word is the control word.
+        std::uint32_t header[2] = {};
+        if (bytes.size() < sizeof header) {
             return EINVAL;
         }
-        std::memcpy(head, text.data(), sizeof head);
-        if (opcode_of(head[1]) == packet_nop) {
-            text = text.subspan(sizeof head);
+        std::memcpy(header, bytes.data(), sizeof header);
+        const unsigned opcode = opcode_of(header[1]);
+        if (opcode == packet_nop) {
+            bytes = bytes.subspan(sizeof header);
             continue;
         }
-        if (opcode_of(head[1]) != packet_lin_dma || text.size() < sizeof(LinearDma)) {
-            return opcode_of(head[1]) != packet_lin_dma ? EOPNOTSUPP : EINVAL;
+        if (opcode != packet_lin_dma || bytes.size() < sizeof(LinearDma)) {
+            return opcode != packet_lin_dma ? EOPNOTSUPP : EINVAL;
         }
         LinearDma packet{};
-        std::memcpy(&packet, text.data(), sizeof packet);
+        std::memcpy(&packet, bytes.data(), sizeof packet);
         if ((packet.ctl & ctl_memset) != 0) {
             return EOPNOTSUPP;
         }
-        constexpr std::uint32_t needed = ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
-        if (is_gaudi1 && (packet.ctl & needed) != needed) {
+        constexpr std::uint32_t required_bits = ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
+        if (is_gaudi1 && (packet.ctl & required_bits) != required_bits) {
             return EINVAL;
         }
         packet.dst_addr &= is_gaudi1 ? destination_mask_gaudi1 : UINT64_MAX;
         copies->push_back(packet);
-        text = text.subspan(sizeof packet);
+        bytes = bytes.subspan(sizeof packet);
     }
     return 0;
 }
 
-// Parse the packets of a chunk. The first Gaudi takes command buffers of the driver, later generations buffers that the
-// program has mapped. The program can write to both, so they are copied first.
+// Parse the packets of a chunk of a submission. On the first Gaudi the packets are in a command buffer of the driver,
+// on later generations in host memory that the program has mapped. The program can change both, so they are copied
+// first.
 int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copies) {
-    if (chunk.queue_index >= dma_queues) {
+    if (chunk.queue_index >= dma_queue_count) {
+        // The twin implements only the DMA queues. No generation has a queue index above 1024.
         return chunk.queue_index > 1024 ? EINVAL : EOPNOTSUPP;
     }
-    // The first Gaudi's queues only take buffers of the driver, so the driver ignores the flag.
+    // Later generations require the flag. On the first Gaudi the driver ignores it, because the queues only accept
+    // command buffers of the driver.
     if (properties().has_virtual_memory && (chunk.cs_chunk_flags & chunk_user_buffer) == 0) {
         return EINVAL;
     }
     if (chunk.cb_size < 8 || chunk.cb_size > max_buffer_bytes) {
         return EINVAL;
     }
-    std::vector<std::byte> text(chunk.cb_size);
+    std::vector<std::byte> packets(chunk.cb_size);
     if (!properties().has_virtual_memory) {
-        const auto found = device->buffers.find(chunk.cb_handle);
-        if (found == device->buffers.end() || chunk.cb_size > found->second.size_bytes ||
-            pread(device->file.get(), text.data(), text.size(), static_cast<off_t>(chunk.cb_handle)) !=
-                static_cast<ssize_t>(text.size())) {
+        const auto found = device->command_buffers.find(chunk.cb_handle);
+        if (found == device->command_buffers.end() || chunk.cb_size > found->second.size_bytes ||
+            pread(device->file.get(), packets.data(), packets.size(), static_cast<off_t>(chunk.cb_handle)) !=
+                static_cast<ssize_t>(packets.size())) {
             return EINVAL;
         }
-        return parse(text, copies);
+        return parse_packets(packets, copies);
     }
-    auto after = device->mappings.upper_bound(chunk.cb_handle);
-    if (after == device->mappings.begin()) {
+    auto next_mapping = device->mappings.upper_bound(chunk.cb_handle);
+    if (next_mapping == device->mappings.begin()) {
         return EINVAL;
     }
-    const auto& [address, mapping] = *std::prev(after);
-    const std::uint64_t within = chunk.cb_handle - address;
-    if (mapping.allocation || within > mapping.length_bytes || chunk.cb_size > mapping.length_bytes - within) {
+    const auto& [address, mapping] = *std::prev(next_mapping);
+    const std::uint64_t offset = chunk.cb_handle - address;
+    if (mapping.allocation || offset > mapping.length_bytes || chunk.cb_size > mapping.length_bytes - offset) {
         return EINVAL;
     }
-    std::memcpy(text.data(), reinterpret_cast<const void*>(mapping.host_address + within), text.size());
-    return parse(text, copies);
+    std::memcpy(packets.data(), reinterpret_cast<const void*>(mapping.host_address + offset), packets.size());
+    return parse_packets(packets, copies);
 }
 
-int submit_all(int fd, const SubmissionIn* in, SubmissionOut* out) {
+int submit_chunks(int fd, const SubmissionIn* in, SubmissionOut* out) {
     int error = 0;
     const DeviceRef device = in == nullptr || out == nullptr ? nullptr : find_device(fd, &error);
     if (!device) {
         return in == nullptr || out == nullptr ? EINVAL : error;
     }
-    if (in->num_chunks_execute == 0 || in->num_chunks_execute > max_chunks || in->chunks_execute == nullptr) {
+    if (in->num_chunks_execute == 0 || in->num_chunks_execute > max_chunk_count || in->chunks_execute == nullptr) {
         return EINVAL;
     }
     if (in->num_chunks_restore != 0 || in->flags != 0) {
@@ -140,12 +148,12 @@ int submit_all(int fd, const SubmissionIn* in, SubmissionOut* out) {
     std::vector<LinearDma> copies;
     {
         std::lock_guard lock(device->mutex);
-        if (!device->operational) {
+        if (!device->is_operational) {
             return EBUSY;
         }
         for (const Chunk& chunk : chunks) {
-            if (const int error_code = read_chunk(device.get(), chunk, &copies); error_code != 0) {
-                return error_code;
+            if (const int chunk_error = read_chunk(device.get(), chunk, &copies); chunk_error != 0) {
+                return chunk_error;
             }
         }
     }
@@ -157,12 +165,13 @@ int submit_all(int fd, const SubmissionIn* in, SubmissionOut* out) {
 
 bool Device::resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand) {
     const Properties& device_properties = properties();
-    const auto after = mappings.upper_bound(address);
-    if (after != mappings.begin()) {
-        const auto& [begin, mapping] = *std::prev(after);
-        if (address - begin <= mapping.length_bytes && length_bytes <= mapping.length_bytes - (address - begin)) {
-            *operand = mapping.allocation ? CopyOperand{mapping.allocation->memory.get(), address - begin}
-                                          : CopyOperand{-1, mapping.host_address + (address - begin)};
+    const auto next_mapping = mappings.upper_bound(address);
+    if (next_mapping != mappings.begin()) {
+        const auto& [begin, mapping] = *std::prev(next_mapping);
+        const std::uint64_t offset = address - begin;
+        if (offset <= mapping.length_bytes && length_bytes <= mapping.length_bytes - offset) {
+            *operand = mapping.allocation ? CopyOperand{mapping.allocation->memfd.get(), offset}
+                                          : CopyOperand{-1, mapping.host_address + offset};
             return true;
         }
     }
@@ -170,43 +179,43 @@ bool Device::resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOper
         address > device_properties.dram_end() || length_bytes > device_properties.dram_end() - address) {
         return false;
     }
-    if (!dram) {
-        dram = Fd(make_device_memory(device_properties.dram_bytes));
+    if (!dram_memfd) {
+        dram_memfd = Fd(make_device_memory(device_properties.dram_bytes));
     }
-    *operand = {dram.get(), address - device_properties.dram_base};
-    return static_cast<bool>(dram);
+    *operand = {dram_memfd.get(), address - device_properties.dram_base};
+    return static_cast<bool>(dram_memfd);
 }
 
 bool Device::run_copy(const LinearDma& copy) {
-    CopyOperand to, from;
-    if (!resolve(copy.src_addr, copy.tsize, &from) || !resolve(copy.dst_addr, copy.tsize, &to)) {
+    CopyOperand target, source;
+    if (!resolve(copy.src_addr, copy.tsize, &source) || !resolve(copy.dst_addr, copy.tsize, &target)) {
         return false;
     }
-    if (from.fd >= 0 && to.fd >= 0) {
-        return copy_between_files(to.fd, to.offset, from.fd, from.offset, copy.tsize);
+    if (source.fd >= 0 && target.fd >= 0) {
+        return copy_between_files(target.fd, target.offset, source.fd, source.offset, copy.tsize);
     }
-    if (from.fd < 0 && to.fd < 0) {
+    if (source.fd < 0 && target.fd < 0) {
         return false; // the device does not copy from host to host
     }
-    return to.fd < 0 ? copy_host(from.fd, from.offset, to.offset, copy.tsize, true)
-                     : copy_host(to.fd, to.offset, from.offset, copy.tsize, false);
+    return target.fd < 0 ? copy_file_and_host(source.fd, source.offset, target.offset, copy.tsize, true)
+                         : copy_file_and_host(target.fd, target.offset, source.offset, copy.tsize, false);
 }
 
 std::uint64_t Device::submit(std::vector<LinearDma> copies) {
     std::lock_guard lock(mutex);
     if (!worker_.joinable()) {
-        worker_ = start_signal_blocking_thread([this] { run(); });
+        worker_ = start_signal_blocking_thread([this] { run_jobs(); });
     }
-    jobs_.push_back({++last_sequence, std::move(copies)});
+    jobs_.push_back({++last_sequence_number, std::move(copies)});
     changed.notify_all();
-    return last_sequence;
+    return last_sequence_number;
 }
 
-void Device::run() {
+void Device::run_jobs() {
     std::unique_lock lock(mutex);
     while (true) {
-        changed.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
-        if (stopping_) {
+        changed.wait(lock, [this] { return is_stopping_ || !jobs_.empty(); });
+        if (is_stopping_) {
             return;
         }
         const Job job = std::move(jobs_.front());
@@ -214,15 +223,15 @@ void Device::run() {
         lock.unlock();
         sleep_random_delay();
         lock.lock();
-        const bool done =
-            aborted_sequence == 0 &&
+        const bool has_succeeded =
+            aborted_sequence_number == 0 &&
             std::all_of(job.copies.begin(), job.copies.end(), [this](const LinearDma& copy) { return run_copy(copy); });
-        if (!done && aborted_sequence == 0) {
+        if (!has_succeeded && aborted_sequence_number == 0) {
             // The device has a page fault: the driver resets it, and this context becomes unusable.
-            aborted_sequence = job.sequence;
-            operational = false;
+            aborted_sequence_number = job.sequence_number;
+            is_operational = false;
         }
-        completed_sequence = job.sequence;
+        completed_sequence_number = job.sequence_number;
         changed.notify_all();
     }
 }
@@ -238,8 +247,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t si
             return EINVAL;
         }
         std::lock_guard lock(device->mutex);
-        *handle = ++device->last_buffer * buffer_room_bytes;
-        device->buffers.emplace(*handle, CommandBuffer{size});
+        *handle = ++device->last_buffer_number * buffer_spacing_bytes;
+        device->command_buffers.emplace(*handle, CommandBuffer{size});
         ledger_add("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ *handle);
         return 0;
     });
@@ -253,7 +262,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_destroy_command_buffer(int fd, std::uint64_t ha
             return error;
         }
         std::lock_guard lock(device->mutex);
-        if (device->buffers.erase(handle) == 0) {
+        if (device->command_buffers.erase(handle) == 0) {
             return EINVAL;
         }
         static_cast<void>(
@@ -263,12 +272,12 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_destroy_command_buffer(int fd, std::uint64_t ha
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_command_submission(int fd, SubmissionIn* in, SubmissionOut* out) {
-    return entry("hlthunk_command_submission", [&] { return submit_all(fd, in, out); });
+    return entry("hlthunk_command_submission", [&] { return submit_chunks(fd, in, out); });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_command_submission_timeout(int fd, SubmissionIn* in, SubmissionOut* out,
                                                             std::uint32_t /*timeout_s*/) {
-    return entry("hlthunk_command_submission_timeout", [&] { return submit_all(fd, in, out); });
+    return entry("hlthunk_command_submission_timeout", [&] { return submit_chunks(fd, in, out); });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence, std::uint64_t timeout_us,
@@ -280,30 +289,31 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence, std
             return status == nullptr ? EINVAL : error;
         }
         std::unique_lock lock(device->mutex);
-        if (sequence == 0 || sequence > device->last_sequence) {
+        if (sequence == 0 || sequence > device->last_sequence_number) {
             return EINVAL;
         }
-        const auto limit = std::chrono::microseconds(std::min(timeout_us, max_wait_us));
+        const auto timeout = std::chrono::microseconds(std::min(timeout_us, max_wait_us));
         // wait_for would use a clock that ThreadSanitizer of older compilers does not support.
-        const auto until = std::chrono::system_clock::now() + limit;
-        if (!device->changed.wait_until(lock, until, [&] { return device->completed_sequence >= sequence; })) {
+        const auto deadline = std::chrono::system_clock::now() + timeout;
+        if (!device->changed.wait_until(lock, deadline,
+                                        [&] { return device->completed_sequence_number >= sequence; })) {
             *status = wait_busy;
             return 0;
         }
-        const bool aborted = device->aborted_sequence != 0 && sequence >= device->aborted_sequence;
-        *status = aborted ? wait_aborted : wait_completed;
-        return aborted ? EIO : 0;
+        const bool is_aborted = device->aborted_sequence_number != 0 && sequence >= device->aborted_sequence_number;
+        *status = is_aborted ? wait_aborted : wait_completed;
+        return is_aborted ? EIO : 0;
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY bool hlthunk_is_device_idle(int fd) {
     int error = 0;
-    const DeviceRef device = load_error().empty() ? find_device(fd, &error) : nullptr;
+    const DeviceRef device = configuration_error().empty() ? find_device(fd, &error) : nullptr;
     if (!device) {
         return false;
     }
     std::lock_guard lock(device->mutex);
-    return device->completed_sequence == device->last_sequence;
+    return device->completed_sequence_number == device->last_sequence_number;
 }
 
 } // namespace gdrkit::twin::gaudi

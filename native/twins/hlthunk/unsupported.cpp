@@ -1,4 +1,5 @@
-// Functions that the twin does not implement: each fails by the convention of that function and has no effect.
+// Functions that the twin does not implement. Each has no effect and fails by its convention (see functions.def). Every
+// convention is a macro here that generates the function.
 #include <cerrno>
 
 #include "hlthunk/hlthunk_abi.hpp"
@@ -24,7 +25,7 @@ namespace gdrkit::twin::gaudi {
     void symbol() {                                                                                                    \
         errno = EOPNOTSUPP;                                                                                            \
     }
-#define X(symbol, kind) kind(symbol)
+#define X(symbol, convention) convention(symbol)
 #include "hlthunk/functions.def"
 #undef X
 #undef implemented

@@ -1,4 +1,5 @@
-// Asynchronous events of a device context: how the model raises them, ibv_get_async_event and ibv_ack_async_event.
+// Asynchronous events of a device context: the functions by which queue pairs and completion queues raise them,
+// ibv_get_async_event and ibv_ack_async_event.
 
 #include "ibverbs/completion.hpp"
 #include "ibverbs/context.hpp"
@@ -42,12 +43,13 @@ int ibv_get_async_event(ibv_context* abi, ibv_async_event* event) {
     if (!is_alive("ibv_context", context)) {
         return fail_minus1(EINVAL);
     }
-    AsyncEvent taken;
-    const int error = context->events.take(&taken, [](const AsyncEvent& one) { one.counter->count_taken(); });
+    AsyncEvent first_event;
+    const int error =
+        context->events.take(&first_event, [](const AsyncEvent& taken_event) { taken_event.counter->count_taken(); });
     if (error != 0) {
         return fail_minus1(error);
     }
-    *event = taken.abi;
+    *event = first_event.abi;
     return 0;
 }
 

@@ -51,40 +51,40 @@ BounceBuffer::~BounceBuffer() {
     munmap(data_, size_);
 }
 
-// The raw system calls bypass the libc functions that ThreadSanitizer intercepts. For the client these copies are a
-// device's DMA, ordered by completions, sometimes of other processes; a sanitizer knows nothing of that order and would
-// report races.
+// The raw system calls bypass the libc functions that ThreadSanitizer intercepts. To the client these copies are the
+// DMA of a device, which completions order, sometimes those of another process. ThreadSanitizer does not know this
+// order and would report data races.
 
-int BounceBuffer::copy_in(std::size_t at, const void* memory, std::size_t size) {
-    const char* from = static_cast<const char*>(memory);
+int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size) {
+    const char* source = static_cast<const char*>(memory);
     while (size > 0) {
-        const long moved = syscall(SYS_pwrite64, fd_.get(), from, size, at);
-        if (moved < 0 && errno == EINTR) {
+        const long moved_bytes = syscall(SYS_pwrite64, fd_.get(), source, size, offset);
+        if (moved_bytes < 0 && errno == EINTR) {
             continue;
         }
-        if (moved <= 0) {
-            return moved == 0 ? EIO : errno;
+        if (moved_bytes <= 0) {
+            return moved_bytes == 0 ? EIO : errno;
         }
-        from += moved;
-        at += static_cast<std::size_t>(moved);
-        size -= static_cast<std::size_t>(moved);
+        source += moved_bytes;
+        offset += static_cast<std::size_t>(moved_bytes);
+        size -= static_cast<std::size_t>(moved_bytes);
     }
     return 0;
 }
 
-int BounceBuffer::copy_out(std::size_t at, void* memory, std::size_t size) const {
-    char* to = static_cast<char*>(memory);
+int BounceBuffer::copy_out(std::size_t offset, void* memory, std::size_t size) const {
+    char* target = static_cast<char*>(memory);
     while (size > 0) {
-        const long moved = syscall(SYS_pread64, fd_.get(), to, size, at);
-        if (moved < 0 && errno == EINTR) {
+        const long moved_bytes = syscall(SYS_pread64, fd_.get(), target, size, offset);
+        if (moved_bytes < 0 && errno == EINTR) {
             continue;
         }
-        if (moved <= 0) {
-            return moved == 0 ? EIO : errno;
+        if (moved_bytes <= 0) {
+            return moved_bytes == 0 ? EIO : errno;
         }
-        to += moved;
-        at += static_cast<std::size_t>(moved);
-        size -= static_cast<std::size_t>(moved);
+        target += moved_bytes;
+        offset += static_cast<std::size_t>(moved_bytes);
+        size -= static_cast<std::size_t>(moved_bytes);
     }
     return 0;
 }
@@ -93,29 +93,29 @@ int BounceBuffer::copy_out(std::size_t at, void* memory, std::size_t size) const
 
 namespace {
 
-// memcpy would be intercepted too.
-void copy_unobserved(std::byte* to, const std::byte* from, std::size_t size) {
-    asm volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(size) : : "memory");
+// Copy without memcpy, which ThreadSanitizer intercepts too.
+void copy_unobserved(std::byte* target, const std::byte* source, std::size_t size) {
+    asm volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(size) : : "memory");
 }
 
 } // namespace
 
-void BounceBuffer::copy_in_mapped(std::size_t at, const std::byte* memory, std::size_t size) {
-    copy_unobserved(data_ + at, memory, size);
+void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size) {
+    copy_unobserved(data_ + offset, memory, size);
 }
 
-void BounceBuffer::copy_out_mapped(std::size_t at, std::byte* memory, std::size_t size) const {
-    copy_unobserved(memory, data_ + at, size);
+void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size) const {
+    copy_unobserved(memory, data_ + offset, size);
 }
 
 #else
 
-void BounceBuffer::copy_in_mapped(std::size_t at, const std::byte* memory, std::size_t size) {
-    load(at, memory, size);
+void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size) {
+    copy_in(offset, memory, size);
 }
 
-void BounceBuffer::copy_out_mapped(std::size_t at, std::byte* memory, std::size_t size) const {
-    store(at, memory, size);
+void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size) const {
+    copy_out(offset, memory, size);
 }
 
 #endif

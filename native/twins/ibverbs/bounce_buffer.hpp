@@ -1,6 +1,7 @@
-// The buffer through which payload moves between client memory and a peer. It is a memfd, so that a copy from or to
-// client memory is a system call on a file: memory that was unmapped meanwhile gives EFAULT, never a signal. Another
-// process may share the buffer and change it at any time, so its content is only ever copied, never interpreted.
+// The buffer through which payload moves between client memory, the memory of the application that uses the twin, and a
+// peer. The buffer is a memfd, so a copy from or to client memory is a system call on a file. If the client memory was
+// unmapped meanwhile, the call fails with EFAULT and raises no signal. Another process may share the buffer and change
+// it at any time, so its content is only copied and never interpreted.
 #pragma once
 
 #include <cstddef>
@@ -19,22 +20,22 @@ class BounceBuffer {
 public:
     // Create a buffer. Return nullptr and set errno on failure.
     static std::unique_ptr<BounceBuffer> make(std::size_t size);
-    // Map a buffer that another process created. Return nullptr and set errno on failure; EINVAL if its size differs or
-    // is not sealed.
+    // Map a buffer that another process created. Return nullptr and set errno on failure; EINVAL if the memfd does not
+    // have `size` bytes, or if no seals prevent a change of its size.
     static std::unique_ptr<BounceBuffer> adopt(Fd fd, std::size_t size);
     ~BounceBuffer();
     BounceBuffer(const BounceBuffer&) = delete;
     BounceBuffer& operator=(const BounceBuffer&) = delete;
 
     // Copy from client memory into the buffer, or out of the buffer into client memory. Return 0 or an errno. The
-    // caller ensures that [at, at + size) lies within the buffer.
-    int copy_in(std::size_t at, const void* memory, std::size_t size);
-    int copy_out(std::size_t at, void* memory, std::size_t size) const;
-    // The same for memory that the twin itself has mapped, where no copy can fail.
-    void copy_in_mapped(std::size_t at, const std::byte* memory, std::size_t size);
-    void copy_out_mapped(std::size_t at, std::byte* memory, std::size_t size) const;
+    // caller ensures that [offset, offset + size) lies within the buffer.
+    int copy_in(std::size_t offset, const void* memory, std::size_t size);
+    int copy_out(std::size_t offset, void* memory, std::size_t size) const;
+    // Like copy_in and copy_out, but for memory that the twin has mapped from a sealed memfd. These copies cannot fail.
+    void copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size);
+    void copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size) const;
 
-    [[nodiscard]] std::byte* at(std::size_t offset) const { return data_ + offset; }
+    [[nodiscard]] std::byte* data_at(std::size_t offset) const { return data_ + offset; }
     [[nodiscard]] int fd() const { return fd_.get(); }
 
 private:

@@ -7,25 +7,25 @@
 
 namespace gdrkit::twin::verbs {
 
-// Call `visit` with each part of the application's memory that belongs to this chunk, and with the part's offset in the
-// chunk. Stop and return false when `visit` returns false.
+// Call visit(sge, offset) for each piece of the application's memory that belongs to this chunk. `offset` is the
+// position of the piece in the chunk. Stop and return false when `visit` returns false.
 template <typename Visit> bool for_each_sge_in_chunk(const SendWork& work, const wire::Request& request, Visit visit) {
-    std::uint64_t skip = request.chunk_offset_bytes;
-    std::size_t before = 0;
+    std::uint64_t skip_bytes = request.chunk_offset_bytes;
+    std::size_t offset = 0;
     for (const ibv_sge& sge : work.sges) {
-        if (skip >= sge.length) {
-            skip -= sge.length;
+        if (skip_bytes >= sge.length) {
+            skip_bytes -= sge.length;
             continue;
         }
-        const std::size_t size = std::min<std::size_t>(sge.length - skip, request.chunk_bytes - before);
+        const std::size_t size = std::min<std::size_t>(sge.length - skip_bytes, request.chunk_bytes - offset);
         if (size == 0) {
             break;
         }
-        if (!visit(ibv_sge{sge.addr + skip, static_cast<std::uint32_t>(size), sge.lkey}, before)) {
+        if (!visit(ibv_sge{sge.addr + skip_bytes, static_cast<std::uint32_t>(size), sge.lkey}, offset)) {
             return false;
         }
-        before += size;
-        skip = 0;
+        offset += size;
+        skip_bytes = 0;
     }
     return true;
 }

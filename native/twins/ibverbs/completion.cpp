@@ -1,4 +1,4 @@
-// Completion queues: the queue that the model pushes to and the client polls, and ibv_create_cq and ibv_destroy_cq.
+// Completion queues: queue pairs push completions and the client polls them. Also ibv_create_cq and ibv_destroy_cq.
 
 #include "ibverbs/completion.hpp"
 
@@ -9,32 +9,32 @@ namespace gdrkit::twin::verbs {
 
 bool CompletionQueue::push(std::span<const Completion> completions) {
     std::lock_guard lock(mutex_);
-    bool notify = false;
-    bool ok = true;
+    bool must_notify = false;
+    bool all_pushed = true;
     for (const Completion& completion : completions) {
         if (!push_one(completion)) {
-            ok = false;
+            all_pushed = false;
             break;
         }
         // A failed completion always counts as solicited.
-        const bool solicited = completion.solicited || completion.wc.status != IBV_WC_SUCCESS;
-        notify |= armed_ == Armed::any || (armed_ == Armed::solicited && solicited);
+        const bool is_solicited = completion.is_solicited || completion.wc.status != IBV_WC_SUCCESS;
+        must_notify |= armed_ == Armed::any || (armed_ == Armed::solicited && is_solicited);
     }
-    has_completions_or_overrun_ = !completions_.empty() || overrun_;
-    if (notify) {
+    has_completions_or_overrun_ = !completions_.empty() || has_overrun_;
+    if (must_notify) {
         armed_ = Armed::no;
-        channel_->events.push({abi_, channel_events});
+        channel_->events.push({public_cq_, channel_event_counter});
     }
-    return ok;
+    return all_pushed;
 }
 
 bool CompletionQueue::push_one(const Completion& completion) {
-    if (overrun_) {
+    if (has_overrun_) {
         return false;
     }
     if (completions_.size() == capacity_) {
-        overrun_ = true;
-        context_->raise(abi_, IBV_EVENT_CQ_ERR, async_events);
+        has_overrun_ = true;
+        context_->raise(public_cq_, IBV_EVENT_CQ_ERR, async_event_counter);
         return false;
     }
     completions_.push_back(completion);
@@ -46,18 +46,18 @@ int CompletionQueue::poll(int count, ibv_wc* wc) {
         return 0;
     }
     std::lock_guard lock(mutex_);
-    if (overrun_) {
+    if (has_overrun_) {
         return -EIO;
     }
-    int taken = 0;
-    while (taken < count && !completions_.empty()) {
+    int polled_count = 0;
+    while (polled_count < count && !completions_.empty()) {
         const Completion& first = completions_.front();
-        wc[taken++] = first.wc;
-        first.work_queue_slots->used -= first.freed_slots;
+        wc[polled_count++] = first.wc;
+        first.work_queue_slots->used -= first.freed_slot_count;
         completions_.pop_front();
     }
     has_completions_or_overrun_ = !completions_.empty();
-    return taken;
+    return polled_count;
 }
 
 void CompletionQueue::arm(bool solicited_only) {
@@ -75,7 +75,7 @@ void CompletionQueue::drop(std::uint32_t qp_num) {
 
 void acknowledge_async(ibv_cq* cq) {
     ++cq->async_events_completed;
-    cq_handle_of(cq)->model->async_events->acknowledge(1);
+    cq_handle_of(cq)->model->async_event_counter->acknowledge(1);
 }
 
 int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
@@ -106,19 +106,20 @@ using namespace gdrkit::twin::verbs;
 
 extern "C" {
 
-ibv_cq* ibv_create_cq(ibv_context* abi, int cqe, void* cq_context, ibv_comp_channel* channel, int comp_vector) {
+ibv_cq* ibv_create_cq(ibv_context* public_context, int cqe, void* cq_context, ibv_comp_channel* channel,
+                      int comp_vector) {
     if (const auto fault = injected_fault("ibv_create_cq")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(abi);
+    Context* const context = context_of(public_context);
     if (!is_alive("ibv_context", context) || cqe < 1 || cqe > device_attributes(*context->device).max_cqe ||
         comp_vector < 0 || comp_vector >= completion_vector_count ||
-        (channel != nullptr && (!is_alive("ibv_comp_channel", channel) || channel->context != abi))) {
+        (channel != nullptr && (!is_alive("ibv_comp_channel", channel) || channel->context != public_context))) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<CompletionQueueHandle>();
-    auto* const cq = reinterpret_cast<ibv_cq*>(&handle->abi);
-    cq->context = abi;
+    auto* const cq = reinterpret_cast<ibv_cq*>(&handle->public_cq);
+    cq->context = public_context;
     cq->channel = channel;
     cq->cq_context = cq_context;
     cq->handle = next_handle();
@@ -126,9 +127,9 @@ ibv_cq* ibv_create_cq(ibv_context* abi, int cqe, void* cq_context, ibv_comp_chan
     pthread_mutex_init(&cq->mutex, nullptr);
     pthread_cond_init(&cq->cond, nullptr);
     handle->model = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, static_cast<std::size_t>(cqe));
-    ++context->children;
+    ++context->child_count;
     if (channel != nullptr) {
-        ++channel_of(channel)->users;
+        ++channel_of(channel)->user_count;
         ++channel->refcnt;
     }
     track("ibv_cq", handle.release());
@@ -143,27 +144,27 @@ int ibv_destroy_cq(ibv_cq* cq) {
     if (!is_alive("ibv_cq", handle)) {
         return EINVAL;
     }
-    if (handle->model->users != 0) {
+    if (handle->model->user_count != 0) {
         return EBUSY;
     }
     const std::shared_ptr<CompletionQueue> model = handle->model;
     Context* const context = model->context();
-    context->drop_events(model->async_events);
+    context->drop_events(model->async_event_counter);
     if (CompletionChannel* const channel = model->channel()) {
         channel->events.drop_if([=](const CompletionEvent& event) { return event.cq == cq; });
     }
-    // The client may hold the pointer until it has acknowledged the events that it took.
-    model->channel_events->wait_until_acknowledged();
-    model->async_events->wait_until_acknowledged();
+    // The client may use the pointer until it has acknowledged every event that it took.
+    model->channel_event_counter->wait_until_acknowledged();
+    model->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_cq", handle)) {
         return EINVAL;
     }
     handle->model.reset();
     if (CompletionChannel* const channel = model->channel()) {
-        --channel->users;
+        --channel->user_count;
         --channel->abi.refcnt;
     }
-    --context->children;
+    --context->child_count;
     return 0;
 }
 

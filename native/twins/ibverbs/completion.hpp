@@ -20,17 +20,17 @@ struct WorkQueueSlots {
 
 struct Completion {
     ibv_wc wc{};
-    bool solicited = false;
+    bool is_solicited = false;
     std::shared_ptr<WorkQueueSlots> work_queue_slots;
-    std::uint32_t freed_slots = 0;
+    std::uint32_t freed_slot_count = 0; // slots that polling this completion frees
 };
 
 class CompletionQueue {
 public:
-    CompletionQueue(Context* context, CompletionChannel* channel, ibv_cq* abi, std::size_t capacity)
-        : context_(context), channel_(channel), abi_(abi), capacity_(capacity) {}
+    CompletionQueue(Context* context, CompletionChannel* channel, ibv_cq* public_cq, std::size_t capacity)
+        : context_(context), channel_(channel), public_cq_(public_cq), capacity_(capacity) {}
 
-    // Append completions. Return false on overrun; an overrun is final, and nothing more can be polled.
+    // Append completions. Return false if the queue is full (overrun). After an overrun nothing more can be polled.
     bool push(std::span<const Completion> completions);
 
     // Move up to `count` completions into `wc`. Return their number, or a negative errno after an overrun.
@@ -45,31 +45,33 @@ public:
     [[nodiscard]] Context* context() const { return context_; }
     [[nodiscard]] CompletionChannel* channel() const { return channel_; }
 
-    // Number of send and receive queues that complete here.
-    std::atomic<int> users{0};
-    std::shared_ptr<EventCounter> channel_events = std::make_shared<EventCounter>();
-    std::shared_ptr<EventCounter> async_events = std::make_shared<EventCounter>();
+    // Number of send and receive queues whose completions go to this queue.
+    std::atomic<int> user_count{0};
+    // Count the events of this queue that the client took and acknowledged.
+    std::shared_ptr<EventCounter> channel_event_counter = std::make_shared<EventCounter>();
+    std::shared_ptr<EventCounter> async_event_counter = std::make_shared<EventCounter>();
 
 private:
     bool push_one(const Completion& completion);
 
+    // The completions that raise the next event on the channel.
     enum class Armed { no, solicited, any };
 
     Context* const context_;
     CompletionChannel* const channel_;
-    ibv_cq* const abi_;
+    ibv_cq* const public_cq_; // the structure that the client has
     const std::size_t capacity_;
     std::mutex mutex_;
     std::deque<Completion> completions_;
     Armed armed_ = Armed::no;
-    bool overrun_ = false;
+    bool has_overrun_ = false;
     // Lets poll() return 0 without the lock while there is nothing to report.
     std::atomic<bool> has_completions_or_overrun_{false};
 };
 
 struct CompletionQueueHandle {
-    // Begins with the ordinary structure; clients that use the extended one find zeros.
-    ibv_cq_ex abi{};
+    // The structure to which the client has a pointer. It begins with an ibv_cq. Its further fields are zero.
+    ibv_cq_ex public_cq{};
     std::shared_ptr<CompletionQueue> model;
 };
 
@@ -77,7 +79,7 @@ inline CompletionQueueHandle* cq_handle_of(ibv_cq* cq) {
     return reinterpret_cast<CompletionQueueHandle*>(cq);
 }
 
-// Acknowledge one event; called by ibv_ack_async_event.
+// Acknowledge one asynchronous event of this queue. ibv_ack_async_event calls this function.
 void acknowledge_async(ibv_cq* cq);
 
 } // namespace gdrkit::twin::verbs

@@ -10,11 +10,11 @@ using namespace gdrkit::twin::verbs;
 
 extern "C" {
 
-ibv_comp_channel* ibv_create_comp_channel(ibv_context* abi) {
+ibv_comp_channel* ibv_create_comp_channel(ibv_context* public_context) {
     if (const auto fault = injected_fault("ibv_create_comp_channel")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(abi);
+    Context* const context = context_of(public_context);
     if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
@@ -22,23 +22,23 @@ ibv_comp_channel* ibv_create_comp_channel(ibv_context* abi) {
     if (const int error = channel->events.open(); error != 0) {
         return fail_null(error);
     }
-    channel->abi.context = abi;
+    channel->abi.context = public_context;
     channel->abi.fd = channel->events.fd();
     channel->context = context;
-    ++context->children;
+    ++context->child_count;
     track("ibv_comp_channel", channel.get());
     return &channel.release()->abi;
 }
 
-int ibv_destroy_comp_channel(ibv_comp_channel* abi) {
+int ibv_destroy_comp_channel(ibv_comp_channel* public_channel) {
     if (const auto fault = injected_fault("ibv_destroy_comp_channel")) {
         return *fault;
     }
-    CompletionChannel* const channel = channel_of(abi);
+    CompletionChannel* const channel = channel_of(public_channel);
     if (!is_alive("ibv_comp_channel", channel)) {
         return EINVAL;
     }
-    if (channel->users != 0) {
+    if (channel->user_count != 0) {
         return EBUSY;
     }
     Context* const context = channel->context;
@@ -46,24 +46,24 @@ int ibv_destroy_comp_channel(ibv_comp_channel* abi) {
         return EINVAL;
     }
     channel->events.close();
-    abi->fd = -1;
-    --context->children;
+    public_channel->fd = -1;
+    --context->child_count;
     return 0;
 }
 
-int ibv_get_cq_event(ibv_comp_channel* abi, ibv_cq** cq, void** cq_context) {
+int ibv_get_cq_event(ibv_comp_channel* public_channel, ibv_cq** cq, void** cq_context) {
     if (const auto fault = injected_fault("ibv_get_cq_event")) {
         return fail_minus1(*fault);
     }
-    CompletionChannel* const channel = channel_of(abi);
+    CompletionChannel* const channel = channel_of(public_channel);
     if (!is_alive("ibv_comp_channel", channel)) {
         return fail_minus1(EINVAL);
     }
     CompletionEvent event;
-    const int error = channel->events.take(&event, [&](const CompletionEvent& one) {
-        one.counter->count_taken();
-        *cq = one.cq;
-        *cq_context = one.cq->cq_context;
+    const int error = channel->events.take(&event, [&](const CompletionEvent& taken_event) {
+        taken_event.counter->count_taken();
+        *cq = taken_event.cq;
+        *cq_context = taken_event.cq->cq_context;
     });
     return error == 0 ? 0 : fail_minus1(error);
 }
@@ -71,7 +71,7 @@ int ibv_get_cq_event(ibv_comp_channel* abi, ibv_cq** cq, void** cq_context) {
 void ibv_ack_cq_events(ibv_cq* cq, unsigned int nevents) {
     if (is_alive("ibv_cq", cq)) {
         cq->comp_events_completed += nevents;
-        cq_handle_of(cq)->model->channel_events->acknowledge(nevents);
+        cq_handle_of(cq)->model->channel_event_counter->acknowledge(nevents);
     }
 }
 

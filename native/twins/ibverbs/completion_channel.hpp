@@ -1,4 +1,4 @@
-// Completion channels: the file descriptor on which a client waits for a completion queue that it has armed.
+// Completion channels: file descriptors on which a client waits for events of completion queues.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ struct CompletionChannel {
     ibv_comp_channel abi{};
     Context* context = nullptr;
     EventQueue<CompletionEvent> events;
-    std::atomic<int> users{0};
+    std::atomic<int> user_count{0}; // number of completion queues that use the channel
 };
 
 inline CompletionChannel* channel_of(ibv_comp_channel* channel) {

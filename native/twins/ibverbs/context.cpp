@@ -36,15 +36,15 @@ ibv_context* ibv_open_device(ibv_device* device) {
     if (const auto fault = injected_fault("ibv_open_device")) {
         return fail_null(*fault);
     }
-    Device* const found = find_device(device);
-    if (found == nullptr) {
+    Device* const twin_device = find_device(device);
+    if (twin_device == nullptr) {
         return fail_null(ENODEV);
     }
     auto context = std::make_unique<Context>();
     if (const int error = context->events.open(); error != 0) {
         return fail_null(error);
     }
-    context->device = found;
+    context->device = twin_device;
     fill_operations(&context->extended);
     ibv_context& abi = context->extended.context;
     abi.device = device;
@@ -66,13 +66,13 @@ int ibv_close_device(ibv_context* abi) {
     if (!is_alive("ibv_context", context)) {
         return EINVAL;
     }
-    if (context->children != 0) {
+    if (context->child_count != 0) {
         return EBUSY;
     }
     if (!retire("ibv_context", context)) {
         return EINVAL;
     }
-    // The structure stays in quarantine, but its descriptor is closed now.
+    // The memory of the context stays in quarantine, but its descriptor is closed now.
     context->events.close();
     abi->async_fd = -1;
     return 0;

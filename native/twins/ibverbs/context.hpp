@@ -17,26 +17,30 @@ struct AsyncEvent {
 };
 
 struct Context {
-    // Its last member is the ibv_context that clients hold; the extension lies before it.
+    // The last member of verbs_context is the ibv_context that clients hold. The tables of newer operations precede it.
     verbs_context extended{};
     Device* device = nullptr;
     EventQueue<AsyncEvent> events;
-    // Number of protection domains, completion queues and channels. A context with children cannot be closed.
-    std::atomic<int> children{0};
+    // Number of live protection domains, completion queues and completion channels of the context. A context that has
+    // any cannot be closed.
+    std::atomic<int> child_count{0};
 
     ibv_context* abi() { return &extended.context; }
+    // Queue an asynchronous event about a queue pair or a completion queue, for ibv_get_async_event.
     void raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
     void raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
+    // Remove the queued events of the object that `counter` belongs to.
     void drop_events(const std::shared_ptr<EventCounter>& counter);
 };
 
+// Return the Context to which the public structure belongs, or nullptr for nullptr.
 inline Context* context_of(const ibv_context* context) {
-    constexpr std::size_t before = offsetof(verbs_context, context);
+    constexpr std::size_t offset_bytes = offsetof(verbs_context, context);
     auto* const bytes = reinterpret_cast<char*>(const_cast<ibv_context*>(context));
-    return context == nullptr ? nullptr : reinterpret_cast<Context*>(bytes - before);
+    return context == nullptr ? nullptr : reinterpret_cast<Context*>(bytes - offset_bytes);
 }
 
-// Operations that clients call through the tables of a context.
+// Operations that clients call through the tables of function pointers in a context.
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length);
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length);

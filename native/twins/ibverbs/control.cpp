@@ -30,9 +30,9 @@ int gdrkit_twin_ledger(char* buffer, size_t size) {
                              ",\"seed\":" + std::to_string(config().seed) + ",\"traffic\":" + verbs::traffic_json() +
                              ",\"delayed\":" + delayed_calls_json() + ",\"trace\":" + trace_json() + "}";
     if (size > 0) {
-        const std::size_t copied = std::min(size - 1, json.size());
-        std::memcpy(buffer, json.data(), copied);
-        buffer[copied] = '\0';
+        const std::size_t copied_bytes = std::min(size - 1, json.size());
+        std::memcpy(buffer, json.data(), copied_bytes);
+        buffer[copied_bytes] = '\0';
     }
     return static_cast<int>(json.size());
 }

@@ -37,17 +37,17 @@ bool CudaDriver::resolve(void* library) {
            find_symbol(library, "cuMemcpyDtoHAsync_v2", &cuMemcpyDtoHAsync_v2);
 }
 
-const CudaDriver* CudaDriver::loaded() {
+const CudaDriver* CudaDriver::find_loaded() {
     static std::mutex mutex;
     static const CudaDriver* driver = nullptr;
     std::lock_guard lock(mutex);
     if (driver == nullptr) {
         if (void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD)) {
-            auto* const found = new CudaDriver;
-            if (found->resolve(library)) {
-                driver = found;
+            auto* const candidate = new CudaDriver;
+            if (candidate->resolve(library)) {
+                driver = candidate;
             } else {
-                delete found;
+                delete candidate;
                 dlclose(library);
             }
         }
@@ -56,12 +56,12 @@ const CudaDriver* CudaDriver::loaded() {
 }
 
 bool CudaDriver::is_device_memory(std::uint64_t address) const {
-    unsigned type = 0;
-    unsigned managed = 0;
-    if (cuPointerGetAttribute(&type, attribute_memory_type, address) != 0 || type != memory_type_device) {
+    unsigned memory_type = 0;
+    unsigned is_managed = 0;
+    if (cuPointerGetAttribute(&memory_type, attribute_memory_type, address) != 0 || memory_type != memory_type_device) {
         return false;
     }
-    return cuPointerGetAttribute(&managed, attribute_is_managed, address) != 0 || managed == 0;
+    return cuPointerGetAttribute(&is_managed, attribute_is_managed, address) != 0 || is_managed == 0;
 }
 
 std::optional<int> CudaDriver::device_of(std::uint64_t address) const {

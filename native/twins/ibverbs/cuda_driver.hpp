@@ -1,6 +1,6 @@
-// The few functions of the CUDA driver with which the twin reaches device memory. The twin never loads the driver
-// itself: a process without one has no device memory. Names and values are those of cuda.h, which the build does not
-// need.
+// The functions of the CUDA driver by which the verbs twin accesses device memory. The twin never loads the driver: a
+// process that has not loaded it has no device memory. The declarations repeat those of cuda.h, so that the build does
+// not need that header.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,15 @@ public:
     using Handle = void*;
 
     // Return the driver that is loaded in this process, or nullptr.
-    static const CudaDriver* loaded();
+    static const CudaDriver* find_loaded();
 
-    // Return whether the address is device memory. Managed memory is not, because it can migrate.
+    // Return whether the address is device memory. Managed memory is not counted as device memory, because it can
+    // migrate.
     [[nodiscard]] bool is_device_memory(std::uint64_t address) const;
+    // Return the ordinal of the device to which the memory at this address belongs.
     [[nodiscard]] std::optional<int> device_of(std::uint64_t address) const;
-    // Return the identity of the allocation at this address. It changes when the memory is freed and the address is
-    // reused.
+    // Return the buffer id of the allocation at this address. If the memory is freed and the address is reused, the new
+    // allocation has another id.
     [[nodiscard]] std::optional<std::uint64_t> buffer_id(std::uint64_t address) const;
     // Return the end of the allocation (for VMM memory: of the mapping) that contains the address; nullopt if the
     // driver does not report it.

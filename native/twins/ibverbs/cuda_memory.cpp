@@ -1,4 +1,4 @@
-// Memory of a region that only the CUDA driver can access: copies go through the driver that the process has loaded.
+// Memory of a region that only the CUDA driver can access. The driver that the process has loaded copies it.
 
 #include <sys/mman.h>
 
@@ -14,7 +14,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A part of the region that is one allocation, with the allocation's identity at registration.
+// A part of the region that belongs to one allocation, with the buffer id that the allocation had at registration.
 struct AllocationRange {
     std::uint64_t begin, end;
     std::uint64_t buffer_id;
@@ -24,26 +24,27 @@ struct AllocationRange {
 class CurrentContext {
 public:
     CurrentContext(const CudaDriver& driver, CudaDriver::Handle context) : driver_(driver) {
-        pushed_ = driver_.cuCtxPushCurrent_v2(context) == 0;
+        is_pushed_ = driver_.cuCtxPushCurrent_v2(context) == 0;
     }
     ~CurrentContext() {
         CudaDriver::Handle popped = nullptr;
-        if (pushed_) {
+        if (is_pushed_) {
             driver_.cuCtxPopCurrent_v2(&popped);
         }
     }
     CurrentContext(const CurrentContext&) = delete;
     CurrentContext& operator=(const CurrentContext&) = delete;
-    explicit operator bool() const { return pushed_; }
+    explicit operator bool() const { return is_pushed_; }
 
 private:
     const CudaDriver& driver_;
-    bool pushed_ = false;
+    bool is_pushed_ = false;
 };
 
-// A NIC that has pinned GPU pages accesses them even after the memory was freed, and never accesses the allocation that
-// gets the address next (observed on an H200). The driver can only access the present allocation at an address. So once
-// the identity has changed, writes of peers go to separate memory of this region, and reads come from there.
+// A real NIC that has pinned GPU pages accesses them even after the memory was freed. It never accesses the allocation
+// that gets the address next (observed on an H200). The driver, however, can only access the present allocation at an
+// address. So once the buffer id at an address has changed, peers read and write separate host memory of this region
+// (detached_memory_).
 class CudaMemory : public Memory {
 public:
     CudaMemory(const CudaDriver& driver, std::uint64_t address, std::uint64_t length_bytes)
@@ -51,13 +52,14 @@ public:
     ~CudaMemory() override;
 
     int open();
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) override;
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) override;
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override;
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override;
 
 private:
     int find_allocations();
     int copy(std::uint64_t offset, std::byte* host, std::size_t size, bool to_device);
-    [[nodiscard]] bool allocations_unchanged(std::uint64_t begin, std::uint64_t end) const;
+    [[nodiscard]] bool are_allocations_unchanged(std::uint64_t begin, std::uint64_t end) const;
+    // Allocate detached_memory_ if memory in the range was freed. Return 0 or an errno.
     int detach_if_freed(std::uint64_t offset, std::size_t size);
 
     const CudaDriver& driver_;
@@ -76,7 +78,7 @@ CudaMemory::~CudaMemory() {
         munmap(detached_memory_, length_bytes_);
     }
     if (stream_ != nullptr) {
-        const CurrentContext current(driver_, context_);
+        const CurrentContext current_context(driver_, context_);
         driver_.cuStreamDestroy_v2(stream_);
     }
     if (context_ != nullptr) {
@@ -86,18 +88,18 @@ CudaMemory::~CudaMemory() {
 
 int CudaMemory::find_allocations() {
     const std::uint64_t end = address_ + length_bytes_;
-    for (std::uint64_t at = address_; at < end;) {
-        const auto id = driver_.buffer_id(at);
-        if (!driver_.is_device_memory(at) || !id) {
+    for (std::uint64_t begin = address_; begin < end;) {
+        const auto id = driver_.buffer_id(begin);
+        if (!driver_.is_device_memory(begin) || !id) {
             return EINVAL;
         }
         // A driver may not report where a VMM mapping ends. Then the last byte must belong to the same allocation.
-        const std::uint64_t part_end = std::min(driver_.end_of_allocation(at).value_or(end), end);
-        if (driver_.buffer_id(part_end - 1) != id) {
+        const std::uint64_t allocation_end = std::min(driver_.end_of_allocation(begin).value_or(end), end);
+        if (driver_.buffer_id(allocation_end - 1) != id) {
             return EINVAL;
         }
-        allocations_.push_back({at, part_end, *id});
-        at = part_end;
+        allocations_.push_back({begin, allocation_end, *id});
+        begin = allocation_end;
     }
     return 0;
 }
@@ -116,14 +118,14 @@ int CudaMemory::open() {
         return ENODEV;
     }
     // The driver reports the ends of mappings only to a thread with a current context.
-    const CurrentContext current(driver_, context_);
-    if (!current) {
+    const CurrentContext current_context(driver_, context_);
+    if (!current_context) {
         return ENODEV;
     }
     if (const int error = find_allocations(); error != 0) {
         return error;
     }
-    // A non-blocking stream does not wait for the application's work, as a NIC does not.
+    // Like a NIC, a non-blocking stream does not wait for the application's work on the device.
     constexpr unsigned non_blocking = 1;
     if (driver_.cuStreamCreate(&stream_, non_blocking) != 0) {
         stream_ = nullptr;
@@ -132,9 +134,9 @@ int CudaMemory::open() {
     return 0;
 }
 
-bool CudaMemory::allocations_unchanged(std::uint64_t begin, std::uint64_t end) const {
-    for (const AllocationRange& part : allocations_) {
-        if (part.begin < end && begin < part.end && driver_.buffer_id(part.begin) != part.buffer_id) {
+bool CudaMemory::are_allocations_unchanged(std::uint64_t begin, std::uint64_t end) const {
+    for (const AllocationRange& range : allocations_) {
+        if (range.begin < end && begin < range.end && driver_.buffer_id(range.begin) != range.buffer_id) {
             return false;
         }
     }
@@ -142,7 +144,7 @@ bool CudaMemory::allocations_unchanged(std::uint64_t begin, std::uint64_t end) c
 }
 
 int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size) {
-    if (detached_memory_ != nullptr || allocations_unchanged(address_ + offset, address_ + offset + size)) {
+    if (detached_memory_ != nullptr || are_allocations_unchanged(address_ + offset, address_ + offset + size)) {
         return 0;
     }
     void* const memory =
@@ -155,51 +157,51 @@ int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size) {
 }
 
 int CudaMemory::copy(std::uint64_t offset, std::byte* host, std::size_t size, bool to_device) {
-    const CurrentContext current(driver_, context_);
-    if (!current) {
+    const CurrentContext current_context(driver_, context_);
+    if (!current_context) {
         return EIO;
     }
-    const int copied = to_device ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host, size, stream_)
-                                 : driver_.cuMemcpyDtoHAsync_v2(host, address_ + offset, size, stream_);
-    return copied == 0 && driver_.cuStreamSynchronize(stream_) == 0 ? 0 : EIO;
+    const int copy_result = to_device ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host, size, stream_)
+                                      : driver_.cuMemcpyDtoHAsync_v2(host, address_ + offset, size, stream_);
+    return copy_result == 0 && driver_.cuStreamSynchronize(stream_) == 0 ? 0 : EIO;
 }
 
-int CudaMemory::read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) {
+int CudaMemory::read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) {
     std::lock_guard lock(mutex_);
     if (const int error = detach_if_freed(offset, size); error != 0) {
         return error;
     }
     if (detached_memory_ != nullptr) {
-        std::memcpy(bounce->at(at), detached_memory_ + offset, size);
+        std::memcpy(bounce->data_at(bounce_offset), detached_memory_ + offset, size);
         return 0;
     }
-    return copy(offset, bounce->at(at), size, false);
+    return copy(offset, bounce->data_at(bounce_offset), size, false);
 }
 
-int CudaMemory::write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) {
+int CudaMemory::write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) {
     std::lock_guard lock(mutex_);
     if (const int error = detach_if_freed(offset, size); error != 0) {
         return error;
     }
     if (detached_memory_ != nullptr) {
-        std::memcpy(detached_memory_ + offset, bounce.at(at), size);
+        std::memcpy(detached_memory_ + offset, bounce.data_at(bounce_offset), size);
         return 0;
     }
-    return copy(offset, bounce.at(at), size, true);
+    return copy(offset, bounce.data_at(bounce_offset), size, true);
 }
 
 } // namespace
 
 int make_cuda_memory(std::uint64_t address, std::uint64_t length_bytes, std::unique_ptr<Memory>* memory) {
-    const CudaDriver* const driver = CudaDriver::loaded();
+    const CudaDriver* const driver = CudaDriver::find_loaded();
     if (driver == nullptr || address + length_bytes < address) {
         return EINVAL;
     }
-    auto created = std::make_unique<CudaMemory>(*driver, address, length_bytes);
-    if (const int error = created->open(); error != 0) {
+    auto cuda_memory = std::make_unique<CudaMemory>(*driver, address, length_bytes);
+    if (const int error = cuda_memory->open(); error != 0) {
         return error;
     }
-    *memory = std::move(created);
+    *memory = std::move(cuda_memory);
     return 0;
 }
 

@@ -15,11 +15,11 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// FNV-1a hash: the same domain name gives the same GUIDs in every process.
+// Return the FNV-1a hash of a domain name. Processes with the same domain name compute the same GUIDs from it.
 std::uint32_t fnv1a_hash(std::string_view text) {
     std::uint64_t hash = 0xcbf29ce484222325U;
-    for (const char letter : text) {
-        hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3U;
+    for (const char character : text) {
+        hash = (hash ^ static_cast<unsigned char>(character)) * 0x100000001b3U;
     }
     return static_cast<std::uint32_t>(hash ^ (hash >> 32));
 }
@@ -27,7 +27,8 @@ std::uint32_t fnv1a_hash(std::string_view text) {
 std::unique_ptr<Device> make_device(unsigned index) {
     auto device = std::make_unique<Device>();
     device->index = index;
-    // EUI-64 of the locally administered MAC address 02:hh:hh:hh:hh:index.
+    // The GUID is the EUI-64 of the MAC address 02:hh:hh:hh:hh:index, where hh are bytes of the hash. The bit 02 marks
+    // the MAC address as locally administered. An EUI-64 contains the inverse of this bit, so the first byte is 0.
     const std::uint32_t hash = fnv1a_hash(config().domain);
     device->guid = {0x00,
                     static_cast<std::uint8_t>(hash >> 24),
@@ -51,14 +52,14 @@ std::unique_ptr<Device> make_device(unsigned index) {
 }
 
 const std::vector<std::unique_ptr<Device>>& devices() {
-    static const auto* const all = [] {
-        auto* const created = new std::vector<std::unique_ptr<Device>>;
+    static const auto* const instance = [] {
+        auto* const new_devices = new std::vector<std::unique_ptr<Device>>;
         for (unsigned index = 0; index < config().nic_count; ++index) {
-            created->push_back(make_device(index));
+            new_devices->push_back(make_device(index));
         }
-        return created;
+        return new_devices;
     }();
-    return *all;
+    return *instance;
 }
 
 void append_traffic(std::string* json, const std::string& prefix, const Traffic::Direction& direction) {
@@ -82,9 +83,9 @@ Device& device_at(unsigned index) {
 }
 
 Device* find_device(const ibv_device* device) {
-    for (const auto& known : devices()) {
-        if (&known->abi == device) {
-            return known.get();
+    for (const auto& candidate : devices()) {
+        if (&candidate->abi == device) {
+            return candidate.get();
         }
     }
     return nullptr;
@@ -145,15 +146,15 @@ const char* ibv_get_device_name(ibv_device* device) {
 
 __be64 ibv_get_device_guid(ibv_device* device) {
     __be64 guid = 0;
-    if (const Device* found = find_device(device)) {
-        std::memcpy(&guid, found->guid.data(), sizeof guid);
+    if (const Device* twin_device = find_device(device)) {
+        std::memcpy(&guid, twin_device->guid.data(), sizeof guid);
     }
     return guid;
 }
 
 int ibv_get_device_index(ibv_device* device) {
-    const Device* found = find_device(device);
-    return found == nullptr ? fail_minus1(ENODEV) : static_cast<int>(found->index);
+    const Device* twin_device = find_device(device);
+    return twin_device == nullptr ? fail_minus1(ENODEV) : static_cast<int>(twin_device->index);
 }
 
 } // extern "C"

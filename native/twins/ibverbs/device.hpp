@@ -10,8 +10,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// Traffic of a device's queue pairs. `sent` counts requests as requester, at success; `served` counts them as
-// responder.
+// Traffic of a device's queue pairs. `sent` counts the successful requests that the queue pairs posted; `served` counts
+// the requests that they carried out for peers.
 struct Traffic {
     struct Direction {
         std::atomic<std::uint64_t> write_bytes{0}, read_bytes{0}, send_bytes{0}, requests{0};
@@ -19,7 +19,7 @@ struct Traffic {
     Direction sent, served;
 };
 
-// The public structure comes first, because clients hold pointers to it.
+// `abi` is the first member, because clients hold pointers to it.
 struct Device {
     ibv_device abi{};
     unsigned index = 0;
@@ -37,12 +37,12 @@ inline constexpr int completion_vector_count = 1;
 unsigned device_count();
 Device& device_at(unsigned index);
 
-// Return the device of this pointer, or nullptr if the pointer is not one of the devices.
+// Return the Device to which the public structure belongs, or nullptr if no device has this structure.
 Device* find_device(const ibv_device* device);
 
 ibv_gid_type gid_type_at(unsigned index);
 
-// Attributes of a device and of its port.
+// Return the attributes of a device, and those of its port.
 ibv_device_attr device_attributes(const Device& device);
 ibv_port_attr port_attributes();
 

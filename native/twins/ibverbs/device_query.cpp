@@ -29,10 +29,11 @@ void fill_gid_entry(const Device& device, std::uint32_t index, ibv_gid_entry* en
     entry->gid_type = gid_type_at(index);
 }
 
-// A client that was built with a later header passes a longer entry; the fields unknown to the twin are zero.
-void copy_gid_entry(const ibv_gid_entry& entry, void* out, std::size_t entry_size) {
-    std::memset(out, 0, entry_size);
-    std::memcpy(out, &entry, std::min(entry_size, sizeof entry));
+// Copy an entry to a client whose verbs.h declares ibv_gid_entry with `entry_size` bytes. Fields of a later header,
+// which the twin does not know, become zero.
+void copy_gid_entry(const ibv_gid_entry& entry, void* client_entry, std::size_t entry_size) {
+    std::memset(client_entry, 0, entry_size);
+    std::memcpy(client_entry, &entry, std::min(entry_size, sizeof entry));
 }
 
 } // namespace
@@ -107,12 +108,12 @@ int query_device_extended(ibv_context* context, const ibv_query_device_ex_input*
         length < offsetof(ibv_device_attr_ex, comp_mask) + sizeof attr->comp_mask) {
         return EINVAL;
     }
-    ibv_device_attr_ex all{};
-    all.orig_attr = device_attributes(*context_of(context)->device);
-    all.device_cap_flags_ex = all.orig_attr.device_cap_flags;
-    all.phys_port_cnt_ex = 1;
+    ibv_device_attr_ex attributes{};
+    attributes.orig_attr = device_attributes(*context_of(context)->device);
+    attributes.device_cap_flags_ex = attributes.orig_attr.device_cap_flags;
+    attributes.phys_port_cnt_ex = 1;
     std::memset(static_cast<void*>(attr), 0, length);
-    std::memcpy(static_cast<void*>(attr), &all, std::min(length, sizeof all));
+    std::memcpy(static_cast<void*>(attr), &attributes, std::min(length, sizeof attributes));
     return 0;
 }
 
@@ -156,9 +157,9 @@ int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port_num, std::uint32_
     if (!is_valid_port(context, port_num) || gid_index >= gid_count || flags != 0 || entry_size == 0) {
         return EINVAL;
     }
-    ibv_gid_entry known_entry;
-    fill_gid_entry(*context_of(context)->device, gid_index, &known_entry);
-    copy_gid_entry(known_entry, entry, entry_size);
+    ibv_gid_entry gid_entry;
+    fill_gid_entry(*context_of(context)->device, gid_index, &gid_entry);
+    copy_gid_entry(gid_entry, entry, entry_size);
     return 0;
 }
 
@@ -171,9 +172,9 @@ ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* entries, std::
         return -EINVAL;
     }
     for (std::uint32_t index = 0; index < gid_count; ++index) {
-        ibv_gid_entry known_entry;
-        fill_gid_entry(*context_of(context)->device, index, &known_entry);
-        copy_gid_entry(known_entry, reinterpret_cast<char*>(entries) + index * entry_size, entry_size);
+        ibv_gid_entry gid_entry;
+        fill_gid_entry(*context_of(context)->device, index, &gid_entry);
+        copy_gid_entry(gid_entry, reinterpret_cast<char*>(entries) + index * entry_size, entry_size);
     }
     return gid_count;
 }
@@ -196,8 +197,9 @@ int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey)
     return is_valid_port(context, port_num) && pkey == default_pkey ? 0 : fail_minus1(EINVAL);
 }
 
-// Not in the public header, but pyverbs and the rdma-core tools import it under the private version of their rdma-core
-// release. The type is 0 for RoCE v1 (and InfiniBand) and 1 for RoCE v2, as in sysfs.
+// Implements ibv_query_gid_type. The function is not in the public header, but pyverbs and the rdma-core tools import
+// it under the private symbol version of their rdma-core release. The type is 0 for RoCE v1 (and InfiniBand) and 1 for
+// RoCE v2, as in sysfs.
 [[gnu::visibility("default")]] int gdrkit_query_gid_type(ibv_context* context, std::uint8_t port_num,
                                                          unsigned int index, int* type) {
     if (const auto fault = injected_fault("ibv_query_gid_type")) {
@@ -210,10 +212,12 @@ int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey)
     return 0;
 }
 
-#define GDRKIT_PRIVATE_VERSION(number, marks)                                                                          \
+// Export gdrkit_query_gid_type as ibv_query_gid_type with the version IBVERBS_PRIVATE_<number>. `separator` is "@@" for
+// the default version and "@" for the others.
+#define GDRKIT_PRIVATE_VERSION(number, separator)                                                                      \
     [[gnu::alias("gdrkit_query_gid_type"), gnu::visibility("default")]] int gdrkit_query_gid_type_##number(            \
         ibv_context*, std::uint8_t, unsigned int, int*);                                                               \
-    __asm__(".symver gdrkit_query_gid_type_" #number ", ibv_query_gid_type" marks "IBVERBS_PRIVATE_" #number)
+    __asm__(".symver gdrkit_query_gid_type_" #number ", ibv_query_gid_type" separator "IBVERBS_PRIVATE_" #number)
 
 GDRKIT_PRIVATE_VERSION(34, "@@");
 GDRKIT_PRIVATE_VERSION(57, "@");

@@ -1,5 +1,5 @@
-// A queue of events behind a file descriptor, like the kernel's event files: the descriptor is readable while an event
-// is queued, and taking an event blocks unless the client has set O_NONBLOCK.
+// A queue of events with a file descriptor, like the kernel's event files. The descriptor is readable while an event is
+// queued. Taking an event blocks unless the client has set O_NONBLOCK on the descriptor.
 #pragma once
 
 #include <fcntl.h>
@@ -60,17 +60,18 @@ public:
         eventfd_write(fd_.get(), 1);
     }
 
-    // Take the first event. Return 0 or an errno: EAGAIN (non-blocking descriptor only) or EINTR. `taken` is called
-    // while the lock is held, before drop_if can remove events of the object.
-    template <typename Taken> int take(Event* event, Taken taken) {
+    // Take the first event. Return 0 or an errno: EAGAIN (non-blocking descriptor only) or EINTR. `on_take` counts the
+    // event as taken. It is called while the lock is held, so that a concurrent drop_if cannot run between the removal
+    // of the event and its counting.
+    template <typename OnTake> int take(Event* event, OnTake on_take) {
         for (;;) {
             {
                 std::lock_guard lock(mutex_);
                 if (!events_.empty()) {
                     *event = events_.front();
-                    remove_front_token();
+                    decrement_eventfd();
                     events_.pop_front();
-                    taken(*event);
+                    on_take(*event);
                     return 0;
                 }
             }
@@ -81,20 +82,20 @@ public:
             if ((flags & O_NONBLOCK) != 0) {
                 return EAGAIN;
             }
-            pollfd waiting{fd_.get(), POLLIN, 0};
-            if (poll(&waiting, 1, -1) < 0) {
+            pollfd readable{fd_.get(), POLLIN, 0};
+            if (poll(&readable, 1, -1) < 0) {
                 return errno;
             }
         }
     }
 
-    // Remove the events that match and that no client has taken, as the kernel does when an object is destroyed.
+    // Remove the queued events for which `match` returns true, as the kernel does when an object is destroyed.
     template <typename Match> void drop_if(Match match) {
         std::lock_guard lock(mutex_);
         for (auto event = events_.begin(); event != events_.end();) {
             if (match(*event)) {
                 event = events_.erase(event);
-                remove_front_token();
+                decrement_eventfd();
             } else {
                 ++event;
             }
@@ -102,10 +103,10 @@ public:
     }
 
 private:
-    // The eventfd's count equals the number of events, so this read never blocks.
-    void remove_front_token() {
-        eventfd_t one = 0;
-        eventfd_read(fd_.get(), &one);
+    // The count of the eventfd equals the number of events, so this read never blocks.
+    void decrement_eventfd() {
+        eventfd_t value = 0;
+        eventfd_read(fd_.get(), &value);
     }
 
     Fd fd_;

@@ -16,9 +16,9 @@ function(gdrkit_write_when_changed file text)
   endif()
 endfunction()
 
-# Writes one node per version, in the order of the contract. It names default versions only: .symver creates the others,
-# for which the node need only exist. Public versions inherit from one another, private ones do not, as in the real
-# library.
+# Writes a version script with one node per symbol version, in the order of the contract. A node lists only the symbols
+# whose default version it is (name@@VERSION). The others (name@VERSION) are created by .symver directives, which need
+# the node to exist. As in the real library, public versions inherit from one another and private versions do not.
 function(gdrkit_generate_version_script symbols output)
   gdrkit_read_contract(${symbols} lines)
   set(versions "")
@@ -28,7 +28,7 @@ function(gdrkit_generate_version_script symbols output)
       message(FATAL_ERROR "${symbols}: cannot read '${line}'")
     endif()
     set(name ${CMAKE_MATCH_1})
-    set(default ${CMAKE_MATCH_2})
+    set(separator ${CMAKE_MATCH_2})
     string(REPLACE "." "_" version ${CMAKE_MATCH_3})
     if(NOT version IN_LIST versions)
       list(APPEND versions ${version})
@@ -36,25 +36,26 @@ function(gdrkit_generate_version_script symbols output)
       set(names_${version} "")
     endif()
     # ibv_query_gid_type has several private versions, all created by .symver.
-    if(default STREQUAL "@@" AND NOT version MATCHES "PRIVATE")
+    if(separator STREQUAL "@@" AND NOT version MATCHES "PRIVATE")
       string(APPEND names_${version} "        ${name};\n")
     endif()
   endforeach()
   list(GET versions -1 last_version)
   set(text "")
-  set(parent "")
+  set(parent_node "")
   foreach(version IN LISTS versions)
     string(APPEND text "${node_${version}} {\n")
     if(names_${version})
       string(APPEND text "    global:\n${names_${version}}")
     endif()
-    # `local: *` belongs in the last node: in an earlier one it would also hide what .symver put into its own node.
+    # `local: *` belongs in the last node. In an earlier node it would also hide the symbols that .symver adds to later
+    # nodes.
     if(version STREQUAL last_version)
       string(APPEND text "    local: *;\n")
     endif()
     if(version MATCHES "^IBVERBS_1_")
-      string(APPEND text "}${parent};\n\n")
-      set(parent " ${node_${version}}")
+      string(APPEND text "}${parent_node};\n\n")
+      set(parent_node " ${node_${version}}")
     else()
       string(APPEND text "};\n\n")
     endif()
@@ -62,9 +63,11 @@ function(gdrkit_generate_version_script symbols output)
   gdrkit_write_when_changed(${output} "${text}")
 endfunction()
 
-# Writes a function for every entry that is not marked as implemented. A default version is an ordinary function, whose
-# version comes from the version script; an older version gets a unique function name and its version by .symver.
+# Writes a failing function for every symbol that is not marked as implemented in the conventions. The function of a
+# default version has the name of the symbol, and the version script sets its version. The function of an older version
+# has a unique name, and a .symver directive exports it under the name and the version of the symbol.
 function(gdrkit_generate_unsupported symbols conventions output)
+  # For each convention of the contract: the return type and the statements of a function that fails by it.
   set(body_errno "int" "return EOPNOTSUPP;")
   set(body_null "void*" "errno = EOPNOTSUPP; return nullptr;")
   set(body_minus1 "int" "errno = EOPNOTSUPP; return -1;")
@@ -88,14 +91,15 @@ function(gdrkit_generate_unsupported symbols conventions output)
     list(JOIN statements "; " statements)
     if("${name}@@${version}" IN_LIST symbol_lines)
       set(function ${name})
-      set(mark "")
+      set(attribute "")
     else()
       string(REPLACE "." "_" function "gdrkit_${name}_${version}")
-      # The function must be visible, or its alias would not be; the version script keeps its own name local.
-      set(mark "gnu::used, ")
+      # The function has default visibility, because its alias has the same visibility. The version script keeps its
+      # unique name local.
+      set(attribute "gnu::used, ")
       string(APPEND text "__asm__(\".symver ${function}, ${name}@${version}\");\n")
     endif()
-    string(APPEND text "extern \"C\" [[${mark}gnu::visibility(\"default\")]] ${type} ${function}() { ${statements} }\n")
+    string(APPEND text "extern \"C\" [[${attribute}gnu::visibility(\"default\")]] ${type} ${function}() { ${statements} }\n")
   endforeach()
   gdrkit_write_when_changed(${output} "${text}")
 endfunction()

@@ -16,45 +16,45 @@ struct Quarantine {
     std::deque<std::shared_ptr<void>> memory;
 };
 
-Quarantine& quarantined() {
-    static auto* const all = new Quarantine;
-    return *all;
+Quarantine& quarantine_state() {
+    static auto* const instance = new Quarantine;
+    return *instance;
 }
 
-std::uint64_t key(const void* object) {
+std::uint64_t handle_of(const void* object) {
     return reinterpret_cast<std::uint64_t>(object);
 }
 
 } // namespace
 
 std::uint32_t next_handle() {
-    static std::atomic<std::uint32_t> last{0};
-    return ++last;
+    static std::atomic<std::uint32_t> last_handle{0};
+    return ++last_handle;
 }
 
 void track(std::string_view kind, const void* object) {
-    ledger_add(kind, key(object));
+    ledger_add(kind, handle_of(object));
 }
 
 bool is_alive(std::string_view kind, const void* object) {
     // ledger_remove of a handle that is not live either aborts (double release) or returns false (unknown handle).
-    return object != nullptr && (ledger_holds(kind, key(object)) || ledger_remove(kind, key(object)));
+    return object != nullptr && (ledger_holds(kind, handle_of(object)) || ledger_remove(kind, handle_of(object)));
 }
 
 bool untrack(std::string_view kind, const void* object) {
-    return ledger_remove(kind, key(object));
+    return ledger_remove(kind, handle_of(object));
 }
 
 void quarantine(std::shared_ptr<void> memory) {
-    Quarantine& all = quarantined();
-    // Declared before the lock, so that the memory that leaves quarantine is freed after the lock is released.
+    Quarantine& state = quarantine_state();
+    // Declared before the lock, so that its memory is freed after the lock is released.
     std::shared_ptr<void> oldest;
-    std::lock_guard lock(all.mutex);
-    all.memory.push_back(std::move(memory));
-    // An older object can no longer be distinguished from one that never existed.
-    if (all.memory.size() > releases_remembered) {
-        oldest = std::move(all.memory.front());
-        all.memory.pop_front();
+    std::lock_guard lock(state.mutex);
+    state.memory.push_back(std::move(memory));
+    // The ledger has forgotten the release of an older object, so its memory need not be kept.
+    if (state.memory.size() > max_remembered_releases) {
+        oldest = std::move(state.memory.front());
+        state.memory.pop_front();
     }
 }
 

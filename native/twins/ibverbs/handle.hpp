@@ -1,6 +1,6 @@
-// Life of the structures that clients hold pointers to (ibv_pd, ibv_mr ...). Each structure begins with the public one
-// and owns, behind it, the twin's model of the object. Live objects are in the ledger; released ones stay in
-// quarantine, so that a use after release is detected.
+// Creation and release of the structures that clients hold pointers to (ibv_pd, ibv_mr ...). The first member of each
+// structure is the public one; further members are the twin's model of the object. Live objects are in the ledger. The
+// memory of released objects is kept for a while (quarantined), so that a use after the release is detected.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,17 @@ std::uint32_t next_handle();
 // Add a new object to the ledger.
 void track(std::string_view kind, const void* object);
 
-// Return whether the object is alive. Abort the process with the stacks of both releases if it was released before.
+// Return whether the object is alive. If it was released, abort the process and print the stacks of its creation, of
+// the release and of this call. Return false for a pointer that was never an object of this kind.
 [[nodiscard]] bool is_alive(std::string_view kind, const void* object);
 
-// Remove the object from the ledger and quarantine its memory, so that a later use of the pointer finds a structure
-// without a model, not another object. Return false if another thread has released the object meanwhile.
-template <typename Handle> bool retire(std::string_view kind, Handle* handle);
-
+// Remove the object from the ledger. Return false if another thread has released the object meanwhile.
 bool untrack(std::string_view kind, const void* object);
+
+// Keep the memory of a released object for a while, so that no new object gets its address.
 void quarantine(std::shared_ptr<void> memory);
 
+// Remove the object from the ledger and quarantine its memory. Return false as untrack does.
 template <typename Handle> bool retire(std::string_view kind, Handle* handle) {
     if (!untrack(kind, handle)) {
         return false;

@@ -1,5 +1,5 @@
-// Memory of a region that the twin can access directly: host memory, counted against RLIMIT_MEMLOCK, and dma-bufs of
-// the twins, which it maps.
+// Memory of a region that the twin can access directly: host memory, which is counted against RLIMIT_MEMLOCK, and
+// dma-bufs of the twins, which this twin maps.
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -18,14 +18,15 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
+// The memory of this process that a kernel driver would have pinned.
 struct LockedMemory {
     std::mutex mutex;
-    std::uint64_t bytes = 0;
+    std::uint64_t total_bytes = 0;
 };
 
 LockedMemory& locked_memory() {
-    static auto* const all = new LockedMemory;
-    return *all;
+    static auto* const instance = new LockedMemory;
+    return *instance;
 }
 
 std::uint64_t page_bytes() {
@@ -33,11 +34,11 @@ std::uint64_t page_bytes() {
     return size;
 }
 
-struct Pages {
-    std::uint64_t begin, end;
+struct PageRange {
+    std::uint64_t begin, end; // addresses
 };
 
-Pages pages_of(const void* address, std::uint64_t length_bytes) {
+PageRange pages_of(const void* address, std::uint64_t length_bytes) {
     const auto first = reinterpret_cast<std::uint64_t>(address);
     const std::uint64_t mask = page_bytes() - 1;
     return {first & ~mask, (first + length_bytes + mask) & ~mask};
@@ -54,47 +55,48 @@ bool has_cap_ipc_lock() {
     return false;
 }
 
-// Count the pages of every region again, as the kernel does. The limit is read each time because it may change while
-// the process runs.
+// Add to the locked memory, or return EPERM or ENOMEM if the sum exceeds RLIMIT_MEMLOCK. Like the kernel, count a page
+// once for each region that contains it. The limit is read at each call because it may change while the process runs.
 int charge_locked_bytes(std::uint64_t bytes) {
-    LockedMemory& all = locked_memory();
-    std::lock_guard lock(all.mutex);
+    LockedMemory& state = locked_memory();
+    std::lock_guard lock(state.mutex);
     rlimit limit{};
     if (getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-        all.bytes + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
+        state.total_bytes + bytes > limit.rlim_cur && !has_cap_ipc_lock()) {
         return limit.rlim_cur == 0 ? EPERM : ENOMEM;
     }
-    all.bytes += bytes;
+    state.total_bytes += bytes;
     return 0;
 }
 
 void uncharge_locked_bytes(std::uint64_t bytes) {
-    LockedMemory& all = locked_memory();
-    std::lock_guard lock(all.mutex);
-    all.bytes -= bytes;
+    LockedMemory& state = locked_memory();
+    std::lock_guard lock(state.mutex);
+    state.total_bytes -= bytes;
 }
 
+// Memory that the program has allocated in this process.
 class HostMemory : public Memory {
 public:
     HostMemory(void* address, std::uint64_t locked_bytes)
         : address_(static_cast<std::byte*>(address)), locked_bytes_(locked_bytes) {}
     ~HostMemory() override { uncharge_locked_bytes(locked_bytes_); }
 
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) override {
-        return bounce->copy_in(at, address_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override {
+        return bounce->copy_in(bounce_offset, address_ + offset, size);
     }
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) override {
-        return bounce.copy_out(at, address_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override {
+        return bounce.copy_out(bounce_offset, address_ + offset, size);
     }
-    std::byte* mapped(std::uint64_t offset) override { return address_ + offset; }
+    std::byte* mapped_address(std::uint64_t offset) override { return address_ + offset; }
 
 private:
     std::byte* const address_;
     const std::uint64_t locked_bytes_;
 };
 
-// A mapped dma-buf. The mapping keeps the pages alive after the exporter has freed the memory and closed the dma-buf,
-// as an attachment does.
+// A mapped dma-buf. Like the attachment of a real device, the mapping keeps the pages alive after the exporter has
+// freed the memory and closed the dma-buf.
 class MappedDmabuf : public Memory {
 public:
     MappedDmabuf(void* base, std::uint64_t mapped_bytes, std::uint64_t offset_bytes, Fd attachment)
@@ -102,15 +104,15 @@ public:
           attachment_(std::move(attachment)) {}
     ~MappedDmabuf() override { munmap(base_, mapped_bytes_); }
 
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) override {
-        bounce->copy_in_mapped(at, base_ + offset_bytes_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override {
+        bounce->copy_in_mapped(bounce_offset, base_ + offset_bytes_ + offset, size);
         return 0;
     }
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) override {
-        bounce.copy_out_mapped(at, base_ + offset_bytes_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override {
+        bounce.copy_out_mapped(bounce_offset, base_ + offset_bytes_ + offset, size);
         return 0;
     }
-    std::byte* mapped(std::uint64_t offset) override { return base_ + offset_bytes_ + offset; }
+    std::byte* mapped_address(std::uint64_t offset) override { return base_ + offset_bytes_ + offset; }
 
 private:
     std::byte* const base_;
@@ -122,36 +124,37 @@ private:
 // Keep only the extents that overlap [*offset_bytes, *offset_bytes + length_bytes), and make *offset_bytes relative to
 // the first of them.
 void trim_to_range(ImportedDmabuf* imported, std::uint64_t* offset_bytes, std::uint64_t length_bytes) {
-    ImportedDmabuf kept;
+    ImportedDmabuf overlapping;
     std::uint64_t begin = 0;
-    std::uint64_t skipped = 0;
-    for (ImportedDmabuf::OwnedExtent& sge : imported->extents) {
-        const std::uint64_t end = begin + sge.length_bytes;
+    std::uint64_t skipped_bytes = 0;
+    for (ImportedDmabuf::OwnedExtent& extent : imported->extents) {
+        const std::uint64_t end = begin + extent.length_bytes;
         if (end <= *offset_bytes) {
-            skipped = end;
+            skipped_bytes = end;
         } else if (begin < *offset_bytes + length_bytes) {
-            kept.length_bytes += sge.length_bytes;
-            kept.extents.push_back(std::move(sge));
+            overlapping.length_bytes += extent.length_bytes;
+            overlapping.extents.push_back(std::move(extent));
         }
         begin = end;
     }
-    *offset_bytes -= skipped;
-    *imported = std::move(kept);
+    *offset_bytes -= skipped_bytes;
+    *imported = std::move(overlapping);
 }
 
 } // namespace
 
 int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, std::unique_ptr<Memory>* memory) {
-    const Pages pages = pages_of(address, length_bytes);
-    const std::uint64_t bytes = pages.end - pages.begin;
-    if (const int error = charge_locked_bytes(bytes); error != 0) {
+    const PageRange pages = pages_of(address, length_bytes);
+    const std::uint64_t locked_bytes = pages.end - pages.begin;
+    if (const int error = charge_locked_bytes(locked_bytes); error != 0) {
         return error;
     }
-    auto created = std::make_unique<HostMemory>(address, bytes);
+    // Its destructor uncharges the bytes if the next check fails.
+    auto host_memory = std::make_unique<HostMemory>(address, locked_bytes);
     if (const int error = check_mapped(pages.begin, pages.end, writable); error != 0) {
         return error;
     }
-    *memory = std::move(created);
+    *memory = std::move(host_memory);
     return 0;
 }
 

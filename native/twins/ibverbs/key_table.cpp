@@ -9,64 +9,67 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-using Keys = std::unordered_map<std::uint32_t, std::shared_ptr<Region>>;
+using RegionsByKey = std::unordered_map<std::uint32_t, std::shared_ptr<Region>>;
 
 struct KeyTable {
     std::mutex mutex;
-    std::uint32_t drawn = static_cast<std::uint32_t>(random_u64()); // Counts from anywhere.
-    Keys local, remote;
+    std::uint32_t counter = static_cast<std::uint32_t>(random_u64()); // starts at a random value
+    RegionsByKey local, remote;
 };
 
 KeyTable& key_table() {
-    static auto* const all = new KeyTable;
-    return *all;
+    static auto* const instance = new KeyTable;
+    return *instance;
 }
 
-// A permutation of all numbers of 32 bits (the last steps of MurmurHash3).
-std::uint32_t scramble(std::uint32_t number) {
-    number = (number ^ number >> 16) * 0x85ebca6b;
-    number = (number ^ number >> 13) * 0xc2b2ae35;
-    return number ^ number >> 16;
+// Map each 32-bit value to a different 32-bit value (the last steps of MurmurHash3).
+std::uint32_t scramble(std::uint32_t value) {
+    value = (value ^ value >> 16) * 0x85ebca6b;
+    value = (value ^ value >> 13) * 0xc2b2ae35;
+    return value ^ value >> 16;
 }
 
-// No key comes twice before all have come, and none of them has to be remembered for that.
-std::uint32_t draw_unused_key(KeyTable* all) {
+// Return the next key, which is the scrambled counter. A key repeats only after all other keys were drawn, so used keys
+// need not be stored.
+std::uint32_t draw_unused_key(KeyTable* state) {
     std::uint32_t key = 0;
     while (key == 0) {
-        key = scramble(++all->drawn);
+        key = scramble(++state->counter);
     }
     return key;
 }
 
-std::shared_ptr<Region> find_usable_region(const Keys KeyTable::*keys, std::uint32_t key,
+std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions, std::uint32_t key,
                                            const ProtectionDomain* domain, unsigned required_access,
                                            std::uint64_t address, std::uint64_t size) {
-    KeyTable& all = key_table();
-    std::lock_guard lock(all.mutex);
-    const auto found = (all.*keys).find(key);
-    if (found == (all.*keys).end() || found->second->domain != domain || !found->second->permits(required_access) ||
-        !found->second->covers(address, size)) {
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    const auto found = (state.*regions).find(key);
+    if (found == (state.*regions).end()) {
         return nullptr;
     }
-    return found->second;
+    const std::shared_ptr<Region>& region = found->second;
+    const bool is_usable =
+        region->domain == domain && region->permits(required_access) && region->covers(address, size);
+    return is_usable ? region : nullptr;
 }
 
 } // namespace
 
 void assign_keys(const std::shared_ptr<Region>& region) {
-    KeyTable& all = key_table();
-    std::lock_guard lock(all.mutex);
-    region->lkey = draw_unused_key(&all);
-    region->rkey = draw_unused_key(&all);
-    all.local[region->lkey] = region;
-    all.remote[region->rkey] = region;
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    region->lkey = draw_unused_key(&state);
+    region->rkey = draw_unused_key(&state);
+    state.local[region->lkey] = region;
+    state.remote[region->rkey] = region;
 }
 
 void remove_keys(const Region& region) {
-    KeyTable& all = key_table();
-    std::lock_guard lock(all.mutex);
-    all.local.erase(region.lkey);
-    all.remote.erase(region.rkey);
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    state.local.erase(region.lkey);
+    state.remote.erase(region.rkey);
 }
 
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,

@@ -12,48 +12,50 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr std::size_t payload_bytes = 1U << 20;
+constexpr std::size_t payload_ring_bytes = 1U << 20;
 constexpr std::size_t payload_alignment = 64;
-static_assert(payload_bytes >= 2 * max_chunk_bytes);
+static_assert(payload_ring_bytes >= 2 * max_chunk_bytes);
 
-using Count = std::atomic<std::uint32_t>;
-static_assert(Count::is_always_lock_free && sizeof(Count) == 4);
+using AtomicCount = std::atomic<std::uint32_t>;
+static_assert(AtomicCount::is_always_lock_free && sizeof(AtomicCount) == 4);
 
-// Wake the peer by one byte on the socket. If the socket's buffer is full, enough bytes wait to be read already.
+// Wake the peer by one byte on the socket. A full socket buffer is no failure: unread bytes wake the peer anyway.
 bool send_wake_byte(int socket) {
-    const char one = 0;
-    ssize_t sent = 0;
+    const char wake_byte = 0;
+    ssize_t sent_bytes = 0;
     do {
-        sent = send(socket, &one, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    } while (sent < 0 && errno == EINTR);
-    return sent == 1 || errno == EAGAIN || errno == EWOULDBLOCK;
+        sent_bytes = send(socket, &wake_byte, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } while (sent_bytes < 0 && errno == EINTR);
+    return sent_bytes == 1 || errno == EAGAIN || errno == EWOULDBLOCK;
 }
 
-bool reached(std::uint32_t count, std::uint32_t target) {
+// Return whether `count` is at least `target`. The counts wrap around at 2^32.
+bool has_reached(std::uint32_t count, std::uint32_t target) {
     return static_cast<std::int32_t>(count - target) >= 0;
 }
 
-// Copy a message out of shared memory exactly once: the compiler must not read it again, because the peer can write to
-// it meanwhile.
+// Copy a message out of shared memory exactly once. The empty asm statement keeps the compiler from reading the shared
+// memory again later, when the peer may have changed it.
 template <typename Message> Message read_once(const Message& shared) {
-    Message own;
-    std::memcpy(&own, &shared, sizeof own);
-    asm volatile("" : : "r"(&own) : "memory");
-    return own;
+    Message copy;
+    std::memcpy(&copy, &shared, sizeof copy);
+    asm volatile("" : : "r"(&copy) : "memory");
+    return copy;
 }
 
 } // namespace
 
-// The layout of the control part. Fields of different writers are on different cache lines to avoid false sharing.
-struct Link::Shared {
+// The layout of the shared memory in front of the payload ring. Fields of different writers are on different cache
+// lines to avoid false sharing.
+struct Link::ControlBlock {
     // Written by the requester.
-    alignas(64) Count submitted{0};
-    alignas(64) Count requester_wants{0};
-    Count requester_sleeps{0};
-    Count ended{0};
+    alignas(64) AtomicCount request_count{0};
+    alignas(64) AtomicCount awaited_response_count{0}; // the sleeping requester waits for this number of responses
+    AtomicCount requester_sleeps{0};
+    AtomicCount has_ended{0};
     // Written by the responder.
-    alignas(64) Count responded{0};
-    alignas(64) Count responder_sleeps{0};
+    alignas(64) AtomicCount response_count{0};
+    alignas(64) AtomicCount responder_sleeps{0};
     alignas(64) wire::Request requests[slot_count];
     alignas(64) wire::Response responses[slot_count];
 };
@@ -61,28 +63,29 @@ struct Link::Shared {
 namespace {
 
 constexpr std::size_t page_bytes = 4096;
-constexpr std::size_t shared_bytes = 4 * page_bytes;
-constexpr std::size_t whole_bytes = shared_bytes + payload_bytes;
+constexpr std::size_t control_bytes = 4 * page_bytes;
+constexpr std::size_t shared_memory_bytes = control_bytes + payload_ring_bytes;
 
 } // namespace
 
 Link::Link(std::unique_ptr<BounceBuffer> memory, std::unique_ptr<Pipe> pipe)
-    : memory_(std::move(memory)), pipe_(std::move(pipe)), shared_(reinterpret_cast<Shared*>(memory_->at(0))) {
-    static_assert(sizeof(Shared) <= shared_bytes);
+    : memory_(std::move(memory)), pipe_(std::move(pipe)),
+      control_(reinterpret_cast<ControlBlock*>(memory_->data_at(0))) {
+    static_assert(sizeof(ControlBlock) <= control_bytes);
 }
 
 std::unique_ptr<Link> Link::make() {
-    auto memory = BounceBuffer::make(whole_bytes);
+    auto memory = BounceBuffer::make(shared_memory_bytes);
     auto pipe = memory == nullptr ? nullptr : Pipe::make();
     if (pipe == nullptr) {
         return nullptr;
     }
-    new (memory->at(0)) Shared;
+    new (memory->data_at(0)) ControlBlock;
     return std::unique_ptr<Link>(new Link(std::move(memory), std::move(pipe)));
 }
 
 std::unique_ptr<Link> Link::adopt(std::vector<Fd> fds) {
-    auto memory = BounceBuffer::adopt(std::move(fds.at(0)), whole_bytes);
+    auto memory = BounceBuffer::adopt(std::move(fds.at(0)), shared_memory_bytes);
     auto pipe = memory == nullptr ? nullptr : Pipe::adopt(std::move(fds.at(1)));
     return pipe == nullptr ? nullptr : std::unique_ptr<Link>(new Link(std::move(memory), std::move(pipe)));
 }
@@ -95,100 +98,105 @@ BounceBuffer* Link::private_buffer() {
 }
 
 std::optional<std::uint32_t> Link::reserve(std::size_t size) {
-    if (reserved_ == released_) {
-        // Restart at the beginning: then few requests at a time reuse the same memory, which stays in the cache.
-        reserved_ = released_ = 0;
+    if (reserved_bytes_ == released_bytes_) {
+        // Restart at the begin of the ring. While few requests are in flight, they use the same memory again and again,
+        // which stays in the cache.
+        reserved_bytes_ = released_bytes_ = 0;
     }
     // A request without payload reserves space too, so that an empty ring means that no request is in flight.
     const std::size_t aligned_size =
         (std::max<std::size_t>(size, 1) + payload_alignment - 1) / payload_alignment * payload_alignment;
-    const std::size_t at = reserved_ % payload_bytes;
-    const std::uint64_t begin = at + aligned_size > payload_bytes ? reserved_ + payload_bytes - at : reserved_;
-    if (begin + aligned_size - released_ > payload_bytes) {
+    // A payload that does not fit at the end of the ring starts at its begin.
+    const std::size_t position = reserved_bytes_ % payload_ring_bytes;
+    const std::uint64_t begin = position + aligned_size > payload_ring_bytes
+                                    ? reserved_bytes_ + payload_ring_bytes - position
+                                    : reserved_bytes_;
+    if (begin + aligned_size - released_bytes_ > payload_ring_bytes) {
         return std::nullopt;
     }
-    reserved_ = begin + aligned_size;
-    return static_cast<std::uint32_t>(shared_bytes + begin % payload_bytes);
+    reserved_bytes_ = begin + aligned_size;
+    return static_cast<std::uint32_t>(control_bytes + begin % payload_ring_bytes);
 }
 
-void Link::release(std::uint64_t mark) {
-    released_ = mark;
+void Link::release_up_to(std::uint64_t mark) {
+    released_bytes_ = mark;
 }
 
 void Link::put_request(std::uint32_t number, const wire::Request& request) {
-    shared_->requests[number % slot_count] = request;
+    control_->requests[number % slot_count] = request;
 }
 
-// Each side first stores its own state, then loads the peer's, with sequential consistency. So either the sleeper sees
-// the work, or the worker sees the sleeper.
+// How no wake-up is lost: a side that publishes first stores its count and then loads the peer's sleep flag. A side
+// that goes to sleep first stores its sleep flag and then loads the peer's count. All four accesses are sequentially
+// consistent. So either the sleeping side sees the new count, or the publishing side sees the flag and sends a wake-up.
 
 bool Link::publish_requests(std::uint32_t count, int socket) {
-    shared_->submitted = count;
-    return shared_->responder_sleeps == 0 || shared_->responder_sleeps.exchange(0) == 0 || send_wake_byte(socket);
+    control_->request_count = count;
+    return control_->responder_sleeps == 0 || control_->responder_sleeps.exchange(0) == 0 || send_wake_byte(socket);
 }
 
-std::uint32_t Link::responded() const {
-    return shared_->responded.load(std::memory_order_acquire);
+std::uint32_t Link::response_count() const {
+    return control_->response_count.load(std::memory_order_acquire);
 }
 
 wire::Response Link::response(std::uint32_t number) const {
-    return read_once(shared_->responses[number % slot_count]);
+    return read_once(control_->responses[number % slot_count]);
 }
 
 void Link::mark_ended() {
-    shared_->ended = 1;
+    control_->has_ended = 1;
     pipe_->drain();
 }
 
-bool Link::ended() const {
-    return shared_->ended.load(std::memory_order_acquire) != 0;
+bool Link::has_ended() const {
+    return control_->has_ended.load(std::memory_order_acquire) != 0;
 }
 
 bool Link::request_wake_at(std::uint32_t count) {
-    shared_->requester_wants = count;
-    shared_->requester_sleeps = 1;
-    if (!reached(shared_->responded, count)) {
+    control_->awaited_response_count = count;
+    control_->requester_sleeps = 1;
+    if (!has_reached(control_->response_count, count)) {
         return true;
     }
-    shared_->requester_sleeps = 0;
+    control_->requester_sleeps = 0;
     return false;
 }
 
-std::uint32_t Link::submitted() const {
-    return shared_->submitted.load(std::memory_order_acquire);
+std::uint32_t Link::request_count() const {
+    return control_->request_count.load(std::memory_order_acquire);
 }
 
 wire::Request Link::request(std::uint32_t number) const {
-    return read_once(shared_->requests[number % slot_count]);
+    return read_once(control_->requests[number % slot_count]);
 }
 
 bool Link::payload_in_bounds(const wire::Request& request) {
     if ((request.flags & wire::flag_piped) != 0) {
         return true;
     }
-    return request.payload_offset >= shared_bytes && request.payload_offset <= whole_bytes &&
-           request.chunk_bytes <= whole_bytes - request.payload_offset;
+    return request.payload_offset >= control_bytes && request.payload_offset <= shared_memory_bytes &&
+           request.chunk_bytes <= shared_memory_bytes - request.payload_offset;
 }
 
 void Link::put_response(std::uint32_t number, const wire::Response& response) {
-    shared_->responses[number % slot_count] = response;
+    control_->responses[number % slot_count] = response;
 }
 
 void Link::publish_responses(std::uint32_t count, int socket) {
-    shared_->responded = count;
-    if (shared_->requester_sleeps != 0 && reached(count, shared_->requester_wants) &&
-        shared_->requester_sleeps.exchange(0) != 0) {
-        // A failure is ignored: the responder notices a dead requester when it waits for the next request.
+    control_->response_count = count;
+    if (control_->requester_sleeps != 0 && has_reached(count, control_->awaited_response_count) &&
+        control_->requester_sleeps.exchange(0) != 0) {
+        // A failure is ignored, because the responder notices a dead requester when it waits for the next request.
         send_wake_byte(socket);
     }
 }
 
 bool Link::request_wake_after(std::uint32_t count) {
-    shared_->responder_sleeps = 1;
-    if (shared_->submitted == count) {
+    control_->responder_sleeps = 1;
+    if (control_->request_count == count) {
         return true;
     }
-    shared_->responder_sleeps = 0;
+    control_->responder_sleeps = 0;
     return false;
 }
 

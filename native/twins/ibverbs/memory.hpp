@@ -1,5 +1,4 @@
-// The memory behind a memory region: host memory, a mapped dma-buf, or device memory that only the GPU's driver can
-// access.
+// The memory of a memory region: host memory, a mapped dma-buf, or device memory that only the CUDA driver can access.
 #pragma once
 
 #include <cstddef>
@@ -13,24 +12,25 @@ namespace gdrkit::twin::verbs {
 class Memory {
 public:
     virtual ~Memory() = default;
-    // Copy between the memory and a bounce buffer. Offsets are relative to the begin of the region, which has checked
-    // the range. Return 0 or an errno.
-    virtual int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t at, std::size_t size) = 0;
-    virtual int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t at, std::size_t size) = 0;
-    // Return the address of the memory, to move bytes between it and a pipe; nullptr if only a driver can access it.
-    [[nodiscard]] virtual std::byte* mapped(std::uint64_t) { return nullptr; }
+    // Copy between the memory and a bounce buffer. `offset` is relative to the begin of the region. The caller has
+    // checked that the range lies in the region. Return 0 or an errno.
+    virtual int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) = 0;
+    virtual int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
+                      std::size_t size) = 0;
+    // Return the address of the memory in this process; nullptr if only a driver can access the memory.
+    [[nodiscard]] virtual std::byte* mapped_address(std::uint64_t /*offset*/) { return nullptr; }
 };
 
-// Each of the following creates the memory of a region. It returns 0 or an errno.
+// Each of the following functions creates the memory of a region and returns 0 or an errno.
 
-// Host memory, checked and counted as pinning would do it: ENOMEM or EPERM by RLIMIT_MEMLOCK, EFAULT if a page is not
-// mapped with the access that `writable` asks for.
+// Host memory, checked and counted as if a driver pinned it. ENOMEM or EPERM: RLIMIT_MEMLOCK is exceeded. EFAULT: a
+// page is not mapped, or is not writable although `writable` is true.
 int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, std::unique_ptr<Memory>* memory);
 
 // The part [offset_bytes, offset_bytes + length_bytes) of a twin's dma-buf.
 int make_mapped_dmabuf(int fd, std::uint64_t offset_bytes, std::uint64_t length_bytes, std::unique_ptr<Memory>* memory);
 
-// Device memory at an address, copied by the CUDA driver that the process has loaded. EINVAL if the range is not device
+// Device memory at an address. The CUDA driver that the process has loaded copies it. EINVAL: the range is not device
 // memory.
 int make_cuda_memory(std::uint64_t address, std::uint64_t length_bytes, std::unique_ptr<Memory>* memory);
 

@@ -14,35 +14,35 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 constexpr std::uint64_t page_bytes = 4096;
-// The kernel's default limit per user (pipe-max-size). If the user has too many large pipes, the pipe keeps its default
-// size.
-constexpr int wanted_bytes = 1 << 20;
+// The largest capacity that the kernel grants an unprivileged user by default (pipe-max-size). If the user has too many
+// large pipes already, F_SETPIPE_SZ fails and the pipe keeps its default capacity.
+constexpr int requested_capacity_bytes = 1 << 20;
 
 } // namespace
 
 std::unique_ptr<Pipe> Pipe::make() {
-    int ends[2];
-    if (pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) {
+    int fds[2];
+    if (pipe2(fds, O_CLOEXEC | O_NONBLOCK) != 0) {
         return nullptr;
     }
-    Fd reader(ends[0]), writer(ends[1]);
-    fcntl(writer.get(), F_SETPIPE_SZ, wanted_bytes);
+    Fd reader(fds[0]), writer(fds[1]);
+    fcntl(writer.get(), F_SETPIPE_SZ, requested_capacity_bytes);
     const int bytes = fcntl(writer.get(), F_GETPIPE_SZ);
-    auto created = std::unique_ptr<Pipe>(new Pipe(std::move(reader), std::move(writer), 0));
-    if (sysconf(_SC_PAGESIZE) == static_cast<long>(page_bytes) && bytes > 0 && created->can_splice()) {
-        created->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / page_bytes);
+    auto pipe = std::unique_ptr<Pipe>(new Pipe(std::move(reader), std::move(writer), 0));
+    if (sysconf(_SC_PAGESIZE) == static_cast<long>(page_bytes) && bytes > 0 && pipe->can_splice()) {
+        pipe->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / page_bytes);
     }
-    return created;
+    return pipe;
 }
 
 bool Pipe::can_splice() {
-    const char one = 1;
-    char back = 0;
-    return splice_in(&one, 1) == 0 && read(&back, 1) == 0 && back == one;
+    const char sent_byte = 1;
+    char received_byte = 0;
+    return splice_in(&sent_byte, 1) == 0 && read(&received_byte, 1) == 0 && received_byte == sent_byte;
 }
 
 std::unique_ptr<Pipe> Pipe::adopt(Fd fd) {
-    // Opened again, so that O_NONBLOCK on this file description is set by this process alone.
+    // Open the pipe again. The new file description has its own O_NONBLOCK flag, which the peer cannot clear.
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd.get());
     if (fcntl(fd.get(), F_GETPIPE_SZ) < 0) {
@@ -52,89 +52,93 @@ std::unique_ptr<Pipe> Pipe::adopt(Fd fd) {
     return reader ? std::unique_ptr<Pipe>(new Pipe(std::move(reader), Fd(), 0)) : nullptr;
 }
 
-std::uint32_t Pipe::pages_of(std::uint64_t address, std::uint64_t size) {
+std::uint32_t Pipe::count_pages(std::uint64_t address, std::uint64_t size) {
     return size == 0 ? 0 : static_cast<std::uint32_t>((address + size - 1) / page_bytes - address / page_bytes + 1);
 }
 
 int Pipe::splice_in(const void* memory, std::size_t size) {
-    iovec part{const_cast<void*>(memory), size};
-    while (part.iov_len > 0) {
-        const long moved = syscall(SYS_vmsplice, writer_.get(), &part, 1, SPLICE_F_NONBLOCK);
-        if (moved < 0 && errno == EINTR) {
+    iovec range{const_cast<void*>(memory), size};
+    while (range.iov_len > 0) {
+        const long moved_bytes = syscall(SYS_vmsplice, writer_.get(), &range, 1, SPLICE_F_NONBLOCK);
+        if (moved_bytes < 0 && errno == EINTR) {
             continue;
         }
-        if (moved <= 0) {
-            return moved == 0 ? EFAULT : errno;
+        if (moved_bytes <= 0) {
+            return moved_bytes == 0 ? EFAULT : errno;
         }
-        part.iov_base = static_cast<char*>(part.iov_base) + moved;
-        part.iov_len -= static_cast<std::size_t>(moved);
+        range.iov_base = static_cast<char*>(range.iov_base) + moved_bytes;
+        range.iov_len -= static_cast<std::size_t>(moved_bytes);
     }
     return 0;
 }
 
-// One read call takes all the data atomically: either the whole chunk or, after drain(), nothing.
+// One read call removes all the data at once. So it gets either the whole chunk or, after drain(), nothing.
 int Pipe::read(void* memory, std::size_t size) {
-    long moved = 0;
+    long moved_bytes = 0;
     do {
-        moved = syscall(SYS_read, reader_.get(), memory, size);
-    } while (moved < 0 && errno == EINTR);
-    if (moved >= 0 && static_cast<std::size_t>(moved) < size) {
-        // A short read means that the pipe held less data, or that the rest of the memory is not mapped.
+        moved_bytes = syscall(SYS_read, reader_.get(), memory, size);
+    } while (moved_bytes < 0 && errno == EINTR);
+    if (moved_bytes >= 0 && static_cast<std::size_t>(moved_bytes) < size) {
+        // After a short read, data left in the pipe means that the end of the memory is not mapped. No data left means
+        // that the pipe held fewer bytes.
         char probe = 0;
         return syscall(SYS_read, reader_.get(), &probe, 1) == 1 ? EFAULT : EPIPE;
     }
-    return moved >= 0 ? 0 : errno == EAGAIN ? EPIPE : errno;
+    return moved_bytes >= 0 ? 0 : errno == EAGAIN ? EPIPE : errno;
 }
 
 namespace {
 
-// Return how many parts `bytes` fills completely, and store the bytes in the next part in *rest_bytes.
-std::size_t count_full_parts(std::span<const iovec> parts, std::size_t bytes, std::size_t* rest_bytes) {
+// Return how many of the ranges a transfer of `bytes` bytes has completed. Store in *partial_bytes how many bytes of
+// the next range it has transferred.
+std::size_t count_complete_ranges(std::span<const iovec> ranges, std::size_t bytes, std::size_t* partial_bytes) {
     std::size_t count = 0;
-    for (; count < parts.size() && bytes >= parts[count].iov_len; ++count) {
-        bytes -= parts[count].iov_len;
+    for (; count < ranges.size() && bytes >= ranges[count].iov_len; ++count) {
+        bytes -= ranges[count].iov_len;
     }
-    *rest_bytes = bytes;
+    *partial_bytes = bytes;
     return count;
 }
 
 } // namespace
 
-int Pipe::splice_in(std::span<const iovec> parts, std::size_t* succeeded) {
-    long moved = 0;
+int Pipe::splice_in(std::span<const iovec> ranges, std::size_t* succeeded_count) {
+    long moved_bytes = 0;
     do {
-        moved = syscall(SYS_vmsplice, writer_.get(), parts.data(), parts.size(), SPLICE_F_NONBLOCK);
-    } while (moved < 0 && errno == EINTR);
-    const int error = moved < 0 ? errno : 0;
-    std::size_t done = 0;
-    *succeeded = count_full_parts(parts, moved > 0 ? static_cast<std::size_t>(moved) : 0, &done);
+        moved_bytes = syscall(SYS_vmsplice, writer_.get(), ranges.data(), ranges.size(), SPLICE_F_NONBLOCK);
+    } while (moved_bytes < 0 && errno == EINTR);
+    const int error = moved_bytes < 0 ? errno : 0;
+    std::size_t partial_bytes = 0;
+    *succeeded_count =
+        count_complete_ranges(ranges, moved_bytes > 0 ? static_cast<std::size_t>(moved_bytes) : 0, &partial_bytes);
     // The call may stop early. Then the next call returns the error or continues.
-    while (error == 0 && *succeeded < parts.size()) {
-        const iovec& next = parts[*succeeded];
-        if (const int number = splice_in(static_cast<const char*>(next.iov_base) + done, next.iov_len - done);
-            number != 0) {
-            return number;
+    while (error == 0 && *succeeded_count < ranges.size()) {
+        const iovec& next_range = ranges[*succeeded_count];
+        if (const int range_error = splice_in(static_cast<const char*>(next_range.iov_base) + partial_bytes,
+                                              next_range.iov_len - partial_bytes);
+            range_error != 0) {
+            return range_error;
         }
-        done = 0;
-        ++*succeeded;
+        partial_bytes = 0;
+        ++*succeeded_count;
     }
     return error;
 }
 
-// One readv call, for the same reason as above.
-int Pipe::read(std::span<const iovec> parts, std::size_t* succeeded) {
-    long moved = 0;
+// One readv call removes all the data at once, as in the function for one range.
+int Pipe::read(std::span<const iovec> ranges, std::size_t* succeeded_count) {
+    long moved_bytes = 0;
     do {
-        moved = syscall(SYS_readv, reader_.get(), parts.data(), parts.size());
-    } while (moved < 0 && errno == EINTR);
-    if (moved < 0) {
+        moved_bytes = syscall(SYS_readv, reader_.get(), ranges.data(), ranges.size());
+    } while (moved_bytes < 0 && errno == EINTR);
+    if (moved_bytes < 0) {
         const int error = errno;
-        *succeeded = 0;
+        *succeeded_count = 0;
         return error == EAGAIN ? EPIPE : error;
     }
-    std::size_t rest_bytes = 0;
-    *succeeded = count_full_parts(parts, static_cast<std::size_t>(moved), &rest_bytes);
-    if (*succeeded == parts.size()) {
+    std::size_t partial_bytes = 0;
+    *succeeded_count = count_complete_ranges(ranges, static_cast<std::size_t>(moved_bytes), &partial_bytes);
+    if (*succeeded_count == ranges.size()) {
         return 0;
     }
     char probe = 0;

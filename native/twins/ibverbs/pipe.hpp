@@ -1,7 +1,7 @@
-// A pipe that moves large write payloads with one copy instead of two: the requester splices the pages of its memory
-// into the pipe (vmsplice), and the responder reads them into the memory of its region. Both calls check addresses as
-// every system call does: they fail with EFAULT and raise no signal. Spliced pages stay valid until they are read, even
-// if the requester dies. A requester that lives drains the pipe before it reports that it has stopped.
+// A pipe that moves large write payloads with one copy instead of two. The requester splices the pages of its memory
+// into the pipe (vmsplice), and the responder reads them into the memory of its region. For an unmapped address, both
+// system calls fail with EFAULT and raise no signal. Spliced pages stay valid until they are read, even if the process
+// of the requester dies. When a queue pair stops in a live process, the requester drains the pipe.
 #pragma once
 
 #include <sys/uio.h>
@@ -18,7 +18,7 @@ namespace gdrkit::twin::verbs {
 class Pipe {
 public:
     // Create a pipe (requester). If the system does not support vmsplice, max_pages() is 0. Return nullptr and set
-    // errno if there is no pipe.
+    // errno if no pipe can be created.
     static std::unique_ptr<Pipe> make();
     // Open the pipe that came over the socket (responder). Return nullptr if the descriptor is not a pipe.
     static std::unique_ptr<Pipe> adopt(Fd fd);
@@ -27,19 +27,20 @@ public:
 
     // The read end, which the requester passes to the responder.
     [[nodiscard]] int reader() const { return reader_.get(); }
-    // The capacity in pages; a part of a page counts as one.
+    // The capacity in pages. A partly used page counts as a page.
     [[nodiscard]] std::uint32_t max_pages() const { return max_pages_; }
-    static std::uint32_t pages_of(std::uint64_t address, std::uint64_t size);
+    // Return the number of pages that contain bytes of [address, address + size).
+    static std::uint32_t count_pages(std::uint64_t address, std::uint64_t size);
 
     // Splice the pages of `memory` into the pipe. Return 0 or an errno: EFAULT, or EAGAIN if they exceed the capacity.
     int splice_in(const void* memory, std::size_t size);
     // Read `size` bytes into `memory`. Return 0 or an errno: EFAULT, or EPIPE if the pipe holds fewer bytes.
     int read(void* memory, std::size_t size);
-    // The same for several parts with one call. *whole is the number of parts that succeeded; the errno belongs to the
-    // part after these.
-    int splice_in(std::span<const iovec> parts, std::size_t* succeeded);
-    int read(std::span<const iovec> parts, std::size_t* succeeded);
-    // Remove everything that was spliced, so that no process reads it after this call.
+    // Splice or read several memory ranges. *succeeded_count is set to the number of ranges before the first failure.
+    // Return 0, or the errno of the range that failed.
+    int splice_in(std::span<const iovec> ranges, std::size_t* succeeded_count);
+    int read(std::span<const iovec> ranges, std::size_t* succeeded_count);
+    // Remove all spliced pages, so that no process reads them after this call.
     void drain();
 
 private:

@@ -21,7 +21,7 @@ ibv_pd* ibv_alloc_pd(ibv_context* abi) {
     domain->abi.context = abi;
     domain->abi.handle = next_handle();
     domain->context = context;
-    ++context->children;
+    ++context->child_count;
     track("ibv_pd", domain);
     return &domain->abi;
 }
@@ -34,14 +34,14 @@ int ibv_dealloc_pd(ibv_pd* pd) {
     if (!is_alive("ibv_pd", domain)) {
         return EINVAL;
     }
-    if (domain->children != 0) {
+    if (domain->child_count != 0) {
         return EBUSY;
     }
     Context* const context = domain->context;
     if (!retire("ibv_pd", domain)) {
         return EINVAL;
     }
-    --context->children;
+    --context->child_count;
     return 0;
 }
 

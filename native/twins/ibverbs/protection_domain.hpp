@@ -10,8 +10,8 @@ namespace gdrkit::twin::verbs {
 struct ProtectionDomain {
     ibv_pd abi{};
     Context* context = nullptr;
-    // Number of regions and queue pairs. A domain with children cannot be deallocated.
-    std::atomic<int> children{0};
+    // Number of live memory regions and queue pairs of the domain. A domain that has any cannot be deallocated.
+    std::atomic<int> child_count{0};
 };
 
 inline ProtectionDomain* domain_of(ibv_pd* pd) {

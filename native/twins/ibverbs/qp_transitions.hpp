@@ -9,7 +9,7 @@ namespace gdrkit::twin::verbs {
 // allowed.
 int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask);
 
-// Return 0, or EINVAL if a value in `attr` that the mask selects is out of range.
-int check_values(const ibv_qp_attr& attr, int attr_mask);
+// Return 0, or EINVAL if an attribute that `attr_mask` selects is out of range.
+int check_attribute_values(const ibv_qp_attr& attr, int attr_mask);
 
 } // namespace gdrkit::twin::verbs

@@ -1,4 +1,4 @@
-// Life and completions of a queue pair: opening and closing it, entering the error state, and pushing completions.
+// A queue pair is opened and closed, enters the error state, and pushes completions.
 
 #include "ibverbs/queue_pair.hpp"
 
@@ -14,7 +14,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
+ibv_wc_opcode completion_opcode_of(ibv_wr_opcode opcode) {
     switch (opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
@@ -30,7 +30,7 @@ ibv_wc_opcode completion_opcode(ibv_wr_opcode opcode) {
     }
 }
 
-void shut_down(const Fd& socket) {
+void shut_down_socket(const Fd& socket) {
     if (socket) {
         shutdown(socket.get(), SHUT_RDWR);
     }
@@ -38,12 +38,12 @@ void shut_down(const Fd& socket) {
 
 } // namespace
 
-QueuePair::QueuePair(ibv_qp* abi, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
-                     std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init)
-    : abi_(abi), domain_(domain), context_(domain->context), send_queue_(std::move(send_queue)),
-      receive_queue_(std::move(receive_queue)), init_(init) {
+QueuePair::QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
+                     std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
+    : public_qp_(public_qp), domain_(domain), context_(domain->context), send_queue_(std::move(send_queue)),
+      receive_queue_(std::move(receive_queue)), init_attr_(init_attr) {
     attr_.path_mig_state = IBV_MIG_MIGRATED;
-    attr_.cap = init.cap;
+    attr_.cap = init_attr.cap;
 }
 
 QueuePair::~QueuePair() {
@@ -57,9 +57,9 @@ int QueuePair::open() {
     }
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
-        // Numbers 0 and 1 are the special queue pairs of a port, 0xffffff is multicast.
-        number_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
-        listener = listen_on(wire::socket_name_of(context_->device->gid, number_));
+        // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
+        qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
+        listener = listen_on(wire::socket_name_of(context_->device->gid, qp_num_));
     }
     if (listener < 0) {
         return -listener;
@@ -78,9 +78,9 @@ int QueuePair::open() {
 void QueuePair::close() {
     {
         Lock lock(mutex_);
-        closing_ = true;
-        shut_down(peer_);
-        shut_down(listener_);
+        is_closing_ = true;
+        shut_down_socket(peer_socket_);
+        shut_down_socket(listener_);
         shut_down_connections(lock, nullptr);
         notify_change(lock);
     }
@@ -96,29 +96,29 @@ void QueuePair::close() {
     }
     connections_.clear();
     if (listener_) {
-        remove_fabric_name(wire::socket_name_of(context_->device->gid, number_));
+        remove_fabric_name(wire::socket_name_of(context_->device->gid, qp_num_));
     }
     listener_.reset();
-    send_queue_->drop(number_);
-    receive_queue_->drop(number_);
+    send_queue_->drop(qp_num_);
+    receive_queue_->drop(qp_num_);
 }
 
 void QueuePair::shut_down_connections(const Lock&, const Connection* except) {
     for (Connection& connection : connections_) {
         if (&connection != except) {
-            shut_down(connection.socket);
+            shut_down_socket(connection.socket);
         }
     }
 }
 
 bool QueuePair::no_connection_serves() const {
     return std::none_of(connections_.begin(), connections_.end(),
-                        [](const Connection& connection) { return connection.serving; });
+                        [](const Connection& connection) { return connection.is_serving; });
 }
 
 void QueuePair::notify_change(const Lock&) {
     changed_.notify_all();
-    change_pending_ = true;
+    has_pending_change_ = true;
     if (requester_asleep_) {
         requester_asleep_ = false;
         eventfd_write(wake_eventfd_.get(), 1);
@@ -130,7 +130,7 @@ void QueuePair::enter_error(const Lock& lock, const Connection* except) {
         return;
     }
     state_ = IBV_QPS_ERR;
-    shut_down(peer_);
+    shut_down_socket(peer_socket_);
     shut_down_connections(lock, except);
     notify_change(lock);
 }
@@ -138,7 +138,7 @@ void QueuePair::enter_error(const Lock& lock, const Connection* except) {
 void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* except) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_RESET) {
         enter_error(lock, except);
-        context_->raise(abi_, event, async_events);
+        context_->raise(public_qp_, event, async_event_counter);
     }
 }
 
@@ -150,18 +150,18 @@ void QueuePair::push_completions(const Lock& lock) {
 }
 
 void QueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
-    if (status == IBV_WC_SUCCESS && !work.signaled) {
+    if (status == IBV_WC_SUCCESS && !work.is_signaled) {
         ++unsignaled_count_;
         return;
     }
     Completion completion;
     completion.wc.wr_id = work.wr_id;
     completion.wc.status = status;
-    completion.wc.opcode = completion_opcode(work.opcode);
+    completion.wc.opcode = completion_opcode_of(work.opcode);
     completion.wc.byte_len = static_cast<std::uint32_t>(work.length_bytes);
-    completion.wc.qp_num = number_;
+    completion.wc.qp_num = qp_num_;
     completion.work_queue_slots = send_queue_slots_;
-    completion.freed_slots = 1 + unsignaled_count_;
+    completion.freed_slot_count = 1 + unsignaled_count_;
     unsignaled_count_ = 0;
     unpushed_completions_.push_back(std::move(completion));
 }
@@ -170,11 +170,11 @@ void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_
     Completion completion;
     completion.wc = wc;
     completion.wc.wr_id = work.wr_id;
-    completion.wc.qp_num = number_;
+    completion.wc.qp_num = qp_num_;
     completion.wc.src_qp = attr_.dest_qp_num;
-    completion.solicited = solicited;
+    completion.is_solicited = solicited;
     completion.work_queue_slots = receive_queue_slots_;
-    completion.freed_slots = 1;
+    completion.freed_slot_count = 1;
     if (!receive_queue_->push({&completion, 1})) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }

@@ -1,9 +1,9 @@
 // A reliable-connected queue pair: its work queues, its state, and the threads that carry out its requests.
 //
-// The requester thread sends the posted send requests in order and flushes both queues when the pair is in the error
+// The requester thread sends the posted send requests in order, and flushes both queues when the pair is in the error
 // state. The acceptor thread accepts connections of peers, and a responder thread serves each connection. All threads
-// are joined when the pair is destroyed. A forked child has none of these threads, so a process that uses verbs must be
-// spawned.
+// are joined when the pair is destroyed. A child made by fork() has none of these threads. A process that uses verbs
+// must therefore be started by exec.
 #pragma once
 
 #include <poll.h>
@@ -31,34 +31,35 @@
 
 namespace gdrkit::twin::verbs {
 
-// The scatter-gather list of a send request. A list of one entry, which is the usual case, needs no heap memory.
+// The scatter-gather list of a send request. A list with one entry, the usual case, needs no heap memory.
 class ScatterGatherList {
 public:
     void assign(const ibv_sge* list, std::size_t count) {
         count_ = count;
         if (count == 1) {
-            one_ = *list;
+            single_entry_ = *list;
         } else {
-            many_.assign(list, list + count);
+            entries_.assign(list, list + count);
         }
     }
     [[nodiscard]] std::size_t size() const { return count_; }
-    [[nodiscard]] const ibv_sge* begin() const { return count_ == 1 ? &one_ : many_.data(); }
+    [[nodiscard]] const ibv_sge* begin() const { return count_ == 1 ? &single_entry_ : entries_.data(); }
     [[nodiscard]] const ibv_sge* end() const { return begin() + count_; }
     [[nodiscard]] const ibv_sge& front() const { return *begin(); }
 
 private:
-    ibv_sge one_{};
-    std::vector<ibv_sge> many_;
+    ibv_sge single_entry_{};
+    std::vector<ibv_sge> entries_;
     std::size_t count_ = 0;
 };
 
+// A posted send request.
 struct SendWork {
     std::uint64_t wr_id = 0;
     ibv_wr_opcode opcode{};
-    bool fenced = false;
-    bool signaled = false;
-    bool solicited = false;
+    bool is_fenced = false;
+    bool is_signaled = false;
+    bool is_solicited = false;
     bool is_inline = false;
     std::uint32_t immediate = 0;
     std::uint64_t remote_address = 0;
@@ -68,9 +69,10 @@ struct SendWork {
     std::uint64_t length_bytes = 0;
     ScatterGatherList sges;
     // The payload of an inline request, copied when the request was posted.
-    std::vector<std::byte> data;
+    std::vector<std::byte> inline_data;
 };
 
+// A posted receive request.
 struct ReceiveWork {
     std::uint64_t wr_id = 0;
     std::uint64_t length_bytes = 0;
@@ -79,8 +81,8 @@ struct ReceiveWork {
 
 class QueuePair {
 public:
-    QueuePair(ibv_qp* abi, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
-              std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init);
+    QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
+              std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr);
     ~QueuePair();
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
@@ -91,34 +93,38 @@ public:
     // End the threads. The pair accesses no memory after this call.
     void close();
 
+    // Carry out ibv_modify_qp. Return 0 or EINVAL.
     int modify(const ibv_qp_attr& attr, int attr_mask);
-    void query(ibv_qp_attr* attr, ibv_qp_init_attr* init);
-    // Return 0, EINVAL or ENOMEM (queue full). The requests before *bad are posted even if one is refused.
-    int post_send(ibv_send_wr* list, ibv_send_wr** bad);
+    void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr);
+    // Post a list of send requests. Return 0, EINVAL, EOPNOTSUPP or ENOMEM (queue full). On an error, *bad_wr is the
+    // request that failed; the requests before it are posted.
+    int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr);
+    // Post one receive request. Return 0, EINVAL or ENOMEM (queue full).
     int post_receive(const ibv_recv_wr& wr);
 
-    [[nodiscard]] std::uint32_t number() const { return number_; }
+    [[nodiscard]] std::uint32_t qp_num() const { return qp_num_; }
 
-    const std::shared_ptr<EventCounter> async_events = std::make_shared<EventCounter>();
+    const std::shared_ptr<EventCounter> async_event_counter = std::make_shared<EventCounter>();
 
 private:
     using Clock = std::chrono::steady_clock;
 
-    // One peer's connection to this queue pair, served by its own responder thread.
+    // A peer's connection to this queue pair, and the responder thread that serves it.
     struct Connection {
         std::thread thread;
         Fd socket;
-        // True from the accepted handshake to the end of the connection: only then may it touch memory.
-        bool serving = false;
-        bool ended = false;
-        // Value of generation_ at the handshake. A connection of an earlier generation must not complete anything.
+        // True from the accepted handshake to the end of the connection. The thread accesses memory only while this is
+        // true.
+        bool is_serving = false;
+        bool has_ended = false;
+        // Value of generation_ at the handshake. A connection of an earlier generation must not complete any request.
         std::uint64_t generation = 0;
     };
 
-    // The receive request that an incoming message is being written to, and how much of the message has arrived.
+    // An incoming message that is not complete, and the receive request to whose memory it is written.
     struct IncomingMessage {
         ReceiveWork work;
-        bool active = false;
+        bool is_active = false; // false: no message is incomplete, and the other members have no meaning
         std::uint64_t message_bytes = 0;
         std::uint64_t arrived_bytes = 0;
     };
@@ -127,7 +133,7 @@ private:
     struct DelayedCompletion {
         SendWork work;
         ibv_wc_status status;
-        Clock::time_point when;
+        Clock::time_point due_time;
     };
 
     // A chunk that was submitted to the peer and has no response yet.
@@ -139,29 +145,31 @@ private:
         std::uint32_t pipe_pages;
     };
 
-    // Progress of the send queue. Only the requester thread reads and writes it.
+    // Progress of the send queue. Only the requester thread reads and writes this state.
     struct RequesterState {
         // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
         Fifo<SendWork> queued, started, finished;
         Fifo<InFlightChunk> in_flight;
-        // Numbers of requests submitted to and published on this connection, and of responses consumed.
-        std::uint32_t submitted = 0, published = 0, responded = 0;
+        // Number of chunks that were put into the request ring of this connection, number of those that were published
+        // to the peer, and number of responses that were handled. Each chunk is one wire::Request.
+        std::uint32_t submitted_count = 0, published_count = 0, handled_count = 0;
         std::uint64_t unpublished_bytes = 0;
         std::uint32_t pipe_pages_used = 0;
-        // Payloads of the most recently submitted writes, all from splice_region. They are spliced into the pipe by one
-        // call when the writes are published.
+        // Payloads of the last submitted writes, all in splice_region. One call splices them into the pipe when the
+        // writes are published.
         std::vector<iovec> pending_splices;
         std::shared_ptr<Region> splice_region;
-        // The region that the last scatter-gather entry named, to avoid a key lookup for the next one.
+        // The region of the last scatter-gather entry. It is cached to avoid a key lookup for the next entry.
         std::shared_ptr<Region> cached_region;
-        // True while the last started request has chunks that are not submitted; next_chunk is the next of them.
-        bool chunk_pending = false;
+        // True while the last started request has chunks that are not submitted. next_chunk is the next of them.
+        bool has_pending_chunk = false;
         wire::Request next_chunk{};
         unsigned rnr_retries_left = 0;
-        // True while the last submitted chunk may get a receiver-not-ready response; no chunk may follow it until then.
-        bool rnr_possible = false;
-        // Number of reads and atomic requests that are started and not finished; a fenced request waits for 0.
-        unsigned data_responses_pending = 0;
+        // True while the last submitted chunk may get a receiver-not-ready (RNR) response. No chunk is submitted before
+        // that response has arrived.
+        bool may_get_rnr = false;
+        // Number of reads and atomic requests that are started and not finished. A fenced request waits until it is 0.
+        unsigned pending_data_response_count = 0;
         std::optional<Clock::time_point> retry_at;
         // Local failure of the last started request. It is reported after all earlier requests have finished.
         std::optional<ibv_wc_status> local_error;
@@ -169,32 +177,39 @@ private:
         std::optional<ibv_wc_status> error;
         // Time of the last response, or of the submission that made in_flight non-empty, whichever is later.
         Clock::time_point last_response;
-        bool peer_gone = false;
+        bool is_peer_gone = false;
     };
 
     using Lock = std::unique_lock<std::mutex>;
 
-    // State (queue_pair.cpp, queue_pair_modify.cpp). A function with a Lock parameter requires that lock to be held.
+    // State (queue_pair.cpp, queue_pair_modify.cpp). A caller of a function with a Lock parameter must hold that lock,
+    // which is a lock of mutex_.
+    // Enter the state ERR and shut down all connections. `except` (may be null) is left open, so that its responder
+    // thread can still send the response to the request that failed.
     void enter_error(const Lock& lock, const Connection* except);
+    // Like enter_error, and raise an asynchronous event.
     void fail(const Lock& lock, ibv_event_type event, const Connection* except);
     void reset(Lock* lock);
-    void apply(const ibv_qp_attr& attr, int attr_mask);
+    void apply_attributes(const ibv_qp_attr& attr, int attr_mask);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
     void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited);
     void push_completions(const Lock& lock);
     void shut_down_connections(const Lock& lock, const Connection* except);
     [[nodiscard]] bool no_connection_serves() const;
-    [[nodiscard]] bool receives_requests() const {
+    [[nodiscard]] bool can_receive_requests() const {
         return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD;
     }
-    [[nodiscard]] bool interrupted() const { return closing_ || (state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD); }
+    // Return whether the requester thread must stop sending.
+    [[nodiscard]] bool is_interrupted() const {
+        return is_closing_ || (state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD);
+    }
 
     // Wake every thread that waits for a state change, including the requester thread.
     void notify_change(const Lock& lock);
 
     // Requester (requester.cpp).
     void run_requester();
-    bool run_once(Lock* lock);
+    bool run_send_turn(Lock* lock);
     void dequeue_sends(const Lock& lock);
     void requeue_sends(const Lock& lock, Fifo<SendWork>* works);
     void complete_finished(const Lock& lock);
@@ -205,27 +220,27 @@ private:
     void wait_for_work(Lock* lock);
     [[nodiscard]] Clock::time_point next_deadline() const;
     [[nodiscard]] std::uint32_t wake_threshold() const;
-    void sleep_for_responses(Clock::time_point until);
-    void sleep(pollfd* peer, Clock::time_point until);
+    void sleep_for_responses(Clock::time_point deadline);
+    void sleep(pollfd* peer_poll, Clock::time_point deadline);
     void mark_idle(const Lock& lock);
     void disconnect(const Lock& lock);
     void count_sent(const SendWork& work);
 
-    // Parts of the requester that run without the lock (requester_submit.cpp, requester_splice.cpp,
+    // Functions of the requester that run without the lock (requester_submit.cpp, requester_splice.cpp,
     // requester_connect.cpp).
     bool make_progress(const ibv_qp_attr& attr);
     bool submit_requests(const ibv_qp_attr& attr);
-    bool start_next(const ibv_qp_attr& attr);
-    bool must_wait_for_earlier(const SendWork& next, FaultSite* site);
-    ibv_wc_status prepare(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
+    bool start_next_send(const ibv_qp_attr& attr);
+    bool must_wait_for_earlier(const SendWork& next_send, FaultSite* site);
+    ibv_wc_status prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
     bool submit_chunk();
-    bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* pages);
-    std::uint32_t pages_to_splice(const SendWork& work, const wire::Request& request);
+    bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count);
+    std::uint32_t count_pages_to_splice(const SendWork& work, const wire::Request& request);
     void publish();
     [[nodiscard]] bool can_queue_splice(const SendWork& work, const wire::Request& request) const;
     void queue_splice(const SendWork& work);
     void flush_splices();
-    Region* local_region(const ibv_sge& sge, unsigned required_access);
+    Region* find_local_region(const ibv_sge& sge, unsigned required_access);
     bool handle_responses(const ibv_qp_attr& attr);
     void handle_response(const wire::Response& response, const ibv_qp_attr& attr);
     ibv_wc_status check_local_access(const SendWork& work);
@@ -242,10 +257,10 @@ private:
     void evict_silent_connection(const Lock& lock);
     void run_responder(Connection* connection);
     std::unique_ptr<Link> accept_handshake(Connection* connection);
-    bool wait_for_request(const Connection& connection, Link* link, std::uint32_t served);
+    bool wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count);
     void serve_requests(Connection* connection, Link* link, IncomingMessage* incoming);
     std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link, std::uint32_t first_number,
-                                                   std::uint32_t end, const IncomingMessage& incoming);
+                                                   std::uint32_t end_number, const IncomingMessage& incoming);
     bool serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming);
     wire::Response execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                            const Connection& connection);
@@ -258,7 +273,7 @@ private:
                                 const Connection& connection);
     wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
     wire::Response fail_request(RegionError error, const Connection& connection);
-    [[nodiscard]] bool permits(unsigned access);
+    [[nodiscard]] bool permits(unsigned required_access);
     bool consume_receive(IncomingMessage* incoming);
     void return_receive(IncomingMessage* incoming, const Connection& connection);
     RegionError scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce);
@@ -270,13 +285,13 @@ private:
     bool may_serve(const Connection& connection);
     void count_served(const wire::Request& request);
 
-    ibv_qp* const abi_;
+    ibv_qp* const public_qp_;
     ProtectionDomain* const domain_;
     Context* const context_;
     const std::shared_ptr<CompletionQueue> send_queue_;
     const std::shared_ptr<CompletionQueue> receive_queue_;
-    const ibv_qp_init_attr init_;
-    std::uint32_t number_ = 0;
+    const ibv_qp_init_attr init_attr_;
+    std::uint32_t qp_num_ = 0;
 
     std::mutex mutex_;
     std::condition_variable changed_;
@@ -284,29 +299,31 @@ private:
     ibv_qp_attr attr_{};
     // Number of resets. Work that started before a reset must not complete after it.
     std::uint64_t generation_ = 0;
-    bool closing_ = false;
-    bool sending_ = false;
-    bool flushing_ = false;
-    bool drain_event_wanted_ = false;
-    int incoming_count_ = 0;
+    bool is_closing_ = false;         // close() was called
+    bool is_sending_ = false;         // the requester thread has dequeued requests that are not finished
+    bool is_flushing_ = false;        // the requester thread is about to flush both queues
+    bool must_raise_drained_ = false; // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
+    int incoming_message_count_ = 0;  // number of connections with an incomplete incoming message
     Fifo<SendWork> sends_;
     std::deque<ReceiveWork> receives_;
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
-    // Send queue slots of completed unsignaled requests; the next completion frees them.
+    // Number of finished unsignaled requests whose send queue slots are still used. The next completion frees the
+    // slots.
     std::uint32_t unsignaled_count_ = 0;
-    // Completions of sends that are not pushed yet: all of one turn are pushed together.
+    // Completions of send requests that are not pushed yet. All completions of one send turn are pushed together.
     std::vector<Completion> unpushed_completions_;
     std::deque<DelayedCompletion> delayed_completions_;
-    // Set when something changed since the requester thread last checked. While it sleeps it is woken by wake_eventfd_.
-    std::atomic<bool> change_pending_{false};
+    // True if the state of the pair has changed since the requester thread last checked it. If that thread sleeps,
+    // wake_eventfd_ wakes it.
+    std::atomic<bool> has_pending_change_{false};
     bool requester_asleep_ = false;
     Fd wake_eventfd_;
 
     RequesterState requester_state_;
-    // The connection to the peer. Only the requester thread uses and closes it; other threads may shut it down while
-    // they hold the lock.
-    Fd peer_;
+    // The connection to the peer. Only the requester thread uses and closes the socket. Other threads may shut it down
+    // while they hold the lock.
+    Fd peer_socket_;
     std::unique_ptr<Link> link_;
     Fd listener_;
     std::list<Connection> connections_;
@@ -315,7 +332,7 @@ private:
 };
 
 struct QueuePairHandle {
-    // Begins with the ordinary structure.
+    // The extended structure begins with an ibv_qp.
     ibv_qp_ex abi{};
     std::shared_ptr<QueuePair> model;
 };
@@ -324,7 +341,7 @@ inline QueuePairHandle* qp_handle_of(ibv_qp* qp) {
     return reinterpret_cast<QueuePairHandle*>(qp);
 }
 
-// Acknowledge one event; called by ibv_ack_async_event.
+// Acknowledge one asynchronous event of this queue pair. ibv_ack_async_event calls this function.
 void acknowledge_async(ibv_qp* qp);
 
 } // namespace gdrkit::twin::verbs

@@ -9,15 +9,15 @@ namespace {
 
 constexpr std::uint32_t max_inline_bytes = 4096;
 
-bool is_within_limits(const ibv_qp_cap& cap, const ibv_device_attr& most) {
-    const auto max_wr = static_cast<std::uint32_t>(most.max_qp_wr);
-    const auto max_sges = static_cast<std::uint32_t>(most.max_sge);
+bool is_within_limits(const ibv_qp_cap& cap, const ibv_device_attr& device_limits) {
+    const auto max_wr = static_cast<std::uint32_t>(device_limits.max_qp_wr);
+    const auto max_sges = static_cast<std::uint32_t>(device_limits.max_sge);
     return cap.max_send_wr <= max_wr && cap.max_recv_wr <= max_wr && cap.max_send_sge <= max_sges &&
            cap.max_recv_sge <= max_sges && cap.max_inline_data <= max_inline_bytes;
 }
 
-int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init) {
-    switch (init.qp_type) {
+int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init_attr) {
+    switch (init_attr.qp_type) {
     case IBV_QPT_RC:
         break;
     case IBV_QPT_UC:
@@ -30,24 +30,24 @@ int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init) {
     default:
         return EINVAL;
     }
-    if (init.srq != nullptr) {
+    if (init_attr.srq != nullptr) {
         return EOPNOTSUPP;
     }
-    const bool valid = is_alive("ibv_cq", init.send_cq) && is_alive("ibv_cq", init.recv_cq) &&
-                       init.send_cq->context == pd->context && init.recv_cq->context == pd->context &&
-                       is_within_limits(init.cap, device_attributes(*context_of(pd->context)->device));
-    return valid ? 0 : EINVAL;
+    const bool is_valid = is_alive("ibv_cq", init_attr.send_cq) && is_alive("ibv_cq", init_attr.recv_cq) &&
+                          init_attr.send_cq->context == pd->context && init_attr.recv_cq->context == pd->context &&
+                          is_within_limits(init_attr.cap, device_attributes(*context_of(pd->context)->device));
+    return is_valid ? 0 : EINVAL;
 }
 
-void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init) {
+void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init_attr) {
     qp->context = pd->context;
-    qp->qp_context = init.qp_context;
+    qp->qp_context = init_attr.qp_context;
     qp->pd = pd;
-    qp->send_cq = init.send_cq;
-    qp->recv_cq = init.recv_cq;
+    qp->send_cq = init_attr.send_cq;
+    qp->recv_cq = init_attr.recv_cq;
     qp->handle = next_handle();
     qp->state = IBV_QPS_RESET;
-    qp->qp_type = init.qp_type;
+    qp->qp_type = init_attr.qp_type;
     pthread_mutex_init(&qp->mutex, nullptr);
     pthread_cond_init(&qp->cond, nullptr);
 }
@@ -56,7 +56,7 @@ void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init)
 
 void acknowledge_async(ibv_qp* qp) {
     ++qp->events_completed;
-    qp_handle_of(qp)->model->async_events->acknowledge(1);
+    qp_handle_of(qp)->model->async_event_counter->acknowledge(1);
 }
 
 } // namespace gdrkit::twin::verbs
@@ -65,30 +65,30 @@ using namespace gdrkit::twin::verbs;
 
 extern "C" {
 
-ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init) {
+ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
     if (const auto fault = injected_fault("ibv_create_qp")) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd)) {
         return fail_null(EINVAL);
     }
-    if (const int error = check_init_attributes(pd, *init); error != 0) {
+    if (const int error = check_init_attributes(pd, *init_attr); error != 0) {
         return fail_null(error);
     }
     auto handle = std::make_unique<QueuePairHandle>();
     ibv_qp* const qp = &handle->abi.qp_base;
-    fill_public_structure(qp, pd, *init);
+    fill_public_structure(qp, pd, *init_attr);
     ProtectionDomain* const domain = domain_of(pd);
-    const std::shared_ptr<CompletionQueue> send_queue = cq_handle_of(init->send_cq)->model;
-    const std::shared_ptr<CompletionQueue> receive_queue = cq_handle_of(init->recv_cq)->model;
-    handle->model = std::make_shared<QueuePair>(qp, domain, send_queue, receive_queue, *init);
+    const std::shared_ptr<CompletionQueue> send_queue = cq_handle_of(init_attr->send_cq)->model;
+    const std::shared_ptr<CompletionQueue> receive_queue = cq_handle_of(init_attr->recv_cq)->model;
+    handle->model = std::make_shared<QueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
     if (const int error = handle->model->open(); error != 0) {
         return fail_null(error);
     }
-    qp->qp_num = handle->model->number();
-    ++domain->children;
-    ++send_queue->users;
-    ++receive_queue->users;
+    qp->qp_num = handle->model->qp_num();
+    ++domain->child_count;
+    ++send_queue->user_count;
+    ++receive_queue->user_count;
     track("ibv_qp", handle.release());
     return qp;
 }
@@ -104,15 +104,15 @@ int ibv_destroy_qp(ibv_qp* qp) {
     const std::shared_ptr<QueuePair> model = handle->model;
     model->close();
     ProtectionDomain* const domain = domain_of(qp->pd);
-    domain->context->drop_events(model->async_events);
-    model->async_events->wait_until_acknowledged();
+    domain->context->drop_events(model->async_event_counter);
+    model->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_qp", handle)) {
         return EINVAL;
     }
     handle->model.reset();
-    --cq_handle_of(qp->send_cq)->model->users;
-    --cq_handle_of(qp->recv_cq)->model->users;
-    --domain->children;
+    --cq_handle_of(qp->send_cq)->model->user_count;
+    --cq_handle_of(qp->recv_cq)->model->user_count;
+    --domain->child_count;
     return 0;
 }
 
@@ -144,7 +144,7 @@ int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask, ibv_qp_init_attr*
     return 0;
 }
 
-// 0 means that data may arrive in any order, which is all that this device guarantees.
+// The result 0 means that data may arrive in any order. This device guarantees no more.
 int ibv_query_qp_data_in_order(ibv_qp*, ibv_wr_opcode, std::uint32_t) {
     return 0;
 }

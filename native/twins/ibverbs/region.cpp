@@ -1,4 +1,5 @@
-// Implements access to memory regions. A shared lock during each access makes deregistration wait for it.
+// Implements access to memory regions. Each access holds a shared lock, so that deregistration waits until the access
+// has ended.
 
 #include "ibverbs/region.hpp"
 
@@ -8,25 +9,26 @@
 
 namespace gdrkit::twin::verbs {
 
-RegionError Region::read(std::uint64_t address, BounceBuffer* bounce, std::size_t at, std::size_t size) {
+RegionError Region::read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return memory_->read(address - iova, bounce, at, size) == 0 ? RegionError::none : RegionError::fault;
+    return memory_->read(address - iova, bounce, bounce_offset, size) == 0 ? RegionError::none : RegionError::fault;
 }
 
-RegionError Region::write(std::uint64_t address, const BounceBuffer& bounce, std::size_t at, std::size_t size) {
+RegionError Region::write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset,
+                          std::size_t size) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return memory_->write(address - iova, bounce, at, size) == 0 ? RegionError::none : RegionError::fault;
+    return memory_->write(address - iova, bounce, bounce_offset, size) == 0 ? RegionError::none : RegionError::fault;
 }
 
-bool Region::mapped() {
+bool Region::is_mapped() {
     std::shared_lock lock(mutex_);
-    return memory_ != nullptr && memory_->mapped(0) != nullptr;
+    return memory_ != nullptr && memory_->mapped_address(0) != nullptr;
 }
 
 RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t size) {
@@ -34,7 +36,7 @@ RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t siz
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return pipe->splice_in(memory_->mapped(address - iova), size) == 0 ? RegionError::none : RegionError::fault;
+    return pipe->splice_in(memory_->mapped_address(address - iova), size) == 0 ? RegionError::none : RegionError::fault;
 }
 
 RegionError Region::read_from(std::uint64_t address, Pipe* pipe, std::size_t size) {
@@ -42,44 +44,44 @@ RegionError Region::read_from(std::uint64_t address, Pipe* pipe, std::size_t siz
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    const int error = pipe->read(memory_->mapped(address - iova), size);
+    const int error = pipe->read(memory_->mapped_address(address - iova), size);
     return error == 0 ? RegionError::none : error == EPIPE ? RegionError::lost : RegionError::fault;
 }
 
-// Replace region addresses by mapped addresses. The caller holds the lock and has checked memory_.
-void Region::find_mapped(std::span<iovec> parts) {
-    for (iovec& part : parts) {
-        part.iov_base = memory_->mapped(reinterpret_cast<std::uint64_t>(part.iov_base) - iova);
+// Replace addresses in the region by addresses in this process. The caller holds the lock and has checked memory_.
+void Region::translate_to_mapped_addresses(std::span<iovec> chunks) {
+    for (iovec& chunk : chunks) {
+        chunk.iov_base = memory_->mapped_address(reinterpret_cast<std::uint64_t>(chunk.iov_base) - iova);
     }
 }
 
-RegionError Region::splice_to(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded) {
+RegionError Region::splice_to(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count) {
     std::shared_lock lock(mutex_);
-    *succeeded = 0;
+    *succeeded_count = 0;
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    find_mapped(parts);
-    return pipe->splice_in(parts, succeeded) == 0 ? RegionError::none : RegionError::fault;
+    translate_to_mapped_addresses(chunks);
+    return pipe->splice_in(chunks, succeeded_count) == 0 ? RegionError::none : RegionError::fault;
 }
 
-RegionError Region::read_from(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded) {
+RegionError Region::read_from(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count) {
     std::shared_lock lock(mutex_);
-    *succeeded = 0;
+    *succeeded_count = 0;
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    find_mapped(parts);
-    const int error = pipe->read(parts, succeeded);
+    translate_to_mapped_addresses(chunks);
+    const int error = pipe->read(chunks, succeeded_count);
     return error == 0 ? RegionError::none : error == EPIPE ? RegionError::lost : RegionError::fault;
 }
 
 RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original,
-                                  const std::function<std::uint64_t(std::uint64_t)>& changed) {
-    // One mutex for all regions, because two regions may cover the same memory.
-    static std::mutex* const atomics = new std::mutex;
-    std::lock_guard one_at_a_time(*atomics);
-    // A private buffer, so that no peer can change the value between the read and the write.
+                                  const std::function<std::uint64_t(std::uint64_t)>& compute_new) {
+    // All regions share this mutex, because two regions may cover the same memory.
+    static std::mutex* const atomic_mutex = new std::mutex;
+    std::lock_guard lock(*atomic_mutex);
+    // The buffer is not shared with a peer, so that no peer can change the value between the read and the write.
     static BounceBuffer* bounce = nullptr;
     if (bounce == nullptr) {
         bounce = BounceBuffer::make(sizeof *original).release();
@@ -90,14 +92,14 @@ RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original
     if (const RegionError error = read(address, bounce, 0, sizeof *original); error != RegionError::none) {
         return error;
     }
-    std::memcpy(original, bounce->at(0), sizeof *original);
-    const std::uint64_t value = changed(*original);
-    std::memcpy(bounce->at(0), &value, sizeof value);
-    return write(address, *bounce, 0, sizeof value);
+    std::memcpy(original, bounce->data_at(0), sizeof *original);
+    const std::uint64_t new_value = compute_new(*original);
+    std::memcpy(bounce->data_at(0), &new_value, sizeof new_value);
+    return write(address, *bounce, 0, sizeof new_value);
 }
 
 void Region::revoke() {
-    revoked_ = true;
+    is_revoked_ = true;
     std::unique_lock lock(mutex_);
     memory_.reset();
 }

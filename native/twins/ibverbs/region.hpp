@@ -1,4 +1,4 @@
-// Memory regions (MR) and the keys with which requests name them.
+// Memory regions (MR), and the lkeys and rkeys by which requests refer to them.
 #pragma once
 
 #include <atomic>
@@ -16,9 +16,10 @@ namespace gdrkit::twin::verbs {
 
 enum class RegionError {
     none,
-    // The key is unknown or of another protection domain, the range is out of bounds, or the access is not permitted.
+    // The key is unknown or belongs to another protection domain, the range is out of bounds, or the access is not
+    // permitted.
     refused,
-    // The memory behind the region is no longer mapped.
+    // The memory of the region is no longer mapped.
     fault,
     // The peer drained the pipe before the payload was read.
     lost,
@@ -31,23 +32,25 @@ public:
         : domain(domain), iova(iova), length_bytes(length_bytes), access(access), memory_(std::move(memory)) {}
 
     // Copy the chunk [address, address + size) to or from a bounce buffer, if the region is still registered.
-    RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t at, std::size_t size);
-    RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t at, std::size_t size);
-    // The same through a pipe, only for memory that is mapped in this process.
-    [[nodiscard]] bool mapped();
+    RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size);
+    RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size);
+    // Return whether the memory is mapped in this process. Only then the four functions for a pipe may be called.
+    [[nodiscard]] bool is_mapped();
+    // Splice the chunk [address, address + size) into a pipe, or read it out of a pipe.
     RegionError splice_to(std::uint64_t address, Pipe* pipe, std::size_t size);
     RegionError read_from(std::uint64_t address, Pipe* pipe, std::size_t size);
-    // The same for several chunks, given by region addresses in `parts`. *whole is the number of chunks that succeeded.
-    RegionError splice_to(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded);
-    RegionError read_from(std::span<iovec> parts, Pipe* pipe, std::size_t* succeeded);
-    // Replace the 8 bytes at `address` by changed(old value), atomically with respect to all atomic requests of this
-    // process, and store the old value in *original.
+    // Splice or read several chunks. The iov_base of a chunk is its address in the region. *succeeded_count is set to
+    // the number of chunks before the first failure.
+    RegionError splice_to(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count);
+    RegionError read_from(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count);
+    // Replace the 8 bytes at `address` by compute_new(old value), and store the old value in *original. The update is
+    // atomic with respect to all atomic requests of this process.
     RegionError atomic_update(std::uint64_t address, std::uint64_t* original,
-                              const std::function<std::uint64_t(std::uint64_t)>& changed);
+                              const std::function<std::uint64_t(std::uint64_t)>& compute_new);
 
-    // Wait for accesses in progress and refuse later ones.
+    // Wait for accesses in progress, and make later ones fail.
     void revoke();
-    [[nodiscard]] bool revoked() const { return revoked_; }
+    [[nodiscard]] bool is_revoked() const { return is_revoked_; }
 
     [[nodiscard]] bool covers(std::uint64_t address, std::uint64_t size) const {
         return address >= iova && size <= length_bytes && address - iova <= length_bytes - size;
@@ -62,11 +65,11 @@ public:
     std::uint32_t rkey = 0;
 
 private:
-    void find_mapped(std::span<iovec> parts);
+    void translate_to_mapped_addresses(std::span<iovec> chunks);
 
     std::shared_mutex mutex_;
     std::unique_ptr<Memory> memory_;
-    std::atomic<bool> revoked_{false};
+    std::atomic<bool> is_revoked_{false};
 };
 
 // Assign random keys to a region and add it to the table. All keys differ, and no key is reused while the process
@@ -74,7 +77,8 @@ private:
 void assign_keys(const std::shared_ptr<Region>& region);
 void remove_keys(const Region& region);
 
-// Return the region of a key if it is of this domain, permits `wanted` and covers the range; else nullptr.
+// Return the region with this key if it belongs to this domain, permits `required_access` and covers the range; else
+// nullptr.
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
                                      std::uint64_t address, std::uint64_t size);
 std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, unsigned required_access,

@@ -13,14 +13,17 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr unsigned access_remote_writing = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
-constexpr unsigned access_writing = access_remote_writing | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
-constexpr unsigned access_known = access_writing | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED |
-                                  IBV_ACCESS_ON_DEMAND | IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
-constexpr unsigned access_dmabuf =
-    access_remote_writing | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
+// Access flags with which a peer can write to the memory.
+constexpr unsigned remote_write_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+// Access flags for which the memory must be writable.
+constexpr unsigned write_flags = remote_write_flags | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
+// Access flags that ibv_reg_mr* accepts as valid, and those that ibv_reg_dmabuf_mr accepts.
+constexpr unsigned reg_mr_flags = write_flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_ZERO_BASED | IBV_ACCESS_ON_DEMAND |
+                                  IBV_ACCESS_HUGETLB | IBV_ACCESS_OPTIONAL_RANGE;
+constexpr unsigned reg_dmabuf_mr_flags =
+    remote_write_flags | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_RELAXED_ORDERING;
 
-bool same_page_offset(std::uint64_t left, std::uint64_t right) {
+bool have_same_page_offset(std::uint64_t left, std::uint64_t right) {
     const auto mask = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE)) - 1;
     return (left & mask) == (right & mask);
 }
@@ -30,7 +33,7 @@ bool overflows(std::uint64_t begin, std::uint64_t length) {
 }
 
 bool lacks_local_write(unsigned access) {
-    return (access & access_remote_writing) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0;
+    return (access & remote_write_flags) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0;
 }
 
 ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
@@ -47,13 +50,13 @@ ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std:
     abi.handle = next_handle();
     abi.lkey = handle->model->lkey;
     abi.rkey = handle->model->rkey;
-    ++domain->children;
+    ++domain->child_count;
     track("ibv_mr", handle);
     return &abi;
 }
 
 int make_memory(void* address, std::uint64_t length, bool writable, std::unique_ptr<Memory>* memory) {
-    const CudaDriver* const driver = CudaDriver::loaded();
+    const CudaDriver* const driver = CudaDriver::find_loaded();
     const auto device_address = reinterpret_cast<std::uint64_t>(address);
     if (driver == nullptr || !driver->is_device_memory(device_address)) {
         return make_host_memory(address, length, writable, memory);
@@ -67,7 +70,7 @@ int make_memory(void* address, std::uint64_t length, bool writable, std::unique_
 
 ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint64_t iova, unsigned access) {
     const auto begin = reinterpret_cast<std::uint64_t>(address);
-    if (!is_alive("ibv_pd", pd) || !same_page_offset(begin, iova) || (access & ~access_known) != 0 ||
+    if (!is_alive("ibv_pd", pd) || !have_same_page_offset(begin, iova) || (access & ~reg_mr_flags) != 0 ||
         lacks_local_write(access) || (access & IBV_ACCESS_ON_DEMAND) != 0 || length == 0 || overflows(begin, length) ||
         overflows(iova, length)) {
         return fail_null(EINVAL);
@@ -76,16 +79,16 @@ ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint
         return fail_null(EOPNOTSUPP);
     }
     std::unique_ptr<Memory> memory;
-    if (const int error = make_memory(address, length, (access & access_writing) != 0, &memory); error != 0) {
+    if (const int error = make_memory(address, length, (access & write_flags) != 0, &memory); error != 0) {
         return fail_null(error);
     }
     return make_region_handle(pd, address, length, iova, access, std::move(memory));
 }
 
-// Checks the arguments as the kernel does, in the same order.
+// Create the memory of ibv_reg_dmabuf_mr. Check the arguments in the order in which the kernel checks them.
 int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t iova, int fd, unsigned access,
                        std::unique_ptr<Memory>* memory) {
-    if (!same_page_offset(offset, iova) || (access & ~access_dmabuf) != 0 || lacks_local_write(access) ||
+    if (!have_same_page_offset(offset, iova) || (access & ~reg_dmabuf_mr_flags) != 0 || lacks_local_write(access) ||
         overflows(offset, length)) {
         return EINVAL;
     }
@@ -97,7 +100,8 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
     if (size < offset + length || length == 0 || overflows(iova, length)) {
         return EINVAL;
     }
-    // The CPU cannot map a real GPU's dma-buf. Its memory is accessed through the driver, at the address in iova.
+    // The CPU cannot map the dma-buf of a real GPU. The twin expects the device address in `iova`, and accesses the
+    // memory at this address through the CUDA driver.
     return origin == DmabufOrigin::twin ? make_mapped_dmabuf(fd, offset, length, memory)
                                         : make_cuda_memory(iova, length, memory);
 }
@@ -127,8 +131,8 @@ ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64
     if (const auto fault = injected_fault("ibv_reg_mr_iova2")) {
         return fail_null(*fault);
     }
-    // The header expands ibv_reg_mr to this function if the access flags are not a constant, as in pyverbs. A fault
-    // plan uses the name that the client wrote.
+    // verbs.h expands ibv_reg_mr to a call of this function if the access flags are not a constant, as in pyverbs. A
+    // rule of a fault plan for ibv_reg_mr must apply to such a call too.
     if (iova == reinterpret_cast<std::uint64_t>(addr)) {
         if (const auto fault = injected_fault("ibv_reg_mr")) {
             return fail_null(*fault);
@@ -153,7 +157,7 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     if (const int error = make_dmabuf_memory(offset, length, iova, fd, flags, &memory); error != 0) {
         return fail_null(error);
     }
-    // The real library reports the offset as the address, whatever the iova is.
+    // The real library reports the offset as the address of the region, with any iova.
     return make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
 }
 
@@ -173,7 +177,7 @@ int ibv_dereg_mr(ibv_mr* mr) {
     handle->model.reset();
     remove_keys(*region);
     region->revoke();
-    --region->domain->children;
+    --region->domain->child_count;
     return 0;
 }
 

@@ -1,5 +1,5 @@
-// The requester thread of a queue pair: takes posted send requests, has them sent in order (requester_submit.cpp),
-// completes them after a random delay, and flushes both queues when the pair is in the error state.
+// The requester thread of a queue pair. It dequeues posted send requests, sends them in order (requester_submit.cpp)
+// and completes them after a random delay. When the pair is in the error state, it flushes both queues.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -12,61 +12,62 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A stopped peer is given up after this time. The end of a dead peer's process is noticed at once.
+// A peer that has not responded for this time is considered stopped. The death of a peer's process is noticed at once.
 constexpr std::chrono::seconds peer_timeout{30};
-// Number of posted requests that are dequeued at a time.
+// Largest number of dequeued requests that are not started.
 constexpr std::size_t max_queued_sends = 64;
 
 } // namespace
 
 void QueuePair::run_requester() {
     Lock lock(mutex_);
-    while (!closing_) {
-        change_pending_ = false;
-        bool moved = deliver_due_completions(lock);
+    while (!is_closing_) {
+        has_pending_change_ = false;
+        bool has_progress = deliver_due_completions(lock);
         if (state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD) {
-            moved |= run_once(&lock);
+            has_progress |= run_send_turn(&lock);
         } else {
             abort_requests(lock);
-            moved |= flush(&lock);
+            has_progress |= flush(&lock);
         }
-        if (!moved) {
+        if (!has_progress) {
             wait_for_work(&lock);
         }
     }
     abort_requests(lock);
 }
 
-// Run one turn of sending. Return whether there was progress.
-bool QueuePair::run_once(Lock* lock) {
+// Run one send turn: dequeue requests, submit chunks, handle responses, and complete finished requests. Return whether
+// there was progress.
+bool QueuePair::run_send_turn(Lock* lock) {
     RequesterState& requester = requester_state_;
     if (state_ == IBV_QPS_SQD) {
-        // In SQD no further request is started.
+        // In the state SQD no further request is started.
         requeue_sends(*lock, &requester.queued);
     } else {
         dequeue_sends(*lock);
     }
     if (requester.queued.empty() && requester.started.empty()) {
         mark_idle(*lock);
-        if (state_ == IBV_QPS_SQD && drain_event_wanted_ && delayed_completions_.empty()) {
-            drain_event_wanted_ = false;
-            context_->raise(abi_, IBV_EVENT_SQ_DRAINED, async_events);
+        if (state_ == IBV_QPS_SQD && must_raise_drained_ && delayed_completions_.empty()) {
+            must_raise_drained_ = false;
+            context_->raise(public_qp_, IBV_EVENT_SQ_DRAINED, async_event_counter);
         }
         return false;
     }
-    sending_ = true;
+    is_sending_ = true;
     const ibv_qp_attr attr = attr_;
     lock->unlock();
-    const bool moved = make_progress(attr);
+    const bool has_progress = make_progress(attr);
     lock->lock();
     complete_finished(*lock);
-    return moved;
+    return has_progress;
 }
 
 void QueuePair::dequeue_sends(const Lock&) {
-    Fifo<SendWork>& taken = requester_state_.queued;
-    while (taken.size() < max_queued_sends && !sends_.empty()) {
-        taken.push_back(std::move(sends_.front()));
+    Fifo<SendWork>& queued = requester_state_.queued;
+    while (queued.size() < max_queued_sends && !sends_.empty()) {
+        queued.push_back(std::move(sends_.front()));
         sends_.pop_front();
     }
 }
@@ -77,7 +78,7 @@ void QueuePair::requeue_sends(const Lock&, Fifo<SendWork>* works) {
     }
 }
 
-// After a turn, complete the requests that succeeded and the one that failed.
+// After a send turn, complete the requests that succeeded, and the request that failed if there is one.
 void QueuePair::complete_finished(const Lock& lock) {
     RequesterState& requester = requester_state_;
     if (state_ != IBV_QPS_RESET) {
@@ -85,7 +86,7 @@ void QueuePair::complete_finished(const Lock& lock) {
             count_sent(requester.finished.front());
             complete_delayed(lock, std::move(requester.finished.front()), IBV_WC_SUCCESS);
         }
-        // A request that this pair's own state change interrupted is flushed later.
+        // A request that a state change of this pair interrupted is flushed later.
         if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
             complete_delayed(lock, std::move(requester.started.front()), *requester.error);
             requester.started.pop_front();
@@ -102,8 +103,8 @@ void QueuePair::complete_finished(const Lock& lock) {
 }
 
 void QueuePair::mark_idle(const Lock&) {
-    if (sending_) {
-        sending_ = false;
+    if (is_sending_) {
+        is_sending_ = false;
         changed_.notify_all();
     }
 }
@@ -112,12 +113,12 @@ void QueuePair::disconnect(const Lock&) {
     if (link_ != nullptr) {
         link_->mark_ended();
     }
-    peer_.reset();
+    peer_socket_.reset();
     link_.reset();
 }
 
-// The pair left the sending states: unanswered requests go back to the queue to be flushed, or were discarded by a
-// reset.
+// Stop sending after the pair has left RTS and SQD. In the state ERR, unfinished requests go back to the send queue,
+// where flush() completes them. In the state RESET they are discarded.
 void QueuePair::abort_requests(const Lock& lock) {
     RequesterState& requester = requester_state_;
     disconnect(lock);
@@ -138,46 +139,48 @@ void QueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status 
     }
 }
 
-// Complete the requests whose delay has passed, in order: a delayed completion delays those behind it.
+// Complete the requests whose delay has passed. Completions are in order, so a delayed completion also delays the later
+// ones. Return whether there was any.
 bool QueuePair::deliver_due_completions(const Lock& lock) {
-    bool any = false;
-    while (!delayed_completions_.empty() && delayed_completions_.front().when <= Clock::now()) {
+    bool has_completed_any = false;
+    while (!delayed_completions_.empty() && delayed_completions_.front().due_time <= Clock::now()) {
         complete_send(lock, delayed_completions_.front().work, delayed_completions_.front().status);
         delayed_completions_.pop_front();
-        any = true;
+        has_completed_any = true;
     }
     push_completions(lock);
-    return any;
+    return has_completed_any;
 }
 
-// Flush both queues after a random delay. Return false if there is nothing to flush or a completion is pending.
+// Flush both queues after a random delay. Return false if there is nothing to flush, or if earlier completions must
+// come first.
 bool QueuePair::flush(Lock* lock) {
-    const auto to_flush = [this] {
-        return state_ == IBV_QPS_ERR && delayed_completions_.empty() && incoming_count_ == 0 &&
+    const auto must_flush = [this] {
+        return state_ == IBV_QPS_ERR && delayed_completions_.empty() && incoming_message_count_ == 0 &&
                !(sends_.empty() && receives_.empty());
     };
-    if (!to_flush()) {
+    if (!must_flush()) {
         return false;
     }
     const std::uint64_t generation = generation_;
-    flushing_ = true;
+    is_flushing_ = true;
     lock->unlock();
     sleep_random_delay();
     lock->lock();
-    flushing_ = false;
+    is_flushing_ = false;
     changed_.notify_all();
-    if (generation != generation_ || !to_flush()) {
+    if (generation != generation_ || !must_flush()) {
         return true;
     }
     for (; !sends_.empty(); sends_.pop_front()) {
         complete_send(*lock, sends_.front(), IBV_WC_WR_FLUSH_ERR);
     }
     push_completions(*lock);
-    ibv_wc flushed{};
-    flushed.status = IBV_WC_WR_FLUSH_ERR;
-    flushed.opcode = IBV_WC_RECV;
+    ibv_wc flush_wc{};
+    flush_wc.status = IBV_WC_WR_FLUSH_ERR;
+    flush_wc.opcode = IBV_WC_RECV;
     for (const ReceiveWork& work : receives_) {
-        complete_receive(*lock, work, flushed, false);
+        complete_receive(*lock, work, flush_wc, false);
     }
     receives_.clear();
     return true;
@@ -186,29 +189,31 @@ bool QueuePair::flush(Lock* lock) {
 // Wait until there is something to do: a response, a posted request, another state, or a deadline.
 void QueuePair::wait_for_work(Lock* lock) {
     RequesterState& requester = requester_state_;
-    if (change_pending_) {
+    if (has_pending_change_) {
         return;
     }
-    const auto until = next_deadline();
-    const bool for_responses = !requester.in_flight.empty();
-    // A connected pair has just worked or was just woken, so the next request or response is probably near: poll before
-    // sleeping.
+    const auto deadline = next_deadline();
+    const bool waits_for_responses = !requester.in_flight.empty();
+    // A connected pair has just worked or was just woken, so the next request or response will probably arrive soon.
+    // Poll before sleeping.
     if (link_ != nullptr) {
-        const auto new_responses = [&] { return for_responses ? link_->responded() - requester.responded : 0; };
-        const std::uint32_t wanted_responses = for_responses ? wake_threshold() : 1;
+        const auto new_responses = [&] {
+            return waits_for_responses ? link_->response_count() - requester.handled_count : 0;
+        };
+        const std::uint32_t wanted_responses = waits_for_responses ? wake_threshold() : 1;
         lock->unlock();
-        const bool seen = spin_until([&] { return change_pending_ || new_responses() >= wanted_responses; });
+        const bool has_work = spin_until([&] { return has_pending_change_ || new_responses() >= wanted_responses; });
         lock->lock();
-        if (seen || change_pending_ || new_responses() > 0) {
+        if (has_work || has_pending_change_ || new_responses() > 0) {
             return;
         }
     }
     requester_asleep_ = true;
     lock->unlock();
-    if (for_responses) {
-        sleep_for_responses(until);
+    if (waits_for_responses) {
+        sleep_for_responses(deadline);
     } else {
-        sleep(nullptr, until);
+        sleep(nullptr, deadline);
     }
     lock->lock();
     requester_asleep_ = false;
@@ -216,55 +221,56 @@ void QueuePair::wait_for_work(Lock* lock) {
 
 QueuePair::Clock::time_point QueuePair::next_deadline() const {
     const RequesterState& requester = requester_state_;
-    auto until = requester.in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
+    auto deadline = requester.in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
     if (!delayed_completions_.empty()) {
-        until = std::min(until, delayed_completions_.front().when);
+        deadline = std::min(deadline, delayed_completions_.front().due_time);
     }
     if (requester.retry_at) {
-        until = std::min(until, *requester.retry_at);
+        deadline = std::min(deadline, *requester.retry_at);
     }
-    return until;
+    return deadline;
 }
 
-// Number of new responses that wakes this thread: half of those in flight, because waking for each of them costs more
-// than handling it.
+// Return the number of new responses that wakes this thread: half of the chunks in flight. Waking for each response
+// would cost more than handling it.
 std::uint32_t QueuePair::wake_threshold() const {
     return static_cast<std::uint32_t>((requester_state_.in_flight.size() + 1) / 2);
 }
 
-void QueuePair::sleep_for_responses(Clock::time_point until) {
+void QueuePair::sleep_for_responses(Clock::time_point deadline) {
     RequesterState& requester = requester_state_;
-    if (!link_->request_wake_at(requester.responded + wake_threshold())) {
+    if (!link_->request_wake_at(requester.handled_count + wake_threshold())) {
         return;
     }
-    pollfd peer{peer_.get(), POLLIN, 0};
-    sleep(&peer, until);
-    if (peer.revents != 0) {
-        char wakes[64];
-        const ssize_t received = recv(peer_.get(), wakes, sizeof wakes, MSG_DONTWAIT);
-        requester.peer_gone |= received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR);
-    } else if (link_->responded() == requester.responded && Clock::now() - requester.last_response >= peer_timeout) {
-        requester.peer_gone = true;
+    pollfd peer_poll{peer_socket_.get(), POLLIN, 0};
+    sleep(&peer_poll, deadline);
+    if (peer_poll.revents != 0) {
+        char wake_bytes[64];
+        const ssize_t received = recv(peer_socket_.get(), wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
+        requester.is_peer_gone |= received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR);
+    } else if (link_->response_count() == requester.handled_count &&
+               Clock::now() - requester.last_response >= peer_timeout) {
+        requester.is_peer_gone = true;
     }
 }
 
-void QueuePair::sleep(pollfd* peer, Clock::time_point until) {
-    pollfd waiting[2] = {{wake_eventfd_.get(), POLLIN, 0}, {}};
-    if (peer != nullptr) {
-        waiting[1] = *peer;
+void QueuePair::sleep(pollfd* peer_poll, Clock::time_point deadline) {
+    pollfd poll_fds[2] = {{wake_eventfd_.get(), POLLIN, 0}, {}};
+    if (peer_poll != nullptr) {
+        poll_fds[1] = *peer_poll;
     }
-    timespec time{};
-    if (until != Clock::time_point::max()) {
-        const auto left_ns = std::max<std::int64_t>((until - Clock::now()).count(), 0);
-        time = {left_ns / 1'000'000'000, left_ns % 1'000'000'000};
+    timespec timeout{};
+    if (deadline != Clock::time_point::max()) {
+        const auto remaining_ns = std::max<std::int64_t>((deadline - Clock::now()).count(), 0);
+        timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
     }
-    ppoll(waiting, peer != nullptr ? 2 : 1, until == Clock::time_point::max() ? nullptr : &time, nullptr);
-    if ((waiting[0].revents & POLLIN) != 0) {
+    ppoll(poll_fds, peer_poll != nullptr ? 2 : 1, deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
+    if ((poll_fds[0].revents & POLLIN) != 0) {
         eventfd_t count = 0;
         eventfd_read(wake_eventfd_.get(), &count);
     }
-    if (peer != nullptr) {
-        *peer = waiting[1];
+    if (peer_poll != nullptr) {
+        *peer_poll = poll_fds[1];
     }
 }
 

@@ -1,4 +1,4 @@
-// How the requester thread connects to the peer's queue pair, and which completion status it reports if it cannot.
+// The requester thread connects to the peer's queue pair, or determines the completion status of a failed connection.
 #include <sys/socket.h>
 #include <sys/time.h>
 
@@ -9,24 +9,26 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A peer that does not reply to the connect request in this time is given up.
+// A peer that does not reply to the connect request in this time is considered stopped.
 constexpr timeval peer_timeout{30, 0};
-constexpr std::uint64_t max_retry_us = 2'000'000;
-constexpr std::uint64_t pause_between_tries_us = 1000;
+constexpr std::uint64_t max_retry_us = 2'000'000; // a connection is retried for at most 2 s
+constexpr std::uint64_t pause_between_attempts_us = 1000;
 
-// Time in which a connection is retried, from the timeout and retry_cnt attributes; 0: without limit.
+// Return for how long a connection is retried, computed from the timeout and retry_cnt attributes. 0 means without
+// limit.
 std::uint64_t retry_time_us(const ibv_qp_attr& attr) {
     if (attr.timeout == 0) {
         return 0;
     }
-    const std::uint64_t once_us = (4096ULL << attr.timeout) / 1000;
-    return std::clamp<std::uint64_t>(once_us * (attr.retry_cnt + 1U), 1, max_retry_us);
+    // The attribute `timeout` means 4.096 us * 2^timeout for each try.
+    const std::uint64_t try_us = (4096ULL << attr.timeout) / 1000;
+    return std::clamp<std::uint64_t>(try_us * (attr.retry_cnt + 1U), 1, max_retry_us);
 }
 
 } // namespace
 
 ibv_wc_status QueuePair::connect_to_peer(const ibv_qp_attr& attr) {
-    if (peer_) {
+    if (peer_socket_) {
         return IBV_WC_SUCCESS;
     }
     const std::string name = wire::socket_name_of(attr.ah_attr.grh.dgid, attr.dest_qp_num);
@@ -38,38 +40,39 @@ ibv_wc_status QueuePair::connect_to_peer(const ibv_qp_attr& attr) {
             setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &peer_timeout, sizeof peer_timeout);
             {
                 Lock lock(mutex_);
-                if (interrupted()) {
+                if (is_interrupted()) {
                     return IBV_WC_WR_FLUSH_ERR;
                 }
-                peer_ = std::move(socket);
+                peer_socket_ = std::move(socket);
             }
             if (handshake(attr)) {
                 return IBV_WC_SUCCESS;
             }
             Lock lock(mutex_);
-            peer_.reset();
+            peer_socket_.reset();
         }
         if (retry_us != 0 && Clock::now() >= deadline) {
             return connection_lost_status();
         }
-        if (!sleep_unless_interrupted(pause_between_tries_us)) {
+        if (!sleep_unless_interrupted(pause_between_attempts_us)) {
             return IBV_WC_WR_FLUSH_ERR;
         }
     }
 }
 
 bool QueuePair::handshake(const ibv_qp_attr& attr) {
-    const int socket = peer_.get();
+    const int socket = peer_socket_.get();
     wire::ConnectRequest connect_request{};
     connect_request.magic = wire::magic;
     connect_request.version = wire::version;
     connect_request.source_gid = context_->device->gid;
     connect_request.destination_gid = attr.ah_attr.grh.dgid;
-    connect_request.source_qpn = number_;
+    connect_request.source_qpn = qp_num_;
     connect_request.destination_qpn = attr.dest_qp_num;
     connect_request.psn = attr.sq_psn;
     connect_request.gid_type = gid_type_at(attr.ah_attr.grh.sgid_index);
-    // New memory for each attempt, so that no peer that refused keeps a mapping of it.
+    // Each attempt uses new memory. A peer that has refused an attempt may still have the memory of that attempt
+    // mapped.
     link_ = Link::make();
     if (link_ == nullptr) {
         return false;
@@ -79,15 +82,16 @@ bool QueuePair::handshake(const ibv_qp_attr& attr) {
            recv_all(socket, &reply, sizeof reply) && reply.magic == wire::magic && reply.ready == 1;
 }
 
-// Return the status for an unreachable peer: flushed if this pair was told to stop, else retry exceeded.
+// Return the status for an unreachable peer: flushed if this pair has left RTS and SQD or is closed, else retry
+// exceeded.
 ibv_wc_status QueuePair::connection_lost_status() {
     Lock lock(mutex_);
-    return interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
+    return is_interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
 }
 
 bool QueuePair::sleep_unless_interrupted(std::uint64_t time_us) {
     Lock lock(mutex_);
-    return !changed_.wait_for(lock, std::chrono::microseconds(time_us), [this] { return interrupted(); });
+    return !changed_.wait_for(lock, std::chrono::microseconds(time_us), [this] { return is_interrupted(); });
 }
 
 } // namespace gdrkit::twin::verbs

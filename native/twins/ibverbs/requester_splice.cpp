@@ -1,59 +1,61 @@
-// How the requester splices write payloads into the pipe instead of copying them. Payloads of consecutive small writes
-// from one region are spliced by one call.
+// The requester splices payloads of writes into the pipe instead of copying them. One call splices the payloads of
+// consecutive small writes from one region.
 #include "ibverbs/chunk_sges.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
 
+// Smaller payloads are copied.
 constexpr std::size_t min_splice_bytes = 4096;
 
 } // namespace
 
-// Return the local region that a scatter-gather entry names, if it permits the access; else nullptr. The pointer is
-// valid until the next call. The last region is cached because requests name the same region again and again, and keys
-// are never reused.
-Region* QueuePair::local_region(const ibv_sge& sge, unsigned required_access) {
+// Return the local region of a scatter-gather entry if it permits the access; else nullptr. The pointer is valid until
+// the next call. The last region is cached, because most requests use the same region again. A cached region cannot be
+// confused with a later one, because keys are not reused.
+Region* QueuePair::find_local_region(const ibv_sge& sge, unsigned required_access) {
     std::shared_ptr<Region>& cached = requester_state_.cached_region;
-    if (cached == nullptr || cached->lkey != sge.lkey || cached->revoked() || cached->domain != domain_ ||
+    if (cached == nullptr || cached->lkey != sge.lkey || cached->is_revoked() || cached->domain != domain_ ||
         !cached->permits(required_access) || !cached->covers(sge.addr, sge.length)) {
         cached = find_by_lkey(sge.lkey, domain_, required_access, sge.addr, sge.length);
     }
     return cached.get();
 }
 
-// Return the number of pipe pages that this chunk needs; 0 if it shall be copied. Copied are small chunks and those
-// that may be sent again after receiver-not-ready.
-std::uint32_t QueuePair::pages_to_splice(const SendWork& work, const wire::Request& request) {
+// Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. A chunk is copied if it is
+// small, or if it may be sent again after a receiver-not-ready response.
+std::uint32_t QueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
     if (request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 || work.is_inline ||
         request.chunk_bytes < min_splice_bytes) {
         return 0;
     }
-    std::uint32_t pages = 0;
-    const bool all_mapped = for_each_sge_in_chunk(work, request, [&](const ibv_sge& part, std::size_t) {
-        pages += Pipe::pages_of(part.addr, part.length);
-        Region* const region = local_region(part, 0);
-        return region != nullptr && region->mapped();
+    std::uint32_t page_count = 0;
+    const bool all_mapped = for_each_sge_in_chunk(work, request, [&](const ibv_sge& sge, std::size_t) {
+        page_count += Pipe::count_pages(sge.addr, sge.length);
+        Region* const region = find_local_region(sge, 0);
+        return region != nullptr && region->is_mapped();
     });
-    return all_mapped && pages <= link_->pipe().max_pages() ? pages : 0;
+    return all_mapped && page_count <= link_->pipe().max_pages() ? page_count : 0;
 }
 
 ibv_wc_status QueuePair::splice_payload(const SendWork& work, const wire::Request& request) {
-    const bool spliced = for_each_sge_in_chunk(work, request, [&](const ibv_sge& part, std::size_t) {
-        Region* const region = local_region(part, 0);
-        return region != nullptr && region->splice_to(part.addr, &link_->pipe(), part.length) == RegionError::none;
+    const bool all_spliced = for_each_sge_in_chunk(work, request, [&](const ibv_sge& sge, std::size_t) {
+        Region* const region = find_local_region(sge, 0);
+        return region != nullptr && region->splice_to(sge.addr, &link_->pipe(), sge.length) == RegionError::none;
     });
-    return spliced ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
+    return all_spliced ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
 }
 
-// Queue the payload of this request; publish() splices it.
+// Queue the payload of this request. publish() will splice it.
 void QueuePair::queue_splice(const SendWork& work) {
     const ibv_sge& sge = work.sges.front();
     requester_state_.splice_region = requester_state_.cached_region;
     requester_state_.pending_splices.push_back({reinterpret_cast<void*>(sge.addr), sge.length});
 }
 
-// Return whether this chunk's payload may be queued: whole requests with one entry, consecutive, from one region.
-// pages_to_splice has checked the request.
+// Return whether the payload of this chunk may be queued to be spliced later. The chunk must be a complete request with
+// one scatter-gather entry, in the same region as the payloads that are already queued. The caller has called
+// count_pages_to_splice for this chunk, which sets cached_region.
 bool QueuePair::can_queue_splice(const SendWork& work, const wire::Request& request) const {
     const RequesterState& requester = requester_state_;
     return work.sges.size() == 1 && request.chunk_bytes == work.length_bytes &&
@@ -67,28 +69,30 @@ void QueuePair::flush_splices() {
     if (requester.pending_splices.empty()) {
         return;
     }
-    std::size_t succeeded = 0;
-    const std::size_t count = requester.pending_splices.size();
-    const RegionError error = requester.splice_region->splice_to(requester.pending_splices, &link_->pipe(), &succeeded);
+    std::size_t succeeded_count = 0;
+    const std::size_t splice_count = requester.pending_splices.size();
+    const RegionError error =
+        requester.splice_region->splice_to(requester.pending_splices, &link_->pipe(), &succeeded_count);
     requester.pending_splices.clear();
     requester.splice_region.reset();
     if (error == RegionError::none) {
         return;
     }
-    // The last started request is one of the queued ones, or the next one, of which nothing was submitted.
-    std::size_t requeued_count = count - succeeded - 1;
-    if (requester.chunk_pending || requester.local_error) {
-        requester.chunk_pending = false;
+    // The requests after the failed one go back to the queue. If the last started request has no submitted chunk, it is
+    // none of the queued splices but follows them, and goes back too.
+    std::size_t requeued_count = splice_count - succeeded_count - 1;
+    if (requester.has_pending_chunk || requester.local_error) {
+        requester.has_pending_chunk = false;
         ++requeued_count;
     }
     for (; requeued_count > 0; --requeued_count) {
         requester.queued.push_front(std::move(requester.started.back()));
         requester.started.pop_back();
     }
-    for (std::size_t removed_count = count - succeeded; removed_count > 0; --removed_count) {
+    for (std::size_t removed_count = splice_count - succeeded_count; removed_count > 0; --removed_count) {
         requester.pipe_pages_used -= requester.in_flight.back().pipe_pages;
         requester.in_flight.pop_back();
-        --requester.submitted;
+        --requester.submitted_count;
     }
     requester.local_error = IBV_WC_LOC_PROT_ERR;
 }

@@ -1,5 +1,6 @@
-// The part of the requester thread that runs without the queue pair's lock: it starts send requests in order, submits
-// their chunks while there is space in the rings, and handles the responses, which arrive in the same order.
+// The functions of the requester thread that run without the queue pair's lock. They start send requests in order,
+// submit the chunks of the requests while there is space in the rings, and handle the responses, which arrive in the
+// same order.
 #include <algorithm>
 #include <cstring>
 
@@ -8,10 +9,11 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Publish after this many bytes, so that the peer can start with the first requests while others are prepared.
+// Publish the submitted chunks after this number of bytes. The peer can then start with them while this thread prepares
+// the next ones.
 constexpr std::uint64_t publish_after_bytes = 64U << 10;
 
-// Times of the min_rnr_timer codes, in microseconds.
+// Time that each min_rnr_timer code stands for, in microseconds.
 constexpr std::uint32_t rnr_time_us[32] = {
     655360, 10,   20,   30,   40,    60,    80,    120,   160,   240,   320,   480,    640,    960,    1280,   1920,
     2560,   3840, 5120, 7680, 10240, 15360, 20480, 30720, 40960, 61440, 81920, 122880, 163840, 245760, 327680, 491520};
@@ -20,7 +22,7 @@ bool returns_data(ibv_wr_opcode opcode) {
     return opcode == IBV_WR_RDMA_READ || opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
 }
 
-wire::Opcode wire_opcode(ibv_wr_opcode opcode) {
+wire::Opcode wire_opcode_of(ibv_wr_opcode opcode) {
     switch (opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
@@ -36,14 +38,14 @@ wire::Opcode wire_opcode(ibv_wr_opcode opcode) {
     }
 }
 
-wire::Request first_request(const SendWork& work) {
+wire::Request make_first_chunk(const SendWork& work) {
     wire::Request request{};
     request.magic = wire::magic;
-    request.opcode = wire_opcode(work.opcode);
+    request.opcode = wire_opcode_of(work.opcode);
     if (work.opcode == IBV_WR_SEND_WITH_IMM || work.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
         request.flags |= wire::flag_immediate;
     }
-    if (work.solicited) {
+    if (work.is_solicited) {
         request.flags |= wire::flag_solicited;
     }
     request.remote_address = work.remote_address;
@@ -55,8 +57,8 @@ wire::Request first_request(const SendWork& work) {
     return request;
 }
 
-ibv_wc_status completion_status_of(wire::Status answer) {
-    switch (answer) {
+ibv_wc_status completion_status_of(wire::Status response_status) {
+    switch (response_status) {
     case wire::Status::invalid_request:
         return IBV_WC_REM_INV_REQ_ERR;
     case wire::Status::access_refused:
@@ -71,14 +73,14 @@ struct FaultSites {
     FaultSite before; // checked before the request is carried out
     FaultSite landed; // checked after its bytes have arrived
 
-    FaultSites(std::string_view first, std::string_view second) : before(first), landed(second) {}
+    FaultSites(std::string_view before_name, std::string_view landed_name) : before(before_name), landed(landed_name) {}
 };
 
-// Return the fault points of a request; nullptr if a fault plan has no name for it.
-FaultSites* fault_sites(ibv_wr_opcode opcode) {
+// Return the fault points of a request; nullptr for an atomic request, which has none.
+FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
     static FaultSites send("wc.send", "wc.send.landed"), write("wc.rdma_write", "wc.rdma_write.landed"),
         read("wc.rdma_read", "wc.rdma_read.landed");
-    switch (wire_opcode(opcode)) {
+    switch (wire_opcode_of(opcode)) {
     case wire::Opcode::send:
         return &send;
     case wire::Opcode::write:
@@ -90,74 +92,76 @@ FaultSites* fault_sites(ibv_wr_opcode opcode) {
     }
 }
 
+// Return whether the chunk consumes a receive request of the peer, so that the peer may not be ready for it.
 bool needs_receive(const wire::Request& request) {
     return request.opcode == wire::Opcode::send ? request.chunk_offset_bytes == 0
-                                                : (request.flags & wire::flag_immediate) != 0 && last_chunk(request);
+                                                : (request.flags & wire::flag_immediate) != 0 && is_last_chunk(request);
 }
 
 } // namespace
 
 bool QueuePair::make_progress(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    const bool submitted = submit_requests(attr);
-    const bool handled = handle_responses(attr);
+    const bool has_submitted_chunk = submit_requests(attr);
+    const bool has_handled_response = handle_responses(attr);
     if (!requester.error && requester.in_flight.empty() && requester.local_error) {
         requester.error = requester.local_error;
     }
-    if (!requester.error && requester.peer_gone && !requester.in_flight.empty() &&
-        link_->responded() == requester.responded) {
+    if (!requester.error && requester.is_peer_gone && !requester.in_flight.empty() &&
+        link_->response_count() == requester.handled_count) {
         requester.error = connection_lost_status();
     }
-    return submitted || handled || requester.error;
+    return has_submitted_chunk || has_handled_response || requester.error;
 }
 
 bool QueuePair::submit_requests(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    bool any = false;
-    while (!requester.local_error && !requester.error && !requester.peer_gone &&
-           (requester.chunk_pending || !requester.queued.empty())) {
-        if ((requester.rnr_possible && !requester.in_flight.empty()) ||
+    bool has_submitted_chunk = false;
+    while (!requester.local_error && !requester.error && !requester.is_peer_gone &&
+           (requester.has_pending_chunk || !requester.queued.empty())) {
+        if ((requester.may_get_rnr && !requester.in_flight.empty()) ||
             (requester.retry_at && Clock::now() < *requester.retry_at)) {
             break;
         }
-        requester.rnr_possible = false;
+        requester.may_get_rnr = false;
         requester.retry_at.reset();
-        if ((!requester.chunk_pending && !start_next(attr)) || (!requester.local_error && !submit_chunk())) {
+        if ((!requester.has_pending_chunk && !start_next_send(attr)) || (!requester.local_error && !submit_chunk())) {
             break;
         }
-        any = true;
+        has_submitted_chunk = true;
     }
-    if (requester.submitted != requester.published) {
+    if (requester.submitted_count != requester.published_count) {
         publish();
     }
-    return any;
+    return has_submitted_chunk;
 }
 
 // Start the next queued request. Return false if it must wait for earlier ones.
-bool QueuePair::start_next(const ibv_qp_attr& attr) {
+bool QueuePair::start_next_send(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    FaultSites* const sites = fault_sites(requester.queued.front().opcode);
+    FaultSites* const sites = find_fault_sites(requester.queued.front().opcode);
     FaultSite* const site = sites != nullptr ? &sites->before : nullptr;
     if (must_wait_for_earlier(requester.queued.front(), site)) {
         return false;
     }
     const SendWork& work = requester.started.push_back(std::move(requester.queued.front()));
     requester.queued.pop_front();
-    if (const ibv_wc_status status = prepare(work, site, attr); status != IBV_WC_SUCCESS) {
+    if (const ibv_wc_status status = prepare_send(work, site, attr); status != IBV_WC_SUCCESS) {
         requester.local_error = status;
         return true;
     }
-    requester.chunk_pending = true;
-    requester.next_chunk = first_request(work);
+    requester.has_pending_chunk = true;
+    requester.next_chunk = make_first_chunk(work);
     requester.rnr_retries_left = attr.rnr_retry;
-    requester.data_responses_pending += returns_data(work.opcode) ? 1 : 0;
+    requester.pending_data_response_count += returns_data(work.opcode) ? 1 : 0;
     return true;
 }
 
-// A request with a fault rule is carried out alone, so that its fault does not affect earlier requests.
-bool QueuePair::must_wait_for_earlier(const SendWork& next, FaultSite* site) {
+// Return whether the next request must not start before earlier ones have finished. A request with a rule in the fault
+// plan is carried out alone, so that its fault does not affect earlier requests.
+bool QueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
     const RequesterState& requester = requester_state_;
-    if (next.fenced && requester.data_responses_pending > 0) {
+    if (next_send.is_fenced && requester.pending_data_response_count > 0) {
         return true;
     }
     if (site == nullptr || !site->has_rule()) {
@@ -167,7 +171,9 @@ bool QueuePair::must_wait_for_earlier(const SendWork& next, FaultSite* site) {
     return !requester.started.empty() || !requester.finished.empty() || !delayed_completions_.empty();
 }
 
-ibv_wc_status QueuePair::prepare(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
+// Check a request, and connect to the peer if there is no connection. Return the status with which the request fails,
+// or IBV_WC_SUCCESS.
+ibv_wc_status QueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
     if (site != nullptr) {
         if (const auto fault = injected_fault(site)) {
             return static_cast<ibv_wc_status>(*fault);
@@ -183,17 +189,17 @@ ibv_wc_status QueuePair::prepare(const SendWork& work, FaultSite* site, const ib
 }
 
 // Reserve pipe pages or payload space for the next chunk. Return false if there is no space at present.
-bool QueuePair::reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* pages) {
-    *pages = pages_to_splice(work, *request);
-    if (*pages > 0) {
+bool QueuePair::reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count) {
+    *page_count = count_pages_to_splice(work, *request);
+    if (*page_count > 0) {
         request->flags |= wire::flag_piped;
         request->payload_offset = 0;
-        return requester_state_.pipe_pages_used + *pages <= link_->pipe().max_pages();
+        return requester_state_.pipe_pages_used + *page_count <= link_->pipe().max_pages();
     }
     request->flags &= static_cast<std::uint16_t>(~wire::flag_piped);
-    const auto at = link_->reserve(request->chunk_bytes);
-    request->payload_offset = at.value_or(0);
-    return at.has_value();
+    const auto payload_offset = link_->reserve(request->chunk_bytes);
+    request->payload_offset = payload_offset.value_or(0);
+    return payload_offset.has_value();
 }
 
 // Submit the next chunk. Return false if there is no space at present.
@@ -203,11 +209,11 @@ bool QueuePair::submit_chunk() {
     wire::Request& request = requester.next_chunk;
     const std::uint64_t remaining_bytes = work.length_bytes - request.chunk_offset_bytes;
     request.chunk_bytes = static_cast<std::uint32_t>(std::min<std::uint64_t>(remaining_bytes, max_chunk_bytes));
-    std::uint32_t pages = 0;
-    if (requester.in_flight.size() == Link::slot_count || !reserve_payload(work, &request, &pages)) {
+    std::uint32_t page_count = 0;
+    if (requester.in_flight.size() == Link::slot_count || !reserve_payload(work, &request, &page_count)) {
         return false;
     }
-    const bool splice_later = pages > 0 && can_queue_splice(work, request);
+    const bool splice_later = page_count > 0 && can_queue_splice(work, request);
     if (splice_later) {
         queue_splice(work);
     } else {
@@ -217,25 +223,25 @@ bool QueuePair::submit_chunk() {
         }
     }
     if (wire::carries_payload(request.opcode)) {
-        const ibv_wc_status status = splice_later ? IBV_WC_SUCCESS
-                                     : pages > 0  ? splice_payload(work, request)
-                                                  : copy_payload(work, request, false);
+        const ibv_wc_status status = splice_later     ? IBV_WC_SUCCESS
+                                     : page_count > 0 ? splice_payload(work, request)
+                                                      : copy_payload(work, request, false);
         if (status != IBV_WC_SUCCESS) {
-            // The chunk is not published, and nothing more is submitted before the connection ends.
+            // The chunk is not published, and no other chunk is submitted on this connection.
             requester.local_error = status;
             return true;
         }
     }
-    requester.pipe_pages_used += pages;
+    requester.pipe_pages_used += page_count;
     if (requester.in_flight.empty()) {
         requester.last_response = Clock::now();
     }
-    requester.in_flight.push_back({request, link_->reserved(), pages});
-    link_->put_request(requester.submitted++, request);
-    requester.rnr_possible = needs_receive(request);
+    requester.in_flight.push_back({request, link_->reserved_bytes(), page_count});
+    link_->put_request(requester.submitted_count++, request);
+    requester.may_get_rnr = needs_receive(request);
     requester.unpublished_bytes += request.chunk_bytes;
     request.chunk_offset_bytes += request.chunk_bytes;
-    requester.chunk_pending = request.chunk_offset_bytes < work.length_bytes;
+    requester.has_pending_chunk = request.chunk_offset_bytes < work.length_bytes;
     if (requester.unpublished_bytes >= publish_after_bytes) {
         publish();
     }
@@ -245,41 +251,41 @@ bool QueuePair::submit_chunk() {
 void QueuePair::publish() {
     RequesterState& requester = requester_state_;
     flush_splices();
-    requester.published = requester.submitted;
+    requester.published_count = requester.submitted_count;
     requester.unpublished_bytes = 0;
-    requester.peer_gone |= !link_->publish_requests(requester.published, peer_.get());
+    requester.is_peer_gone |= !link_->publish_requests(requester.published_count, peer_socket_.get());
 }
 
 bool QueuePair::handle_responses(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    bool any = false;
-    while (!requester.error && !requester.in_flight.empty() && link_->responded() != requester.responded) {
-        any = true;
-        const wire::Response response = link_->response(requester.responded);
-        if (link_->responded() - requester.responded > requester.in_flight.size() ||
-            !wire::well_formed(response, requester.in_flight.front().request)) {
+    bool has_handled_response = false;
+    while (!requester.error && !requester.in_flight.empty() && link_->response_count() != requester.handled_count) {
+        has_handled_response = true;
+        const wire::Response response = link_->response(requester.handled_count);
+        if (link_->response_count() - requester.handled_count > requester.in_flight.size() ||
+            !wire::is_well_formed(response, requester.in_flight.front().request)) {
             requester.error = connection_lost_status();
         } else {
             handle_response(response, attr);
         }
     }
-    if (any) {
+    if (has_handled_response) {
         requester.last_response = Clock::now();
     }
-    return any;
+    return has_handled_response;
 }
 
 void QueuePair::handle_response(const wire::Response& response, const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     const InFlightChunk chunk = requester.in_flight.front();
     requester.in_flight.pop_front();
-    ++requester.responded;
+    ++requester.handled_count;
     requester.pipe_pages_used -= chunk.pipe_pages;
     if (response.status == wire::Status::receiver_not_ready) {
-        // The refused chunk was the last that was submitted, so it is the next one again.
+        // No chunk was submitted after the refused one (see may_get_rnr), so the refused chunk is the next one again.
         requester.next_chunk = chunk.request;
-        requester.chunk_pending = true;
-        link_->release(chunk.release_mark);
+        requester.has_pending_chunk = true;
+        link_->release_up_to(chunk.release_mark);
         // The retry count 7 means unlimited retries.
         if (attr.rnr_retry != 7 && requester.rnr_retries_left-- == 0) {
             requester.error = IBV_WC_RNR_RETRY_EXC_ERR;
@@ -295,7 +301,8 @@ void QueuePair::handle_response(const wire::Response& response, const ibv_qp_att
     SendWork& work = requester.started.front();
     if (returns_data(work.opcode)) {
         if (chunk.request.opcode != wire::Opcode::read) {
-            std::memcpy(link_->memory().at(chunk.request.payload_offset), &response.original, sizeof response.original);
+            std::memcpy(link_->memory().data_at(chunk.request.payload_offset), &response.original,
+                        sizeof response.original);
         }
         if (const ibv_wc_status status = copy_payload(work, chunk.request, true); status != IBV_WC_SUCCESS) {
             requester.error = status;
@@ -303,11 +310,11 @@ void QueuePair::handle_response(const wire::Response& response, const ibv_qp_att
         }
     }
     if (chunk.pipe_pages == 0) {
-        link_->release(chunk.release_mark);
+        link_->release_up_to(chunk.release_mark);
     }
-    if (last_chunk(chunk.request)) {
-        requester.data_responses_pending -= returns_data(work.opcode) ? 1 : 0;
-        if (FaultSites* const sites = fault_sites(work.opcode); sites != nullptr) {
+    if (is_last_chunk(chunk.request)) {
+        requester.pending_data_response_count -= returns_data(work.opcode) ? 1 : 0;
+        if (FaultSites* const sites = find_fault_sites(work.opcode); sites != nullptr) {
             if (const auto fault = injected_fault(&sites->landed)) {
                 requester.error = static_cast<ibv_wc_status>(*fault);
                 return;
@@ -324,30 +331,33 @@ ibv_wc_status QueuePair::check_local_access(const SendWork& work) {
     }
     const unsigned required_access = returns_data(work.opcode) ? IBV_ACCESS_LOCAL_WRITE : 0;
     for (const ibv_sge& sge : work.sges) {
-        if (sge.length > 0 && local_region(sge, required_access) == nullptr) {
+        if (sge.length > 0 && find_local_region(sge, required_access) == nullptr) {
             return IBV_WC_LOC_PROT_ERR;
         }
     }
     return IBV_WC_SUCCESS;
 }
 
-// Copy between the application's memory and the chunk's place in the payload ring.
+// Copy the payload of a chunk between the application's memory and the payload ring.
 ibv_wc_status QueuePair::copy_payload(const SendWork& work, const wire::Request& request, bool to_memory) {
     BounceBuffer* const bounce = &link_->memory();
     if (work.is_inline) {
-        std::copy_n(work.data.begin() + static_cast<std::ptrdiff_t>(request.chunk_offset_bytes), request.chunk_bytes,
-                    bounce->at(request.payload_offset));
+        std::copy_n(work.inline_data.begin() + static_cast<std::ptrdiff_t>(request.chunk_offset_bytes),
+                    request.chunk_bytes, bounce->data_at(request.payload_offset));
         return IBV_WC_SUCCESS;
     }
-    const bool moved = for_each_sge_in_chunk(work, request, [&](const ibv_sge& part, std::size_t at) {
+    const bool all_copied = for_each_sge_in_chunk(work, request, [&](const ibv_sge& sge, std::size_t offset) {
         const unsigned required_access = to_memory ? IBV_ACCESS_LOCAL_WRITE : 0;
-        Region* const region = local_region(part, required_access);
-        return region != nullptr &&
-               (to_memory
-                    ? region->write(part.addr, *bounce, request.payload_offset + at, part.length)
-                    : region->read(part.addr, bounce, request.payload_offset + at, part.length)) == RegionError::none;
+        Region* const region = find_local_region(sge, required_access);
+        if (region == nullptr) {
+            return false;
+        }
+        const std::size_t bounce_offset = request.payload_offset + offset;
+        const RegionError error = to_memory ? region->write(sge.addr, *bounce, bounce_offset, sge.length)
+                                            : region->read(sge.addr, bounce, bounce_offset, sge.length);
+        return error == RegionError::none;
     });
-    return moved ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
+    return all_copied ? IBV_WC_SUCCESS : IBV_WC_LOC_PROT_ERR;
 }
 
 } // namespace gdrkit::twin::verbs

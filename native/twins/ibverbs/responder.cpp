@@ -1,5 +1,5 @@
-// The threads of a queue pair that accept connections of peers and serve their requests. The responder checks key,
-// bounds, permission and queue pair state for every chunk.
+// The threads of a queue pair that accept connections of peers (acceptor) and serve the requests of the peers
+// (responders). A responder checks key, bounds, permission and queue pair state for every chunk.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -14,8 +14,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A peer needs one connection. The other places are for peers that tried before this side was ready, and for foreign
-// clients.
+// A queue pair needs one connection, that of its peer. Others may be earlier attempts of that peer, before this side
+// was ready, or connections of untrusted clients.
 constexpr std::size_t max_connections = 16;
 
 bool ends_connection(wire::Status status) {
@@ -28,13 +28,13 @@ void QueuePair::run_acceptor() {
     for (;;) {
         Fd socket(accept_from(listener_.get()));
         Lock lock(mutex_);
-        if (closing_) {
+        if (is_closing_) {
             return;
         }
         join_ended_connections(lock);
         if (!socket) {
-            // Out of descriptors or memory. A connection that ends may free some.
-            changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return closing_; });
+            // No descriptors or memory are left. Wait 10 ms: a connection that ends may free some.
+            changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return is_closing_; });
             continue;
         }
         if (!is_same_user(socket.get())) {
@@ -57,7 +57,7 @@ void QueuePair::run_acceptor() {
 
 void QueuePair::join_ended_connections(const Lock&) {
     for (auto connection = connections_.begin(); connection != connections_.end();) {
-        if (connection->ended) {
+        if (connection->has_ended) {
             connection->thread.join();
             connection = connections_.erase(connection);
         } else {
@@ -66,11 +66,11 @@ void QueuePair::join_ended_connections(const Lock&) {
     }
 }
 
-// End the oldest connection that has not completed its handshake. The peer for which there was no place tries again.
+// End the oldest connection that has not completed its handshake, to make room for the peer's next attempt.
 void QueuePair::evict_silent_connection(const Lock&) {
     const auto silent_connection =
         std::find_if(connections_.begin(), connections_.end(),
-                     [](const Connection& connection) { return !connection.serving && connection.socket; });
+                     [](const Connection& connection) { return !connection.is_serving && connection.socket; });
     if (silent_connection != connections_.end()) {
         shutdown(silent_connection->socket.get(), SHUT_RDWR);
     }
@@ -84,20 +84,20 @@ void QueuePair::run_responder(Connection* connection) {
     }
     Lock lock(mutex_);
     connection->socket.reset();
-    connection->serving = false;
-    connection->ended = true;
+    connection->is_serving = false;
+    connection->has_ended = true;
     notify_change(lock);
 }
 
 std::unique_ptr<Link> QueuePair::accept_handshake(Connection* connection) {
     const int socket = connection->socket.get();
     wire::ConnectRequest connect_request{};
-    std::vector<Fd> shared;
-    if (!recv_all(socket, &connect_request, sizeof connect_request) || !wire::well_formed(connect_request) ||
-        !recv_fds(socket, Link::fd_count, &shared)) {
+    std::vector<Fd> shared_fds;
+    if (!recv_all(socket, &connect_request, sizeof connect_request) || !wire::is_well_formed(connect_request) ||
+        !recv_fds(socket, Link::fd_count, &shared_fds)) {
         return nullptr;
     }
-    auto link = Link::adopt(std::move(shared));
+    auto link = Link::adopt(std::move(shared_fds));
     if (link == nullptr) {
         return nullptr;
     }
@@ -105,35 +105,35 @@ std::unique_ptr<Link> QueuePair::accept_handshake(Connection* connection) {
     {
         Lock lock(mutex_);
         const ibv_global_route& route = attr_.ah_attr.grh;
-        const bool expected =
-            connect_request.destination_qpn == number_ && connect_request.source_qpn == attr_.dest_qp_num &&
+        const bool is_expected_peer =
+            connect_request.destination_qpn == qp_num_ && connect_request.source_qpn == attr_.dest_qp_num &&
             std::memcmp(&connect_request.source_gid, &route.dgid, sizeof route.dgid) == 0 &&
             std::memcmp(&connect_request.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
             connect_request.psn == attr_.rq_psn &&
             connect_request.gid_type == static_cast<std::uint32_t>(gid_type_at(route.sgid_index));
-        if (receives_requests() && expected && !closing_) {
+        if (can_receive_requests() && is_expected_peer && !is_closing_) {
             reply.ready = 1;
-            connection->serving = true;
+            connection->is_serving = true;
             connection->generation = generation_;
         }
     }
-    const bool ready = send_all(socket, &reply, sizeof reply) && reply.ready == 1;
-    return ready ? std::move(link) : nullptr;
+    const bool is_accepted = send_all(socket, &reply, sizeof reply) && reply.ready == 1;
+    return is_accepted ? std::move(link) : nullptr;
 }
 
-// Wait until there are requests after the first `served`. Return false at the end of the connection; requests that were
-// not started are then dropped, as packets that never reach a device.
-bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::uint32_t served) {
-    if (spin_until([&] { return link->submitted() != served; })) {
+// Wait until more than `served_count` requests exist. Return false at the end of the connection. Requests that were not
+// started are then dropped, like packets that never reach a device.
+bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count) {
+    if (spin_until([&] { return link->request_count() != served_count; })) {
         return true;
     }
-    while (link->request_wake_after(served)) {
-        char wakes[64];
-        const ssize_t received = recv(connection.socket.get(), wakes, sizeof wakes, 0);
+    while (link->request_wake_after(served_count)) {
+        char wake_bytes[64];
+        const ssize_t received = recv(connection.socket.get(), wake_bytes, sizeof wake_bytes, 0);
         if (received == 0 || (received < 0 && errno != EINTR)) {
             return false;
         }
-        if (link->submitted() != served) {
+        if (link->request_count() != served_count) {
             break;
         }
     }
@@ -141,31 +141,32 @@ bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::
 }
 
 void QueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
-    for (std::uint32_t served = 0; wait_for_request(*connection, link, served);) {
-        const std::uint32_t submitted = link->submitted();
-        if (submitted - served > Link::slot_count) {
+    for (std::uint32_t served_count = 0; wait_for_request(*connection, link, served_count);) {
+        const std::uint32_t request_count = link->request_count();
+        if (request_count - served_count > Link::slot_count) {
             return;
         }
-        while (served != submitted) {
-            if (link->ended()) {
+        while (served_count != request_count) {
+            if (link->has_ended()) {
                 return;
             }
-            const auto batch_count = serve_write_batch(connection, link, served, submitted, *incoming);
-            if (!batch_count || (*batch_count == 0 && !serve_request(connection, link, served, incoming))) {
+            const auto batch_count = serve_write_batch(connection, link, served_count, request_count, *incoming);
+            if (!batch_count || (*batch_count == 0 && !serve_request(connection, link, served_count, incoming))) {
                 return;
             }
-            served += std::max(*batch_count, 1U);
+            served_count += std::max(*batch_count, 1U);
         }
     }
 }
 
 bool QueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming) {
     const wire::Request request = link->request(number);
-    if (!wire::well_formed(request) || !Link::payload_in_bounds(request)) {
+    if (!wire::is_well_formed(request) || !Link::payload_in_bounds(request)) {
         return false;
     }
-    // A message continues where it stopped, and no other message starts before it has ended.
-    if (incoming->active
+    // The next chunk of a send must continue at the end of the previous one, and no other message may start before the
+    // send is complete.
+    if (incoming->is_active
             ? (request.opcode != wire::Opcode::send || request.chunk_offset_bytes != incoming->arrived_bytes ||
                request.message_bytes != incoming->message_bytes)
             : (request.opcode == wire::Opcode::send && request.chunk_offset_bytes != 0)) {
@@ -188,7 +189,7 @@ bool QueuePair::serve_request(Connection* connection, Link* link, std::uint32_t 
 
 bool QueuePair::may_serve(const Connection& connection) {
     Lock lock(mutex_);
-    return !closing_ && receives_requests() && connection.generation == generation_;
+    return !is_closing_ && can_receive_requests() && connection.generation == generation_;
 }
 
 wire::Response QueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
@@ -205,10 +206,11 @@ wire::Response QueuePair::execute(const wire::Request& request, Link* link, Inco
     }
 }
 
-bool QueuePair::permits(unsigned access) {
+bool QueuePair::permits(unsigned required_access) {
     Lock lock(mutex_);
-    const bool reads = (access & (IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
-    return (attr_.qp_access_flags & access) == access && (!reads || attr_.max_dest_rd_atomic > 0);
+    const bool reads_memory = (required_access & (IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
+    return (attr_.qp_access_flags & required_access) == required_access &&
+           (!reads_memory || attr_.max_dest_rd_atomic > 0);
 }
 
 // Copy the payload of a write into the region.
@@ -217,15 +219,15 @@ RegionError QueuePair::write_payload(const wire::Request& request, Region* regio
     if ((request.flags & wire::flag_piped) == 0) {
         return region->write(address, link->memory(), request.payload_offset, request.chunk_bytes);
     }
-    if (region->mapped()) {
+    if (region->is_mapped()) {
         return region->read_from(address, &link->pipe(), request.chunk_bytes);
     }
-    BounceBuffer* const buffer = link->private_buffer();
-    if (buffer == nullptr) {
+    BounceBuffer* const bounce = link->private_buffer();
+    if (bounce == nullptr) {
         return RegionError::fault;
     }
-    return link->pipe().read(buffer->at(0), request.chunk_bytes) == 0
-               ? region->write(address, *buffer, 0, request.chunk_bytes)
+    return link->pipe().read(bounce->data_at(0), request.chunk_bytes) == 0
+               ? region->write(address, *bounce, 0, request.chunk_bytes)
                : RegionError::lost;
 }
 
@@ -243,14 +245,15 @@ wire::Response QueuePair::execute_write(const wire::Request& request, Link* link
             return fail_request(RegionError::refused, connection);
         }
     }
-    const bool consumes_receive = (request.flags & wire::flag_immediate) != 0 && wire::last_chunk(request);
+    const bool consumes_receive = (request.flags & wire::flag_immediate) != 0 && wire::is_last_chunk(request);
     if (consumes_receive && !consume_receive(incoming)) {
         return receiver_not_ready_response();
     }
     if (region != nullptr) {
         const RegionError error = write_payload(request, region.get(), link);
         if (error == RegionError::lost) {
-            // The requester does not wait for a response.
+            // The requester has stopped and does not wait for a response. A response without the magic number makes
+            // serve_request end the connection.
             return {};
         }
         if (error != RegionError::none) {
@@ -287,7 +290,7 @@ wire::Response QueuePair::execute_atomic(const wire::Request& request, const Con
     }
     const auto region = find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_ATOMIC, request.remote_address, 8);
     wire::Response response = wire::make_response(wire::Status::done);
-    const auto changed = [&](std::uint64_t original) {
+    const auto compute_new = [&](std::uint64_t original) {
         if (request.opcode == wire::Opcode::fetch_and_add) {
             return original + request.compare_or_add;
         }
@@ -295,7 +298,7 @@ wire::Response QueuePair::execute_atomic(const wire::Request& request, const Con
     };
     const RegionError error = region == nullptr
                                   ? RegionError::refused
-                                  : region->atomic_update(request.remote_address, &response.original, changed);
+                                  : region->atomic_update(request.remote_address, &response.original, compute_new);
     return error == RegionError::none ? response : fail_request(error, connection);
 }
 
@@ -315,7 +318,7 @@ wire::Response QueuePair::fail_request(RegionError error, const Connection& conn
 
 void QueuePair::count_served(const wire::Request& request) {
     Traffic::Direction& served = context_->device->traffic.served;
-    if (wire::last_chunk(request)) {
+    if (wire::is_last_chunk(request)) {
         ++served.requests;
     }
     switch (request.opcode) {

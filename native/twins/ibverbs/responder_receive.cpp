@@ -1,4 +1,4 @@
-// The responder's part of messages that consume a receive request: sends, and writes with immediate data.
+// The functions of the responder for messages that consume a receive request: sends, and writes with immediate data.
 #include <algorithm>
 
 #include "ibverbs/queue_pair.hpp"
@@ -8,7 +8,7 @@ namespace gdrkit::twin::verbs {
 
 wire::Response QueuePair::execute_send(const wire::Request& request, const BounceBuffer& bounce,
                                        IncomingMessage* incoming, const Connection& connection) {
-    if (!incoming->active) {
+    if (!incoming->is_active) {
         if (!consume_receive(incoming)) {
             return receiver_not_ready_response();
         }
@@ -21,8 +21,8 @@ wire::Response QueuePair::execute_send(const wire::Request& request, const Bounc
         return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed, connection);
     }
     incoming->arrived_bytes += request.chunk_bytes;
-    return wire::last_chunk(request) ? finish_receive(request, incoming, connection)
-                                     : wire::make_response(wire::Status::done);
+    return wire::is_last_chunk(request) ? finish_receive(request, incoming, connection)
+                                        : wire::make_response(wire::Status::done);
 }
 
 wire::Response QueuePair::receiver_not_ready_response() {
@@ -34,53 +34,54 @@ wire::Response QueuePair::receiver_not_ready_response() {
 
 bool QueuePair::consume_receive(IncomingMessage* incoming) {
     Lock lock(mutex_);
-    if (receives_.empty() || !receives_requests()) {
+    if (receives_.empty() || !can_receive_requests()) {
         return false;
     }
     *incoming = IncomingMessage{};
     incoming->work = std::move(receives_.front());
     receives_.pop_front();
-    incoming->active = true;
-    ++incoming_count_;
+    incoming->is_active = true;
+    ++incoming_message_count_;
     return true;
 }
 
 void QueuePair::return_receive(IncomingMessage* incoming, const Connection& connection) {
     Lock lock(mutex_);
-    if (!incoming->active) {
+    if (!incoming->is_active) {
         return;
     }
-    // The message never completed, so its receive request is the first again, for the next message or to be flushed.
+    // The message did not complete. Its receive request goes back to the front of the queue, for the next message or to
+    // be flushed.
     if (connection.generation == generation_) {
         receives_.push_front(std::move(incoming->work));
     }
-    incoming->active = false;
-    --incoming_count_;
+    incoming->is_active = false;
+    --incoming_message_count_;
     notify_change(lock);
 }
 
 RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce) {
-    std::uint64_t skip = request.chunk_offset_bytes;
-    std::size_t moved = 0;
+    std::uint64_t skip_bytes = request.chunk_offset_bytes;
+    std::size_t scattered_bytes = 0;
     for (const ibv_sge& sge : work.sges) {
-        if (skip >= sge.length) {
-            skip -= sge.length;
+        if (skip_bytes >= sge.length) {
+            skip_bytes -= sge.length;
             continue;
         }
-        const std::size_t part = std::min<std::size_t>(sge.length - skip, request.chunk_bytes - moved);
-        if (part == 0) {
+        const std::size_t size = std::min<std::size_t>(sge.length - skip_bytes, request.chunk_bytes - scattered_bytes);
+        if (size == 0) {
             break;
         }
-        const std::uint64_t address = sge.addr + skip;
-        const auto region = find_by_lkey(sge.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, part);
+        const std::uint64_t address = sge.addr + skip_bytes;
+        const auto region = find_by_lkey(sge.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, size);
         const RegionError error = region == nullptr
                                       ? RegionError::refused
-                                      : region->write(address, bounce, request.payload_offset + moved, part);
+                                      : region->write(address, bounce, request.payload_offset + scattered_bytes, size);
         if (error != RegionError::none) {
             return error;
         }
-        moved += part;
-        skip = 0;
+        scattered_bytes += size;
+        skip_bytes = 0;
     }
     return RegionError::none;
 }
@@ -97,8 +98,8 @@ wire::Response QueuePair::finish_receive(const wire::Request& request, IncomingM
     }
     sleep_random_delay();
     Lock lock(mutex_);
-    incoming->active = false;
-    --incoming_count_;
+    incoming->is_active = false;
+    --incoming_message_count_;
     if (connection.generation == generation_) {
         complete_receive(lock, incoming->work, wc, (request.flags & wire::flag_solicited) != 0);
     }
@@ -113,8 +114,8 @@ wire::Response QueuePair::fail_receive(IncomingMessage* incoming, ibv_wc_status 
     wc.opcode = IBV_WC_RECV;
     sleep_random_delay();
     Lock lock(mutex_);
-    incoming->active = false;
-    --incoming_count_;
+    incoming->is_active = false;
+    --incoming_message_count_;
     if (connection.generation == generation_) {
         complete_receive(lock, incoming->work, wc, false);
         enter_error(lock, &connection);

@@ -1,5 +1,5 @@
-// Serves consecutive spliced writes into one region as a batch: state, permission and key are checked once, one call
-// copies all of them, and their responses are published together.
+// The responder serves consecutive spliced writes into one region as a batch. It checks the state, permission and key
+// once, copies all payloads by one call, and publishes the responses together.
 #include <array>
 
 #include "ibverbs/queue_pair.hpp"
@@ -7,59 +7,63 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr std::size_t max_batch_requests = 32;
-// Limit of one batch, so that the requester soon learns of the first writes.
+constexpr std::size_t max_request_count = 32;
+// A batch is limited to this size, so that the requester gets the responses to the first writes soon.
 constexpr std::uint64_t max_batch_bytes = 64U << 10;
 
-bool is_whole_piped_write(const wire::Request& request) {
-    return wire::well_formed(request) && request.opcode == wire::Opcode::write && request.flags == wire::flag_piped &&
-           request.chunk_bytes == request.message_bytes;
+// Return whether the request is a complete write whose payload is in the pipe.
+bool is_complete_piped_write(const wire::Request& request) {
+    return wire::is_well_formed(request) && request.opcode == wire::Opcode::write &&
+           request.flags == wire::flag_piped && request.chunk_bytes == request.message_bytes;
 }
 
 } // namespace
 
-// Return the number of served requests; 0 if the next request must go through serve_request, which also finds errors;
-// nullopt if the connection ends.
+// Return the number of served requests. Return 0 if serve_request must serve the next request, which also detects all
+// errors. Return nullopt if the connection ends.
 std::optional<std::uint32_t> QueuePair::serve_write_batch(Connection* connection, Link* link,
-                                                          std::uint32_t first_number, std::uint32_t end,
+                                                          std::uint32_t first_number, std::uint32_t end_number,
                                                           const IncomingMessage& incoming) {
-    if (end - first_number < 2 || incoming.active) {
+    if (end_number - first_number < 2 || incoming.is_active) {
         return 0;
     }
-    wire::Request first{};
-    std::array<iovec, max_batch_requests> parts;
-    std::uint64_t bytes = 0;
-    std::uint32_t count = 0;
+    wire::Request first_request{};
+    std::array<iovec, max_request_count> payloads;
+    std::uint64_t batch_bytes = 0;
+    std::uint32_t request_count = 0;
     std::shared_ptr<Region> region;
-    for (; count < max_batch_requests && bytes < max_batch_bytes && first_number + count != end; ++count) {
-        const wire::Request request = link->request(first_number + count);
-        if (!is_whole_piped_write(request)) {
+    for (; request_count < max_request_count && batch_bytes < max_batch_bytes &&
+           first_number + request_count != end_number;
+         ++request_count) {
+        const wire::Request request = link->request(first_number + request_count);
+        if (!is_complete_piped_write(request)) {
             break;
         }
-        if (count == 0) {
-            first = request;
+        if (request_count == 0) {
+            first_request = request;
             region = find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_WRITE, request.remote_address,
                                   request.message_bytes);
         }
-        if (region == nullptr || request.rkey != first.rkey ||
+        if (region == nullptr || request.rkey != first_request.rkey ||
             !region->covers(request.remote_address, request.message_bytes)) {
             break;
         }
-        parts[count] = {reinterpret_cast<void*>(request.remote_address), request.chunk_bytes};
-        bytes += request.chunk_bytes;
+        payloads[request_count] = {reinterpret_cast<void*>(request.remote_address), request.chunk_bytes};
+        batch_bytes += request.chunk_bytes;
     }
-    if (count < 2 || !may_serve(*connection) || !permits(IBV_ACCESS_REMOTE_WRITE) || !region->mapped()) {
+    if (request_count < 2 || !may_serve(*connection) || !permits(IBV_ACCESS_REMOTE_WRITE) || !region->is_mapped()) {
         return 0;
     }
-    std::size_t succeeded = 0;
-    const RegionError error = region->read_from(std::span(parts).first(count), &link->pipe(), &succeeded);
-    for (std::size_t index = succeeded; index < count; ++index) {
-        bytes -= parts[index].iov_len;
+    std::size_t succeeded_count = 0;
+    const RegionError error =
+        region->read_from(std::span(payloads).first(request_count), &link->pipe(), &succeeded_count);
+    for (std::size_t index = succeeded_count; index < request_count; ++index) {
+        batch_bytes -= payloads[index].iov_len;
     }
     Traffic::Direction& served = context_->device->traffic.served;
-    served.requests += succeeded;
-    served.write_bytes += bytes;
-    const auto served_count = static_cast<std::uint32_t>(succeeded);
+    served.requests += succeeded_count;
+    served.write_bytes += batch_bytes;
+    const auto served_count = static_cast<std::uint32_t>(succeeded_count);
     for (std::uint32_t index = 0; index < served_count; ++index) {
         link->put_response(first_number + index, wire::make_response(wire::Status::done));
     }
@@ -69,7 +73,8 @@ std::optional<std::uint32_t> QueuePair::serve_write_batch(Connection* connection
     if (error == RegionError::none) {
         return served_count;
     }
-    // The payload of the next write was removed from the pipe, or the requester drained it and waits for no response.
+    // The read has removed the payload of the failed write from the pipe, so the connection ends. With
+    // RegionError::lost the requester itself has drained the pipe and does not wait for a response.
     if (error != RegionError::lost) {
         link->put_response(first_number + served_count, fail_request(error, *connection));
         link->publish_responses(first_number + served_count + 1, connection->socket.get());

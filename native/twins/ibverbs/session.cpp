@@ -1,4 +1,4 @@
-// The fault points of the verbs twin, and the state that its first call initializes.
+// The fault points of the verbs twin, and the start-up at its first call.
 
 #include "ibverbs/session.hpp"
 
@@ -19,8 +19,9 @@ constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
-// Every implemented function that can fail. Five of them are not exported symbols (ibv_query_device_ex, ibv_poll_cq,
-// ibv_post_*, ibv_req_notify_cq): clients call them through the operations of a context.
+// Every implemented function that can fail, and the points of a completion (wc.*). Five of the functions are not
+// exported symbols: ibv_query_device_ex, ibv_poll_cq, ibv_post_recv, ibv_post_send and ibv_req_notify_cq. Clients call
+// them through the tables of function pointers in a context.
 constexpr std::array points = {
     errno_point("_ibv_query_gid_ex"),
     errno_point("_ibv_query_gid_table"),

@@ -1,5 +1,5 @@
-// Start-up of the twin at the first call (configuration and fault plan), fault injection, and helpers for the ways in
-// which verbs functions fail.
+// Start-up of the verbs twin at its first call (configuration and fault plan), fault injection, and helpers that return
+// an error by the convention of a verbs function.
 #pragma once
 
 #include <cerrno>
@@ -18,14 +18,16 @@ const std::string& session_error();
 // Count a call of this function and return the errno (for wc.* the status) that the fault plan injects, if any.
 std::optional<int> injected_fault(std::string_view point);
 
-// The same for a function that is called often.
+// Like the function above, for a fault point of a function that is called often.
 std::optional<int> injected_fault(FaultSite* site);
 
+// For functions that return nullptr and set errno.
 inline std::nullptr_t fail_null(int error) {
     errno = error;
     return nullptr;
 }
 
+// For functions that return -1 and set errno.
 inline int fail_minus1(int error) {
     errno = error;
     return -1;

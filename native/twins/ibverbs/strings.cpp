@@ -108,42 +108,42 @@ const char* ibv_event_type_str(ibv_event_type event) {
 }
 
 int ibv_rate_to_mult(ibv_rate rate) {
-    for (const Rate& known : rates) {
-        if (known.rate == rate && known.multiple != 0) {
-            return known.multiple;
+    for (const Rate& entry : rates) {
+        if (entry.rate == rate && entry.multiple != 0) {
+            return entry.multiple;
         }
     }
     return -1;
 }
 
 ibv_rate mult_to_ibv_rate(int mult) {
-    for (const Rate& known : rates) {
-        if (known.multiple == mult && mult != 0) {
-            return known.rate;
+    for (const Rate& entry : rates) {
+        if (entry.multiple == mult && mult != 0) {
+            return entry.rate;
         }
     }
     return IBV_RATE_MAX;
 }
 
 int ibv_rate_to_mbps(ibv_rate rate) {
-    for (const Rate& known : rates) {
-        if (known.rate == rate) {
-            return known.mbps;
+    for (const Rate& entry : rates) {
+        if (entry.rate == rate) {
+            return entry.mbps;
         }
     }
     return -1;
 }
 
 ibv_rate mbps_to_ibv_rate(int mbps) {
-    for (const Rate& known : rates) {
-        if (known.mbps == mbps) {
-            return known.rate;
+    for (const Rate& entry : rates) {
+        if (entry.mbps == mbps) {
+            return entry.rate;
         }
     }
     return IBV_RATE_MAX;
 }
 
-// The twin accesses regions through the process's own page tables, so a fork needs no preparation.
+// The twin accesses memory regions through the page tables of the process, so a fork needs no preparation.
 int ibv_fork_init(void) {
     const auto fault = gdrkit::twin::verbs::injected_fault("ibv_fork_init");
     return fault ? *fault : 0;
@@ -164,8 +164,8 @@ ibv_fork_status ibv_is_fork_initialized(void) {
 [[gnu::visibility("default")]] const char* ibv_get_sysfs_path(void) {
     // Like the real library, ignore the environment of a set-uid program.
     static const std::string* const path = [] {
-        const char* const chosen = getuid() == geteuid() ? std::getenv("SYSFS_PATH") : nullptr;
-        auto* const text = new std::string(chosen != nullptr ? chosen : "/sys");
+        const char* const configured_path = getuid() == geteuid() ? std::getenv("SYSFS_PATH") : nullptr;
+        auto* const text = new std::string(configured_path != nullptr ? configured_path : "/sys");
         while (text->size() > 1 && text->ends_with('/')) {
             text->pop_back();
         }

@@ -15,9 +15,9 @@ std::string socket_name_of(const ibv_gid& gid, std::uint32_t qp_num) {
         std::snprintf(digits, sizeof digits, "%02x", byte);
         name += digits;
     }
-    char number[16];
-    std::snprintf(number, sizeof number, ".%06x", qp_num & 0xffffffU);
-    return name + number;
+    char qp_num_text[16];
+    std::snprintf(qp_num_text, sizeof qp_num_text, ".%06x", qp_num & 0xffffffU);
+    return name + qp_num_text;
 }
 
 Response make_response(Status status) {
@@ -27,13 +27,13 @@ Response make_response(Status status) {
     return response;
 }
 
-bool well_formed(const ConnectRequest& connect_request) {
+bool is_well_formed(const ConnectRequest& connect_request) {
     return connect_request.magic == magic && connect_request.version == version &&
            connect_request.source_qpn <= 0xffffff && connect_request.destination_qpn <= 0xffffff &&
            connect_request.psn <= 0xffffff;
 }
 
-bool well_formed(const Request& request) {
+bool is_well_formed(const Request& request) {
     if (request.magic != magic || request.opcode > Opcode::fetch_and_add ||
         (request.flags & ~(flag_immediate | flag_solicited | flag_piped)) != 0 ||
         ((request.flags & flag_piped) != 0 && (request.opcode != Opcode::write || request.chunk_bytes == 0))) {
@@ -43,18 +43,19 @@ bool well_formed(const Request& request) {
         return request.message_bytes == 8 && request.chunk_bytes == 8 && request.chunk_offset_bytes == 0 &&
                (request.flags & flag_immediate) == 0;
     }
-    const bool fits = request.chunk_bytes <= max_chunk_bytes && request.message_bytes <= max_message_bytes &&
-                      request.chunk_offset_bytes <= request.message_bytes &&
-                      request.chunk_bytes <= request.message_bytes - request.chunk_offset_bytes;
-    // Only an empty message has an empty chunk, and then only one.
-    return fits && (request.chunk_bytes > 0 || request.message_bytes == 0) &&
+    const bool is_within_limits = request.chunk_bytes <= max_chunk_bytes &&
+                                  request.message_bytes <= max_message_bytes &&
+                                  request.chunk_offset_bytes <= request.message_bytes &&
+                                  request.chunk_bytes <= request.message_bytes - request.chunk_offset_bytes;
+    // Only an empty message has an empty chunk, and it has no other chunk.
+    return is_within_limits && (request.chunk_bytes > 0 || request.message_bytes == 0) &&
            (request.opcode != Opcode::read || (request.flags & flag_immediate) == 0);
 }
 
-bool well_formed(const Response& response, const Request& request) {
-    const bool wants_payload = request.opcode == Opcode::read && response.status == Status::done;
+bool is_well_formed(const Response& response, const Request& request) {
+    const bool has_payload = request.opcode == Opcode::read && response.status == Status::done;
     return response.magic == magic && response.status <= Status::operation_failed && response.rnr_timer < 32 &&
-           response.payload_bytes == (wants_payload ? request.chunk_bytes : 0);
+           response.payload_bytes == (has_payload ? request.chunk_bytes : 0);
 }
 
 } // namespace gdrkit::twin::verbs::wire

@@ -1,8 +1,8 @@
-// Messages between two queue pairs. A connection starts with ConnectRequest, the descriptors of the shared memory
-// (link.hpp) and ConnectReply. From then on requests and responses are in the shared memory, and the socket carries
-// only wake-ups, and its EOF reports that the peer is gone. A message larger than a chunk is sent as several requests.
-// Both sides are from the same build and on the same machine, so the structures are sent as they are in memory. The
-// magic number and the checks of sizes detect other clients.
+// Messages between two queue pairs. A connection starts with a ConnectRequest, the descriptors of the shared memory
+// (link.hpp) and a ConnectReply. From then on requests and responses are in the shared memory. The socket then carries
+// only wake-ups, and its end of file tells that the peer is gone. A message larger than a chunk is sent as several
+// requests. Both sides are of the same build and on the same machine, so the structures are sent as they are in memory.
+// The magic number and the checks of sizes detect clients of another type.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct ConnectRequest {
     ibv_gid destination_gid;
     std::uint32_t source_qpn;
     std::uint32_t destination_qpn;
-    // Number of the first packet, and type of the source's GID. If the peer expects other values, packets would not
-    // arrive.
+    // Number of the first packet, and type of the source's GID. The peer refuses other values than it expects: on
+    // hardware, the packets would not arrive.
     std::uint32_t psn;
     std::uint32_t gid_type;
 };
@@ -32,7 +32,7 @@ static_assert(sizeof(ConnectRequest) == 56);
 
 struct ConnectReply {
     std::uint32_t magic;
-    // 1: the queue pair accepts this peer; 0: packets of this peer would be dropped.
+    // 1: the queue pair accepts this peer. 0: it does not, and on hardware it would drop the packets of this peer.
     std::uint32_t ready;
 };
 static_assert(sizeof(ConnectReply) == 8);
@@ -67,9 +67,9 @@ enum class Status : std::uint32_t { done, receiver_not_ready, invalid_request, a
 struct Response {
     std::uint32_t magic;
     Status status;
-    // For receiver_not_ready: the code of the time to wait.
+    // For receiver_not_ready: the min_rnr_timer code of the time to wait.
     std::uint32_t rnr_timer;
-    // For a read: number of bytes now in the shared memory.
+    // For a read: number of bytes that the responder has stored in the shared memory.
     std::uint32_t payload_bytes;
     // For an atomic request: the old value.
     std::uint64_t original;
@@ -82,12 +82,12 @@ Response make_response(Status status);
 // Return the name of the socket on which a queue pair listens.
 std::string socket_name_of(const ibv_gid& gid, std::uint32_t qp_num);
 
-// Return whether the sizes are consistent and within bounds and all flags are known.
-bool well_formed(const ConnectRequest& connect_request);
-bool well_formed(const Request& request);
-bool well_formed(const Response& response, const Request& request);
+// Return whether the sizes are consistent and within bounds, and no unknown flag is set.
+bool is_well_formed(const ConnectRequest& connect_request);
+bool is_well_formed(const Request& request);
+bool is_well_formed(const Response& response, const Request& request);
 
-inline bool last_chunk(const Request& request) {
+inline bool is_last_chunk(const Request& request) {
     return request.chunk_offset_bytes + request.chunk_bytes == request.message_bytes;
 }
 

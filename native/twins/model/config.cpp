@@ -16,7 +16,7 @@
 namespace gdrkit::twin {
 namespace {
 
-// Store and print the first error only: later ones are usually its consequences.
+// Store and print the first error only.
 void report_malformed(Config* config, std::string_view variable, std::string_view value, std::string_view expected) {
     if (!config->error.empty()) {
         return;
@@ -53,7 +53,7 @@ bool is_valid_domain(std::string_view name) {
     return !name.empty() && name.size() <= 32 && name.find_first_not_of(allowed) == std::string_view::npos;
 }
 
-GaudiGeneration read_generation(Config* config) {
+GaudiGeneration read_gaudi_generation(Config* config) {
     const char* text = std::getenv("GDRKIT_TWINS_GAUDI");
     const std::string_view name = text == nullptr ? "gaudi2" : text;
     if (name != "gaudi" && name != "gaudi2" && name != "gaudi3") {
@@ -72,11 +72,11 @@ Config read_config() {
             report_malformed(&config, "GDRKIT_TWINS_DOMAIN", domain, "1 to 32 letters, digits, '_', '.' or '-'");
         }
     }
-    if (const char* folder = std::getenv("GDRKIT_TWINS_FABRIC"); folder != nullptr) {
-        config.fabric = folder;
+    if (const char* directory = std::getenv("GDRKIT_TWINS_FABRIC"); directory != nullptr) {
+        config.fabric = directory;
         // A unix socket path has at most 107 bytes, and the file name of a queue pair up to 56.
         if (config.fabric.empty() || config.fabric.front() != '/' || config.fabric.size() > 50) {
-            report_malformed(&config, "GDRKIT_TWINS_FABRIC", folder,
+            report_malformed(&config, "GDRKIT_TWINS_FABRIC", directory,
                              "an absolute path of a directory, of at most 50 bytes");
             config.fabric.clear();
         }
@@ -89,7 +89,7 @@ Config read_config() {
     config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS", config.nic_count, 16));
     config.gpu_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, 16));
     config.gaudi_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GAUDIS", config.gaudi_count, 16));
-    config.gaudi_generation = read_generation(&config);
+    config.gaudi_generation = read_gaudi_generation(&config);
     config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);
     config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
     config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 0, 1) != 0;
@@ -105,14 +105,14 @@ Config read_config() {
 
 const Config& config() {
     // Never destroyed, because threads of the twins may read it while the process exits.
-    static const Config* const the_config = new Config(read_config());
-    return *the_config;
+    static const Config* const instance = new Config(read_config());
+    return *instance;
 }
 
 std::uint64_t random_u64() {
     static std::mutex mutex;
-    // The process id makes two processes of one run draw different keys. The same seed and process id draw the same
-    // numbers again.
+    // The process id is part of the seed, so that two processes of one run draw different keys. A process with the same
+    // seed and the same process id draws the same numbers again.
     static std::mt19937_64* const generator =
         new std::mt19937_64(config().seed ^ (static_cast<std::uint64_t>(getpid()) << 32));
     std::lock_guard lock(mutex);
@@ -120,17 +120,17 @@ std::uint64_t random_u64() {
 }
 
 std::uint64_t random_delay_us() {
-    const unsigned most = config().max_delay_us;
-    return most == 0 ? 0 : random_u64() % (most + 1);
+    const unsigned max_delay_us = config().max_delay_us;
+    return max_delay_us == 0 ? 0 : random_u64() % (max_delay_us + 1);
 }
 
 void sleep_random_delay() {
-    const auto late_ns = static_cast<long>(random_delay_us()) * 1000;
-    if (late_ns == 0) {
+    const auto delay_ns = static_cast<long>(random_delay_us()) * 1000;
+    if (delay_ns == 0) {
         return;
     }
-    timespec time{late_ns / 1'000'000'000, late_ns % 1'000'000'000};
-    while (nanosleep(&time, &time) != 0) {
+    timespec remaining{delay_ns / 1'000'000'000, delay_ns % 1'000'000'000};
+    while (nanosleep(&remaining, &remaining) != 0) {
     }
 }
 

@@ -11,22 +11,22 @@ enum class GaudiGeneration { gaudi, gaudi2, gaudi3 };
 
 struct Config {
     std::string domain = "default";
-    // Directory in which the queue pairs of several network namespaces find each other; empty: only queue pairs in the
-    // same network namespace do.
+    // Directory in which queue pairs in several network namespaces find each other. If it is empty, queue pairs find
+    // each other only within one network namespace.
     std::string fabric;
     std::uint64_t seed = 0;
     unsigned nic_count = 2;
     unsigned gpu_count = 2;
     unsigned gaudi_count = 2;
     GaudiGeneration gaudi_generation = GaudiGeneration::gaudi2;
-    // Size of the part of a Gaudi's memory that its PCI BAR maps, from the first byte on; 0: the BAR maps all of it.
+    // The PCI BAR of a Gaudi maps this part of its memory, from the first byte on. 0: the BAR maps all of the memory.
     std::uint64_t gaudi_bar_mib = 0;
-    bool peermem = true;
+    bool peermem = true;               // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
     bool udev_knows_all_disks = false; // true: behave as if udev's database described every disk
     std::string fault_plan_path;
-    unsigned max_delay_us = 300;
-    // Error text if a variable or the fault plan is malformed, else empty. The line has already been printed on stderr.
-    // Every function with which a client starts (ibv_get_device_list, cuInit) must then fail.
+    unsigned max_delay_us = 300; // largest random delay of a completion or of a stream's work
+    // Error text if a variable is malformed, else empty. The text has already been printed on stderr. The first
+    // function that a client calls (ibv_get_device_list, cuInit) must then fail.
     std::string error;
 };
 

@@ -1,5 +1,6 @@
-// Implements the twins' dma-bufs by memfds: an allocation is a memfd, and a dma-buf is a write-only descriptor of it,
-// or of a second memfd whose extents the exporting process serves over its control socket.
+// Implements the twins' dma-bufs by memfds. An allocation is a memfd. A dma-buf is a write-only descriptor of that
+// memfd, or of a second, empty one (a descriptor memfd). An importer of a descriptor memfd requests its extents from
+// the control service of the exporting process.
 
 #include "model/dmabuf.hpp"
 
@@ -27,12 +28,14 @@ namespace {
 constexpr std::string_view memory_name_prefix = "gdrkit-gpu:";
 constexpr std::string_view dmabuf_name_prefix = "gdrkit-dmabuf:";
 constexpr std::string_view shareable_name_prefix = "gdrkit-vmm:";
+// send_fds sends this number of descriptors in one message, and the control service sends one for each extent.
+constexpr std::size_t max_extents = 64;
 
 // The result of reading /proc/self/fd/N. `name` is the memfd's name without the "/memfd:" and " (deleted)" that the
 // kernel adds.
 struct FdName {
-    bool open = false;
-    bool memfd = false;
+    bool is_open = false;
+    bool is_memfd = false;
     std::string name;
 };
 
@@ -44,17 +47,18 @@ FdName read_fd_name(int fd) {
     if (size < 0) {
         return fd_name;
     }
-    fd_name.open = true;
+    fd_name.is_open = true;
     std::string_view text(target, static_cast<std::size_t>(size));
-    constexpr std::string_view before = "/memfd:", after = " (deleted)";
-    if (text.starts_with(before) && text.ends_with(after)) {
-        fd_name.memfd = true;
-        fd_name.name = text.substr(before.size(), text.size() - before.size() - after.size());
+    constexpr std::string_view prefix = "/memfd:", suffix = " (deleted)";
+    if (text.starts_with(prefix) && text.ends_with(suffix)) {
+        fd_name.is_memfd = true;
+        fd_name.name = text.substr(prefix.size(), text.size() - prefix.size() - suffix.size());
     }
     return fd_name;
 }
 
-// Another library could give a memfd such a name by accident; the seals make that unlikely.
+// Return whether the memfd has exactly the seals that the twins set. A memfd of another library may have a twin's name
+// by accident, but is unlikely to have these seals too.
 bool has_twin_seals(int fd) {
     constexpr int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
     return fcntl(fd, F_GET_SEALS) == seals;
@@ -72,8 +76,8 @@ int make_memfd(const std::string& name, std::uint64_t length_bytes) {
 int reopen(int fd, int flags) {
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    const int opened = open(link, flags | O_CLOEXEC);
-    return opened < 0 ? -errno : opened;
+    const int reopened_fd = open(link, flags | O_CLOEXEC);
+    return reopened_fd < 0 ? -errno : reopened_fd;
 }
 
 std::uint64_t file_size_of(int fd) {
@@ -94,8 +98,8 @@ struct Exports {
 };
 
 Exports& exports() {
-    static auto* const all = new Exports;
-    return *all;
+    static auto* const instance = new Exports;
+    return *instance;
 }
 
 struct ExtentMessage {
@@ -106,15 +110,15 @@ struct ExtentMessage {
 // is no other writer. The descriptor that memfd_create returned, and its duplicates, do not count as writers;
 // descriptors opened later do.
 bool has_other_opens(int fd) {
-    const Fd own_writer(reopen(fd, O_RDWR));
+    const Fd writer(reopen(fd, O_RDWR));
     // If a process opens the file while the lease is held, the kernel signals this process. SIGURG is ignored by
     // default; SIGIO, the kernel's choice, would end the process.
-    return !own_writer || fcntl(own_writer.get(), F_SETSIG, SIGURG) != 0 ||
-           fcntl(own_writer.get(), F_SETLEASE, F_WRLCK) != 0;
+    return !writer || fcntl(writer.get(), F_SETSIG, SIGURG) != 0 || fcntl(writer.get(), F_SETLEASE, F_WRLCK) != 0;
 }
 
-void drop_unreferenced_exports(Exports* all) {
-    std::erase_if(all->descriptors, [](const auto& entry) { return !has_other_opens(entry.second.descriptor.get()); });
+void drop_unreferenced_exports(Exports* state) {
+    std::erase_if(state->descriptors,
+                  [](const auto& entry) { return !has_other_opens(entry.second.descriptor.get()); });
 }
 
 void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
@@ -123,10 +127,10 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
         return;
     }
     std::memcpy(&id, request.data(), sizeof id);
-    Exports& all = exports();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.descriptors.find(id);
-    if (found == all.descriptors.end()) {
+    Exports& state = exports();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.descriptors.find(id);
+    if (found == state.descriptors.end()) {
         return;
     }
     for (const ImportedDmabuf::OwnedExtent& extent : found->second.extents) {
@@ -141,14 +145,14 @@ int export_descriptor(std::string_view prefix, std::span<const Extent> extents, 
     std::uint64_t length_bytes = 0;
     DescriptorExport exported;
     for (const Extent& extent : extents) {
-        // Opened through /proc, not duplicated, so that has_other_references counts it while the dma-buf lives.
-        const int opened = reopen(extent.fd, O_RDWR);
-        if (opened < 0) {
-            return opened;
+        // A reopened descriptor, unlike a duplicate, is counted by has_other_references. It is open while the dma-buf
+        // lives.
+        const int memory_fd = reopen(extent.fd, O_RDWR);
+        if (memory_fd < 0) {
+            return memory_fd;
         }
-        ImportedDmabuf::OwnedExtent owned{Fd(opened), extent.offset_bytes, extent.length_bytes};
+        exported.extents.push_back({Fd(memory_fd), extent.offset_bytes, extent.length_bytes});
         length_bytes += extent.length_bytes;
-        exported.extents.push_back(std::move(owned));
     }
     register_handler(request_dmabuf_extents, serve_extents);
     const std::uint64_t id = random_u64();
@@ -161,11 +165,11 @@ int export_descriptor(std::string_view prefix, std::span<const Extent> extents, 
     }
     exported.descriptor = Fd(descriptor);
     const int exported_fd = reopen(descriptor, O_WRONLY);
-    Exports& all = exports();
-    std::lock_guard lock(all.mutex);
-    drop_unreferenced_exports(&all);
+    Exports& state = exports();
+    std::lock_guard lock(state.mutex);
+    drop_unreferenced_exports(&state);
     if (exported_fd >= 0) {
-        all.descriptors.emplace(id, std::move(exported));
+        state.descriptors.emplace(id, std::move(exported));
         if (exported_id != nullptr) {
             *exported_id = id;
         }
@@ -173,7 +177,7 @@ int export_descriptor(std::string_view prefix, std::span<const Extent> extents, 
     return exported_fd;
 }
 
-bool parse_hex(std::string_view text, std::uint64_t* value) {
+bool parse_16_hex_digits(std::string_view text, std::uint64_t* value) {
     if (text.size() != 16 || text.find_first_not_of("0123456789abcdef") != std::string_view::npos) {
         return false;
     }
@@ -181,9 +185,12 @@ bool parse_hex(std::string_view text, std::uint64_t* value) {
     return true;
 }
 
-int import_descriptor(std::string_view rest, std::uint64_t length_bytes, ImportedDmabuf* imported) {
+// Request the extents of a descriptor memfd from its exporting process. `owner_and_id` is the end of the memfd's name:
+// "<16 hex digits: id of the exporter's control service>:<16 hex digits: id of the dma-buf>".
+int import_descriptor(std::string_view owner_and_id, std::uint64_t length_bytes, ImportedDmabuf* imported) {
     std::uint64_t owner = 0, id = 0;
-    if (rest.size() != 33 || !parse_hex(rest.substr(0, 16), &owner) || !parse_hex(rest.substr(17), &id)) {
+    if (owner_and_id.size() != 33 || !parse_16_hex_digits(owner_and_id.substr(0, 16), &owner) ||
+        !parse_16_hex_digits(owner_and_id.substr(17), &id)) {
         return -EINVAL;
     }
     std::vector<std::byte> request(sizeof id), reply;
@@ -195,20 +202,20 @@ int import_descriptor(std::string_view rest, std::uint64_t length_bytes, Importe
     if (reply.size() != fds.size() * sizeof(ExtentMessage)) {
         return -EINVAL;
     }
-    std::uint64_t sum = 0;
+    std::uint64_t received_bytes = 0;
     for (std::size_t index = 0; index < fds.size(); ++index) {
         ExtentMessage message{};
         std::memcpy(&message, reply.data() + index * sizeof message, sizeof message);
         if (!is_device_memory(fds[index].get()) || message.offset_bytes > file_size_of(fds[index].get()) ||
             message.length_bytes > file_size_of(fds[index].get()) - message.offset_bytes ||
-            message.length_bytes > length_bytes - sum) {
+            message.length_bytes > length_bytes - received_bytes) {
             return -EINVAL;
         }
-        sum += message.length_bytes;
+        received_bytes += message.length_bytes;
         imported->extents.push_back({std::move(fds[index]), message.offset_bytes, message.length_bytes});
     }
-    imported->length_bytes = sum;
-    return sum == length_bytes ? 0 : -EINVAL;
+    imported->length_bytes = received_bytes;
+    return received_bytes == length_bytes ? 0 : -EINVAL;
 }
 
 // The kernel shows the exporter of a dma-buf in its fdinfo, and shows exp_name for no other type of file.
@@ -236,7 +243,7 @@ bool is_device_memory(int fd) {
 }
 
 int export_dmabuf(std::span<const Extent> extents) {
-    if (extents.empty() || extents.size() > 64) {
+    if (extents.empty() || extents.size() > max_extents) {
         return extents.empty() ? -EINVAL : -E2BIG;
     }
     if (extents.size() == 1 && extents[0].offset_bytes == 0 && extents[0].length_bytes == file_size_of(extents[0].fd)) {
@@ -246,36 +253,36 @@ int export_dmabuf(std::span<const Extent> extents) {
 }
 
 int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id) {
-    if (extents.empty() || extents.size() > 64) {
+    if (extents.empty() || extents.size() > max_extents) {
         return extents.empty() ? -EINVAL : -E2BIG;
     }
     return export_descriptor(dmabuf_name_prefix, extents, id);
 }
 
 bool is_dmabuf_alive(std::uint64_t id) {
-    Exports& all = exports();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.descriptors.find(id);
-    if (found == all.descriptors.end()) {
+    Exports& state = exports();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.descriptors.find(id);
+    if (found == state.descriptors.end()) {
         return false;
     }
     if (has_other_opens(found->second.descriptor.get())) {
         return true;
     }
-    all.descriptors.erase(found);
+    state.descriptors.erase(found);
     return false;
 }
 
 int export_shareable(int memory_fd) {
     // A shareable handle must not be accepted as a dma-buf, so it gets a descriptor memfd of its own over the whole
     // allocation.
-    const Extent whole{memory_fd, 0, file_size_of(memory_fd)};
-    return export_descriptor(shareable_name_prefix, {&whole, 1});
+    const Extent entire_allocation{memory_fd, 0, file_size_of(memory_fd)};
+    return export_descriptor(shareable_name_prefix, {&entire_allocation, 1});
 }
 
 int import_shareable(int fd) {
     const FdName fd_name = read_fd_name(fd);
-    if (!fd_name.open) {
+    if (!fd_name.is_open) {
         return -EBADF;
     }
     if (!fd_name.name.starts_with(shareable_name_prefix) || !has_twin_seals(fd)) {
@@ -292,10 +299,10 @@ int import_shareable(int fd) {
 
 int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes) {
     const FdName fd_name = read_fd_name(fd);
-    if (!fd_name.open) {
+    if (!fd_name.is_open) {
         return -EBADF;
     }
-    if (fd_name.memfd) {
+    if (fd_name.is_memfd) {
         if ((!fd_name.name.starts_with(memory_name_prefix) && !fd_name.name.starts_with(dmabuf_name_prefix)) ||
             !has_twin_seals(fd)) {
             return -EINVAL;
@@ -323,21 +330,21 @@ int import_dmabuf(int fd, ImportedDmabuf* imported) {
         return -EINVAL;
     }
     imported->extents.clear();
-    const int attached = reopen(fd, O_WRONLY);
-    if (attached < 0) {
-        return attached;
+    const int attachment_fd = reopen(fd, O_WRONLY);
+    if (attachment_fd < 0) {
+        return attachment_fd;
     }
-    imported->attachment = Fd(attached);
+    imported->attachment = Fd(attachment_fd);
     const FdName fd_name = read_fd_name(fd);
     if (fd_name.name.starts_with(dmabuf_name_prefix)) {
         return import_descriptor(std::string_view(fd_name.name).substr(dmabuf_name_prefix.size()), length_bytes,
                                  imported);
     }
-    const int opened = reopen(fd, O_RDWR);
-    if (opened < 0) {
-        return opened;
+    const int memory_fd = reopen(fd, O_RDWR);
+    if (memory_fd < 0) {
+        return memory_fd;
     }
-    imported->extents.push_back({Fd(opened), 0, length_bytes});
+    imported->extents.push_back({Fd(memory_fd), 0, length_bytes});
     imported->length_bytes = length_bytes;
     return 0;
 }
@@ -348,25 +355,25 @@ void* map_imported(const ImportedDmabuf& imported) {
     if (base == MAP_FAILED) {
         return nullptr;
     }
-    char* at = static_cast<char*>(base);
+    char* address = static_cast<char*>(base);
     for (const ImportedDmabuf::OwnedExtent& extent : imported.extents) {
-        if (mmap(at, extent.length_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, extent.fd.get(),
+        if (mmap(address, extent.length_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, extent.fd.get(),
                  static_cast<off_t>(extent.offset_bytes)) == MAP_FAILED) {
             const int saved_errno = errno;
             munmap(base, imported.length_bytes);
             errno = saved_errno;
             return nullptr;
         }
-        at += extent.length_bytes;
+        address += extent.length_bytes;
     }
     return base;
 }
 
 bool has_other_references(int fd) {
     {
-        Exports& all = exports();
-        std::lock_guard lock(all.mutex);
-        drop_unreferenced_exports(&all);
+        Exports& state = exports();
+        std::lock_guard lock(state.mutex);
+        drop_unreferenced_exports(&state);
     }
     return has_other_opens(fd);
 }

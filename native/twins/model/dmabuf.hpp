@@ -14,7 +14,8 @@ namespace gdrkit::twin {
 // Create device memory: a memfd named gdrkit-gpu:<16 hex digits>, read-write, close-on-exec, with a sealed size. Return
 // its descriptor or -errno.
 int make_device_memory(std::uint64_t length_bytes);
-// Return whether `fd` is such a memfd. Its size is sealed, so no process can truncate it under a mapping.
+// Return whether `fd` is a memfd of make_device_memory. Its size is sealed, so that no process can truncate mapped
+// memory.
 bool is_device_memory(int fd);
 
 // A contiguous part of a device memory memfd. `fd` is borrowed, not owned.
@@ -28,14 +29,14 @@ struct Extent {
 // owns, or -errno.
 int export_dmabuf(std::span<const Extent> extents);
 
-// Export like export_dmabuf, but always as a separate descriptor memfd, and store the `id` under which is_dmabuf_alive
-// finds it.
+// Export like export_dmabuf, but always create a second memfd for the dma-buf (a descriptor memfd), and store the `id`
+// that is_dmabuf_alive needs.
 int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id);
-// Return whether any process still has a descriptor of that dma-buf open or has imported it.
+// Return whether any process still has a descriptor of the dma-buf `id` open or has imported it.
 bool is_dmabuf_alive(std::uint64_t id);
 
-// Export the memory as a shareable CUDA VMM handle. Its memfd is named gdrkit-vmm, so that it cannot be imported as a
-// dma-buf.
+// Export the memory as a shareable handle of CUDA's virtual memory management. The handle is a memfd named gdrkit-vmm,
+// so that it cannot be imported as a dma-buf.
 int export_shareable(int memory_fd);
 // Return a read-write descriptor of the memory behind a shareable handle; -EINVAL if `fd` is not a shareable handle,
 // -EBADF if it is not open.
@@ -49,19 +50,19 @@ struct ImportedDmabuf {
     };
     std::vector<OwnedExtent> extents;
     std::uint64_t length_bytes = 0;
-    // The dma-buf itself. While it is open the exporter sees that the dma-buf is imported, as the kernel counts an
-    // attachment.
+    // A descriptor of the dma-buf. While it is open, the exporter sees that the dma-buf is imported. The kernel counts
+    // an attachment for the same purpose.
     Fd attachment;
 };
 
 enum class DmabufOrigin { twin, kernel };
 
-// Find out who exported a dma-buf, and its size. Return 0, -EBADF if `fd` is not open, or -EINVAL if it is not a
-// dma-buf.
+// Determine whether a twin or the kernel exported a dma-buf, and its size. Return 0, -EBADF if `fd` is not open, or
+// -EINVAL if it is not a dma-buf.
 int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes);
 
-// Import a dma-buf that a twin exported. Return 0, -EBADF or -EINVAL as above, or -ENODEV if the process that owns its
-// extents is gone.
+// Import a dma-buf that a twin exported. Return 0; -EBADF or -EINVAL as identify_dmabuf does; -EINVAL for a dma-buf of
+// the kernel; or -ENODEV if the process that exported it is gone.
 int import_dmabuf(int fd, ImportedDmabuf* imported);
 
 // Map the extents as one contiguous read-write range of this process. Return nullptr and set errno on failure. The

@@ -28,38 +28,40 @@
 namespace gdrkit::twin {
 namespace {
 
+// A rule of a fault plan: what happens in the calls `first_call` to `last_call` of a fault point.
 struct Rule {
-    std::uint64_t first = 1;
-    std::uint64_t last = UINT64_MAX;
-    std::optional<int> code;
+    std::uint64_t first_call = 1;
+    std::uint64_t last_call = UINT64_MAX;
+    std::optional<int> code; // result of the call; empty: the call is carried out
     std::chrono::microseconds delay{0};
     std::string stop_file; // path of the trigger file; empty: the rule stops no process
 
-    bool does_something() const { return code || delay.count() != 0 || !stop_file.empty(); }
+    bool has_effect() const { return code || delay.count() != 0 || !stop_file.empty(); }
 };
 
 struct Plan {
     std::map<std::string, std::vector<Rule>, std::less<>> rules;
 };
 
-// Calls of one point that are being delayed: the present number and the largest so far.
+// Number of calls of one point that are delayed at present, and the largest number so far.
 struct DelayedCalls {
-    int now = 0;
-    int most = 0;
+    int current_count = 0;
+    int max_count = 0;
 };
 
 } // namespace
 
-// Counts the calls of one point since the library was loaded. `calls_before_plan` of them were made under earlier
+// Counts the calls of one point since the library was loaded. `call_count_before_plan` of them were made under earlier
 // plans.
 struct FaultCount {
-    std::atomic<std::uint64_t> calls{0};
-    std::uint64_t calls_before_plan = 0;
+    std::atomic<std::uint64_t> call_count{0};
+    std::uint64_t call_count_before_plan = 0;
     std::atomic<bool> has_rule{false};
 };
 
 namespace {
 
+// The fault points of this library, its current plan and its counters.
 struct Faults {
     std::mutex mutex;
     std::map<std::string, FaultPoint, std::less<>> points;
@@ -70,8 +72,8 @@ struct Faults {
 };
 
 Faults& faults() {
-    static auto* const all = new Faults;
-    return *all;
+    static auto* const instance = new Faults;
+    return *instance;
 }
 
 struct NamedCode {
@@ -91,17 +93,17 @@ constexpr NamedCode errno_names[] = {
     {"ENOTSUPP", 524},    {"ETIMEDOUT", ETIMEDOUT},   {"ECONNREFUSED", ECONNREFUSED},
 };
 
-// Names of the paths that a transfer between a file and a device can take, as a cuFile plan writes them.
+// Values of route=: the paths that a cuFile transfer between a file and a device can take.
 constexpr NamedCode route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
 
 // Largest delay_us= of a rule: ten seconds.
-constexpr std::uint32_t max_delay_us_of_rule = 10'000'000;
+constexpr std::uint32_t max_rule_delay_us = 10'000'000;
 
-// Prefixes of all twins. A rule that matches none of them is an error in every library.
+// Prefixes of the fault points of all twins. A rule for a name with none of these prefixes is an error in every twin.
 constexpr std::array<std::string_view, 7> all_prefixes = {"ibv_",   "_ibv_",   "wc.",     "cu",
                                                           "cuFile", "cufile.", "hlthunk_"};
 
-template <typename Number> bool parse(std::string_view text, Number* value) {
+template <typename Number> bool parse_number(std::string_view text, Number* value) {
     auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);
     return error == std::errc{} && end == text.data() + text.size() && !text.empty();
 }
@@ -111,14 +113,15 @@ bool parse_calls(std::string_view text, Rule* rule) {
         return true;
     }
     const auto dash = text.find('-');
-    if (!parse(text.substr(0, dash), &rule->first) || rule->first == 0) {
+    if (!parse_number(text.substr(0, dash), &rule->first_call) || rule->first_call == 0) {
         return false;
     }
-    rule->last = rule->first;
-    return dash == std::string_view::npos || (parse(text.substr(dash + 1), &rule->last) && rule->last >= rule->first);
+    rule->last_call = rule->first_call;
+    return dash == std::string_view::npos ||
+           (parse_number(text.substr(dash + 1), &rule->last_call) && rule->last_call >= rule->first_call);
 }
 
-bool find_name(std::span<const NamedCode> names, std::string_view text, int* code) {
+bool find_code(std::span<const NamedCode> names, std::string_view text, int* code) {
     const auto found = std::ranges::find(names, text, &NamedCode::name);
     if (found != names.end()) {
         *code = found->code;
@@ -128,15 +131,16 @@ bool find_name(std::span<const NamedCode> names, std::string_view text, int* cod
 
 bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
     if (point.kind == FaultKind::route) {
-        return find_name(route_names, text, code);
+        return find_code(route_names, text, code);
     }
-    if (point.kind == FaultKind::errno_value && find_name(errno_names, text, code)) {
+    if (point.kind == FaultKind::errno_value && find_code(errno_names, text, code)) {
         return true;
     }
-    return parse(text, code) && *code >= point.code_min && *code <= point.code_max;
+    return parse_number(text, code) && *code >= point.code_min && *code <= point.code_max;
 }
 
-// Return the longest prefix that `name` starts with, since "cuFile" starts with CUDA's "cu"; empty if there is none.
+// Return the longest prefix in all_prefixes with which `name` starts, or an empty text. The longest one decides,
+// because "cuFile" also starts with CUDA's "cu".
 std::string_view prefix_of(std::string_view name) {
     std::string_view longest;
     for (const std::string_view prefix : all_prefixes) {
@@ -168,23 +172,23 @@ std::string expected_code(const FaultPoint& point) {
 }
 
 // Parse one rule and add it to the plan. Return an error text or an empty string. Rules of other libraries are skipped.
-std::string parse_rule(const Faults& all, const std::vector<std::string>& words, Plan* plan) {
+std::string parse_rule(const Faults& state, const std::vector<std::string>& words, Plan* plan) {
     const std::string& name = words[0];
-    const auto point = all.points.find(name);
-    if (point == all.points.end()) {
+    const auto point = state.points.find(name);
+    if (point == state.points.end()) {
         const std::string_view prefix = prefix_of(name);
-        const bool is_own_prefix = std::ranges::find(all.prefixes, prefix) != all.prefixes.end();
+        const bool is_own_prefix = std::ranges::find(state.prefixes, prefix) != state.prefixes.end();
         return !prefix.empty() && !is_own_prefix ? ""
                                                  : "'" + name + "' is not the name of a fault point of this library";
     }
     const std::string_view code_key = code_key_of(point->second.kind);
     Rule rule;
-    bool have_call = false;
+    bool has_call = false;
     for (std::size_t index = 1; index < words.size(); ++index) {
         const std::string_view word = words[index];
-        if (word.starts_with("call=") && !have_call) {
-            have_call = parse_calls(word.substr(5), &rule);
-            if (!have_call) {
+        if (word.starts_with("call=") && !has_call) {
+            has_call = parse_calls(word.substr(5), &rule);
+            if (!has_call) {
                 return "'" + words[index] + "': expected call=N, call=N-M or call=*";
             }
         } else if (word.starts_with(code_key) && !rule.code) {
@@ -195,8 +199,8 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
             rule.code = code;
         } else if (word.starts_with("delay_us=") && rule.delay.count() == 0) {
             std::uint32_t delay_us = 0;
-            if (!parse(word.substr(9), &delay_us) || delay_us == 0 || delay_us > max_delay_us_of_rule) {
-                return "'" + words[index] + "': expected a number from 1 to " + std::to_string(max_delay_us_of_rule) +
+            if (!parse_number(word.substr(9), &delay_us) || delay_us == 0 || delay_us > max_rule_delay_us) {
+                return "'" + words[index] + "': expected a number from 1 to " + std::to_string(max_rule_delay_us) +
                        " after delay_us=";
             }
             rule.delay = std::chrono::microseconds(delay_us);
@@ -209,72 +213,74 @@ std::string parse_rule(const Faults& all, const std::vector<std::string>& words,
             return "'" + words[index] + "' is not expected here";
         }
     }
-    if (!have_call || !rule.does_something()) {
+    if (!has_call || !rule.has_effect()) {
         return "expected '" + name + " call=... " + std::string(code_key) + "..., delay_us=... or stop=...'";
     }
     plan->rules[name].push_back(rule);
     return "";
 }
 
-std::string parse_plan(const Faults& all, std::string_view text, Plan* plan) {
+std::string parse_plan(const Faults& state, std::string_view text, Plan* plan) {
     std::istringstream lines{std::string(text)};
     std::string line;
-    bool header_seen = false;
-    for (int number = 1; std::getline(lines, line); ++number) {
+    bool has_header = false;
+    for (int line_number = 1; std::getline(lines, line); ++line_number) {
         std::istringstream stream(line.substr(0, line.find('#')));
         const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
         if (words.empty()) {
             continue;
         }
-        const std::string where = "line " + std::to_string(number) + ": ";
-        if (!header_seen) {
+        const std::string location = "line " + std::to_string(line_number) + ": ";
+        if (!has_header) {
             if (words != std::vector<std::string>{"gdrkit-faults", "1"}) {
-                return where + "expected 'gdrkit-faults 1' first";
+                return location + "expected 'gdrkit-faults 1' first";
             }
-            header_seen = true;
-        } else if (std::string error = parse_rule(all, words, plan); !error.empty()) {
-            return where + error;
+            has_header = true;
+        } else if (std::string error = parse_rule(state, words, plan); !error.empty()) {
+            return location + error;
         }
     }
-    return header_seen ? "" : "line 1: expected 'gdrkit-faults 1' first";
+    return has_header ? "" : "line 1: expected 'gdrkit-faults 1' first";
 }
 
-std::string set_plan(Faults* all, std::string_view text) {
+// Replace the plan and restart the call counts. Return an error text, and keep the old plan, if the text is malformed.
+std::string set_plan(Faults* state, std::string_view text) {
     Plan plan;
-    std::string error = parse_plan(*all, text, &plan);
+    std::string error = parse_plan(*state, text, &plan);
     if (error.empty()) {
-        all->plan = std::move(plan);
-        all->delayed_calls.clear();
-        for (auto& [name, count] : all->counts) {
-            count.calls_before_plan = count.calls;
-            count.has_rule = all->plan.rules.contains(name);
+        state->plan = std::move(plan);
+        state->delayed_calls.clear();
+        for (auto& [name, count] : state->counts) {
+            count.call_count_before_plan = count.call_count;
+            count.has_rule = state->plan.rules.contains(name);
         }
     }
     return error;
 }
 
-FaultCount& count_of(Faults* all, std::string_view point) {
-    auto found = all->counts.find(point);
-    if (found == all->counts.end()) {
-        found = all->counts.try_emplace(std::string(point)).first;
-        found->second.has_rule = all->plan.rules.contains(found->first);
+FaultCount& find_or_add_count(Faults* state, std::string_view point) {
+    auto found = state->counts.find(point);
+    if (found == state->counts.end()) {
+        found = state->counts.try_emplace(std::string(point)).first;
+        found->second.has_rule = state->plan.rules.contains(found->first);
     }
     return found->second;
 }
 
-// Stop this process if the trigger file exists. rename() is atomic, so exactly one of several calls takes the file, and
-// the file's new name contains the process id.
+// Stop this process if the trigger file exists. rename() is atomic, so exactly one of several concurrent calls renames
+// the file and stops. The new name tells which process has stopped.
 void stop_process_if_file_exists(const std::string& file) {
-    const std::string taken = file + "." + std::to_string(getpid());
-    if (std::rename(file.c_str(), taken.c_str()) == 0) {
+    const std::string renamed_file = file + "." + std::to_string(getpid());
+    if (std::rename(file.c_str(), renamed_file.c_str()) == 0) {
         raise(SIGSTOP);
     }
 }
 
-// Apply the rule without holding the lock, and return the injected result.
-std::optional<int> apply_rule(Faults* all, std::unique_lock<std::mutex>* lock, std::string_view point,
+// Apply the rule and return the result that it injects. The lock is released while the process is stopped or the call
+// is delayed.
+std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock, std::string_view point,
                               const Rule& rule) {
-    // Copied, because the plan may be replaced while the lock is released.
+    // The rule is copied, because the plan may be replaced while the lock is released.
     const Rule rule_copy = rule;
     const std::string name(point);
     if (!rule_copy.stop_file.empty()) {
@@ -285,13 +291,14 @@ std::optional<int> apply_rule(Faults* all, std::unique_lock<std::mutex>* lock, s
     if (rule_copy.delay.count() == 0) {
         return rule_copy.code;
     }
-    DelayedCalls& delayed_calls = all->delayed_calls[name];
-    delayed_calls.most = std::max(delayed_calls.most, ++delayed_calls.now);
+    DelayedCalls& delayed_calls = state->delayed_calls[name];
+    delayed_calls.max_count = std::max(delayed_calls.max_count, ++delayed_calls.current_count);
     lock->unlock();
     std::this_thread::sleep_for(rule_copy.delay);
     lock->lock();
-    if (const auto found = all->delayed_calls.find(name); found != all->delayed_calls.end() && found->second.now > 0) {
-        --found->second.now;
+    if (const auto found = state->delayed_calls.find(name);
+        found != state->delayed_calls.end() && found->second.current_count > 0) {
+        --found->second.current_count;
     }
     return rule_copy.code;
 }
@@ -299,23 +306,23 @@ std::optional<int> apply_rule(Faults* all, std::unique_lock<std::mutex>* lock, s
 } // namespace
 
 std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes) {
-    Faults& all = faults();
-    std::lock_guard lock(all.mutex);
+    Faults& state = faults();
+    std::lock_guard lock(state.mutex);
     for (const FaultPoint& point : points) {
-        all.points.emplace(point.name, point);
+        state.points.emplace(point.name, point);
     }
-    all.prefixes.assign(prefixes.begin(), prefixes.end());
+    state.prefixes.assign(prefixes.begin(), prefixes.end());
     const std::string& path = config().fault_plan_path;
     if (path.empty()) {
         return "";
     }
-    // Read through the stream: reading from its buffer throws if the path is a directory.
+    // get() sets an error bit if the path is a directory. A read from the stream's buffer would throw an exception.
     std::ifstream file(path, std::ios::binary);
     std::string text;
-    for (char letter = 0; file.get(letter);) {
-        text += letter;
+    for (char character = 0; file.get(character);) {
+        text += character;
     }
-    std::string error = file.is_open() && !file.bad() ? set_plan(&all, text)
+    std::string error = file.is_open() && !file.bad() ? set_plan(&state, text)
                                                       : "the file cannot be read; check that it exists and is readable";
     if (!error.empty()) {
         error = "fault plan " + path + ": " + error;
@@ -325,20 +332,20 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
 }
 
 std::string replace_faults(std::string_view plan) {
-    Faults& all = faults();
-    std::lock_guard lock(all.mutex);
-    return set_plan(&all, plan);
+    Faults& state = faults();
+    std::lock_guard lock(state.mutex);
+    return set_plan(&state, plan);
 }
 
 std::optional<int> injected_fault(std::string_view point) {
-    Faults& all = faults();
-    std::unique_lock lock(all.mutex);
-    FaultCount& count = count_of(&all, point);
-    const std::uint64_t call = ++count.calls - count.calls_before_plan;
-    if (const auto rules = all.plan.rules.find(point); rules != all.plan.rules.end()) {
+    Faults& state = faults();
+    std::unique_lock lock(state.mutex);
+    FaultCount& count = find_or_add_count(&state, point);
+    const std::uint64_t call = ++count.call_count - count.call_count_before_plan; // counted from 1
+    if (const auto rules = state.plan.rules.find(point); rules != state.plan.rules.end()) {
         for (const Rule& rule : rules->second) {
-            if (rule.first <= call && call <= rule.last) {
-                return apply_rule(&all, &lock, point, rule);
+            if (rule.first_call <= call && call <= rule.last_call) {
+                return apply_rule(&state, &lock, point, rule);
             }
         }
     }
@@ -346,16 +353,16 @@ std::optional<int> injected_fault(std::string_view point) {
 }
 
 FaultSite::FaultSite(std::string_view point) : point_(point) {
-    Faults& all = faults();
-    std::lock_guard lock(all.mutex);
-    count_ = &count_of(&all, point);
+    Faults& state = faults();
+    std::lock_guard lock(state.mutex);
+    count_ = &find_or_add_count(&state, point);
 }
 
 std::optional<int> FaultSite::injected_fault() {
     if (has_rule()) {
         return twin::injected_fault(point_);
     }
-    ++count_->calls;
+    ++count_->call_count;
     return std::nullopt;
 }
 
@@ -364,22 +371,22 @@ bool FaultSite::has_rule() const {
 }
 
 std::string delayed_calls_json() {
-    Faults& all = faults();
-    std::lock_guard lock(all.mutex);
+    Faults& state = faults();
+    std::lock_guard lock(state.mutex);
     std::string json = "{";
-    for (const auto& [name, delayed_calls] : all.delayed_calls) {
-        json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(delayed_calls.most);
+    for (const auto& [name, delayed_calls] : state.delayed_calls) {
+        json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(delayed_calls.max_count);
     }
     return json + "}";
 }
 
 std::string calls_json() {
-    Faults& all = faults();
-    std::lock_guard lock(all.mutex);
+    Faults& state = faults();
+    std::lock_guard lock(state.mutex);
     std::string json = "{";
-    for (const auto& [name, count] : all.counts) {
-        if (const std::uint64_t calls = count.calls; calls > 0) {
-            json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(calls);
+    for (const auto& [name, count] : state.counts) {
+        if (const std::uint64_t call_count = count.call_count; call_count > 0) {
+            json += (json.size() > 1 ? ",\"" : "\"") + name + "\":" + std::to_string(call_count);
         }
     }
     return json + "}";

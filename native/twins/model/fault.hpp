@@ -9,8 +9,8 @@
 
 namespace gdrkit::twin {
 
-// The type of result that a rule sets: errno=, status=, or route= (the path of a cuFile transfer: p2p 1, nvfs 2, posix
-// 3).
+// The key by which a rule sets the result of a call: errno=, status=, or route=. The value of route= is the path of a
+// cuFile transfer: p2p (code 1), nvfs (2) or posix (3).
 enum class FaultKind { errno_value, status, route };
 
 // A function name that a plan may use, with the type and the range (code_min to code_max) of the result in its rules.
@@ -18,7 +18,7 @@ struct FaultPoint {
     std::string_view name;
     FaultKind kind;
     int code_max = 4095;
-    int code_min = 1; // 0 is allowed where success without any effect can be injected
+    int code_min = 1; // 0 for a point whose rule may report success although the call does nothing
 };
 
 // Declare the fault points of this library and the name prefixes that it owns, and read the plan named by the
@@ -34,12 +34,14 @@ std::string replace_faults(std::string_view plan);
 // call shall be carried out.
 std::optional<int> injected_fault(std::string_view point);
 
-// The same for a function that is called often: if no rule names the point, the call is counted without a lock. Its
-// counter is never destroyed.
+// The counter of one fault point. It is never destroyed.
 struct FaultCount;
+
+// A fault point of a function that is called often. If no rule names the point, a call is counted without a lock.
 class FaultSite {
 public:
     explicit FaultSite(std::string_view point);
+    // Like the function injected_fault of this point.
     std::optional<int> injected_fault();
     // Return whether the current plan has a rule for this point.
     [[nodiscard]] bool has_rule() const;

@@ -20,12 +20,12 @@ public:
     const T& back() const { return (*this)[count_ - 1]; }
 
     T& push_back(T item) {
-        grow();
+        grow_if_full();
         ++count_;
         return back() = std::move(item);
     }
     T& push_front(T item) {
-        grow();
+        grow_if_full();
         first_ = (first_ - 1) & mask();
         ++count_;
         return front() = std::move(item);
@@ -40,7 +40,7 @@ public:
 
 private:
     [[nodiscard]] std::size_t mask() const { return slots_.size() - 1; } // the number of slots is a power of two
-    void grow() {
+    void grow_if_full() {
         if (count_ != slots_.size()) {
             return;
         }

@@ -18,9 +18,9 @@
 namespace gdrkit::twin {
 namespace {
 
-// Kernels before 5.14 do not know the advice and fail as if the memory could not be populated.
+// Return whether the kernel supports MADV_POPULATE_READ, which Linux 5.14 introduced. Populate one page to find out.
 bool kernel_populates() {
-    static const bool known = [] {
+    static const bool is_supported = [] {
         const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
         void* const probe = mmap(nullptr, page_bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (probe == MAP_FAILED) {
@@ -30,20 +30,20 @@ bool kernel_populates() {
         munmap(probe, page_bytes);
         return populated;
     }();
-    return known;
+    return is_supported;
 }
 
 bool is_mapped_in_proc_maps(std::uint64_t begin_wanted, std::uint64_t end_wanted, bool writable) {
     std::ifstream maps("/proc/self/maps");
     std::uint64_t covered = begin_wanted;
     for (std::string line; covered < end_wanted && std::getline(maps, line);) {
-        char* rest = nullptr;
-        const std::uint64_t begin = std::strtoull(line.c_str(), &rest, 16);
-        const std::uint64_t end = std::strtoull(rest + 1, &rest, 16);
+        char* parse_end = nullptr;
+        const std::uint64_t begin = std::strtoull(line.c_str(), &parse_end, 16);
+        const std::uint64_t end = std::strtoull(parse_end + 1, &parse_end, 16);
         if (end <= covered) {
             continue;
         }
-        if (begin > covered || rest[1] != 'r' || (writable && rest[2] != 'w')) {
+        if (begin > covered || parse_end[1] != 'r' || (writable && parse_end[2] != 'w')) {
             return false;
         }
         covered = end;
@@ -62,7 +62,8 @@ int check_mapped(std::uint64_t begin, std::uint64_t end, bool writable) {
         result =
             madvise(reinterpret_cast<void*>(begin), end - begin, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
-    // Pinning fails with EFAULT for memory that is not mapped, lacks the permission, or has nothing behind its mapping.
+    // A driver that pins the pages returns EFAULT in all these cases: the memory is not mapped, the mapping does not
+    // permit the access, or the mapping extends beyond the end of its file.
     return result == 0 ? 0 : EFAULT;
 }
 

@@ -1,5 +1,5 @@
-// A check whether host memory could be pinned. The twins apply it where a real driver would pin the pages of a
-// registration.
+// A check whether host memory could be pinned. The twins call it where a real driver would pin the pages of the memory
+// that a client registers.
 #pragma once
 
 #include <cstdint>

@@ -31,21 +31,22 @@ struct Stack {
 using Key = std::pair<std::string_view, std::uint64_t>;
 
 struct ReleasedHandle {
-    Stack created, released;
-    std::uint64_t number = 0; // sequence number of the release, since a handle value may be reused and released again
+    Stack creation_stack, release_stack;
+    // Tells this release from a later one of the same handle value, which the twin may have reused.
+    std::uint64_t sequence_number = 0;
 };
 
 struct Ledger {
     std::mutex mutex;
     std::map<Key, Stack> live;
     std::map<Key, ReleasedHandle> released;
-    std::deque<std::pair<Key, std::uint64_t>> release_order; // oldest release first
-    std::uint64_t releases = 0;
+    std::deque<std::pair<Key, std::uint64_t>> release_order; // handle and sequence number, oldest release first
+    std::uint64_t release_count = 0;
 };
 
 Ledger& ledger() {
-    static auto* const the_ledger = new Ledger;
-    return *the_ledger;
+    static auto* const instance = new Ledger;
+    return *instance;
 }
 
 void print_stack(const char* title, const Stack& stack) {
@@ -57,37 +58,37 @@ void print_stack(const char* title, const Stack& stack) {
 } // namespace
 
 void ledger_add(std::string_view kind, std::uint64_t handle) {
-    Ledger& all = ledger();
-    std::lock_guard lock(all.mutex);
-    // A reused address is a new handle: releasing it is not a double release of the old one.
-    all.released.erase(Key{kind, handle});
-    all.live.emplace(Key{kind, handle}, Stack::here());
+    Ledger& state = ledger();
+    std::lock_guard lock(state.mutex);
+    // An allocator may reuse the address of a released object. Releasing the new object is not a double release.
+    state.released.erase(Key{kind, handle});
+    state.live.emplace(Key{kind, handle}, Stack::here());
 }
 
 bool ledger_remove(std::string_view kind, std::uint64_t handle) {
-    Ledger& all = ledger();
-    std::lock_guard lock(all.mutex);
+    Ledger& state = ledger();
+    std::lock_guard lock(state.mutex);
     const Key key{kind, handle};
-    if (auto position = all.live.find(key); position != all.live.end()) {
-        const std::uint64_t number = ++all.releases;
-        all.released.insert_or_assign(key, ReleasedHandle{position->second, Stack::here(), number});
-        all.live.erase(position);
-        all.release_order.emplace_back(key, number);
-        if (all.release_order.size() > releases_remembered) {
-            const auto& [oldest_key, oldest_number] = all.release_order.front();
-            if (const auto oldest = all.released.find(oldest_key);
-                oldest != all.released.end() && oldest->second.number == oldest_number) {
-                all.released.erase(oldest);
+    if (auto position = state.live.find(key); position != state.live.end()) {
+        const std::uint64_t sequence_number = ++state.release_count;
+        state.released.insert_or_assign(key, ReleasedHandle{position->second, Stack::here(), sequence_number});
+        state.live.erase(position);
+        state.release_order.emplace_back(key, sequence_number);
+        if (state.release_order.size() > max_remembered_releases) {
+            const auto& [oldest_key, oldest_sequence_number] = state.release_order.front();
+            if (const auto oldest = state.released.find(oldest_key);
+                oldest != state.released.end() && oldest->second.sequence_number == oldest_sequence_number) {
+                state.released.erase(oldest);
             }
-            all.release_order.pop_front();
+            state.release_order.pop_front();
         }
         return true;
     }
-    if (auto position = all.released.find(key); position != all.released.end()) {
+    if (auto position = state.released.find(key); position != state.released.end()) {
         std::fprintf(stderr, "gdrkit twin: double release of %.*s 0x%llx\n", static_cast<int>(kind.size()), kind.data(),
                      static_cast<unsigned long long>(handle));
-        print_stack("it was created at", position->second.created);
-        print_stack("released first at", position->second.released);
+        print_stack("it was created at", position->second.creation_stack);
+        print_stack("released first at", position->second.release_stack);
         print_stack("released again at", Stack::here());
         std::abort();
     }
@@ -95,16 +96,16 @@ bool ledger_remove(std::string_view kind, std::uint64_t handle) {
 }
 
 bool ledger_holds(std::string_view kind, std::uint64_t handle) {
-    Ledger& all = ledger();
-    std::lock_guard lock(all.mutex);
-    return all.live.contains(Key{kind, handle});
+    Ledger& state = ledger();
+    std::lock_guard lock(state.mutex);
+    return state.live.contains(Key{kind, handle});
 }
 
 std::string ledger_json() {
-    Ledger& all = ledger();
-    std::lock_guard lock(all.mutex);
+    Ledger& state = ledger();
+    std::lock_guard lock(state.mutex);
     std::map<std::string_view, std::size_t> counts;
-    for (const auto& [key, stack] : all.live) {
+    for (const auto& [key, stack] : state.live) {
         ++counts[key.first];
     }
     std::string json = "{";
@@ -115,10 +116,10 @@ std::string ledger_json() {
 }
 
 std::string ledger_text() {
-    Ledger& all = ledger();
-    std::lock_guard lock(all.mutex);
+    Ledger& state = ledger();
+    std::lock_guard lock(state.mutex);
     std::string text;
-    for (const auto& [key, stack] : all.live) {
+    for (const auto& [key, stack] : state.live) {
         char line[64];
         std::snprintf(line, sizeof line, " 0x%llx created at\n", static_cast<unsigned long long>(key.second));
         text += std::string(key.first) + line;

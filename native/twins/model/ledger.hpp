@@ -1,5 +1,6 @@
-// The ledger of live handles. A twin enters every handle that it returns together with the stack of its creation, so
-// that leaks can be listed and a double release ends the process with the stacks that explain it.
+// The ledger of live handles. A twin adds every handle that it returns to a client, with the call stack of its
+// creation. So leaks can be listed, and a double release ends the process and prints the stacks of the creation and
+// both releases.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +10,12 @@
 
 namespace gdrkit::twin {
 
-// How many releases are remembered, the latest ones. Each takes 740 bytes with its stacks and, of a verbs object, the
-// quarantined structure; a program that runs for days on a twin must not grow by them.
-inline constexpr std::size_t releases_remembered = 128;
+// The ledger remembers this number of releases, the latest ones, to detect a second release. A remembered release takes
+// 740 bytes for its stacks. For a verbs object, the released structure is kept too. The limit is there because the
+// memory of a program that runs for days on a twin must not grow with each release.
+inline constexpr std::size_t max_remembered_releases = 128;
 
-// `kind` must be a string literal ("ibv_mr", "cuda_memory").
+// Add a new handle. `kind` is its type and must be a string literal ("ibv_mr", "cuda_memory").
 void ledger_add(std::string_view kind, std::uint64_t handle);
 
 // Remove a live handle and return true. If the handle was released before, print the stacks of its creation, first and
@@ -21,12 +23,13 @@ void ledger_add(std::string_view kind, std::uint64_t handle);
 // by the convention of its API.
 [[nodiscard]] bool ledger_remove(std::string_view kind, std::uint64_t handle);
 
+// Return whether the handle is live.
 [[nodiscard]] bool ledger_holds(std::string_view kind, std::uint64_t handle);
 
 // Return the number of live handles of each kind as JSON, for example {"ibv_mr": 2, "cuda_memory": 1}.
 std::string ledger_json();
 
-// Return the creation stacks of all live handles as text for people.
+// Return all live handles and their creation stacks as readable text.
 std::string ledger_text();
 
 } // namespace gdrkit::twin

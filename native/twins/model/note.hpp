@@ -1,5 +1,5 @@
-// The ELF note (owner "GDRKIT", type 1) by which a report can tell that a loaded library is a twin. Use the macro once
-// in each library.
+// A macro that adds an ELF note (owner "GDRKIT", type 1) to a library. A report recognizes a loaded twin by this note.
+// Use the macro once in each twin.
 #pragma once
 
 #define GDRKIT_TWIN_NOTE(text)                                                                                         \
@@ -9,6 +9,6 @@
         char owner[8];                                                                                                 \
         char description[(sizeof(text) + 3) / 4 * 4];                                                                  \
     };                                                                                                                 \
-    [[gnu::section(".note.gdrkit"), gnu::used, gnu::aligned(4)]] const GdrkitNote gdrkit_note = {7, sizeof(text), 1,   \
-                                                                                                 "GDRKIT", text};      \
+    [[gnu::section(".note.gdrkit"), gnu::used, gnu::aligned(4)]] const GdrkitNote gdrkit_note = {                      \
+        sizeof "GDRKIT", sizeof(text), 1, "GDRKIT", text};                                                             \
     }

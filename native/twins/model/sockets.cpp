@@ -25,8 +25,8 @@ namespace {
 
 constexpr std::size_t max_fds = 64;
 constexpr std::uint32_t message_magic = 0x47444b31; // "1KDG" in memory
-// A process that does not respond in this time is taken to be stopped. The time is longer than a few silent clients can
-// delay the control service.
+// A process that does not respond in this time is considered stopped. Clients that connect and send nothing delay the
+// control service by 2 s each, so the time is longer than the delay by a few of them.
 constexpr timeval connect_timeout{10, 0};
 constexpr std::uint32_t max_message_bytes = 1U << 20;
 
@@ -38,8 +38,8 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 16);
 
-// Return the path of a queue pair's socket that is reachable from every network namespace; empty for names that are
-// local to one machine.
+// Return the path of a queue pair's socket in the GDRKIT_TWINS_FABRIC directory, which every network namespace can
+// reach. Return an empty path for a name that is an abstract name.
 std::string fabric_path(std::string_view name) {
     if (config().fabric.empty() || !name.starts_with("qp.")) {
         return {};
@@ -59,49 +59,49 @@ bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) 
         *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size() + 1);
         return true;
     }
-    const std::string full =
+    const std::string abstract_name =
         "gdrkit-twins/" + std::to_string(getuid()) + "/" + config().domain + "/" + std::string(name);
-    if (full.size() + 1 > sizeof address->sun_path) {
+    if (abstract_name.size() + 1 > sizeof address->sun_path) {
         return false;
     }
     std::memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    std::memcpy(address->sun_path + 1, full.data(), full.size());
-    *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + full.size());
+    std::memcpy(address->sun_path + 1, abstract_name.data(), abstract_name.size());
+    *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + abstract_name.size());
     return true;
 }
 
 struct Service {
     std::mutex mutex;
     std::map<std::uint32_t, Handler> handlers;
-    std::uint64_t name = 0;
-    bool started = false;
+    std::uint64_t id = 0;
+    bool is_started = false;
 };
 
 Service& service() {
-    static auto* const the_service = new Service;
-    return *the_service;
+    static auto* const instance = new Service;
+    return *instance;
 }
 
-std::string service_name(std::uint64_t name) {
+std::string service_socket_name(std::uint64_t service_id) {
     char text[32];
-    std::snprintf(text, sizeof text, "control.%016llx", static_cast<unsigned long long>(name));
+    std::snprintf(text, sizeof text, "control.%016llx", static_cast<unsigned long long>(service_id));
     return text;
 }
 
 Handler find_handler(std::uint32_t type) {
-    Service& all = service();
-    std::lock_guard lock(all.mutex);
-    const auto found = all.handlers.find(type);
-    return found == all.handlers.end() ? Handler() : found->second;
+    Service& state = service();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.handlers.find(type);
+    return found == state.handlers.end() ? Handler() : found->second;
 }
 
-bool send_and_close(int socket, std::vector<Fd> fds) {
-    std::vector<int> lent;
+bool send_and_close_fds(int socket, std::vector<Fd> fds) {
+    std::vector<int> borrowed_fds;
     for (const Fd& fd : fds) {
-        lent.push_back(fd.get());
+        borrowed_fds.push_back(fd.get());
     }
-    return lent.empty() || send_fds(socket, lent);
+    return borrowed_fds.empty() || send_fds(socket, borrowed_fds);
 }
 
 void handle_connection(int socket) {
@@ -119,16 +119,16 @@ void handle_connection(int socket) {
         return;
     }
     std::vector<Fd> fds;
-    // Call a copy, without the lock: the handler may take locks whose holders call register_handler or
-    // control_service_id.
+    // Call a copy of the handler without holding the service's mutex. A handler may take other locks, and the holders
+    // of those locks may call register_handler or control_service_id, which take the mutex.
     if (const Handler handler = find_handler(header.type)) {
         handler(request, &reply, &fds);
     }
     const MessageHeader reply_header{message_magic, header.type, static_cast<std::uint32_t>(reply.size()),
                                      static_cast<std::uint32_t>(fds.size())};
-    // The descriptors are sent, and closed here, before the data: when the client has the data, no copy is left in this
-    // process.
-    if (!send_all(socket, &reply_header, sizeof reply_header) || !send_and_close(socket, std::move(fds))) {
+    // Send and close the descriptors before the data. So when the client has the data, this process has no copy of the
+    // descriptors left.
+    if (!send_all(socket, &reply_header, sizeof reply_header) || !send_and_close_fds(socket, std::move(fds))) {
         return;
     }
     send_all(socket, reply.data(), reply.size());
@@ -140,27 +140,27 @@ void run_control_service(int listener) {
         if (socket) {
             handle_connection(socket.get());
         } else if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) {
-            poll(nullptr, 0, 10);
+            poll(nullptr, 0, 10); // no descriptors or memory left: wait 10 ms and try again
         }
     }
 }
 
 // The caller holds the lock.
-void start_control_service(Service* all) {
-    if (all->started) {
+void start_control_service(Service* state) {
+    if (state->is_started) {
         return;
     }
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
-        all->name = random_u64();
-        listener = listen_on(service_name(all->name));
+        state->id = random_u64();
+        listener = listen_on(service_socket_name(state->id));
     }
     if (listener < 0) {
         std::fprintf(stderr, "gdrkit twin: cannot listen on the control socket: %s\n", std::strerror(-listener));
         return;
     }
     start_signal_blocking_thread([listener] { run_control_service(listener); }).detach();
-    all->started = true;
+    state->is_started = true;
 }
 
 } // namespace
@@ -212,7 +212,7 @@ int connect_to(std::string_view name) {
     if (!socket) {
         return -errno;
     }
-    // A connect waits for room in the listener's backlog, and a stopped process never makes room.
+    // connect() blocks while the listener's backlog is abstract_name, and a stopped process never accepts.
     setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &connect_timeout, sizeof connect_timeout);
     setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &connect_timeout, sizeof connect_timeout);
     int result = 0;
@@ -278,8 +278,8 @@ bool send_fds(int socket, std::span<const int> fds) {
         errno = EINVAL;
         return false;
     }
-    char one = 'F';
-    iovec data{&one, 1};
+    char payload = 'F'; // descriptors can be sent only along with at least one byte
+    iovec data{&payload, 1};
     alignas(cmsghdr) char control_buffer[CMSG_SPACE(max_fds * sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &data;
@@ -299,8 +299,8 @@ bool send_fds(int socket, std::span<const int> fds) {
 }
 
 bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
-    char one = 0;
-    iovec data{&one, 1};
+    char payload = 0;
+    iovec data{&payload, 1};
     alignas(cmsghdr) char control_buffer[CMSG_SPACE(max_fds * sizeof(int))] = {};
     msghdr message{};
     message.msg_iov = &data;
@@ -337,22 +337,22 @@ bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds) {
 }
 
 void register_handler(std::uint32_t type, Handler handler) {
-    Service& all = service();
-    std::lock_guard lock(all.mutex);
-    all.handlers[type] = std::move(handler);
-    start_control_service(&all);
+    Service& state = service();
+    std::lock_guard lock(state.mutex);
+    state.handlers[type] = std::move(handler);
+    start_control_service(&state);
 }
 
 std::uint64_t control_service_id() {
-    Service& all = service();
-    std::lock_guard lock(all.mutex);
-    start_control_service(&all);
-    return all.name;
+    Service& state = service();
+    std::lock_guard lock(state.mutex);
+    start_control_service(&state);
+    return state.id;
 }
 
-bool send_control_request(std::uint64_t name, std::uint32_t type, std::span<const std::byte> request,
+bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::span<const std::byte> request,
                           std::vector<std::byte>* reply, std::vector<Fd>* fds) {
-    const Fd socket(connect_to(service_name(name)));
+    const Fd socket(connect_to(service_socket_name(service_id)));
     const MessageHeader header{message_magic, type, static_cast<std::uint32_t>(request.size()), 0};
     MessageHeader reply_header{};
     if (!socket || !send_all(socket.get(), &header, sizeof header) ||
@@ -371,10 +371,10 @@ bool send_control_request(std::uint64_t name, std::uint32_t type, std::span<cons
         !recv_all(socket.get(), reply->data(), reply->size())) {
         return false;
     }
-    // Wait until the service closes its end. Then no copy of the descriptors is left in it, even if client and service
-    // are the same process.
-    char end = 0;
-    return recv(socket.get(), &end, 1, 0) == 0;
+    // Wait until the service has closed its end of the connection. Then the service has no copy of the descriptors
+    // left, even if client and service are the same process.
+    char unexpected = 0;
+    return recv(socket.get(), &unexpected, 1, 0) == 0;
 }
 
 } // namespace gdrkit::twin

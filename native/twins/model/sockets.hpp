@@ -40,12 +40,13 @@ private:
 // directory instead, because abstract names are local to a network namespace.
 int listen_on(std::string_view name);
 
-// Remove the file of a name from the GDRKIT_TWINS_FABRIC directory. Abstract names vanish with their sockets and need
-// no removal.
+// Remove the socket file of this name from the GDRKIT_TWINS_FABRIC directory. Abstract names vanish with their sockets
+// and need no removal.
 void remove_fabric_name(std::string_view name);
 
-// Connect to that name. Return the socket or -errno: -ECONNREFUSED if no process listens or the listener belongs to
-// another user (SO_PEERCRED). The connect, and later reads and writes of the socket, time out after 10 s with EAGAIN.
+// Connect to the listening socket of this name. Return the connected socket or -errno: -ECONNREFUSED if no process
+// listens or the listener belongs to another user (SO_PEERCRED). The connect, and later reads and writes of the socket,
+// time out after 10 s with EAGAIN.
 int connect_to(std::string_view name);
 
 // Accept one connection. Return the socket or -errno.
@@ -65,18 +66,18 @@ bool send_fds(int socket, std::span<const int> fds);
 bool recv_fds(int socket, std::size_t count, std::vector<Fd>* fds);
 
 // Register the handler for one type of request to this process's control service. The service is one thread, started at
-// the first registration; its socket name vanishes with the process. The thread calls handlers one after another and
-// holds no lock of this file. A handler fills `reply` and `fds`, which are closed after they are sent. A request of an
-// unregistered type gets an empty reply.
+// the first registration; its socket name vanishes with the process. The thread calls one handler at a time and holds
+// no lock meanwhile. A handler fills `reply` and `fds`; the service closes the descriptors after it has sent them. A
+// request of an unregistered type gets an empty reply.
 using Handler =
     std::function<void(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds)>;
 void register_handler(std::uint32_t type, Handler handler);
-// Return the identity of this process's control service, which is unique in the domain.
+// Return the id of this process's control service, which is unique in the domain.
 std::uint64_t control_service_id();
 
-// Send a request to the control service `name` of a process, which may be this one, and wait for the reply. Return
-// false if that process is gone or stopped, or does not serve the type.
-bool send_control_request(std::uint64_t name, std::uint32_t type, std::span<const std::byte> request,
+// Send a request to the control service with this id, in this or another process, and wait for the reply. Return false
+// if the process of the service is gone or stopped, or has no handler for the type.
+bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::span<const std::byte> request,
                           std::vector<std::byte>* reply, std::vector<Fd>* fds);
 
 // Types of control requests.

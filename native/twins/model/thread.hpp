@@ -6,8 +6,8 @@
 
 namespace gdrkit::twin {
 
-// Start a thread that blocks all signals but those of its own faults (SIGSEGV, SIGABRT ...), so that the program's own
-// threads handle the program's signals. Throws std::system_error if no thread can be created.
+// Start a thread that blocks every signal except those that the thread itself causes (SIGSEGV, SIGABRT ...). So the
+// threads of the program handle the program's signals. Throws std::system_error if no thread can be created.
 std::thread start_signal_blocking_thread(std::function<void()> function);
 
 } // namespace gdrkit::twin

@@ -24,12 +24,12 @@ CallLog& call_log() {
     return *log;
 }
 
-// Replace every character that JSON would have to escape by a dot: some arguments are strings from the client.
+// Replace every character that JSON would have to escape by a dot. Some arguments are strings from the client.
 std::string to_printable(const char* text) {
     std::string line = text;
-    for (char& letter : line) {
-        if (letter < ' ' || letter > '~' || letter == '"' || letter == '\\') {
-            letter = '.';
+    for (char& character : line) {
+        if (character < ' ' || character > '~' || character == '"' || character == '\\') {
+            character = '.';
         }
     }
     return line;

@@ -15,7 +15,7 @@
 
 namespace gdrkit::twin {
 
-// Return the lines of a contract file without comments; each has two words.
+// Return the lines of a contract file without comments, each as a pair of words.
 inline std::vector<std::pair<std::string, std::string>> read_table(const char* path) {
     std::ifstream file(path);
     CHECK(file.is_open());
@@ -25,8 +25,8 @@ inline std::vector<std::pair<std::string, std::string>> read_table(const char* p
             continue;
         }
         std::istringstream words(line);
-        std::string first, second, rest;
-        CHECK(words >> first >> second && !(words >> rest));
+        std::string first, second, excess;
+        CHECK(words >> first >> second && !(words >> excess));
         table.emplace_back(first, second);
     }
     return table;

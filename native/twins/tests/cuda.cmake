@@ -1,5 +1,5 @@
-# Unit tests of the CUDA twin. They open the built library by its path, as a C program does. They link a copy of model/;
-# the twin contains another, hidden copy.
+# Unit tests of the CUDA twin. They open the built library by its path, as a C program does. They link a copy of model/.
+# The twin contains another copy, whose symbols are hidden.
 function(gdrkit_cuda_test name)
   add_executable(cuda_${name}_test ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cuda_${name}_test.cpp)
   add_dependencies(cuda_${name}_test cuda_twin)
@@ -20,7 +20,7 @@ foreach(name IN ITEMS symbols device context memory host dmabuf stream ipc vmm p
   gdrkit_cuda_test(${name})
 endforeach()
 
-# Only if the real header is installed; users need none.
+# This test is built only if the real cuda.h is installed. Users do not need that header.
 find_path(GDRKIT_CUDA_HEADERS cuda.h PATHS /usr/local/cuda/include)
 if(GDRKIT_CUDA_HEADERS)
   gdrkit_cuda_test(abi)

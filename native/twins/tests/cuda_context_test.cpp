@@ -14,7 +14,7 @@ Handle current_context_handle() {
     return context;
 }
 
-void test_primary_context() {
+void test_primary_context_ends_with_last_release() {
     Handle context = 0, again = 0;
     unsigned flags = 99;
     int active = -1;
@@ -37,7 +37,7 @@ void test_primary_context() {
     EXPECT_SUCCESS("cuCtxSynchronize");
     EXPECT_RESULT(not_found, "cuMemGetAddressRange_v2", static_cast<u64*>(nullptr), static_cast<u64*>(nullptr),
                   pointer);
-    // The memory was destroyed with the context. This free is the program's first, so it is an error, not an abort.
+    // The context destroyed the memory. The program frees it for the first time, so the call fails and does not abort.
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     EXPECT_SUCCESS("cuDevicePrimaryCtxReset_v2", 0);
     EXPECT_RESULT(context_is_destroyed, "cuCtxSynchronize");
@@ -50,7 +50,7 @@ void test_primary_context() {
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
 }
 
-void test_created_contexts() {
+void test_created_context_is_current_until_destroyed() {
     Handle first = 0, second = 0, popped = 0;
     EXPECT_RESULT(invalid_value, "cuCtxCreate_v2", &first, 0x1000U, 0);
     EXPECT_RESULT(invalid_device, "cuCtxCreate_v2", &first, 0U, 7);
@@ -98,7 +98,7 @@ void test_created_contexts() {
     EXPECT_SUCCESS("cuCtxDestroy_v2", second);
 }
 
-void test_settings() {
+void test_context_settings_are_stored() {
     Handle context = init_device();
     unsigned flags = 0;
     EXPECT_SUCCESS("cuCtxSetFlags", 0x80U);
@@ -136,7 +136,7 @@ void test_second_destroy_aborts() {
 int main() {
     test_second_destroy_aborts();
     EXPECT_SUCCESS("cuInit", 0U);
-    test_primary_context();
-    test_created_contexts();
-    test_settings();
+    test_primary_context_ends_with_last_release();
+    test_created_context_is_current_until_destroyed();
+    test_context_settings_are_stored();
 }

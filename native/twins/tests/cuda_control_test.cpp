@@ -8,19 +8,19 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-std::string ledger() {
-    const int length = cu("gdrkit_twin_ledger", static_cast<char*>(nullptr), u64{0});
-    std::vector<char> text(static_cast<std::size_t>(length) + 1);
-    CHECK(cu("gdrkit_twin_ledger", text.data(), u64{text.size()}) == length);
-    return text.data();
+std::string ledger_json() {
+    const int length_bytes = cu("gdrkit_twin_ledger", static_cast<char*>(nullptr), u64{0});
+    std::vector<char> json(static_cast<std::size_t>(length_bytes) + 1);
+    CHECK(cu("gdrkit_twin_ledger", json.data(), u64{json.size()}) == length_bytes);
+    return json.data();
 }
 
-bool ledger_contains(const std::string& part) {
-    return ledger().find(part) != std::string::npos;
+bool ledger_contains(const std::string& text) {
+    return ledger_json().find(text) != std::string::npos;
 }
 
-// Run cuInit in a child with this fault plan file and check its result.
-void check_plan_from_environment(const char* text, int answer_of_init) {
+// Run cuInit in a child process that reads this fault plan, and check the result.
+void check_plan_from_environment(const char* text, int expected_result) {
     char path[] = "/tmp/gdrkit-faults-XXXXXX";
     const int fd = mkstemp(path);
     CHECK(fd >= 0);
@@ -28,7 +28,7 @@ void check_plan_from_environment(const char* text, int answer_of_init) {
     std::ofstream(path) << text;
     const int status = status_of_child([&] {
         setenv("GDRKIT_TWINS_FAULTS", path, 1);
-        EXPECT_RESULT(answer_of_init, "cuInit", 0U);
+        EXPECT_RESULT(expected_result, "cuInit", 0U);
     });
     unlink(path);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
@@ -36,11 +36,11 @@ void check_plan_from_environment(const char* text, int answer_of_init) {
 
 void test_plans_from_environment() {
     check_plan_from_environment("gdrkit-faults 1\ncuInit call=1 status=999\n", unknown_error);
-    check_plan_from_environment("gdrkit-faults 1\n# rules of others are left to them\nibv_reg_mr call=* errno=14\n",
+    check_plan_from_environment("gdrkit-faults 1\n# rules of other twins are ignored\nibv_reg_mr call=* errno=14\n",
                                 success);
     check_plan_from_environment("gdrkit-faults 1\ncuNothing call=1 status=1\n", invalid_value);
     check_plan_from_environment("gdrkit-faults 1\ncuInit call=1 errno=5\n", invalid_value);
-    // not implemented, so it cannot be made to fail
+    // cuModuleLoad is not implemented, so a plan cannot make it fail.
     check_plan_from_environment("gdrkit-faults 1\ncuModuleLoad call=1 status=1\n", invalid_value);
     check_plan_from_environment("something else\n", invalid_value);
 }

@@ -8,7 +8,7 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 // Run the body in a child process with this environment variable.
-template <typename Body> void with_environment(const char* variable, const char* value, Body&& body) {
+template <typename Body> void run_with_variable(const char* variable, const char* value, Body&& body) {
     const int status = status_of_child([&] {
         setenv(variable, value, 1);
         body();
@@ -23,10 +23,10 @@ int attribute(int number, int device = 0) {
 }
 
 void test_environment_sets_device_count() {
-    with_environment("GDRKIT_TWINS_GPUS", "0", [] { EXPECT_RESULT(no_device, "cuInit", 0U); });
-    with_environment("GDRKIT_TWINS_GPUS", "many", [] { EXPECT_RESULT(invalid_value, "cuInit", 0U); });
-    with_environment("GDRKIT_TWINS_DOMAIN", "a b", [] { EXPECT_RESULT(invalid_value, "cuInit", 0U); });
-    with_environment("GDRKIT_TWINS_GPUS", "5", [] {
+    run_with_variable("GDRKIT_TWINS_GPUS", "0", [] { EXPECT_RESULT(no_device, "cuInit", 0U); });
+    run_with_variable("GDRKIT_TWINS_GPUS", "many", [] { EXPECT_RESULT(invalid_value, "cuInit", 0U); });
+    run_with_variable("GDRKIT_TWINS_DOMAIN", "a b", [] { EXPECT_RESULT(invalid_value, "cuInit", 0U); });
+    run_with_variable("GDRKIT_TWINS_GPUS", "5", [] {
         int count = 0;
         EXPECT_SUCCESS("cuInit", 0U);
         EXPECT_SUCCESS("cuDeviceGetCount", &count);
@@ -34,7 +34,7 @@ void test_environment_sets_device_count() {
     });
 }
 
-void test_identity() {
+void test_devices_have_distinct_ids() {
     char name[32] = {}, first_bus[16] = {}, second_bus[16] = {};
     EXPECT_SUCCESS("cuDeviceGetName", name, 32, 0);
     CHECK(std::string(name) == "gdrkit twin GPU");
@@ -49,21 +49,21 @@ void test_identity() {
     CHECK(device == 0);
     EXPECT_SUCCESS("cuDeviceGetByPCIBusId", &device, "0000:a1:00");
     CHECK(device == 1);
-    for (const char* bad : {"", "x", "0000:a1", "0001:a0:00.0", "a0:01.0", "0000:a0:00.0.0", "-1:0.0"}) {
-        EXPECT_RESULT(invalid_value, "cuDeviceGetByPCIBusId", &device, bad);
+    for (const char* invalid_id : {"", "x", "0000:a1", "0001:a0:00.0", "a0:01.0", "0000:a0:00.0.0", "-1:0.0"}) {
+        EXPECT_RESULT(invalid_value, "cuDeviceGetByPCIBusId", &device, invalid_id);
     }
     EXPECT_RESULT(invalid_device, "cuDeviceGetByPCIBusId", &device, "0000:c0:00.0");
-    Uuid first{}, again{}, second{};
+    Uuid first{}, first_again{}, second{};
     EXPECT_SUCCESS("cuDeviceGetUuid_v2", &first, 0);
-    EXPECT_SUCCESS("cuDeviceGetUuid", &again, 0);
+    EXPECT_SUCCESS("cuDeviceGetUuid", &first_again, 0);
     EXPECT_SUCCESS("cuDeviceGetUuid_v2", &second, 1);
-    CHECK(std::memcmp(&first, &again, sizeof first) == 0 && std::memcmp(&first, &second, sizeof first) != 0);
+    CHECK(std::memcmp(&first, &first_again, sizeof first) == 0 && std::memcmp(&first, &second, sizeof first) != 0);
     u64 total = 0;
     EXPECT_SUCCESS("cuDeviceTotalMem_v2", &total, 0);
     CHECK(total == u64{8} << 30);
 }
 
-void test_attributes() {
+void test_attributes_have_expected_values() {
     CHECK(attribute(device_dmabuf_supported) == 1 && attribute(device_gpu_direct_rdma_supported) == 1);
     CHECK(attribute(device_gpu_direct_rdma_with_vmm_supported) == 1 && attribute(device_flush_writes_options) == 1);
     CHECK(attribute(device_writes_ordering) == 100 && attribute(device_posix_fd_handles_supported) == 1);
@@ -86,15 +86,15 @@ void test_attributes() {
     CHECK(properties.simd_width == 32);
 }
 
-void test_peer_access() {
-    int can = -1;
-    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can, 0, 1);
-    CHECK(can == 1);
-    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can, 0, 0);
-    CHECK(can == 0);
-    EXPECT_SUCCESS("cuDeviceGetP2PAttribute", &can, static_cast<int>(p2p_access_supported), 0, 1);
-    CHECK(can == 1);
-    EXPECT_RESULT(invalid_device, "cuDeviceGetP2PAttribute", &can, static_cast<int>(p2p_access_supported), 0, 0);
+void test_peer_access_needs_two_devices() {
+    int can_access = -1;
+    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can_access, 0, 1);
+    CHECK(can_access == 1);
+    EXPECT_SUCCESS("cuDeviceCanAccessPeer", &can_access, 0, 0);
+    CHECK(can_access == 0);
+    EXPECT_SUCCESS("cuDeviceGetP2PAttribute", &can_access, static_cast<int>(p2p_access_supported), 0, 1);
+    CHECK(can_access == 1);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetP2PAttribute", &can_access, static_cast<int>(p2p_access_supported), 0, 0);
 }
 
 } // namespace
@@ -102,7 +102,7 @@ void test_peer_access() {
 int main() {
     test_environment_sets_device_count();
     EXPECT_SUCCESS("cuInit", 0U);
-    test_identity();
-    test_attributes();
-    test_peer_access();
+    test_devices_have_distinct_ids();
+    test_attributes_have_expected_values();
+    test_peer_access_needs_two_devices();
 }

@@ -36,7 +36,7 @@ public:
     ImportedMapping(const ImportedMapping&) = delete;
     ImportedMapping& operator=(const ImportedMapping&) = delete;
     ~ImportedMapping() { munmap(base_, imported_.length_bytes); }
-    unsigned char& operator[](std::size_t at) { return base_[at]; }
+    unsigned char& operator[](std::size_t index) { return base_[index]; }
 
 private:
     ImportedDmabuf imported_;
@@ -60,7 +60,7 @@ void test_invalid_ranges_are_refused() {
     CHECK(fd == -1);
 }
 
-void test_whole_and_partial_export() {
+void test_exported_ranges_map_device_memory() {
     const u64 pointer = allocate(1 << 20);
     const auto bytes = pattern(1 << 20, 4);
     write_device(pointer, bytes);
@@ -72,24 +72,24 @@ void test_whole_and_partial_export() {
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
-// A small allocation that does not start a page: its whole pages are exported, and its data is at the offset of its
-// address.
-void test_small_allocation() {
+// A small allocation may begin in the middle of a page. Only its whole pages can be exported, and its data is at the
+// same offset in the exported page as in the page of its address.
+void test_small_allocation_is_exported_by_pages() {
     const u64 first = allocate(100), second = allocate(5000);
     const u64 pointer = second % 4096 != 0 ? second : first;
     CHECK(pointer % 4096 != 0);
     int fd = -1;
     CHECK(export_range(pointer, 4096, &fd) == invalid_value);
     const u64 page = pointer / 4096 * 4096;
-    const Fd out = export_and_check(page, 4096);
+    const Fd dmabuf = export_and_check(page, 4096);
     write_device(pointer, {42});
-    ImportedMapping view(out.get());
+    ImportedMapping view(dmabuf.get());
     CHECK(view[pointer - page] == 42);
     EXPECT_SUCCESS("cuMemFree_v2", first);
     EXPECT_SUCCESS("cuMemFree_v2", second);
 }
 
-void test_free_under_live_dmabuf() {
+void test_dmabuf_keeps_freed_memory() {
     const u64 before = free_memory();
     const u64 pointer = allocate(4 << 20);
     const u64 id = buffer_id(pointer);
@@ -97,7 +97,7 @@ void test_free_under_live_dmabuf() {
     Fd fd = export_and_check(pointer, 4 << 20);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
     CHECK(before - free_memory() == 4 << 20);
-    // The address is reused, and the old pages stay alive behind the dma-buf.
+    // The address is reused, while the dma-buf keeps the old pages alive.
     const u64 again = allocate(4 << 20);
     CHECK(again == pointer && buffer_id(again) > id);
     write_device(again, {9, 9, 9});
@@ -107,7 +107,7 @@ void test_free_under_live_dmabuf() {
         view[0] = 77;
         CHECK(read_device(again, 1)[0] == 9);
         fd.reset();
-        CHECK(before - free_memory() == 8 << 20); // the importer still references the memory
+        CHECK(before - free_memory() == 8 << 20); // the importer still references the freed memory
     }
     CHECK(before - free_memory() == 4 << 20);
     EXPECT_SUCCESS("cuMemFree_v2", again);
@@ -118,9 +118,9 @@ void test_free_under_live_dmabuf() {
 
 int main() {
     init_device();
-    // Runs first, while nothing else is exported, because it counts every byte.
-    test_free_under_live_dmabuf();
+    // This test runs first, while no other memory is exported, because it counts every used byte.
+    test_dmabuf_keeps_freed_memory();
     test_invalid_ranges_are_refused();
-    test_whole_and_partial_export();
-    test_small_allocation();
+    test_exported_ranges_map_device_memory();
+    test_small_allocation_is_exported_by_pages();
 }

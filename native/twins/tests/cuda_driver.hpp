@@ -22,16 +22,17 @@ namespace gdrkit::twin::cuda {
 
 using u64 = std::uint64_t;
 
+// Return the dlopen handle of the CUDA twin.
 inline void* driver() {
-    static void* const library = [] {
-        void* opened = dlopen(GDRKIT_CUDA_TWIN, RTLD_NOW | RTLD_LOCAL);
-        if (opened == nullptr) {
+    static void* const driver_handle = [] {
+        void* handle = dlopen(GDRKIT_CUDA_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (handle == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
             std::exit(1);
         }
-        return opened;
+        return handle;
     }();
-    return library;
+    return driver_handle;
 }
 
 // Call a function by name. Arguments must have the types of the interface: lengths, addresses and handles are u64.
@@ -83,12 +84,12 @@ inline u64 free_memory() {
     return free;
 }
 
-// Wait until the device has this much free memory; return false after a timeout. The thread that passes a descriptor to
-// another process closes its own copy a moment later, so the memory may be freed late.
+// Wait until the device has this much free memory; return false after a timeout. The wait is needed because the thread
+// that passes a descriptor to another process closes its copy only afterwards, so the memory may be freed late.
 inline bool wait_for_free_memory(u64 length_bytes) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (free_memory() != length_bytes) {
-        if (std::chrono::steady_clock::now() > end) {
+        if (std::chrono::steady_clock::now() > deadline) {
             return false;
         }
         sched_yield();

@@ -1,14 +1,15 @@
-// Test that a program may call the driver until it exits: destructors of static objects run after the thread-local data
-// of the main thread is destroyed.
+// Test that a program may call the driver until it exits. Destructors of static objects run after the thread-local data
+// of the main thread was destroyed, which includes the context stack.
 #include "cuda_driver.hpp"
 
 using namespace gdrkit::twin::cuda;
 
 namespace {
 
-struct Library {
+// A static object that frees device memory in its destructor.
+struct MemoryOwner {
     u64 memory = 0;
-    ~Library() {
+    ~MemoryOwner() {
         Handle context = 1;
         if (memory == 0) {
             return;
@@ -21,12 +22,12 @@ struct Library {
     }
 };
 
-Library library;
+MemoryOwner memory_owner;
 
 } // namespace
 
 int main() {
     init_device();
     driver();
-    library.memory = allocate(100);
+    memory_owner.memory = allocate(100);
 }

@@ -9,7 +9,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-void test_pinned_memory() {
+void test_pinned_memory_is_mapped_for_device() {
     void* host = nullptr;
     EXPECT_SUCCESS("cuMemHostAlloc", &host, u64{5000}, 0U);
     std::memset(host, 3, 5000);
@@ -22,7 +22,7 @@ void test_pinned_memory() {
     const u64 memory = allocate(5000);
     EXPECT_SUCCESS("cuMemcpyHtoD_v2", memory, static_cast<const void*>(host), u64{5000});
     CHECK(read_device(memory, 5000) == std::vector<unsigned char>(5000, 3));
-    // on host memory: done when it returns
+    // A memset of host memory is done when the call returns.
     EXPECT_SUCCESS("cuMemsetD8_v2", device, static_cast<unsigned char>(4), u64{5000});
     CHECK(static_cast<unsigned char*>(host)[4999] == 4);
     unsigned type = 0;
@@ -42,7 +42,7 @@ void test_pinned_memory() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-void test_registered_memory() {
+void test_registered_memory_can_be_copied() {
     std::vector<unsigned char> bytes(64 << 10, 5);
     void* const host = bytes.data();
     void* const inside = bytes.data() + 4096;
@@ -57,22 +57,22 @@ void test_registered_memory() {
     EXPECT_RESULT(invalid_value, "cuMemHostGetDevicePointer_v2", &device, host, 0U);
     EXPECT_RESULT(invalid_value, "cuMemHostRegister_v2", host, u64{0}, 0U);
     EXPECT_RESULT(invalid_value, "cuMemHostRegister_v2", host, u64{4096}, 0x10U);
-    void* const nothing = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    munmap(nothing, 4096);
-    EXPECT_RESULT(invalid_value, "cuMemHostRegister_v2", nothing, u64{4096}, 0U);
+    void* const unmapped = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    munmap(unmapped, 4096);
+    EXPECT_RESULT(invalid_value, "cuMemHostRegister_v2", unmapped, u64{4096}, 0U);
     // Read-only memory cannot be the destination of a copy.
-    void* const constant = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    EXPECT_SUCCESS("cuMemHostRegister_v2", constant, u64{4096}, static_cast<unsigned>(host_register_read_only));
+    void* const read_only = mmap(nullptr, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT_SUCCESS("cuMemHostRegister_v2", read_only, u64{4096}, static_cast<unsigned>(host_register_read_only));
     const u64 memory = allocate(4096);
-    EXPECT_SUCCESS("cuMemcpyHtoD_v2", memory, static_cast<const void*>(constant), u64{4096});
-    EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", constant, memory, u64{4096});
-    EXPECT_SUCCESS("cuMemHostUnregister", constant);
+    EXPECT_SUCCESS("cuMemcpyHtoD_v2", memory, static_cast<const void*>(read_only), u64{4096});
+    EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", read_only, memory, u64{4096});
+    EXPECT_SUCCESS("cuMemHostUnregister", read_only);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
-    munmap(constant, 4096);
+    munmap(read_only, 4096);
     EXPECT_RESULT(invalid_value, "cuMemHostRegister_v2", reinterpret_cast<void*>(allocate(4096)), u64{4096}, 0U);
 }
 
-void test_managed_memory() {
+void test_managed_memory_is_accessible_by_cpu() {
     u64 pointer = 0;
     EXPECT_RESULT(invalid_value, "cuMemAllocManaged", &pointer, u64{100}, 4U);
     EXPECT_SUCCESS("cuMemAllocManaged", &pointer, u64{100}, 1U);
@@ -95,7 +95,7 @@ void test_managed_memory() {
 
 int main() {
     init_device();
-    test_pinned_memory();
-    test_registered_memory();
-    test_managed_memory();
+    test_pinned_memory_is_mapped_for_device();
+    test_registered_memory_can_be_copied();
+    test_managed_memory_is_accessible_by_cpu();
 }

@@ -1,5 +1,5 @@
-// Tests of CUDA IPC between two processes: the peer owns the memory and this process opens it, then the other way
-// round.
+// Tests of CUDA IPC. In the first test another process owns the memory and this process imports it. The other tests use
+// handles of this process.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -12,7 +12,10 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr unsigned lazy = ipc_lazy_enable_peer_access;
+constexpr unsigned lazy_peer_access = ipc_lazy_enable_peer_access;
+
+// Messages between the owner and the importer.
+constexpr char importer_has_written = 'w', owner_has_freed = 'f', importer_has_closed = 'c';
 
 IpcMemHandle get_handle(u64 pointer) {
     IpcMemHandle handle{};
@@ -20,72 +23,72 @@ IpcMemHandle get_handle(u64 pointer) {
     return handle;
 }
 
-// Body of the owning process: sends handles, and frees memory when told to.
-int peer(int socket) {
+// Body of the owning process: sends handles, and frees the memory after the importer has written to it.
+int run_owner(int socket) {
     init_device();
     const u64 first = allocate(5000), second = allocate(3 << 20);
     write_device(second, pattern(3 << 20, 1));
-    const IpcMemHandle handle = get_handle(second), of_inside = get_handle(second + 4096);
-    CHECK(std::memcmp(&handle, &of_inside, sizeof handle) == 0);
+    // A handle identifies the allocation, whichever of its addresses it was made for.
+    const IpcMemHandle handle = get_handle(second), handle_of_second_page = get_handle(second + 4096);
+    CHECK(std::memcmp(&handle, &handle_of_second_page, sizeof handle) == 0);
     u64 opened = 0;
-    EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened, handle, lazy);
+    EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened, handle, lazy_peer_access);
     send_value(socket, handle);
     send_value(socket, get_handle(first));
-    // The importer has written.
-    CHECK(receive_value<char>(socket) == 'w');
+    CHECK(receive_value<char>(socket) == importer_has_written);
     CHECK(read_device(second + 7, 100) == pattern(100, 2));
     const u64 before = free_memory();
     EXPECT_SUCCESS("cuMemFree_v2", second);
-    CHECK(free_memory() == before); // the importer still references it
-    send_value(socket, 'f');
-    CHECK(receive_value<char>(socket) == 'c');
+    CHECK(free_memory() == before); // the importer still references the memory
+    send_value(socket, owner_has_freed);
+    CHECK(receive_value<char>(socket) == importer_has_closed);
     CHECK(wait_for_free_memory(before + (3 << 20)));
     send_value(socket, get_handle(first));
     receive_value<char>(socket); // the test kills this process here
     return 1;
 }
 
-void test_importer() {
+void test_imported_memory_outlives_free_by_owner() {
     Peer owner;
     const int socket = owner.socket();
     init_device();
-    const auto handle = receive_value<IpcMemHandle>(socket), small = receive_value<IpcMemHandle>(socket);
-    u64 pointer = 0, again = 0;
-    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
-    EXPECT_SUCCESS("cuIpcOpenMemHandle", &again, handle, lazy);
-    CHECK(pointer == again);
+    const auto handle = receive_value<IpcMemHandle>(socket), small_handle = receive_value<IpcMemHandle>(socket);
+    u64 pointer = 0, pointer_again = 0;
+    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
+    EXPECT_SUCCESS("cuIpcOpenMemHandle", &pointer_again, handle, lazy_peer_access);
+    CHECK(pointer == pointer_again);
     CHECK(read_device(pointer, 3 << 20) == pattern(3 << 20, 1));
     write_device(pointer + 7, pattern(100, 2));
     EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{(3 << 20) + 1});
-    // Functions that an H200 refuses for imported memory.
+    // An H200 refuses these functions for imported memory.
     int fd = -1;
-    IpcMemHandle other{};
+    IpcMemHandle exported_handle{};
     EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
                   range_handle_dmabuf, u64{0});
-    EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &other, pointer);
+    EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &exported_handle, pointer);
     EXPECT_RESULT(invalid_value, "cuMemFree_v2", pointer);
     CHECK(buffer_id(pointer) != 0);
     // A small allocation has the same offset in its page as in the owner.
     u64 small_pointer = 0, base = 0, length = 0;
-    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small, lazy);
+    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &small_pointer, small_handle, lazy_peer_access);
     EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, small_pointer);
     CHECK(base == small_pointer && length == 5000);
     EXPECT_SUCCESS("cuIpcCloseMemHandle", small_pointer);
-    send_value(socket, 'w');
-    CHECK(receive_value<char>(socket) == 'f');
-    // The owner has freed it: the mapping stays valid here, and it cannot be opened again.
+    send_value(socket, importer_has_written);
+    CHECK(receive_value<char>(socket) == owner_has_freed);
+    // The owner has freed the memory. The mapping of the importer stays valid, but the handle cannot be opened again.
     CHECK(read_device(pointer + 7, 100) == pattern(100, 2));
-    EXPECT_SUCCESS("cuIpcCloseMemHandle", again);
+    EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer_again);
     CHECK(read_device(pointer + 7, 1) == pattern(1, 2));
     EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer);
     u64 value = 0;
     EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", static_cast<void*>(&value),
                   static_cast<int>(pointer_buffer_id), pointer);
-    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
-    send_value(socket, 'c');
-    const auto last = receive_value<IpcMemHandle>(socket);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
+    send_value(socket, importer_has_closed);
+    const auto handle_of_killed_owner = receive_value<IpcMemHandle>(socket);
     owner.kill_and_wait();
-    EXPECT_RESULT(invalid_handle, "cuIpcOpenMemHandle_v2", &pointer, last, lazy);
+    EXPECT_RESULT(invalid_handle, "cuIpcOpenMemHandle_v2", &pointer, handle_of_killed_owner, lazy_peer_access);
 }
 
 void test_invalid_handles_are_refused() {
@@ -93,12 +96,12 @@ void test_invalid_handles_are_refused() {
     const IpcMemHandle valid_handle = get_handle(memory);
     u64 pointer = 0;
     IpcMemHandle zero{};
-    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero, lazy);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero, lazy_peer_access);
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, valid_handle, 0U);
     for (std::size_t at = 0; at < sizeof valid_handle.reserved; ++at) {
-        IpcMemHandle invalid_handle_bytes = valid_handle;
-        invalid_handle_bytes.reserved[at] ^= 0x40;
-        EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, invalid_handle_bytes, lazy);
+        IpcMemHandle corrupted_handle = valid_handle;
+        corrupted_handle.reserved[at] ^= 0x40;
+        EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, corrupted_handle, lazy_peer_access);
     }
     EXPECT_RESULT(invalid_value, "cuIpcCloseMemHandle", memory);
     IpcMemHandle handle{};
@@ -119,37 +122,38 @@ IpcMemHandle redirect_to_this_process(IpcMemHandle handle) {
     return handle;
 }
 
-// An owner whose file could be truncated under the importer is refused.
+// The importer refuses memory whose file the owner could truncate, because the size of the file is not sealed.
 void test_untrusted_owner_is_refused() {
-    bool sealed = false;
+    bool is_sealed = false;
     register_handler(request_cuda_ipc, [&](auto, auto* reply, auto* fds) {
         struct {
             u64 length_bytes = 100, memory_offset = 0, memory_bytes = 4096;
             std::int32_t device = 0;
             std::uint32_t found = 1;
-        } wire;
-        reply->resize(sizeof wire);
-        std::memcpy(reply->data(), &wire, sizeof wire);
-        fds->emplace_back(sealed ? make_device_memory(4096) : memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
-        CHECK(sealed || ftruncate(fds->back().get(), 4096) == 0);
+        } message;
+        reply->resize(sizeof message);
+        std::memcpy(reply->data(), &message, sizeof message);
+        fds->emplace_back(is_sealed ? make_device_memory(4096)
+                                    : memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
+        CHECK(is_sealed || ftruncate(fds->back().get(), 4096) == 0);
     });
     const u64 memory = allocate(100);
     const IpcMemHandle handle = redirect_to_this_process(get_handle(memory));
     u64 pointer = 0;
-    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
-    sealed = true;
-    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy);
+    EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
+    is_sealed = true;
+    EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
     EXPECT_SUCCESS("cuIpcCloseMemHandle", pointer);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 } // namespace
 
-int main(int count, char** arguments) {
-    if (count == 3) {
-        return peer(std::atoi(arguments[2]));
+int main(int argument_count, char** arguments) {
+    if (argument_count == 3) {
+        return run_owner(std::atoi(arguments[2]));
     }
-    test_importer();
+    test_imported_memory_outlives_free_by_owner();
     test_invalid_handles_are_refused();
     test_untrusted_owner_is_refused();
 }

@@ -31,7 +31,7 @@ void test_cpu_access_faults() {
     }
 }
 
-// The kernel, which ignores PROT_NONE when it pins memory, finds no pages at a device address.
+// Even the kernel, which ignores PROT_NONE when it pins memory, finds no pages at a device address.
 void test_kernel_cannot_pin() {
     const u64 pointer = allocate(4096);
     const Fd memory(open("/proc/self/mem", O_RDWR | O_CLOEXEC));
@@ -77,7 +77,7 @@ void test_bounds_are_exact() {
     EXPECT_RESULT(invalid_value, "cuMemcpyDtoH_v2", const_cast<void*>(from), pointer, u64{1});
 }
 
-void test_copies_and_memsets() {
+void test_copies_at_odd_offsets_are_exact() {
     for (const u64 size : {u64{1}, u64{4095}, u64{65536}, u64{(1 << 20) + 3}}) {
         const u64 first = allocate(size + 7), second = allocate(size + 7);
         const auto bytes = pattern(size, 3);
@@ -91,7 +91,7 @@ void test_copies_and_memsets() {
     }
 }
 
-void test_memsets() {
+void test_memset_writes_values_of_each_width() {
     const u64 pointer = allocate(64);
     EXPECT_SUCCESS("cuMemsetD8_v2", pointer, static_cast<unsigned char>(0xab), u64{64});
     EXPECT_SUCCESS("cuMemsetD16_v2", pointer + 16, static_cast<unsigned short>(0x1234), u64{8});
@@ -108,12 +108,12 @@ void test_reused_address_has_new_id() {
     EXPECT_SUCCESS("cuMemFree_v2", first);
     const u64 second = allocate(1 << 21);
     CHECK(second == first && buffer_id(second) > first_id);
-    // Small allocations are packed: only the first of them is page-aligned.
-    const u64 small = allocate(100), next = allocate(300);
-    CHECK(small % 512 == 0 && next % 512 == 0 && (small % 4096 != 0 || next % 4096 != 0));
-    EXPECT_SUCCESS("cuMemFree_v2", small);
-    CHECK(allocate(200) == small);
-    for (const u64 pointer : {second, small, next}) {
+    // Small allocations are packed, so at most one of two is page-aligned.
+    const u64 first_small = allocate(100), second_small = allocate(300);
+    CHECK(first_small % 512 == 0 && second_small % 512 == 0 && (first_small % 4096 != 0 || second_small % 4096 != 0));
+    EXPECT_SUCCESS("cuMemFree_v2", first_small);
+    CHECK(allocate(200) == first_small);
+    for (const u64 pointer : {second, first_small, second_small}) {
         EXPECT_SUCCESS("cuMemFree_v2", pointer);
     }
     EXPECT_SUCCESS("cuMemFree_v2", u64{0});
@@ -144,7 +144,7 @@ template <typename Value> Value attribute(u64 pointer, int number) {
     return value;
 }
 
-void test_pointer_attributes(Handle context) {
+void test_pointer_attributes_describe_allocation(Handle context) {
     const u64 pointer = allocate(5000);
     CHECK(attribute<u64>(pointer, pointer_context) == context);
     CHECK(attribute<unsigned>(pointer + 7, pointer_memory_type) == memory_device);
@@ -157,31 +157,31 @@ void test_pointer_attributes(Handle context) {
     CHECK(attribute<unsigned>(pointer, pointer_is_gpu_direct_rdma_capable) == 1);
     CHECK(attribute<unsigned>(pointer, pointer_access_flags) == access_read_write);
     CHECK(attribute<unsigned>(pointer, pointer_sync_memops) == 0);
-    const unsigned on = 1;
-    EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&on), static_cast<int>(pointer_sync_memops),
+    const unsigned enabled = 1;
+    EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&enabled), static_cast<int>(pointer_sync_memops),
                    pointer + 64);
     CHECK(attribute<unsigned>(pointer, pointer_sync_memops) == 1);
     u64 value = 0;
-    void* const where = &value;
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", where, static_cast<int>(pointer_host_pointer), pointer);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", where, 99, pointer);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", where, static_cast<int>(pointer_buffer_id), pointer + 5000);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", where, static_cast<int>(pointer_buffer_id),
-                  reinterpret_cast<u64>(where));
+    void* const result = &value;
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_host_pointer), pointer);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, 99, pointer);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_buffer_id), pointer + 5000);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", result, static_cast<int>(pointer_buffer_id),
+                  reinterpret_cast<u64>(result));
     // cuPointerGetAttributes returns zeros for unregistered host memory.
     unsigned type = 7;
     int ordinal = 7;
     u64 id = 7;
     const int numbers[] = {pointer_memory_type, pointer_device_ordinal, pointer_buffer_id};
-    void* places[] = {&type, &ordinal, &id};
-    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, places, reinterpret_cast<u64>(where));
+    void* results[] = {&type, &ordinal, &id};
+    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, reinterpret_cast<u64>(result));
     CHECK(type == 0 && ordinal == -2 && id == 0);
-    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, places, pointer);
+    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, pointer);
     CHECK(type == memory_device && ordinal == 0 && id == buffer_id(pointer));
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
-void test_other_device() {
+void test_peer_copy_between_devices() {
     const u64 on_first = allocate(100);
     Handle first = 0, second = 0;
     EXPECT_SUCCESS("cuCtxGetCurrent", &first);
@@ -209,10 +209,10 @@ int main() {
     const Handle context = init_device();
     test_kernel_cannot_pin();
     test_bounds_are_exact();
-    test_copies_and_memsets();
-    test_memsets();
+    test_copies_at_odd_offsets_are_exact();
+    test_memset_writes_values_of_each_width();
     test_reused_address_has_new_id();
     test_memory_usage_is_counted();
-    test_pointer_attributes(context);
-    test_other_device();
+    test_pointer_attributes_describe_allocation(context);
+    test_peer_copy_between_devices();
 }

@@ -1,4 +1,5 @@
-// A second process of a test: it runs the same executable again (not merely a fork), connected by a socket.
+// A second process of a test, connected by a socket. It runs the same executable again, because a forked child cannot
+// use the CUDA driver of its parent.
 #pragma once
 
 #include <sys/socket.h>
@@ -12,19 +13,19 @@ class Peer {
 public:
     // Run this executable with the argument "peer" and one end of a socket pair.
     Peer() {
-        int ends[2];
-        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+        int sockets[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
         std::fflush(nullptr);
         child_ = fork();
         CHECK(child_ >= 0);
         if (child_ == 0) {
-            close(ends[0]);
-            const std::string end = std::to_string(ends[1]);
-            execl("/proc/self/exe", "peer", "peer", end.c_str(), nullptr);
+            close(sockets[0]);
+            const std::string socket_text = std::to_string(sockets[1]);
+            execl("/proc/self/exe", "peer", "peer", socket_text.c_str(), nullptr);
             _exit(127);
         }
-        close(ends[1]);
-        socket_ = ends[0];
+        close(sockets[1]);
+        socket_ = sockets[0];
     }
     Peer(const Peer&) = delete;
     Peer& operator=(const Peer&) = delete;
@@ -32,11 +33,11 @@ public:
         close(socket_);
         int status = 0;
         CHECK(waitpid(child_, &status, 0) == child_);
-        CHECK(killed_ || (WIFEXITED(status) && WEXITSTATUS(status) == 0));
+        CHECK(is_killed_ || (WIFEXITED(status) && WEXITSTATUS(status) == 0));
     }
     [[nodiscard]] int socket() const { return socket_; }
     void kill_and_wait() {
-        killed_ = true;
+        is_killed_ = true;
         CHECK(kill(child_, SIGKILL) == 0);
         // End of file shows that the kernel has closed all descriptors of the process.
         char byte = 0;
@@ -46,7 +47,7 @@ public:
 private:
     pid_t child_ = -1;
     int socket_ = -1;
-    bool killed_ = false;
+    bool is_killed_ = false;
 };
 
 template <typename Value> void send_value(int socket, const Value& value) {

@@ -5,13 +5,13 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-u64 pool_attribute(Handle pool, int number) {
+u64 pool_attribute(Handle pool, int attribute) {
     u64 value = 0;
-    EXPECT_SUCCESS("cuMemPoolGetAttribute", pool, number, static_cast<void*>(&value));
+    EXPECT_SUCCESS("cuMemPoolGetAttribute", pool, attribute, static_cast<void*>(&value));
     return value;
 }
 
-void test_default_pool() {
+void test_default_pool_allocates_in_stream_order() {
     Handle pool = 0, current = 0, stream = 0;
     EXPECT_SUCCESS("cuDeviceGetDefaultMemPool", &pool, 0);
     EXPECT_SUCCESS("cuDeviceGetMemPool", &current, 0);
@@ -24,11 +24,11 @@ void test_default_pool() {
     CHECK(pool_attribute(pool, pool_used_current) == 2 << 20);
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
     write_device(pointer, pattern(100, 1));
-    u64 of_pool = 0, context = 1;
-    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&of_pool), static_cast<int>(pointer_mempool_handle),
-                   pointer);
+    u64 pool_of_pointer = 0, context = 1;
+    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&pool_of_pointer),
+                   static_cast<int>(pointer_mempool_handle), pointer);
     EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&context), static_cast<int>(pointer_context), pointer);
-    CHECK(of_pool == pool && context == 0);
+    CHECK(pool_of_pointer == pool && context == 0);
     int fd = -1;
     EXPECT_SUCCESS("cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{2} << 20, range_handle_dmabuf,
                    u64{0});
@@ -46,7 +46,7 @@ void test_default_pool() {
     u64 again = 0;
     EXPECT_SUCCESS("cuMemAllocAsync", &again, u64{2} << 20, stream);
     CHECK(again == pointer && buffer_id(again) > id);
-    EXPECT_SUCCESS("cuMemFree_v2", again); // both free functions accept both kinds of memory
+    EXPECT_SUCCESS("cuMemFree_v2", again); // cuMemFree and cuMemFreeAsync both free pool memory and device memory
     const u64 device_pointer = allocate(100);
     EXPECT_SUCCESS("cuMemFreeAsync", device_pointer, stream);
     EXPECT_SUCCESS("cuMemAllocAsync", &again, u64{0}, stream);
@@ -55,7 +55,7 @@ void test_default_pool() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
-void test_created_pool() {
+void test_created_pool_has_size_limit_and_access() {
     PoolProperties properties{};
     properties.allocation_type = allocation_pinned;
     properties.location = {location_device, 0};
@@ -76,11 +76,12 @@ void test_created_pool() {
     EXPECT_RESULT(invalid_value, "cuMemPoolSetAttribute", pool, static_cast<int>(pool_used_current),
                   static_cast<void*>(&threshold));
     EXPECT_RESULT(invalid_value, "cuMemPoolGetAttribute", pool, 9, static_cast<void*>(&threshold));
-    const AccessDescription both{{location_device, 1}, access_read_write}, none{{location_device, 0}, access_none};
-    EXPECT_SUCCESS("cuMemPoolSetAccess", pool, &both, u64{1});
-    EXPECT_RESULT(invalid_value, "cuMemPoolSetAccess", pool, &none, u64{1});
+    const AccessDescription second_device_access{{location_device, 1}, access_read_write},
+        no_access{{location_device, 0}, access_none};
+    EXPECT_SUCCESS("cuMemPoolSetAccess", pool, &second_device_access, u64{1});
+    EXPECT_RESULT(invalid_value, "cuMemPoolSetAccess", pool, &no_access, u64{1});
     int flags = -1;
-    EXPECT_SUCCESS("cuMemPoolGetAccess", &flags, pool, &both.location);
+    EXPECT_SUCCESS("cuMemPoolGetAccess", &flags, pool, &second_device_access.location);
     CHECK(flags == access_read_write);
     EXPECT_SUCCESS("cuMemPoolTrimTo", pool, u64{0});
     EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
@@ -95,6 +96,6 @@ void test_created_pool() {
 
 int main() {
     init_device();
-    test_default_pool();
-    test_created_pool();
+    test_default_pool_allocates_in_stream_order();
+    test_created_pool_has_size_limit_and_access();
 }

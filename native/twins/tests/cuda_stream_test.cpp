@@ -10,7 +10,7 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-// Blocks a stream: work queued behind it does not run before open().
+// Blocks a stream: work that is queued after the gate does not run before open().
 class Gate {
 public:
     explicit Gate(Handle stream) { EXPECT_SUCCESS("cuLaunchHostFunc", stream, &Gate::wait, static_cast<void*>(this)); }
@@ -18,19 +18,19 @@ public:
     Gate& operator=(const Gate&) = delete;
     void open() {
         std::lock_guard lock(mutex_);
-        open_ = true;
-        opened_.notify_all();
+        is_open_ = true;
+        changed_.notify_all();
     }
 
 private:
     static void wait(void* self) {
         auto* const gate = static_cast<Gate*>(self);
         std::unique_lock lock(gate->mutex_);
-        gate->opened_.wait(lock, [=] { return gate->open_; });
+        gate->changed_.wait(lock, [=] { return gate->is_open_; });
     }
     std::mutex mutex_;
-    std::condition_variable opened_;
-    bool open_ = false;
+    std::condition_variable changed_;
+    bool is_open_ = false;
 };
 
 Handle create_stream(unsigned flags) {
@@ -45,7 +45,7 @@ Handle create_event(unsigned flags = 0) {
     return event;
 }
 
-unsigned char* pinned(u64 length_bytes) {
+unsigned char* allocate_pinned(u64 length_bytes) {
     void* host = nullptr;
     EXPECT_SUCCESS("cuMemHostAlloc", &host, length_bytes, 0U);
     return static_cast<unsigned char*>(host);
@@ -55,7 +55,7 @@ unsigned char* pinned(u64 length_bytes) {
 void test_async_copy_is_delayed() {
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(1000);
-    unsigned char* const host = pinned(1000);
+    unsigned char* const host = allocate_pinned(1000);
     write_device(memory, std::vector<unsigned char>(1000, 8));
     Gate gate(stream);
     EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", static_cast<void*>(host), memory, u64{1000}, stream);
@@ -70,24 +70,25 @@ void test_async_copy_is_delayed() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// The delay is observable without a gate too, at least sometimes (it may be near zero).
+// Even without a gate, some copies are observed while they are delayed. A random delay may be near zero, so not every
+// copy is.
 void test_delay_is_observable() {
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(8);
-    unsigned char* const host = pinned(8);
-    int delayed = 0;
+    unsigned char* const host = allocate_pinned(8);
+    int delayed_count = 0;
     for (int round = 0; round < 20; ++round) {
         EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", static_cast<void*>(host), memory, u64{8}, stream);
-        delayed += cu("cuStreamQuery", stream) == not_ready ? 1 : 0;
+        delayed_count += cu("cuStreamQuery", stream) == not_ready ? 1 : 0;
         EXPECT_SUCCESS("cuStreamSynchronize", stream);
     }
-    CHECK(delayed > 0);
+    CHECK(delayed_count > 0);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     EXPECT_SUCCESS("cuMemFreeHost", static_cast<void*>(host));
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-// Pageable memory is read before the call returns, and written before it returns.
+// When a copy call returns, pageable source memory has been read, and pageable destination memory has been written.
 void test_pageable_memory_is_staged() {
     const Handle stream = create_stream(stream_non_blocking);
     const u64 memory = allocate(100);
@@ -105,22 +106,22 @@ void test_pageable_memory_is_staged() {
 }
 
 void test_default_stream_waits_for_blocking_streams() {
-    const Handle blocking = create_stream(0), free_running = create_stream(stream_non_blocking);
+    const Handle blocking = create_stream(0), non_blocking = create_stream(stream_non_blocking);
     const u64 memory = allocate(4);
     Gate gate(blocking);
     EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(1), u64{4}, blocking);
     EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(2), u64{4});
     EXPECT_RESULT(not_ready, "cuStreamQuery", Handle{0});
     // Non-blocking streams run meanwhile; blocking streams wait for the default stream.
-    EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(3), u64{4}, free_running);
-    EXPECT_SUCCESS("cuStreamSynchronize", free_running);
+    EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(3), u64{4}, non_blocking);
+    EXPECT_SUCCESS("cuStreamSynchronize", non_blocking);
     const Handle other = create_stream(0);
     EXPECT_SUCCESS("cuMemsetD8Async", memory + 1, static_cast<unsigned char>(4), u64{1}, other);
     EXPECT_RESULT(not_ready, "cuStreamQuery", other);
     gate.open();
     EXPECT_SUCCESS("cuCtxSynchronize");
     CHECK((read_device(memory, 4) == std::vector<unsigned char>{2, 4, 2, 2}));
-    for (const Handle stream : {blocking, free_running, other}) {
+    for (const Handle stream : {blocking, non_blocking, other}) {
         EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
     }
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -136,8 +137,8 @@ void test_memset_is_async_unless_sync_memops() {
     EXPECT_RESULT(not_ready, "cuStreamQuery", Handle{0});
     gate.open();
     EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
-    const unsigned on = 1;
-    EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&on), static_cast<int>(pointer_sync_memops),
+    const unsigned enabled = 1;
+    EXPECT_SUCCESS("cuPointerSetAttribute", static_cast<const void*>(&enabled), static_cast<int>(pointer_sync_memops),
                    memory);
     for (int round = 0; round < 10; ++round) {
         EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(round), u64{4});
@@ -155,9 +156,9 @@ void test_memset_is_async_unless_sync_memops() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
-void test_events() {
+void test_event_completes_after_earlier_work() {
     const Handle first = create_stream(stream_non_blocking), second = create_stream(stream_non_blocking);
-    const Handle start = create_event(), end = create_event(), silent = create_event(event_disable_timing);
+    const Handle start = create_event(), end = create_event(), untimed = create_event(event_disable_timing);
     float milliseconds = -1;
     EXPECT_SUCCESS("cuEventQuery", start); // an event that was never recorded counts as complete
     EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start, end);
@@ -180,12 +181,12 @@ void test_events() {
     }
     EXPECT_SUCCESS("cuEventElapsedTime_v2", &milliseconds, start, end);
     CHECK(milliseconds > 0);
-    EXPECT_SUCCESS("cuEventRecord", silent, first);
-    EXPECT_SUCCESS("cuEventSynchronize", silent);
-    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start, silent);
+    EXPECT_SUCCESS("cuEventRecord", untimed, first);
+    EXPECT_SUCCESS("cuEventSynchronize", untimed);
+    EXPECT_RESULT(invalid_handle, "cuEventElapsedTime", &milliseconds, start, untimed);
     EXPECT_RESULT(invalid_value, "cuEventCreate", const_cast<Handle*>(&start), 8U);
     EXPECT_RESULT(invalid_handle, "cuEventQuery", Handle{0});
-    for (const Handle event : {start, end, silent}) {
+    for (const Handle event : {start, end, untimed}) {
         EXPECT_SUCCESS("cuEventDestroy_v2", event);
     }
     EXPECT_SUCCESS("cuStreamDestroy_v2", first);
@@ -209,8 +210,8 @@ void test_host_function_must_not_call_driver() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
-void test_stream_queries() {
-    Handle stream = 0, context = 0, of_stream = 0;
+void test_stream_queries_return_properties() {
+    Handle stream = 0, context = 0, context_of_stream = 0;
     EXPECT_SUCCESS("cuStreamCreateWithPriority", &stream, static_cast<unsigned>(stream_non_blocking), -99);
     unsigned flags = 0;
     int priority = 0, device = -1, status = -1;
@@ -218,14 +219,14 @@ void test_stream_queries() {
     EXPECT_SUCCESS("cuStreamGetFlags", stream, &flags);
     EXPECT_SUCCESS("cuStreamGetPriority", stream, &priority);
     EXPECT_SUCCESS("cuStreamGetDevice", stream, &device);
-    EXPECT_SUCCESS("cuStreamGetCtx", stream, &of_stream);
+    EXPECT_SUCCESS("cuStreamGetCtx", stream, &context_of_stream);
     EXPECT_SUCCESS("cuStreamGetId", stream, &id);
     EXPECT_SUCCESS("cuStreamGetId", Handle{0}, &legacy_id);
     EXPECT_SUCCESS("cuStreamIsCapturing", stream, &status);
     EXPECT_SUCCESS("cuCtxGetCurrent", &context);
     CHECK(flags == stream_non_blocking && priority == -5 && device == 0 && status == 0);
-    CHECK(of_stream == context && id != legacy_id);
-    EXPECT_SUCCESS("cuStreamSynchronize", Handle{stream_per_thread});
+    CHECK(context_of_stream == context && id != legacy_id);
+    EXPECT_SUCCESS("cuStreamSynchronize", Handle{per_thread_stream_handle});
     EXPECT_RESULT(invalid_value, "cuStreamCreate", &stream, 2U);
     EXPECT_RESULT(invalid_handle, "cuStreamSynchronize", Handle{0x99});
     EXPECT_RESULT(invalid_handle, "cuStreamDestroy_v2", Handle{0});
@@ -256,8 +257,8 @@ int main() {
     test_pageable_memory_is_staged();
     test_default_stream_waits_for_blocking_streams();
     test_memset_is_async_unless_sync_memops();
-    test_events();
+    test_event_completes_after_earlier_work();
     test_host_function_must_not_call_driver();
-    test_stream_queries();
+    test_stream_queries_return_properties();
     test_destroyed_stream_finishes();
 }

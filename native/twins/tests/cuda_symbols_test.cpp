@@ -12,9 +12,10 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
+// A line of functions.def.
 struct Function {
     const char* name;
-    int since;
+    int since; // CUDA version that introduced this form of the function
     const char* symbol;
     const char* kind;
 };
@@ -26,13 +27,13 @@ constexpr Function functions[] = {
 };
 
 void test_exports_match_contract() {
-    std::set<std::string> promised;
+    std::set<std::string> contract_symbols;
     std::map<std::string, std::string> conventions;
     for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACTS "/cuda.conventions")) {
-        CHECK(promised.insert(symbol).second);
+        CHECK(contract_symbols.insert(symbol).second);
         conventions[symbol] = kind;
     }
-    CHECK(promised == exported_symbols(GDRKIT_CUDA_TWIN));
+    CHECK(contract_symbols == exported_symbols(GDRKIT_CUDA_TWIN));
     for (const Function& function : functions) {
         CHECK(conventions[function.symbol] == function.kind);
         conventions.erase(function.symbol);
@@ -52,19 +53,19 @@ void test_unimplemented_functions_fail() {
     CHECK(count > 300);
 }
 
-void test_proc_address_table() {
+void test_proc_address_returns_newest_form() {
     for (const auto& [name, version_text] : read_table(GDRKIT_CONTRACTS "/cuda.symbols")) {
         const int version = std::stoi(version_text);
         const Function* newest = nullptr;
-        bool known = false;
+        bool is_known = false;
         for (const Function& function : functions) {
-            known |= name == function.name;
+            is_known |= name == function.name;
             if (name == function.name && function.since != 0 && function.since <= version &&
                 (newest == nullptr || function.since > newest->since)) {
                 newest = &function;
             }
         }
-        CHECK(known && newest != nullptr);
+        CHECK(is_known && newest != nullptr);
         void* entry = nullptr;
         int status = -1;
         for (const u64 flags : {u64{proc_default}, u64{proc_legacy_stream}, u64{proc_per_thread_stream}}) {
@@ -79,7 +80,7 @@ void test_proc_address_table() {
     }
 }
 
-void test_proc_address_errors() {
+void test_proc_address_reports_unknown_functions() {
     void* entry = nullptr;
     int status = -1;
     EXPECT_SUCCESS("cuGetProcAddress_v2", "cuNothing", &entry, 12000, u64{0}, &status);
@@ -105,7 +106,7 @@ void test_error_names() {
     CHECK(text == nullptr);
 }
 
-// Before cuInit only functions that need no driver work.
+// Before cuInit only functions that do not need the driver succeed. In a forked child even cuInit fails.
 void test_calls_before_init_fail() {
     u64 pointer = 0;
     int count = 0, version = 0;
@@ -128,8 +129,8 @@ void test_calls_before_init_fail() {
 int main() {
     test_exports_match_contract();
     test_unimplemented_functions_fail();
-    test_proc_address_table();
-    test_proc_address_errors();
+    test_proc_address_returns_newest_form();
+    test_proc_address_reports_unknown_functions();
     test_error_names();
     test_calls_before_init_fail();
 }

@@ -8,12 +8,12 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr int rounds = 40;
+constexpr int round_count = 40;
 
 void allocate_copy_free(unsigned seed) {
     Handle stream = 0;
     EXPECT_SUCCESS("cuStreamCreate", &stream, seed % 2);
-    for (int round = 0; round < rounds; ++round) {
+    for (int round = 0; round < round_count; ++round) {
         const u64 size = 1 + (seed * 977 + static_cast<unsigned>(round) * 131) % 20000;
         const u64 memory = allocate(size);
         const auto bytes = pattern(size, seed);
@@ -28,12 +28,12 @@ void allocate_copy_free(unsigned seed) {
 }
 
 // Copy as the verbs twin does for incoming requests, while the program's threads run.
-void serve_requests(u64 memory, std::atomic<bool>* stop) {
+void serve_requests(u64 memory, std::atomic<bool>* must_stop) {
     Handle context = 0;
     EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &context, 0);
     EXPECT_SUCCESS("cuCtxSetCurrent", context);
     std::vector<unsigned char> bytes(100);
-    while (!*stop) {
+    while (!*must_stop) {
         u64 base = 0, length = 0;
         EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, memory + 5);
         CHECK(base == memory && length == 4096 && buffer_id(memory) != 0);
@@ -47,9 +47,9 @@ void serve_requests(u64 memory, std::atomic<bool>* stop) {
 
 int main() {
     const Handle context = init_device();
-    const u64 shared = allocate(4096);
-    std::atomic<bool> stop{false};
-    std::thread server(serve_requests, shared, &stop);
+    const u64 shared_memory = allocate(4096);
+    std::atomic<bool> must_stop{false};
+    std::thread server_thread(serve_requests, shared_memory, &must_stop);
     std::vector<std::thread> threads;
     for (unsigned seed = 0; seed < 4; ++seed) {
         threads.emplace_back([=] {
@@ -60,8 +60,8 @@ int main() {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    stop = true;
-    server.join();
-    EXPECT_SUCCESS("cuMemFree_v2", shared);
+    must_stop = true;
+    server_thread.join();
+    EXPECT_SUCCESS("cuMemFree_v2", shared_memory);
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
 }

@@ -8,7 +8,10 @@ using namespace gdrkit::twin::cuda;
 
 namespace {
 
-constexpr u64 granule = 2 << 20;
+constexpr u64 granule_bytes = 2 << 20; // granularity of reservations and allocations
+
+// Messages between the owner of the memory and the importer.
+constexpr char importer_has_written = 'd', owner_has_released = 'x';
 
 AllocationProperties properties(int device = 0) {
     AllocationProperties requested{};
@@ -25,14 +28,14 @@ u64 reserve(u64 length_bytes) {
     return pointer;
 }
 
-Handle create(u64 length_bytes = granule) {
+Handle create(u64 length_bytes = granule_bytes) {
     Handle handle = 0;
     const AllocationProperties requested = properties();
     EXPECT_SUCCESS("cuMemCreate", &handle, length_bytes, &requested, u64{0});
     return handle;
 }
 
-void map(u64 pointer, Handle handle, u64 length_bytes = granule) {
+void map(u64 pointer, Handle handle, u64 length_bytes = granule_bytes) {
     EXPECT_SUCCESS("cuMemMap", pointer, length_bytes, u64{0}, handle, u64{0});
 }
 
@@ -41,35 +44,35 @@ int set_access(u64 pointer, u64 length_bytes, int flags, int type = location_dev
     return cu("cuMemSetAccess", pointer, length_bytes, &access, u64{1});
 }
 
-// Body of the other process: imports the memory by its descriptor, checks it and changes it.
-int peer(int socket) {
+// Body of the importing process: imports the memory by its descriptor, checks the data and changes it.
+int run_importer(int socket) {
     init_device();
     std::vector<Fd> fds;
     CHECK(recv_fds(socket, 1, &fds));
     Handle handle = 0;
     EXPECT_SUCCESS("cuMemImportFromShareableHandle", &handle, reinterpret_cast<void*>(static_cast<long>(fds[0].get())),
                    static_cast<int>(handle_posix_fd));
-    const u64 pointer = reserve(granule);
+    const u64 pointer = reserve(granule_bytes);
     map(pointer, handle);
-    CHECK(set_access(pointer, granule, access_read_write) == success);
+    CHECK(set_access(pointer, granule_bytes, access_read_write) == success);
     CHECK(read_device(pointer, 1000) == pattern(1000, 5));
     write_device(pointer, pattern(1000, 6));
-    send_value(socket, 'd');
-    receive_value<char>(socket);
-    CHECK(read_device(pointer, 1000) == pattern(1000, 6)); // the owner has released the memory
-    EXPECT_SUCCESS("cuMemUnmap", pointer, granule);
+    send_value(socket, importer_has_written);
+    CHECK(receive_value<char>(socket) == owner_has_released);
+    CHECK(read_device(pointer, 1000) == pattern(1000, 6));
+    EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", handle);
-    EXPECT_SUCCESS("cuMemAddressFree", pointer, granule);
+    EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
     return 0;
 }
 
-void test_sharing_between_processes() {
-    Peer other;
+void test_exported_memory_is_shared_by_processes() {
+    Peer importer;
     init_device();
-    const u64 before = free_memory(), pointer = reserve(granule);
+    const u64 before = free_memory(), pointer = reserve(granule_bytes);
     const Handle handle = create();
     map(pointer, handle);
-    CHECK(set_access(pointer, granule, access_read_write) == success);
+    CHECK(set_access(pointer, granule_bytes, access_read_write) == success);
     write_device(pointer, pattern(1000, 5));
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemExportToShareableHandle", static_cast<void*>(&fd), handle,
@@ -77,135 +80,137 @@ void test_sharing_between_processes() {
     EXPECT_SUCCESS("cuMemExportToShareableHandle", static_cast<void*>(&fd), handle, static_cast<int>(handle_posix_fd),
                    u64{0});
     Fd shareable(fd);
-    CHECK(send_fds(other.socket(), {&fd, 1}));
-    CHECK(receive_value<char>(other.socket()) == 'd');
+    CHECK(send_fds(importer.socket(), {&fd, 1}));
+    CHECK(receive_value<char>(importer.socket()) == importer_has_written);
     CHECK(read_device(pointer, 1000) == pattern(1000, 6));
     shareable.reset();
-    EXPECT_SUCCESS("cuMemUnmap", pointer, granule);
+    EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", handle);
-    EXPECT_SUCCESS("cuMemAddressFree", pointer, granule);
-    CHECK(before - free_memory() == granule); // the other process still references it
-    send_value(other.socket(), 'x');
+    EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
+    CHECK(before - free_memory() == granule_bytes); // the importer still references the memory
+    send_value(importer.socket(), owner_has_released);
     char byte = 0;
-    CHECK(recv(other.socket(), &byte, 1, 0) == 0);
+    CHECK(recv(importer.socket(), &byte, 1, 0) == 0);
     CHECK(wait_for_free_memory(before));
 }
 
-void test_adjacent_mappings() {
-    const u64 pointer = reserve(4 * granule);
+void test_copy_crosses_adjacent_mappings() {
+    const u64 pointer = reserve(4 * granule_bytes);
     const Handle first = create(), second = create();
     map(pointer, first);
-    map(pointer + granule, second);
+    map(pointer + granule_bytes, second);
     const auto bytes = pattern(1000, 7);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(bytes.data()), u64{1000});
-    CHECK(set_access(pointer, 2 * granule, access_read_write) == success);
-    CHECK(set_access(pointer, 4 * granule, access_read_write) == invalid_value);
+    CHECK(set_access(pointer, 2 * granule_bytes, access_read_write) == success);
+    CHECK(set_access(pointer, 4 * granule_bytes, access_read_write) == invalid_value);
     CHECK(set_access(pointer, 4096, access_read_write) == invalid_value);
-    CHECK(set_access(pointer, granule, access_read_write, location_device, 9) == invalid_value);
-    CHECK(set_access(pointer, granule, access_read_write, location_host) == not_supported);
-    // A copy may cross mappings; every other function handles one mapping.
-    write_device(pointer + granule - 500, bytes);
-    CHECK(read_device(pointer + granule - 500, 1000) == bytes);
+    CHECK(set_access(pointer, granule_bytes, access_read_write, location_device, 9) == invalid_value);
+    CHECK(set_access(pointer, granule_bytes, access_read_write, location_host) == not_supported);
+    // A copy may cross from one mapping into the next. A query describes only the mapping of its pointer.
+    write_device(pointer + granule_bytes - 500, bytes);
+    CHECK(read_device(pointer + granule_bytes - 500, 1000) == bytes);
     u64 base = 0, length = 0;
-    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, pointer + granule + 5);
-    CHECK(base == pointer + granule && length == granule);
+    EXPECT_SUCCESS("cuMemGetAddressRange_v2", &base, &length, pointer + granule_bytes + 5);
+    CHECK(base == pointer + granule_bytes && length == granule_bytes);
     const u64 first_id = buffer_id(pointer);
-    CHECK(buffer_id(pointer + granule) > first_id);
-    const unsigned on = 1;
-    EXPECT_RESULT(not_supported, "cuPointerSetAttribute", static_cast<const void*>(&on),
+    CHECK(buffer_id(pointer + granule_bytes) > first_id);
+    const unsigned enabled = 1;
+    EXPECT_RESULT(not_supported, "cuPointerSetAttribute", static_cast<const void*>(&enabled),
                   static_cast<int>(pointer_sync_memops), pointer);
     // A dma-buf can span both mappings but no unmapped addresses.
     int fd = -1;
-    EXPECT_SUCCESS("cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, 2 * granule, range_handle_dmabuf,
-                   u64{0});
-    CHECK(lseek(fd, 0, SEEK_END) == static_cast<off_t>(2 * granule));
+    EXPECT_SUCCESS("cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, 2 * granule_bytes,
+                   range_handle_dmabuf, u64{0});
+    CHECK(lseek(fd, 0, SEEK_END) == static_cast<off_t>(2 * granule_bytes));
     close(fd);
-    EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, 3 * granule,
+    EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, 3 * granule_bytes,
                   range_handle_dmabuf, u64{0});
-    // Set read-only access and back.
-    CHECK(set_access(pointer, granule, access_read) == success);
+    // Set read-only access.
+    CHECK(set_access(pointer, granule_bytes, access_read) == success);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoD_v2", pointer, static_cast<const void*>(bytes.data()), u64{10});
     read_device(pointer, 10);
     u64 flags = 9;
-    const Location here{location_device, 0}, there{location_device, 1};
-    EXPECT_SUCCESS("cuMemGetAccess", &flags, &here, pointer);
+    const Location first_device{location_device, 0}, second_device{location_device, 1};
+    EXPECT_SUCCESS("cuMemGetAccess", &flags, &first_device, pointer);
     CHECK(flags == access_read);
-    EXPECT_SUCCESS("cuMemGetAccess", &flags, &there, pointer);
+    EXPECT_SUCCESS("cuMemGetAccess", &flags, &second_device, pointer);
     CHECK(flags == access_none);
-    // A new mapping has a new buffer id. Unmapping unmapped addresses is not an error; unmapping half a mapping is.
+    // Unmapping a part of a mapping is an error, but unmapping addresses without a mapping is not. A new mapping has a
+    // new buffer id.
     EXPECT_RESULT(invalid_value, "cuMemUnmap", pointer, u64{4096});
-    EXPECT_SUCCESS("cuMemUnmap", pointer, granule);
-    EXPECT_SUCCESS("cuMemUnmap", pointer, granule);
+    EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
+    EXPECT_SUCCESS("cuMemUnmap", pointer, granule_bytes);
     map(pointer, first);
     CHECK(buffer_id(pointer) > first_id);
-    EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, 4 * granule);
-    EXPECT_SUCCESS("cuMemUnmap", pointer, 4 * granule);
+    EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, 4 * granule_bytes);
+    EXPECT_SUCCESS("cuMemUnmap", pointer, 4 * granule_bytes);
     EXPECT_SUCCESS("cuMemRelease", first);
     EXPECT_SUCCESS("cuMemRelease", second);
-    EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, granule);
-    EXPECT_SUCCESS("cuMemAddressFree", pointer, 4 * granule);
+    EXPECT_RESULT(invalid_value, "cuMemAddressFree", pointer, granule_bytes);
+    EXPECT_SUCCESS("cuMemAddressFree", pointer, 4 * granule_bytes);
 }
 
-void test_reserved_addresses() {
-    const u64 pointer = reserve(granule);
+void test_reserved_addresses_are_not_mapped() {
+    const u64 pointer = reserve(granule_bytes);
     u64 start = 0, size = 0;
-    unsigned mapped = 7;
+    unsigned is_mapped = 7;
     const int numbers[] = {pointer_mapped, pointer_range_start, pointer_range_size};
-    void* places[] = {&mapped, &start, &size};
-    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, places, pointer + 5);
-    CHECK(mapped == 0 && start == pointer && size == granule);
-    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", places[0], static_cast<int>(pointer_mapped), pointer);
-    u64 other = 0;
-    EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other, u64{4096}, u64{0}, u64{0}, u64{0});
-    EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other, granule, u64{3}, u64{0}, u64{0});
+    void* results[] = {&is_mapped, &start, &size};
+    EXPECT_SUCCESS("cuPointerGetAttributes", 3U, numbers, results, pointer + 5);
+    CHECK(is_mapped == 0 && start == pointer && size == granule_bytes);
+    EXPECT_RESULT(invalid_value, "cuPointerGetAttribute", results[0], static_cast<int>(pointer_mapped), pointer);
+    u64 other_pointer = 0;
+    EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other_pointer, u64{4096}, u64{0}, u64{0}, u64{0});
+    EXPECT_RESULT(invalid_value, "cuMemAddressReserve", &other_pointer, granule_bytes, u64{3}, u64{0}, u64{0});
     // The size overflows: the call must fail and must not unmap memory of this process.
-    EXPECT_RESULT(out_of_memory, "cuMemAddressReserve", &other, (u64{1} << 63) + granule, u64{1} << 63, u64{0}, u64{0});
-    EXPECT_SUCCESS("cuMemAddressReserve", &other, granule, 8 * granule, u64{0}, u64{0});
-    CHECK(other % (8 * granule) == 0);
-    EXPECT_SUCCESS("cuMemAddressFree", other, granule);
-    EXPECT_SUCCESS("cuMemAddressFree", pointer, granule);
+    EXPECT_RESULT(out_of_memory, "cuMemAddressReserve", &other_pointer, (u64{1} << 63) + granule_bytes, u64{1} << 63,
+                  u64{0}, u64{0});
+    EXPECT_SUCCESS("cuMemAddressReserve", &other_pointer, granule_bytes, 8 * granule_bytes, u64{0}, u64{0});
+    CHECK(other_pointer % (8 * granule_bytes) == 0);
+    EXPECT_SUCCESS("cuMemAddressFree", other_pointer, granule_bytes);
+    EXPECT_SUCCESS("cuMemAddressFree", pointer, granule_bytes);
 }
 
-void test_handles() {
-    const u64 pointer = reserve(2 * granule);
-    Handle handle = create(), again = 0;
+void test_released_handle_can_be_retained_again() {
+    const u64 pointer = reserve(2 * granule_bytes);
+    Handle handle = create(), retained_handle = 0;
     AllocationProperties reported{}, requested = properties();
     EXPECT_SUCCESS("cuMemGetAllocationPropertiesFromHandle", &reported, handle);
     CHECK(reported.gpu_direct_rdma_capable == 1 && reported.requested_handle_types == handle_posix_fd);
-    EXPECT_RESULT(not_supported, "cuMemMap", pointer, granule, granule, handle, u64{0});
-    EXPECT_RESULT(not_supported, "cuMemMap", pointer, 2 * granule, u64{0}, handle, u64{0});
-    EXPECT_RESULT(invalid_value, "cuMemMap", u64{0x10000000000}, granule, u64{0}, handle, u64{0});
+    EXPECT_RESULT(not_supported, "cuMemMap", pointer, granule_bytes, granule_bytes, handle, u64{0});
+    EXPECT_RESULT(not_supported, "cuMemMap", pointer, 2 * granule_bytes, u64{0}, handle, u64{0});
+    EXPECT_RESULT(invalid_value, "cuMemMap", u64{0x10000000000}, granule_bytes, u64{0}, handle, u64{0});
     map(pointer, handle);
-    EXPECT_RESULT(invalid_value, "cuMemMap", pointer, granule, u64{0}, handle, u64{0});
-    map(pointer + granule, handle); // a second mapping of the same memory
-    CHECK(set_access(pointer, 2 * granule, access_read_write) == success);
+    EXPECT_RESULT(invalid_value, "cuMemMap", pointer, granule_bytes, u64{0}, handle, u64{0});
+    map(pointer + granule_bytes, handle); // a second mapping of the same memory
+    CHECK(set_access(pointer, 2 * granule_bytes, access_read_write) == success);
     write_device(pointer, {1, 2, 3});
-    CHECK((read_device(pointer + granule, 3) == std::vector<unsigned char>{1, 2, 3}));
-    EXPECT_SUCCESS("cuMemRetainAllocationHandle", &again, reinterpret_cast<void*>(pointer + 77));
-    CHECK(again == handle);
+    CHECK((read_device(pointer + granule_bytes, 3) == std::vector<unsigned char>{1, 2, 3}));
+    EXPECT_SUCCESS("cuMemRetainAllocationHandle", &retained_handle, reinterpret_cast<void*>(pointer + 77));
+    CHECK(retained_handle == handle);
     EXPECT_SUCCESS("cuMemRelease", handle);
     EXPECT_SUCCESS("cuMemRelease", handle);
     // A released handle of mapped memory can be retained again.
     read_device(pointer, 3);
-    EXPECT_SUCCESS("cuMemRetainAllocationHandle", &again, reinterpret_cast<void*>(pointer));
-    EXPECT_SUCCESS("cuMemRelease", again);
-    EXPECT_SUCCESS("cuMemUnmap", pointer, 2 * granule);
-    EXPECT_SUCCESS("cuMemAddressFree", pointer, 2 * granule);
+    EXPECT_SUCCESS("cuMemRetainAllocationHandle", &retained_handle, reinterpret_cast<void*>(pointer));
+    EXPECT_SUCCESS("cuMemRelease", retained_handle);
+    EXPECT_SUCCESS("cuMemUnmap", pointer, 2 * granule_bytes);
+    EXPECT_SUCCESS("cuMemAddressFree", pointer, 2 * granule_bytes);
     u64 granularity = 0;
     EXPECT_SUCCESS("cuMemGetAllocationGranularity", &granularity, &requested, 0);
-    CHECK(granularity == granule);
+    CHECK(granularity == granule_bytes);
     EXPECT_RESULT(invalid_value, "cuMemGetAllocationGranularity", &granularity, &requested, 2);
     EXPECT_RESULT(invalid_value, "cuMemCreate", &handle, u64{4096}, &requested, u64{0});
     EXPECT_RESULT(out_of_memory, "cuMemCreate", &handle, u64{16} << 30, &requested, u64{0});
     requested.location.id = 9;
-    EXPECT_RESULT(invalid_device, "cuMemCreate", &handle, granule, &requested, u64{0});
+    EXPECT_RESULT(invalid_device, "cuMemCreate", &handle, granule_bytes, &requested, u64{0});
     requested.location.type = location_host;
-    EXPECT_RESULT(not_supported, "cuMemCreate", &handle, granule, &requested, u64{0});
+    EXPECT_RESULT(not_supported, "cuMemCreate", &handle, granule_bytes, &requested, u64{0});
     const auto type = static_cast<int>(handle_posix_fd);
     EXPECT_RESULT(unknown_error, "cuMemImportFromShareableHandle", &handle, reinterpret_cast<void*>(9999L), type);
-    const Fd null(open("/dev/null", O_RDONLY));
+    const Fd dev_null(open("/dev/null", O_RDONLY));
     EXPECT_RESULT(invalid_value, "cuMemImportFromShareableHandle", &handle,
-                  reinterpret_cast<void*>(static_cast<long>(null.get())), type);
+                  reinterpret_cast<void*>(static_cast<long>(dev_null.get())), type);
 }
 
 void test_second_release_aborts() {
@@ -220,13 +225,13 @@ void test_second_release_aborts() {
 
 } // namespace
 
-int main(int count, char** arguments) {
-    if (count == 3) {
-        return peer(std::atoi(arguments[2]));
+int main(int argument_count, char** arguments) {
+    if (argument_count == 3) {
+        return run_importer(std::atoi(arguments[2]));
     }
     test_second_release_aborts();
-    test_sharing_between_processes();
-    test_adjacent_mappings();
-    test_reserved_addresses();
-    test_handles();
+    test_exported_memory_is_shared_by_processes();
+    test_copy_crosses_adjacent_mappings();
+    test_reserved_addresses_are_not_mapped();
+    test_released_handle_can_be_retained_again();
 }

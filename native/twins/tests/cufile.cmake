@@ -1,10 +1,11 @@
-# The tests of the cuFile twin: they open the built library by its path, as a C program does, and the CUDA twin before it.
+# Unit tests of the cuFile twin. They open the built library by its path, as a C program does. They open the CUDA twin
+# first, because the cuFile twin needs a CUDA driver.
 function(gdrkit_cufile_test name)
   add_executable(cufile_${name}_test ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/cufile_${name}_test.cpp)
   add_dependencies(cufile_${name}_test cuda_twin cufile_twin)
   target_include_directories(cufile_${name}_test PRIVATE ${CMAKE_CURRENT_FUNCTION_LIST_DIR}
                              ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/..)
-  # Files lie in the build folder, since the library takes none that are in memory.
+  # The test files are in the build folder, because cuFile does not register files of a tmpfs.
   target_compile_definitions(cufile_${name}_test PRIVATE
     GDRKIT_CUDA_TWIN="$<TARGET_FILE:cuda_twin>"
     GDRKIT_CUFILE_TWIN="$<TARGET_FILE:cufile_twin>"
@@ -12,7 +13,8 @@ function(gdrkit_cufile_test name)
     GDRKIT_CONTRACTS="${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../contracts")
   target_link_libraries(cufile_${name}_test PRIVATE gdrkit_twin_model)
   add_test(NAME cufile_${name} COMMAND cufile_${name}_test)
-  # Here udev knows the disk, whatever the machine's own says. TSan forks without its threads on purpose.
+  # GDRKIT_TWINS_UDEV=1: the twin accepts the disk even if this machine's udev database does not describe it. The tests
+  # fork while threads run, which ThreadSanitizer must accept.
   set_tests_properties(cufile_${name} PROPERTIES TIMEOUT 120
     ENVIRONMENT "GDRKIT_TWINS_DOMAIN=cufile-${name};GDRKIT_TWINS_UDEV=1;TSAN_OPTIONS=die_after_fork=0")
 endfunction()
@@ -21,7 +23,7 @@ foreach(name IN ITEMS symbols transfer statistics batch stream)
   gdrkit_cufile_test(${name})
 endforeach()
 
-# Only where the real headers are: users' machines need none.
+# This test is built only if the real headers are installed. Users do not need them.
 find_path(GDRKIT_CUFILE_HEADERS cufile.h PATHS /usr/local/cuda/include)
 if(GDRKIT_CUFILE_HEADERS AND GDRKIT_CUDA_HEADERS)
   gdrkit_cufile_test(abi)

@@ -10,17 +10,17 @@ using namespace gdrkit::twin::cufile;
 
 namespace {
 
-constexpr std::size_t page = 4096;
+constexpr std::size_t page_bytes = 4096;
 
 IoParameters make_entry(const TestFile& test_file, std::size_t index, Opcode opcode = opcode_read) {
-    IoParameters created{};
-    created.mode = mode_batch;
-    created.batch = {pointer(test_file.memory), static_cast<off_t>(index * page), static_cast<off_t>(index * page),
-                     page};
-    created.file = test_file.file;
-    created.opcode = opcode;
-    created.cookie = pointer(index + 1);
-    return created;
+    IoParameters entry{};
+    entry.mode = mode_batch;
+    entry.batch = {pointer(test_file.memory), static_cast<off_t>(index * page_bytes),
+                   static_cast<off_t>(index * page_bytes), page_bytes};
+    entry.file = test_file.file;
+    entry.opcode = opcode;
+    entry.cookie = pointer(index + 1);
+    return entry;
 }
 
 BatchHandle set_up(unsigned capacity) {
@@ -33,20 +33,20 @@ int submit(BatchHandle batch, std::vector<IoParameters> entries) {
     return call_control("cuFileBatchIOSubmit", batch, static_cast<unsigned>(entries.size()), entries.data(), 0U);
 }
 
-// Wait until `count` transfers are done and return their results by cookie.
-std::map<u64, IoEvent> ended(BatchHandle batch, unsigned count) {
-    std::map<u64, IoEvent> found;
-    while (found.size() < count) {
+// Wait until `count` entries have completed, and return their events by cookie.
+std::map<u64, IoEvent> wait_for_events(BatchHandle batch, unsigned count) {
+    std::map<u64, IoEvent> events_by_cookie;
+    while (events_by_cookie.size() < count) {
         IoEvent events[8];
-        unsigned given = 8;
-        EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &given, static_cast<IoEvent*>(events),
+        unsigned event_count = 8;
+        EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events),
                       static_cast<timespec*>(nullptr));
-        CHECK(given >= 1);
-        for (unsigned index = 0; index < given; ++index) {
-            CHECK(found.emplace(reinterpret_cast<u64>(events[index].cookie), events[index]).second);
+        CHECK(event_count >= 1);
+        for (unsigned index = 0; index < event_count; ++index) {
+            CHECK(events_by_cookie.emplace(reinterpret_cast<u64>(events[index].cookie), events[index]).second);
         }
     }
-    return found;
+    return events_by_cookie;
 }
 
 void test_batch_transfers_each_entry_once() {
@@ -59,13 +59,13 @@ void test_batch_transfers_each_entry_once() {
     CHECK(submit(batch, entries) == success);
     // Completed entries use capacity until their status is queried.
     CHECK(submit(batch, {make_entry(test_file, 0)}) == batch_full);
-    for (const auto& [cookie, event] : ended(batch, 32)) {
-        CHECK(event.status == io_complete && event.result == page && cookie >= 1 && cookie <= 32);
+    for (const auto& [cookie, event] : wait_for_events(batch, 32)) {
+        CHECK(event.status == io_complete && event.result == page_bytes && cookie >= 1 && cookie <= 32);
     }
-    CHECK(cuda::read_device(test_file.memory, 32 * page) ==
-          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + 32 * page));
+    CHECK(cuda::read_device(test_file.memory, 32 * page_bytes) ==
+          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + 32 * page_bytes));
     CHECK(submit(batch, {make_entry(test_file, 0)}) == success);
-    ended(batch, 1);
+    wait_for_events(batch, 1);
     call<void>("cuFileBatchIODestroy", batch);
 }
 
@@ -80,12 +80,14 @@ void test_invalid_arguments_are_refused() {
     entry.file = pointer(0x10);
     CHECK(submit(batch, {entry}) == handle_not_registered);
     CHECK(submit(pointer(0x10), {make_entry(test_file, 0)}) == invalid_value);
-    unsigned given = 1;
+    unsigned event_count = 1;
     IoEvent event{};
-    timespec wrong{0, 1'000'000'000};
-    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 1U, &given, &event, &wrong);
-    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 2U, &given, &event, static_cast<timespec*>(nullptr));
+    timespec invalid_timeout{0, 1'000'000'000};
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 1U, &event_count, &event, &invalid_timeout);
+    EXPECT_STATUS(invalid_value, "cuFileBatchIOGetStatus", batch, 2U, &event_count, &event,
+                  static_cast<timespec*>(nullptr));
     call<void>("cuFileBatchIODestroy", batch);
+    // cuFileBatchIODestroy returns no error code, so an invalid handle ends the process.
     const int status = cuda::status_of_child([] { call<void>("cuFileBatchIODestroy", pointer(0x10)); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
 }
@@ -95,7 +97,7 @@ void test_failed_entry_does_not_stop_others() {
     set_fault_plan("cufile.batch_io call=2 status=5");
     const BatchHandle batch = set_up(4);
     CHECK(submit(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) == success);
-    auto events = ended(batch, 3);
+    auto events = wait_for_events(batch, 3);
     CHECK(events[1].status == io_complete && events[3].status == io_complete);
     CHECK(events[2].status == io_failed && static_cast<ssize_t>(events[2].result) == -EIO);
     call<void>("cuFileBatchIODestroy", batch);
@@ -106,45 +108,45 @@ void test_stalled_entry_can_be_canceled() {
     set_fault_plan("cufile.batch_io call=2 delay_us=10000000");
     const BatchHandle batch = set_up(4);
     CHECK(submit(batch, {make_entry(test_file, 0), make_entry(test_file, 1), make_entry(test_file, 2)}) == success);
-    CHECK(ended(batch, 1)[1].status == io_complete);
-    unsigned given = 4;
+    CHECK(wait_for_events(batch, 1)[1].status == io_complete);
+    unsigned event_count = 4;
     IoEvent events[4];
-    timespec moment{0, 1'000'000};
-    EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &given, static_cast<IoEvent*>(events), &moment);
-    CHECK(given == 0);
+    timespec timeout{0, 1'000'000};
+    EXPECT_STATUS(success, "cuFileBatchIOGetStatus", batch, 1U, &event_count, static_cast<IoEvent*>(events), &timeout);
+    CHECK(event_count == 0);
     EXPECT_STATUS(success, "cuFileBatchIOCancel", batch);
-    auto rest = ended(batch, 2);
-    CHECK(rest[2].status == io_canceled && rest[3].status == io_canceled);
+    auto canceled = wait_for_events(batch, 2);
+    CHECK(canceled[2].status == io_canceled && canceled[3].status == io_canceled);
     call<void>("cuFileBatchIODestroy", batch);
 }
 
-// Destroying a batch waits for the running transfer: the caller may free the memory afterwards.
+// Destroying a batch waits for the running transfer, because the caller may free the memory afterwards.
 void test_destroy_waits_for_running_transfer() {
     const TestFile test_file;
     set_fault_plan("cufile.route call=1 delay_us=300000");
     const BatchHandle batch = set_up(4);
     CHECK(submit(batch, {make_entry(test_file, 3)}) == success);
-    // Wait until the fault plan delays it in the middle of its transfer.
-    while (ledger().find("cufile.route", ledger().find("\"delayed\"")) == std::string::npos) {
+    // Wait until the fault plan delays the entry in the middle of its transfer.
+    while (ledger_json().find("cufile.route", ledger_json().find("\"delayed\"")) == std::string::npos) {
         sched_yield();
     }
     call<void>("cuFileBatchIODestroy", batch);
-    CHECK(cuda::read_device(test_file.memory + 3 * page, page) ==
-          std::vector(test_file.bytes.begin() + 3 * page, test_file.bytes.begin() + 4 * page));
+    CHECK(cuda::read_device(test_file.memory + 3 * page_bytes, page_bytes) ==
+          std::vector(test_file.bytes.begin() + 3 * page_bytes, test_file.bytes.begin() + 4 * page_bytes));
 }
 
-// Each thread has its own batch and destroys it while some transfers are unfinished.
+// Every thread creates batches and destroys each while some of its transfers are unfinished.
 void test_concurrent_batches() {
     const TestFile test_file;
-    std::atomic<int> complete{0};
+    std::atomic<int> completed_count{0};
     std::vector<std::thread> threads;
     for (std::size_t thread = 0; thread < 4; ++thread) {
-        threads.emplace_back([&test_file, &complete, thread] {
+        threads.emplace_back([&test_file, &completed_count, thread] {
             for (int round = 0; round < 8; ++round) {
                 const BatchHandle batch = set_up(8);
                 CHECK(submit(batch, {make_entry(test_file, thread), make_entry(test_file, thread + 4)}) == success);
                 if (round % 2 == 0) {
-                    complete += static_cast<int>(ended(batch, 2).size());
+                    completed_count += static_cast<int>(wait_for_events(batch, 2).size());
                 }
                 call<void>("cuFileBatchIODestroy", batch);
             }
@@ -153,8 +155,8 @@ void test_concurrent_batches() {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(complete == 4 * 4 * 2);
-    CHECK(ledger().find("cufile_batch") == std::string::npos);
+    CHECK(completed_count == 4 * 4 * 2);
+    CHECK(ledger_json().find("cufile_batch") == std::string::npos);
 }
 
 } // namespace

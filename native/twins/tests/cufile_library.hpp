@@ -15,20 +15,22 @@ namespace gdrkit::twin::cufile {
 
 using cuda::u64;
 
+// Return the dlopen handle of the cuFile twin.
 inline void* library() {
-    static void* const opened = [] {
+    static void* const library_handle = [] {
         // Open the CUDA twin first, so that the cuFile twin finds it as libcuda.so.1.
         cuda::driver();
-        void* found = dlopen(GDRKIT_CUFILE_TWIN, RTLD_NOW | RTLD_LOCAL);
-        if (found == nullptr) {
+        void* handle = dlopen(GDRKIT_CUFILE_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (handle == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
             std::exit(1);
         }
-        return found;
+        return handle;
     }();
-    return opened;
+    return library_handle;
 }
 
+// Call a function of the cuFile twin by name.
 template <typename Result, typename... Arguments> Result call(const char* symbol, Arguments... arguments) {
     void* const entry = dlsym(library(), symbol);
     if (entry == nullptr) {
@@ -38,12 +40,13 @@ template <typename Result, typename... Arguments> Result call(const char* symbol
     return reinterpret_cast<Result (*)(Arguments...)>(entry)(arguments...);
 }
 
-// Call a control function and return its CUfileOpError. Arguments must have the types of the interface.
+// Call a function that returns CUfileError_t, and return its CUfileOpError. Arguments must have the types of the
+// interface.
 template <typename... Arguments> int call_control(const char* symbol, Arguments... arguments) {
     return call<Error>(symbol, arguments...).error;
 }
 
-// Check that a control function returns this code.
+// Check that a function which returns CUfileError_t reports this CUfileOpError.
 #define EXPECT_STATUS(code, ...)                                                                                       \
     do {                                                                                                               \
         const int result_ = call_control(__VA_ARGS__);                                                                 \
@@ -58,7 +61,7 @@ inline void set_fault_plan(const std::string& rules) {
     CHECK(call<int>("gdrkit_twin_faults", ("gdrkit-faults 1\n" + rules + "\n").c_str()) == 0);
 }
 
-inline std::string ledger() {
+inline std::string ledger_json() {
     std::vector<char> text(1 << 16);
     CHECK(call<int>("gdrkit_twin_ledger", text.data(), text.size()) > 0);
     return text.data();
@@ -86,7 +89,7 @@ inline ssize_t write_file(FileHandle file, u64 buffer, std::size_t length_bytes,
                          buffer_offset);
 }
 
-// A registered temporary file of known content, and device memory of the same size.
+// A registered temporary file with known content, and device memory of the same size. It opens the driver.
 struct TestFile {
     static constexpr std::size_t length_bytes = 1 << 18;
     std::vector<unsigned char> bytes = cuda::pattern(length_bytes, 7);
@@ -97,11 +100,12 @@ struct TestFile {
     TestFile() {
         cuda::init_device();
         std::string name = GDRKIT_DISK "/cufile-XXXXXX";
-        const int created = mkstemp(name.data());
-        CHECK(created >= 0 && pwrite(created, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
+        const int buffered_fd = mkstemp(name.data());
+        CHECK(buffered_fd >= 0 &&
+              pwrite(buffered_fd, bytes.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
         fd = open(name.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
         CHECK(fd >= 0);
-        close(created);
+        close(buffered_fd);
         CHECK(unlink(name.c_str()) == 0);
         memory = cuda::allocate(length_bytes);
         EXPECT_STATUS(success, "cuFileDriverOpen");
@@ -115,17 +119,17 @@ struct TestFile {
         EXPECT_STATUS(success, "cuFileDriverClose");
         close(fd);
         CHECK(cuda::cu("cuMemFree_v2", memory) == cuda::success);
-        CHECK(ledger().find("\"handles\":{}") != std::string::npos);
+        CHECK(ledger_json().find("\"handles\":{}") != std::string::npos);
     }
 
-    [[nodiscard]] std::vector<unsigned char> on_device() const { return cuda::read_device(memory, length_bytes); }
-    [[nodiscard]] std::vector<unsigned char> on_disk() const {
-        std::vector<unsigned char> found(length_bytes);
+    [[nodiscard]] std::vector<unsigned char> device_content() const { return cuda::read_device(memory, length_bytes); }
+    [[nodiscard]] std::vector<unsigned char> file_content() const {
+        std::vector<unsigned char> content(length_bytes);
         const std::string name = "/proc/self/fd/" + std::to_string(fd);
-        const int buffered = open(name.c_str(), O_RDONLY | O_CLOEXEC);
-        CHECK(pread(buffered, found.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
-        close(buffered);
-        return found;
+        const int buffered_fd = open(name.c_str(), O_RDONLY | O_CLOEXEC);
+        CHECK(pread(buffered_fd, content.data(), length_bytes, 0) == static_cast<ssize_t>(length_bytes));
+        close(buffered_fd);
+        return content;
     }
 };
 

@@ -6,15 +6,15 @@ using namespace gdrkit::twin::cufile;
 
 namespace {
 
-constexpr std::size_t page = 4096;
+constexpr std::size_t page_bytes = 4096;
 
-StatsLevel3 statistics() {
+StatsLevel3 read_statistics() {
     StatsLevel3 snapshot{};
     EXPECT_STATUS(success, "cuFileGetStatsL3", &snapshot);
     return snapshot;
 }
 
-void start() {
+void start_statistics() {
     EXPECT_STATUS(success, "cuFileSetStatsLevel", 3);
     EXPECT_STATUS(success, "cuFileStatsReset");
     EXPECT_STATUS(success, "cuFileStatsStart");
@@ -22,34 +22,34 @@ void start() {
 
 void test_default_path_is_posix() {
     const TestFile test_file;
-    start();
-    CHECK(read_file(test_file.file, test_file.memory, 4 * page) == 4 * page);
-    CHECK(write_file(test_file.file, test_file.memory, page, 0) == page);
-    const StatsLevel3 snapshot = statistics();
+    start_statistics();
+    CHECK(read_file(test_file.file, test_file.memory, 4 * page_bytes) == 4 * page_bytes);
+    CHECK(write_file(test_file.file, test_file.memory, page_bytes, 0) == page_bytes);
+    const StatsLevel3 snapshot = read_statistics();
     const GpuStats& gpu = snapshot.gpus[0];
     CHECK(snapshot.gpu_count == 2);
     CHECK(gpu.posix_reads == 1 && gpu.posix_writes == 1 && gpu.p2p_reads == 0 && gpu.nvfs_reads == 0);
-    CHECK(gpu.read_bytes == 4 * page && gpu.write_bytes == page && gpu.unaligned_reads == 0);
-    CHECK(snapshot.detailed.basic.read_ops.ok == 1 && snapshot.detailed.basic.read_bytes == 4 * page);
+    CHECK(gpu.read_bytes == 4 * page_bytes && gpu.write_bytes == page_bytes && gpu.unaligned_reads == 0);
+    CHECK(snapshot.detailed.basic.read_ops.ok == 1 && snapshot.detailed.basic.read_bytes == 4 * page_bytes);
     // read_size_kb[5] counts the reads of 16 to 31 KiB.
     CHECK(snapshot.detailed.read_size_kb[5] == 1);
     CHECK(snapshot.gpus[1].total_reads == 0);
 }
 
-void test_counters_by_path() {
+void test_transfers_are_counted_by_path() {
     const TestFile test_file;
-    start();
+    start_statistics();
     set_fault_plan("cufile.route call=1 route=p2p\ncufile.route call=2 route=nvfs\ncufile.route call=3 route=p2p");
-    CHECK(read_file(test_file.file, test_file.memory, page) == page);
-    CHECK(read_file(test_file.file, test_file.memory, page) == page);
-    // Unaligned transfers take no direct path, whatever the machine supports.
-    CHECK(read_file(test_file.file, test_file.memory, page, 1) == page);
-    const StatsLevel3 snapshot = statistics();
+    CHECK(read_file(test_file.file, test_file.memory, page_bytes) == page_bytes);
+    CHECK(read_file(test_file.file, test_file.memory, page_bytes) == page_bytes);
+    // An unaligned transfer never takes a direct path, even if the machine supports one.
+    CHECK(read_file(test_file.file, test_file.memory, page_bytes, 1) == page_bytes);
+    const StatsLevel3 snapshot = read_statistics();
     const GpuStats& gpu = snapshot.gpus[0];
     CHECK(gpu.p2p_reads == 1 && gpu.nvfs_reads == 1 && gpu.posix_reads == 1 && gpu.unaligned_reads == 1);
 }
 
-void test_levels() {
+void test_level_limits_statistics() {
     const TestFile test_file;
     StatsLevel2 level2{};
     StatsLevel3 level3{};
@@ -61,78 +61,79 @@ void test_levels() {
     EXPECT_STATUS(invalid_value, "cuFileSetStatsLevel", 4);
     EXPECT_STATUS(success, "cuFileStatsStop");
     const std::uint64_t before = level2.basic.read_ops.ok;
-    CHECK(read_file(test_file.file, test_file.memory, page) == page);
+    CHECK(read_file(test_file.file, test_file.memory, page_bytes) == page_bytes);
     EXPECT_STATUS(success, "cuFileGetStatsL2", &level2);
     CHECK(level2.basic.read_ops.ok == before);
 }
 
 void test_compat_mode_off_refuses_posix() {
     EXPECT_STATUS(success, "cuFileSetParameterBool", 1, false);
-    // If no direct path is possible, the driver does not open.
+    // The fault plan enables no direct path, so the driver does not open without compat mode.
     EXPECT_STATUS(driver_not_initialized, "cuFileDriverOpen");
     {
         set_fault_plan("cufile.route call=1 route=posix\ncufile.route call=2 route=p2p");
         const TestFile test_file;
-        start();
-        CHECK(read_file(test_file.file, test_file.memory, page) == -io_not_supported);
-        CHECK(statistics().gpus[0].read_errors == 1);
-        CHECK(read_file(test_file.file, test_file.memory, page) == page);
+        start_statistics();
+        CHECK(read_file(test_file.file, test_file.memory, page_bytes) == -io_not_supported);
+        CHECK(read_statistics().gpus[0].read_errors == 1);
+        CHECK(read_file(test_file.file, test_file.memory, page_bytes) == page_bytes);
     }
     EXPECT_STATUS(success, "cuFileSetParameterBool", 1, true);
 }
 
-// The batch counters count the submitted transfers by submission type. The counters by path count only transfers that
-// are not in a batch.
-void test_batch_counters() {
+// The batch counters count the transfers of a batch by the type of their submission. The counters of a GPU do not count
+// them.
+void test_batch_transfers_are_counted_by_submission() {
     const TestFile test_file;
-    start();
+    start_statistics();
     set_fault_plan("cufile.route call=1 route=p2p");
     std::vector<IoParameters> entries(3);
     for (std::size_t index = 0; index < entries.size(); ++index) {
         entries[index].mode = mode_batch;
-        entries[index].batch = {pointer(test_file.memory), static_cast<off_t>(index * page),
-                                static_cast<off_t>(index * page), page};
+        entries[index].batch = {pointer(test_file.memory), static_cast<off_t>(index * page_bytes),
+                                static_cast<off_t>(index * page_bytes), page_bytes};
         entries[index].file = test_file.file;
     }
     BatchHandle batch = nullptr;
     EXPECT_STATUS(success, "cuFileBatchIOSetUp", &batch, 3U);
     EXPECT_STATUS(success, "cuFileBatchIOSubmit", batch, 3U, entries.data(), 0U);
     call<void>("cuFileBatchIODestroy", batch);
-    const StatsLevel3 snapshot = statistics();
+    const StatsLevel3 snapshot = read_statistics();
     const StatsLevel1& basic = snapshot.detailed.basic;
     CHECK(basic.batch_submit_ops.ok == 1 && snapshot.gpus[0].total_reads == 0);
-    CHECK(basic.batch_read_bytes == basic.batch_total_submit_ops.ok * page);
+    CHECK(basic.batch_read_bytes == basic.batch_total_submit_ops.ok * page_bytes);
     CHECK(basic.batch_total_submit_ops.ok == basic.batch_aio_submit_ops.ok + basic.batch_p2p_submit_ops.ok);
 }
 
 void test_vectored_calls_count_as_batches() {
     const TestFile test_file;
-    start();
-    const IoVector vectors[] = {{pointer(test_file.memory), page}, {pointer(test_file.memory + page), page}};
+    start_statistics();
+    const IoVector vectors[] = {{pointer(test_file.memory), page_bytes},
+                                {pointer(test_file.memory + page_bytes), page_bytes}};
     CHECK(call<ssize_t>("cuFileReadv", test_file.file, static_cast<const IoVector*>(vectors), std::size_t{2}, off_t{0},
-                        0U) == 2 * page);
-    const StatsLevel3 snapshot = statistics();
+                        0U) == 2 * page_bytes);
+    const StatsLevel3 snapshot = read_statistics();
     const StatsLevel1& basic = snapshot.detailed.basic;
-    CHECK(basic.readv_ops.ok == 1 && basic.readv_bytes == 2 * page && basic.batch_read_bytes == 2 * page);
+    CHECK(basic.readv_ops.ok == 1 && basic.readv_bytes == 2 * page_bytes && basic.batch_read_bytes == 2 * page_bytes);
     CHECK(basic.batch_total_submit_ops.ok == 2 && basic.batch_aio_submit_ops.ok == 2);
     CHECK(snapshot.gpus[0].total_reads == 0 && snapshot.gpus[0].posix_reads == 0);
 }
 
-void test_failure_counters() {
+void test_failed_transfer_is_counted() {
     const TestFile test_file;
-    start();
-    CHECK(read_file(test_file.file, test_file.memory, page, -1) < 0);
-    CHECK(statistics().detailed.basic.read_ops.err == 1);
+    start_statistics();
+    CHECK(read_file(test_file.file, test_file.memory, page_bytes, -1) < 0);
+    CHECK(read_statistics().detailed.basic.read_ops.err == 1);
 }
 
 } // namespace
 
 int main() {
     test_default_path_is_posix();
-    test_counters_by_path();
-    test_levels();
+    test_transfers_are_counted_by_path();
+    test_level_limits_statistics();
     test_compat_mode_off_refuses_posix();
-    test_batch_counters();
+    test_batch_transfers_are_counted_by_submission();
     test_vectored_calls_count_as_batches();
-    test_failure_counters();
+    test_failed_transfer_is_counted();
 }

@@ -9,11 +9,11 @@ using namespace gdrkit::twin::cufile;
 
 namespace {
 
-constexpr std::size_t page = 4096;
+constexpr std::size_t page_bytes = 4096;
 
 // Arguments and result of an asynchronous call. The library reads the arguments when the stream reaches the call.
 struct AsyncArguments {
-    std::size_t length_bytes = page;
+    std::size_t length_bytes = page_bytes;
     off_t file_offset = 0, buffer_offset = 0;
     ssize_t result = -1;
 };
@@ -29,7 +29,7 @@ u64 make_stream() {
     return stream;
 }
 
-// Blocks a stream until open().
+// Blocks a stream: work that is queued after the gate does not run before open().
 class Gate {
 public:
     explicit Gate(u64 stream) {
@@ -46,19 +46,19 @@ void synchronize(u64 stream) {
     CHECK(cuda::cu("cuStreamSynchronize", stream) == cuda::success);
 }
 
-void test_transfers_in_stream_order() {
+void test_transfers_run_in_stream_order() {
     const TestFile test_file;
     const u64 stream = make_stream();
-    AsyncArguments read, write;
-    write.file_offset = 8 * page;
-    CHECK(start_async("cuFileReadAsync", test_file, stream, &read) == success);
-    CHECK(start_async("cuFileWriteAsync", test_file, stream, &write) == success);
+    AsyncArguments read_arguments, write_arguments;
+    write_arguments.file_offset = 8 * page_bytes;
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &read_arguments) == success);
+    CHECK(start_async("cuFileWriteAsync", test_file, stream, &write_arguments) == success);
     synchronize(stream);
-    CHECK(read.result == page && write.result == page);
-    const auto disk = test_file.on_disk();
-    // The data that was read first was then written.
-    CHECK(std::vector(disk.begin() + 8 * page, disk.begin() + 9 * page) ==
-          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page));
+    CHECK(read_arguments.result == page_bytes && write_arguments.result == page_bytes);
+    const auto file_content = test_file.file_content();
+    // The stream first read the data into device memory and then wrote it to the file.
+    CHECK(std::vector(file_content.begin() + 8 * page_bytes, file_content.begin() + 9 * page_bytes) ==
+          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
@@ -66,22 +66,23 @@ void test_unfixed_arguments_are_read_late() {
     const TestFile test_file;
     const u64 stream = make_stream();
     AsyncArguments arguments;
-    Gate first(stream);
+    Gate first_gate(stream);
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
-    arguments.file_offset = 4 * page;
-    first.open();
+    arguments.file_offset = 4 * page_bytes;
+    first_gate.open();
     synchronize(stream);
-    CHECK(cuda::read_device(test_file.memory, page) ==
-          std::vector(test_file.bytes.begin() + 4 * page, test_file.bytes.begin() + 5 * page));
-    EXPECT_STATUS(success, "cuFileStreamRegister", stream, 15U);
-    AsyncArguments fixed;
-    Gate second(stream);
-    CHECK(start_async("cuFileReadAsync", test_file, stream, &fixed) == success);
-    fixed.file_offset = 4 * page;
-    second.open();
+    CHECK(cuda::read_device(test_file.memory, page_bytes) ==
+          std::vector(test_file.bytes.begin() + 4 * page_bytes, test_file.bytes.begin() + 5 * page_bytes));
+    // All arguments of calls in this stream are fixed.
+    EXPECT_STATUS(success, "cuFileStreamRegister", stream, unsigned{stream_flags_mask});
+    AsyncArguments fixed_arguments;
+    Gate second_gate(stream);
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &fixed_arguments) == success);
+    fixed_arguments.file_offset = 4 * page_bytes;
+    second_gate.open();
     synchronize(stream);
-    CHECK(cuda::read_device(test_file.memory, page) ==
-          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page));
+    CHECK(cuda::read_device(test_file.memory, page_bytes) ==
+          std::vector(test_file.bytes.begin(), test_file.bytes.begin() + page_bytes));
     EXPECT_STATUS(success, "cuFileStreamDeregister", stream);
     const int status = cuda::status_of_child([stream] { call_control("cuFileStreamDeregister", stream); });
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
@@ -97,7 +98,7 @@ void test_driver_close_waits_for_stream() {
     EXPECT_STATUS(driver_closing, "cuFileDriverClose");
     gate.open();
     synchronize(stream);
-    CHECK(arguments.result == page);
+    CHECK(arguments.result == page_bytes);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
@@ -110,11 +111,11 @@ void test_result_is_zero_until_done() {
     CHECK(arguments.result == 0);
     gate.open();
     synchronize(stream);
-    CHECK(arguments.result == page);
+    CHECK(arguments.result == page_bytes);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-void test_result_without_context() {
+void test_result_is_enomem_without_context() {
     const TestFile test_file;
     const u64 stream = make_stream();
     AsyncArguments arguments;
@@ -140,7 +141,7 @@ void test_failure_is_in_result() {
     CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
     synchronize(stream);
     CHECK(arguments.result == -5010);
-    EXPECT_STATUS(invalid_value, "cuFileStreamRegister", stream, 16U);
+    EXPECT_STATUS(invalid_value, "cuFileStreamRegister", stream, stream_flags_mask + 1U);
     EXPECT_STATUS(invalid_value, "cuFileStreamRegister", u64{0x1234567}, 0U);
     EXPECT_STATUS(invalid_value, "cuFileStreamDeregister", u64{0x1234567});
     CHECK(start_async("cuFileReadAsync", test_file, u64{0x1234567}, &arguments) == invalid_value);
@@ -150,10 +151,10 @@ void test_failure_is_in_result() {
 } // namespace
 
 int main() {
-    test_transfers_in_stream_order();
+    test_transfers_run_in_stream_order();
     test_unfixed_arguments_are_read_late();
     test_driver_close_waits_for_stream();
     test_result_is_zero_until_done();
-    test_result_without_context();
+    test_result_is_enomem_without_context();
     test_failure_is_in_result();
 }

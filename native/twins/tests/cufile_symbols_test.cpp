@@ -1,5 +1,6 @@
-// Tests of the exported functions: they match the contract, unsupported ones fail as documented, and calls before the
-// driver is open fail.
+// Tests of the functions that the cuFile twin exports, and of its driver object: the exports match the contract,
+// unsupported functions and calls before cuFileDriverOpen fail as documented, the last close closes the driver,
+// parameters apply at the open, and injected failures happen once.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -12,24 +13,26 @@ using namespace gdrkit::twin::cufile;
 
 namespace {
 
+// Each function of the twin, with its error convention.
 constexpr std::pair<const char*, const char*> functions[] = {
-#define X(symbol, kind) {#symbol, #kind},
+#define X(symbol, convention) {#symbol, #convention},
 #include "cufile/functions.def"
 #undef X
 };
 
 void test_exports_match_contract() {
     std::map<std::string, std::string> conventions;
-    std::set<std::string> promised;
-    for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACTS "/cufile.conventions")) {
-        CHECK(promised.insert(symbol).second);
-        conventions[symbol] = kind;
+    std::set<std::string> contract_symbols;
+    for (const auto& [symbol, convention] : read_table(GDRKIT_CONTRACTS "/cufile.conventions")) {
+        CHECK(contract_symbols.insert(symbol).second);
+        conventions[symbol] = convention;
     }
-    CHECK(promised == exported_symbols(GDRKIT_CUFILE_TWIN));
-    for (const auto& [symbol, kind] : functions) {
-        CHECK(conventions[symbol] == kind);
+    CHECK(contract_symbols == exported_symbols(GDRKIT_CUFILE_TWIN));
+    for (const auto& [symbol, convention] : functions) {
+        CHECK(conventions[symbol] == convention);
         conventions.erase(symbol);
     }
+    // The control functions of the twin are not in functions.def.
     CHECK(conventions.size() == 2 && conventions.contains("gdrkit_twin_ledger") &&
           conventions.contains("gdrkit_twin_faults"));
 }
@@ -48,8 +51,8 @@ void test_symbols_of_bindings_exist() {
 
 void test_unsupported_functions_fail() {
     int count = 0;
-    for (const auto& [symbol, kind] : functions) {
-        if (std::string_view(kind) == "unsupported") {
+    for (const auto& [symbol, convention] : functions) {
+        if (std::string_view(convention) == "unsupported") {
             EXPECT_STATUS(platform_not_supported, symbol);
             ++count;
         }
@@ -67,7 +70,7 @@ void test_calls_before_open_fail() {
     EXPECT_STATUS(driver_not_initialized, "cuFileBatchIOSetUp", &batch, 4U);
     EXPECT_STATUS(driver_not_initialized, "cuFileStreamRegister", u64{0}, 0U);
     EXPECT_STATUS(driver_not_initialized, "cuFileGetBARSizeInKB", 0, &size_kb);
-    // The real library returns this code.
+    // The real cuFileBufDeregister returns driver_closing if the driver is not open.
     EXPECT_STATUS(driver_closing, "cuFileBufDeregister", static_cast<const void*>(&size_kb));
     CHECK(read_file(nullptr, 4096, 4096) == -driver_not_initialized);
     CHECK(call<long>("cuFileUseCount") == 0);
@@ -77,7 +80,7 @@ void test_calls_before_open_fail() {
     EXPECT_STATUS(invalid_value, "cuFileGetVersion", static_cast<int*>(nullptr));
 }
 
-void test_driver_use_count() {
+void test_driver_closes_with_last_use() {
     EXPECT_STATUS(success, "cuFileDriverOpen");
     EXPECT_STATUS(success, "cuFileDriverOpen");
     CHECK(call<long>("cuFileUseCount") == 2);
@@ -87,6 +90,7 @@ void test_driver_use_count() {
     EXPECT_STATUS(driver_not_initialized, "cuFileDriverClose");
 }
 
+// Parameter 9 is the maximum number of entries of a batch.
 void test_parameters_apply_at_open() {
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
     EXPECT_STATUS(success, "cuFileDriverOpen");
@@ -104,6 +108,9 @@ void test_injected_failure_happens_once() {
     EXPECT_STATUS(cuda_driver_error, "cuFileDriverOpen");
     EXPECT_STATUS(success, "cuFileDriverOpen");
     EXPECT_STATUS(success, "cuFileDriverClose");
+}
+
+void test_invalid_fault_plan_is_refused() {
     CHECK(call<int>("gdrkit_twin_faults", "gdrkit-faults 1\ncuFileDriverOpen call=1 status=9999\n") == EINVAL);
     CHECK(call<int>("gdrkit_twin_faults", "gdrkit-faults 1\ncufile.nothing call=1 status=5011\n") == EINVAL);
 }
@@ -115,7 +122,8 @@ int main() {
     test_symbols_of_bindings_exist();
     test_unsupported_functions_fail();
     test_calls_before_open_fail();
-    test_driver_use_count();
+    test_driver_closes_with_last_use();
     test_parameters_apply_at_open();
     test_injected_failure_happens_once();
+    test_invalid_fault_plan_is_refused();
 }

@@ -1,4 +1,4 @@
-# The tests of the hl-thunk twin: they open the built library by its path, as a C program does.
+# Unit tests of the hl-thunk twin. They open the built library by its path, as a C program does.
 function(gdrkit_hlthunk_program name)
   add_executable(hlthunk_${name}_test ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/hlthunk_${name}_test.cpp)
   add_dependencies(hlthunk_${name}_test hlthunk_twin)
@@ -10,8 +10,8 @@ function(gdrkit_hlthunk_program name)
   target_link_libraries(hlthunk_${name}_test PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
 endfunction()
 
-# One test of a program, on a generation, with whatever variables follow; a domain of its own, so that tests beside it
-# are another machine.
+# Add a test that runs a program for one Gaudi generation, with the environment variables that follow. Each test has a
+# separate domain, so that tests that run at the same time do not share devices.
 function(gdrkit_hlthunk_test name generation)
   string(REGEX REPLACE "[^a-zA-Z0-9]" "" suffix "${generation}${ARGN}")
   string(SUBSTRING "${name}${suffix}" 0 28 domain)
@@ -23,7 +23,7 @@ endfunction()
 foreach(name IN ITEMS symbols rules copies lifetime)
   gdrkit_hlthunk_program(${name})
 endforeach()
-# It imports what it exports.
+# This test imports its dma-bufs with the verbs twin.
 target_link_libraries(hlthunk_lifetime_test PRIVATE ibverbs_twin)
 
 foreach(generation IN ITEMS gaudi gaudi2 gaudi3)

@@ -7,34 +7,36 @@ using namespace gdrkit::twin::gaudi;
 
 namespace {
 
-constexpr u64 page = 4096;
-constexpr std::uint32_t linear = packet_lin_dma << 24;
+constexpr u64 page_bytes = 4096;
+constexpr std::uint32_t linear_dma_header = packet_lin_dma << 24; // the opcode is in bits 24 to 31
 
-struct DeviceBuffers {
+// Host memory that is mapped for the device: a packet and the data that it copies.
+struct StagingBuffer {
     LinearDma packet;
-    char bytes[3 * page];
+    char bytes[3 * page_bytes];
 };
 
-void test_user_command_buffer(int fd) {
-    auto* const stage = static_cast<DeviceBuffers*>(
-        mmap(nullptr, sizeof(DeviceBuffers), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const u64 host = map_host(fd, stage, sizeof(DeviceBuffers));
-    const u64 handle = allocate(fd, page), device = map(fd, handle);
-    const u64 bytes = host + offsetof(DeviceBuffers, bytes);
-    std::memset(stage->bytes, 7, 100);
+void test_copies_from_user_command_buffer(int fd) {
+    auto* const staging = static_cast<StagingBuffer*>(
+        mmap(nullptr, sizeof(StagingBuffer), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    const u64 host_address = map_host(fd, staging, sizeof(StagingBuffer));
+    const u64 handle = allocate(fd, page_bytes), device = map(fd, handle);
+    const u64 bytes_address = host_address + offsetof(StagingBuffer, bytes);
+    std::memset(staging->bytes, 7, 100);
     std::uint32_t status = 9;
-    stage->packet = {100, linear, bytes, device + 50};
-    const u64 first = submit_mapped(fd, &stage->packet, host);
-    stage->packet = {100, linear, device + 50, bytes + page};
-    const u64 second = submit_mapped(fd, &stage->packet, host, 4);
-    CHECK(second == first + 1);
-    CHECK(wait(fd, second, &status) == 0 && status == wait_completed);
-    CHECK(wait(fd, first, &status, 0) == 0 && status == wait_completed);
-    CHECK(stage->bytes[page] == 7 && stage->bytes[page + 99] == 7 && stage->bytes[page + 100] == 0);
-    CHECK(wait(fd, second + 1, &status) == -EINVAL && wait(fd, 0, &status) == -EINVAL);
-    CHECK(wait(fd, first, nullptr) == -EINVAL);
+    staging->packet = {100, linear_dma_header, bytes_address, device + 50};
+    const u64 first_sequence = submit_mapped(fd, &staging->packet, host_address);
+    staging->packet = {100, linear_dma_header, device + 50, bytes_address + page_bytes};
+    const u64 second_sequence = submit_mapped(fd, &staging->packet, host_address, 4);
+    CHECK(second_sequence == first_sequence + 1);
+    CHECK(wait(fd, second_sequence, &status) == 0 && status == wait_completed);
+    CHECK(wait(fd, first_sequence, &status, 0) == 0 && status == wait_completed);
+    CHECK(staging->bytes[page_bytes] == 7 && staging->bytes[page_bytes + 99] == 7 &&
+          staging->bytes[page_bytes + 100] == 0);
+    CHECK(wait(fd, second_sequence + 1, &status) == -EINVAL && wait(fd, 0, &status) == -EINVAL);
+    CHECK(wait(fd, first_sequence, nullptr) == -EINVAL);
 
-    Chunk chunk{host, 0, sizeof(LinearDma), 0, 0, {}};
+    Chunk chunk{host_address, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // not flagged as a buffer of the program
@@ -48,46 +50,48 @@ void test_user_command_buffer(int fd) {
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
 
     // Memory that the program unmaps before the copy runs is not accessible to the device.
-    stage->packet = {8, linear, bytes, device + (u64{1} << 40)};
-    const u64 lost = submit_mapped(fd, &stage->packet, host);
-    CHECK(wait(fd, lost, &status) == -EIO && status == wait_aborted);
-    CHECK(allocate(fd, page) == 0 && errno == EBUSY && unmap(fd, device) == -EBUSY && release(fd, handle) == -EBUSY);
-    CHECK(export_mapped(fd, device, page) == -EBUSY);
+    staging->packet = {8, linear_dma_header, bytes_address, device + (u64{1} << 40)};
+    const u64 aborted_sequence = submit_mapped(fd, &staging->packet, host_address);
+    CHECK(wait(fd, aborted_sequence, &status) == -EIO && status == wait_aborted);
+    CHECK(allocate(fd, page_bytes) == 0 && errno == EBUSY && unmap(fd, device) == -EBUSY &&
+          release(fd, handle) == -EBUSY);
+    CHECK(export_mapped(fd, device, page_bytes) == -EBUSY);
     CHECK(hl("hlthunk_get_device_status_info", fd) == device_malfunction);
-    munmap(stage, sizeof(DeviceBuffers));
+    munmap(staging, sizeof(StagingBuffer));
 }
 
-void test_driver_command_buffer(int fd) {
+void test_copies_from_driver_command_buffer(int fd) {
     u64 handle = 0;
     CHECK(hl("hlthunk_request_command_buffer", fd, 4096U, &handle) == 0);
     auto* const packet = static_cast<LinearDma*>(
-        mmap(nullptr, page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(handle)));
+        mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(handle)));
     CHECK(packet != MAP_FAILED);
     auto* const bytes =
-        static_cast<char*>(mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    const u64 host = map_host(fd, bytes, 2 * page);
+        static_cast<char*>(mmap(nullptr, 2 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    const u64 host = map_host(fd, bytes, 2 * page_bytes);
     HardwareInfo info{};
     CHECK(hl("hlthunk_get_hw_ip_info", fd, &info) == 0);
     std::memset(bytes, 5, 100);
     Chunk chunk{handle, 0, sizeof(LinearDma), 0, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
     SubmissionOut out{};
-    *packet = {100, linear, host, info.dram_base_address};
+    *packet = {100, linear_dma_header, host, info.dram_base_address};
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL); // two bits of the control word must be set
-    constexpr std::uint32_t control = linear | ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
+    constexpr std::uint32_t control = linear_dma_header | ctl_gaudi1_linear | ctl_gaudi1_reg_barrier;
     std::uint32_t status = 9;
     *packet = {100, control, host, info.dram_base_address};
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == 0 && wait(fd, out.seq, &status) == 0);
-    *packet = {100, control, info.dram_base_address, host + page};
+    *packet = {100, control, info.dram_base_address, host + page_bytes};
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == 0 && wait(fd, out.seq, &status) == 0);
-    CHECK(status == wait_completed && bytes[page] == 5 && bytes[page + 99] == 5 && bytes[page + 100] == 0);
-    chunk.cb_handle = handle + page;
+    CHECK(status == wait_completed && bytes[page_bytes] == 5 && bytes[page_bytes + 99] == 5 &&
+          bytes[page_bytes + 100] == 0);
+    chunk.cb_handle = handle + page_bytes;
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
-    munmap(packet, page);
+    munmap(packet, page_bytes);
     CHECK(hl("hlthunk_destroy_command_buffer", fd, handle) == 0 &&
           hl("hlthunk_destroy_command_buffer", fd, handle) == -EINVAL);
     CHECK(unmap(fd, host) == 0);
-    munmap(bytes, 2 * page);
+    munmap(bytes, 2 * page_bytes);
 }
 
 } // namespace
@@ -95,13 +99,14 @@ void test_driver_command_buffer(int fd) {
 int main() {
     const int fd = open_first();
     if (hl("hlthunk_get_device_name_from_fd", fd) == gaudi1) {
-        test_driver_command_buffer(fd);
+        test_copies_from_driver_command_buffer(fd);
     } else {
-        test_user_command_buffer(fd);
+        test_copies_from_user_command_buffer(fd);
     }
     CHECK(hl("hlthunk_close", fd) == 0);
     // A failed device can be opened again after its program has closed it.
-    const int again = open_first();
-    CHECK(hl("hlthunk_get_device_status_info", again) == device_operational && hl("hlthunk_close", again) == 0);
-    CHECK(state().find("\"handles\":{}") != std::string::npos);
+    const int reopened_fd = open_first();
+    CHECK(hl("hlthunk_get_device_status_info", reopened_fd) == device_operational &&
+          hl("hlthunk_close", reopened_fd) == 0);
+    CHECK(ledger_json().find("\"handles\":{}") != std::string::npos);
 }

@@ -19,16 +19,17 @@ namespace gdrkit::twin::gaudi {
 using u64 = std::uint64_t;
 inline constexpr std::uint32_t export_flags = O_RDWR | O_CLOEXEC;
 
+// Return the dlopen handle of the hl-thunk twin.
 inline void* library() {
-    static void* const opened = [] {
-        void* found = dlopen(GDRKIT_HLTHUNK_TWIN, RTLD_NOW | RTLD_LOCAL);
-        if (found == nullptr) {
+    static void* const library_handle = [] {
+        void* handle = dlopen(GDRKIT_HLTHUNK_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (handle == nullptr) {
             std::fprintf(stderr, "%s\n", dlerror());
             std::exit(1);
         }
-        return found;
+        return handle;
     }();
-    return opened;
+    return library_handle;
 }
 
 // Call a function by name. Arguments must have the types of the interface.
@@ -65,7 +66,7 @@ inline u64 map_host(int fd, void* memory, u64 size) {
     return hl<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size);
 }
 
-// Submit one packet from mapped host memory that also contains the packet, as on devices with virtual memory.
+// Submit one packet, as on Gaudi2 and later: the packet is in host memory that is mapped for the device.
 inline u64 submit_mapped(int fd, LinearDma* packet, u64 packet_address, unsigned queue = 0) {
     Chunk chunk{packet_address, queue, sizeof *packet, chunk_user_buffer, 0, {}};
     SubmissionIn in{nullptr, &chunk, 0, 1, 0};
@@ -77,7 +78,7 @@ inline int wait(int fd, u64 sequence, std::uint32_t* status, u64 timeout_us = 30
     return hl("hlthunk_wait_for_cs", fd, sequence, timeout_us, status);
 }
 
-inline std::string state() {
+inline std::string ledger_json() {
     std::string text(1 << 20, '\0');
     const int size = hl("gdrkit_twin_ledger", text.data(), text.size());
     CHECK(size > 0 && static_cast<std::size_t>(size) < text.size());

@@ -1,5 +1,5 @@
-// Tests of the lifetime of an exported dma-buf: until its last descriptor and importer are gone. The verbs twin imports
-// it, also from many threads.
+// Tests of the lifetime of exported dma-bufs. A dma-buf lives until its last descriptor is closed and its last importer
+// is gone. The verbs twin imports the dma-bufs, also from many threads.
 #include <thread>
 
 #include "hlthunk_library.hpp"
@@ -10,12 +10,13 @@ using gdrkit::twin::tests::all_access;
 
 namespace {
 
-constexpr u64 page = 4096;
+constexpr u64 page_bytes = 4096;
 
-std::string ledger_exports() {
-    const std::string all = state();
-    const std::size_t at = all.find("\"exports\":");
-    return all.substr(at + 10, all.find(',', at) - at - 10);
+// Return the number of live exports, as the twin's ledger reports it.
+std::string live_export_count() {
+    const std::string json = ledger_json(), key = "\"exports\":";
+    const std::size_t begin = json.find(key) + key.size();
+    return json.substr(begin, json.find(',', begin) - begin);
 }
 
 ibv_mr* import(ibv_pd* pd, u64 address, u64 length, int fd) {
@@ -25,63 +26,64 @@ ibv_mr* import(ibv_pd* pd, u64 address, u64 length, int fd) {
 }
 
 void test_export_until_last_importer(int device, ibv_pd* pd) {
-    const u64 handle = allocate(device, page), address = map(device, handle);
-    const int one = export_mapped(device, address, page), other = export_mapped(device, address, 2 * page, page);
-    CHECK(ledger_exports() == "2");
-    ibv_mr* const region = import(pd, address, page, one);
-    ibv_mr* const second = import(pd, address, page, one);
-    CHECK(close(one) == 0 && ledger_exports() == "2" && close(other) == 0 && ledger_exports() == "1");
-    CHECK(ibv_dereg_mr(region) == 0 && ledger_exports() == "1" && unmap(device, address) == -EINVAL);
-    CHECK(ibv_dereg_mr(second) == 0 && ledger_exports() == "0");
+    const u64 handle = allocate(device, page_bytes), address = map(device, handle);
+    const int first_fd = export_mapped(device, address, page_bytes),
+              second_fd = export_mapped(device, address, 2 * page_bytes, page_bytes);
+    CHECK(live_export_count() == "2");
+    ibv_mr* const first_region = import(pd, address, page_bytes, first_fd);
+    ibv_mr* const second_region = import(pd, address, page_bytes, first_fd);
+    CHECK(close(first_fd) == 0 && live_export_count() == "2" && close(second_fd) == 0 && live_export_count() == "1");
+    CHECK(ibv_dereg_mr(first_region) == 0 && live_export_count() == "1" && unmap(device, address) == -EINVAL);
+    CHECK(ibv_dereg_mr(second_region) == 0 && live_export_count() == "0");
     CHECK(unmap(device, address) == 0 && release(device, handle) == 0);
 }
 
 void test_dmabuf_outlives_device(int device, ibv_pd* pd) {
-    const u64 handle = allocate(device, page), address = map(device, handle);
-    const int exported = export_mapped(device, address, page);
-    ibv_mr* const region = import(pd, address, page, exported);
-    // Nothing is freed explicitly: the context is destroyed with its last reference.
-    CHECK(close(exported) == 0 && hl("hlthunk_close", device) == 0);
-    CHECK(state().find("\"open_devices\":1") != std::string::npos);
+    const u64 handle = allocate(device, page_bytes), address = map(device, handle);
+    const int dmabuf_fd = export_mapped(device, address, page_bytes);
+    ibv_mr* const region = import(pd, address, page_bytes, dmabuf_fd);
+    // The program frees nothing explicitly. The device's context is destroyed with its last reference.
+    CHECK(close(dmabuf_fd) == 0 && hl("hlthunk_close", device) == 0);
+    CHECK(ledger_json().find("\"open_devices\":1") != std::string::npos);
     char bus_id[13] = "0000:33:00.0";
     CHECK(hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
     CHECK(ibv_dereg_mr(region) == 0);
-    const int again = hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id));
-    CHECK(again >= 0 && hl("hlthunk_close", again) == 0);
-    CHECK(state().find("\"handles\":{}") != std::string::npos);
+    const int reopened_device = hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id));
+    CHECK(reopened_device >= 0 && hl("hlthunk_close", reopened_device) == 0);
+    CHECK(ledger_json().find("\"handles\":{}") != std::string::npos);
 }
 
 void test_concurrent_imports(int device, ibv_pd* pd) {
-    const u64 shared = allocate(device, page), place = map(device, shared);
-    const auto body = [&] {
-        for (int turn = 0; turn < 10; ++turn) {
-            const u64 handle = allocate(device, page), address = map(device, handle);
+    const u64 shared_handle = allocate(device, page_bytes), shared_address = map(device, shared_handle);
+    const auto export_and_import = [&] {
+        for (int round = 0; round < 10; ++round) {
+            const u64 handle = allocate(device, page_bytes), address = map(device, handle);
             CHECK(handle != 0 && address != 0);
-            for (const u64 where : {address, place}) {
-                const int fd = export_mapped(device, where, page);
+            for (const u64 exported_address : {address, shared_address}) {
+                const int fd = export_mapped(device, exported_address, page_bytes);
                 CHECK(fd >= 0);
-                ibv_mr* const region = import(pd, where, page, fd);
-                CHECK(close(fd) == 0 && unmap(device, where) == -EINVAL && ibv_dereg_mr(region) == 0);
+                ibv_mr* const region = import(pd, exported_address, page_bytes, fd);
+                CHECK(close(fd) == 0 && unmap(device, exported_address) == -EINVAL && ibv_dereg_mr(region) == 0);
             }
             CHECK(unmap(device, address) == 0 && release(device, handle) == 0);
         }
     };
     std::vector<std::thread> threads;
     for (int index = 0; index < 8; ++index) {
-        threads.emplace_back(body);
+        threads.emplace_back(export_and_import);
     }
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(ledger_exports() == "0" && unmap(device, place) == 0 && release(device, shared) == 0);
+    CHECK(live_export_count() == "0" && unmap(device, shared_address) == 0 && release(device, shared_handle) == 0);
 }
 
 // A program without knowledge of hl-thunk closes the descriptor by close(2).
 void test_close_releases_device() {
     const int device = open_first();
-    CHECK(allocate(device, page) != 0 && close(device) == 0);
-    CHECK(allocate(device, page) == 0 && errno == EBADF);
-    CHECK(state().find("\"open_devices\":0") != std::string::npos);
+    CHECK(allocate(device, page_bytes) != 0 && close(device) == 0);
+    CHECK(allocate(device, page_bytes) == 0 && errno == EBADF);
+    CHECK(ledger_json().find("\"open_devices\":0") != std::string::npos);
 }
 
 } // namespace

@@ -21,7 +21,7 @@ static_assert(sizeof(Chunk) == sizeof(hl_cs_chunk) &&
               offsetof(Chunk, queue_index) == offsetof(hl_cs_chunk, queue_index) &&
               offsetof(Chunk, cb_size) == offsetof(hl_cs_chunk, cb_size) &&
               offsetof(Chunk, cs_chunk_flags) == offsetof(hl_cs_chunk, cs_chunk_flags));
-static_assert(chunk_user_buffer == HL_CS_CHUNK_FLAGS_USER_ALLOC_CB && GAUDI_QUEUE_ID_DMA_1_3 == dma_queues - 1);
+static_assert(chunk_user_buffer == HL_CS_CHUNK_FLAGS_USER_ALLOC_CB && GAUDI_QUEUE_ID_DMA_1_3 == dma_queue_count - 1);
 static_assert(sizeof(HardwareInfo::cpucp_version) == HL_INFO_VERSION_MAX_LEN &&
               sizeof(HardwareInfo::card_name) == HL_INFO_CARD_NAME_MAX_LEN);
 static_assert(device_operational == static_cast<int>(HL_DEVICE_STATUS_OPERATIONAL) &&
@@ -72,11 +72,11 @@ std::set<std::string> exported_symbols() {
 }
 
 void test_exports_match_contract() {
-    std::set<std::string> promised;
+    std::set<std::string> contract_symbols;
     for (const auto& [symbol, kind] : read_contract()) {
-        promised.insert(symbol);
+        contract_symbols.insert(symbol);
     }
-    CHECK(promised == exported_symbols());
+    CHECK(contract_symbols == exported_symbols());
 }
 
 void test_unimplemented_functions_fail() {
@@ -98,22 +98,22 @@ void test_device_names_and_ids() {
     CHECK(hl("hlthunk_get_device_count", static_cast<int>(invalid)) == -EINVAL);
     CHECK(hl("hlthunk_get_device_count", static_cast<int>(goya)) == 0);
     char bus_id[13] = {};
-    const int control = hl("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
-    CHECK(control >= 0 && hl("hlthunk_get_pci_bus_id_from_fd", control, bus_id, 13) == 0);
+    const int control_fd = hl("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
+    CHECK(control_fd >= 0 && hl("hlthunk_get_pci_bus_id_from_fd", control_fd, bus_id, 13) == 0);
     CHECK(hl("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id)) == 1);
     CHECK(hl("hlthunk_get_device_index_from_pci_bus_id", static_cast<const char*>(bus_id + 5)) == 1);
     HardwareInfo info{};
-    CHECK(hl("hlthunk_get_hw_ip_info", control, &info) == 0 && info.dram_enabled == 1 && info.module_id != 1);
-    CHECK(hl("hlthunk_get_hw_ip_info", control, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
+    CHECK(hl("hlthunk_get_hw_ip_info", control_fd, &info) == 0 && info.dram_enabled == 1 && info.module_id != 1);
+    CHECK(hl("hlthunk_get_hw_ip_info", control_fd, static_cast<HardwareInfo*>(nullptr)) == -EINVAL);
     // A control device only supports queries.
-    CHECK(allocate(control, 4096) == 0 && errno == ENOTTY);
+    CHECK(allocate(control_fd, 4096) == 0 && errno == ENOTTY);
     const int fd = hl("hlthunk_open_by_module_id", info.module_id);
-    CHECK(fd >= 0 && hl("hlthunk_get_device_name_from_fd", fd) == hl("hlthunk_get_device_name_from_fd", control));
+    CHECK(fd >= 0 && hl("hlthunk_get_device_name_from_fd", fd) == hl("hlthunk_get_device_name_from_fd", control_fd));
     CHECK(hl("hlthunk_open", static_cast<int>(dont_care), static_cast<const char*>(bus_id)) == -EBUSY);
     CHECK(hl("hlthunk_open", static_cast<int>(dont_care), "0000:00:00.0") == -EINVAL);
     CHECK(hl("hlthunk_open", static_cast<int>(goya), static_cast<const char*>(nullptr)) == -1 && errno == ENOENT);
     CHECK(hl("hlthunk_close", fd) == 0 && hl("hlthunk_close", fd) == -1 && errno == EBADF);
-    CHECK(hl("hlthunk_close", control) == 0);
+    CHECK(hl("hlthunk_close", control_fd) == 0);
 }
 
 } // namespace

@@ -3,7 +3,7 @@
 set(ibverbs_tests device errors events exports faults lists loading many regions release states traffic two_processes)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)
-  # The tests create dma-bufs with their own copy of model/; the twin contains another, hidden copy.
+  # The tests create dma-bufs with a copy of model/. The twin contains another copy, whose symbols are hidden.
   target_link_libraries(ibverbs_${name} PRIVATE ibverbs_twin gdrkit_twin_model)
   target_compile_definitions(ibverbs_${name} PRIVATE
     GDRKIT_CONTRACTS="${CMAKE_CURRENT_LIST_DIR}/../contracts" GDRKIT_LIBRARY="$<TARGET_FILE:ibverbs_twin>")
@@ -20,7 +20,7 @@ if(TARGET cuda_twin)
   set_tests_properties(ibverbs.cuda PROPERTIES TIMEOUT 120)
 endif()
 
-# Talks to the twin's queue pairs with the twin's own protocol code.
+# This test connects to queue pairs of the twin with the protocol code of the twin.
 add_executable(ibverbs_hostile ${CMAKE_CURRENT_LIST_DIR}/ibverbs_hostile.cpp)
 target_sources(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/bounce_buffer.cpp
   ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/link.cpp ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/pipe.cpp
@@ -30,7 +30,7 @@ target_include_directories(ibverbs_hostile PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)
 add_test(NAME ibverbs.hostile COMMAND ibverbs_hostile)
 set_tests_properties(ibverbs.hostile PROPERTIES TIMEOUT 120)
 
-# Only tests that the benchmark runs; people run it for its figures.
+# The test only checks that the benchmark runs. To measure, run the benchmark by hand.
 add_executable(ibverbs_throughput ${CMAKE_CURRENT_LIST_DIR}/ibverbs_throughput.cpp)
 target_link_libraries(ibverbs_throughput PRIVATE ibverbs_twin gdrkit_twin_model ${CMAKE_DL_LIBS})
 target_include_directories(ibverbs_throughput PRIVATE ${CMAKE_CURRENT_LIST_DIR}/..)

@@ -1,6 +1,6 @@
-// Tests of regions over device memory, by peer memory and by a dma-buf. They use the driver that the first argument
-// names, or libcuda.so.1: on a machine with a GPU the same test runs with the real driver, whose dma-bufs the CPU
-// cannot map.
+// Tests of memory regions in device memory, which are registered by address (peer memory) or by a dma-buf. The first
+// argument is the path of the CUDA driver; without it the tests use libcuda.so.1. So the same tests run with the real
+// driver on a machine with a GPU, where the CPU cannot map dma-bufs.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -102,123 +102,125 @@ void* as_pointer(std::uint64_t address) {
     return reinterpret_cast<void*>(address);
 }
 
-// Checks for both kinds of registration: data arrives at odd offsets and sizes and changes nothing else; then the
-// memory is freed while the region is registered.
-void check_region(const Driver& driver, Endpoint* a, std::uint64_t memory, ibv_mr* mr) {
-    Buffer from(a->pd, allocation_bytes), back(a->pd, allocation_bytes);
+// Check that data arrives at odd offsets with odd sizes and changes no other bytes. Then free the memory while the
+// region is registered.
+void check_region(const Driver& driver, Endpoint* endpoint, std::uint64_t memory, ibv_mr* mr) {
+    Buffer from(endpoint->pd, allocation_bytes), back(endpoint->pd, allocation_bytes);
     fill_pattern(from.bytes, from.size);
     for (const std::size_t size : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
         driver.clear(memory, allocation_bytes);
-        CHECK(a->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.part(1, size)}) == 0);
-        a->expect_completion(1, IBV_WC_SUCCESS);
+        CHECK(endpoint->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.sge(1, size)}) == 0);
+        endpoint->expect_completion(1, IBV_WC_SUCCESS);
         const auto content = driver.content(memory, size + 78);
         CHECK(content[76] == 0 && content[77 + size] == 0 && has_pattern(content.data() + 77, size, 1));
-        CHECK(a->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.part(3, size)}) == 0);
-        a->expect_completion(2, IBV_WC_SUCCESS);
+        CHECK(endpoint->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.sge(3, size)}) == 0);
+        endpoint->expect_completion(2, IBV_WC_SUCCESS);
         CHECK(has_pattern(back.bytes + 3, size, 1));
     }
-    // The owner frees the memory. The next allocation at this address never receives data sent with the old key.
+    // The owner frees the memory. A later allocation at this address must not receive data sent with the old key.
     CHECK(driver.cuMemFree_v2(memory) == 0);
-    const std::uint64_t poll_one = driver.allocate();
-    std::fprintf(stderr, "the next allocation %s the address\n", poll_one == memory ? "got" : "did not get");
-    CHECK(a->post(request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.part(0, 1000)}) == 0);
-    a->expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(a->post(request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {back.part(0, 1000)}) == 0);
-    a->expect_completion(4, IBV_WC_SUCCESS);
+    const std::uint64_t next_memory = driver.allocate();
+    std::fprintf(stderr, "the next allocation %s the address\n", next_memory == memory ? "got" : "did not get");
+    CHECK(endpoint->post(request(3, IBV_WR_RDMA_WRITE, memory + 5, mr->rkey), {from.sge(0, 1000)}) == 0);
+    endpoint->expect_completion(3, IBV_WC_SUCCESS);
+    CHECK(endpoint->post(request(4, IBV_WR_RDMA_READ, memory + 5, mr->rkey), {back.sge(0, 1000)}) == 0);
+    endpoint->expect_completion(4, IBV_WC_SUCCESS);
     CHECK(has_pattern(back.bytes, 1000));
-    const auto untouched = driver.content(poll_one, 4096);
-    CHECK(untouched == std::vector<std::uint8_t>(4096, 0));
-    CHECK(driver.cuMemFree_v2(poll_one) == 0);
+    const auto next_content = driver.content(next_memory, 4096);
+    CHECK(next_content == std::vector<std::uint8_t>(4096, 0));
+    CHECK(driver.cuMemFree_v2(next_memory) == 0);
 }
 
-void test_peer_memory(const Driver& driver) {
-    Endpoint a(0), b(1);
-    connect(&a, &b);
+void test_device_address_is_registered_by_peer_memory(const Driver& driver) {
+    Endpoint requester(0), responder(1);
+    connect(&requester, &responder);
     const std::uint64_t memory = driver.allocate();
-    ibv_mr* const mr = ibv_reg_mr(b.pd, as_pointer(memory), allocation_bytes, all_access);
-    CHECK(mr != nullptr && number_of(mr->addr) == memory);
+    ibv_mr* const mr = ibv_reg_mr(responder.pd, as_pointer(memory), allocation_bytes, all_access);
+    CHECK(mr != nullptr && address_of(mr->addr) == memory);
     errno = 0;
-    CHECK(ibv_reg_mr(b.pd, as_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
-    check_region(driver, &a, memory, mr);
+    CHECK(ibv_reg_mr(responder.pd, as_pointer(memory), 1UL << 40, all_access) == nullptr && errno == EFAULT);
+    check_region(driver, &requester, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-void test_without_peer_memory(const Driver& driver) {
-    Endpoint a;
+void test_device_address_is_refused_without_peer_memory(const Driver& driver) {
+    Endpoint endpoint;
     const std::uint64_t memory = driver.allocate();
     errno = 0;
-    CHECK(ibv_reg_mr(a.pd, as_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(endpoint.pd, as_pointer(memory), allocation_bytes, all_access) == nullptr && errno == EFAULT);
     CHECK(driver.cuMemFree_v2(memory) == 0);
     // Host memory is registered as host memory even if a driver is loaded.
-    const Buffer host(a.pd, 4096);
+    const Buffer host(endpoint.pd, 4096);
 }
 
-void test_dmabuf(const Driver& driver) {
-    Endpoint a(0), b(1);
-    connect(&a, &b);
+void test_device_memory_is_registered_by_dmabuf(const Driver& driver) {
+    Endpoint requester(0), responder(1);
+    connect(&requester, &responder);
     const std::uint64_t memory = driver.allocate();
     const int fd = driver.export_dmabuf(memory);
     errno = 0;
-    CHECK(ibv_reg_dmabuf_mr(b.pd, 0, allocation_bytes + 1, memory, fd, all_access) == nullptr && errno == EINVAL);
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(b.pd, 0, allocation_bytes, memory, fd, all_access);
+    CHECK(ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes + 1, memory, fd, all_access) == nullptr &&
+          errno == EINVAL);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(responder.pd, 0, allocation_bytes, memory, fd, all_access);
     CHECK(mr != nullptr);
     CHECK(close(fd) == 0);
-    check_region(driver, &a, memory, mr);
+    check_region(driver, &requester, memory, mr);
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-// A range of two VMM mappings is one region; each mapping has its own buffer id.
-void test_two_mappings(const Driver& driver, bool by_dmabuf) {
-    constexpr std::size_t chunk = 2UL << 20;
-    Endpoint a(0), b(1);
-    connect(&a, &b);
+// One region may cover two VMM mappings, although each mapping has another buffer id.
+void test_region_covers_two_mappings(const Driver& driver, bool by_dmabuf) {
+    constexpr std::size_t mapping_bytes = 2UL << 20;
+    Endpoint requester(0), responder(1);
+    connect(&requester, &responder);
     std::uint64_t base = 0;
-    CHECK(driver.cuMemAddressReserve(&base, 2 * chunk, 0, 0, 0) == 0);
+    CHECK(driver.cuMemAddressReserve(&base, 2 * mapping_bytes, 0, 0, 0) == 0);
     const auto map = [&](std::uint64_t at) {
         const AllocationProperties properties;
         const AccessDescription access;
         std::uint64_t handle = 0;
-        CHECK(driver.cuMemCreate(&handle, chunk, &properties, 0) == 0 && driver.cuMemMap(at, chunk, 0, handle, 0) == 0);
-        CHECK(driver.cuMemRelease(handle) == 0 && driver.cuMemSetAccess(at, chunk, &access, 1) == 0);
-        driver.clear(at, chunk);
+        CHECK(driver.cuMemCreate(&handle, mapping_bytes, &properties, 0) == 0 &&
+              driver.cuMemMap(at, mapping_bytes, 0, handle, 0) == 0);
+        CHECK(driver.cuMemRelease(handle) == 0 && driver.cuMemSetAccess(at, mapping_bytes, &access, 1) == 0);
+        driver.clear(at, mapping_bytes);
     };
     map(base);
-    map(base + chunk);
-    const std::uint64_t begin = base + chunk / 2;
+    map(base + mapping_bytes);
+    const std::uint64_t begin = base + mapping_bytes / 2;
     ibv_mr* mr = nullptr;
     if (by_dmabuf) {
-        const int fd = driver.export_dmabuf(begin, chunk);
-        mr = ibv_reg_dmabuf_mr(b.pd, 0, chunk, begin, fd, all_access);
+        const int fd = driver.export_dmabuf(begin, mapping_bytes);
+        mr = ibv_reg_dmabuf_mr(responder.pd, 0, mapping_bytes, begin, fd, all_access);
         close(fd);
     } else {
-        mr = ibv_reg_mr(b.pd, as_pointer(begin), chunk, all_access);
+        mr = ibv_reg_mr(responder.pd, as_pointer(begin), mapping_bytes, all_access);
     }
     CHECK(mr != nullptr);
-    Buffer from(a.pd, chunk);
-    fill_pattern(from.bytes, chunk);
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.part(0, chunk)}) == 0);
-    a.expect_completion(1, IBV_WC_SUCCESS);
-    const auto content = driver.content(base, 2 * chunk);
-    CHECK(content[chunk / 2 - 1] == 0 && has_pattern(content.data() + chunk / 2, chunk) &&
-          content[chunk / 2 + chunk] == 0);
+    Buffer from(requester.pd, mapping_bytes);
+    fill_pattern(from.bytes, mapping_bytes);
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, begin, mr->rkey), {from.sge(0, mapping_bytes)}) == 0);
+    requester.expect_completion(1, IBV_WC_SUCCESS);
+    const auto content = driver.content(base, 2 * mapping_bytes);
+    CHECK(content[mapping_bytes / 2 - 1] == 0 && has_pattern(content.data() + mapping_bytes / 2, mapping_bytes) &&
+          content[mapping_bytes / 2 + mapping_bytes] == 0);
     // Other memory is mapped at the same addresses: the region must not access it.
-    CHECK(driver.cuMemUnmap(base + chunk, chunk) == 0);
-    map(base + chunk);
-    CHECK(a.post(request(2, IBV_WR_RDMA_WRITE, base + chunk, mr->rkey), {from.part(0, 1000)}) == 0);
-    a.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(driver.content(base + chunk, 1000) == std::vector<std::uint8_t>(1000, 0));
+    CHECK(driver.cuMemUnmap(base + mapping_bytes, mapping_bytes) == 0);
+    map(base + mapping_bytes);
+    CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, base + mapping_bytes, mr->rkey), {from.sge(0, 1000)}) == 0);
+    requester.expect_completion(2, IBV_WC_SUCCESS);
+    CHECK(driver.content(base + mapping_bytes, 1000) == std::vector<std::uint8_t>(1000, 0));
     CHECK(ibv_dereg_mr(mr) == 0);
-    CHECK(driver.cuMemUnmap(base, chunk) == 0 && driver.cuMemUnmap(base + chunk, chunk) == 0);
-    CHECK(driver.cuMemAddressFree(base, 2 * chunk) == 0);
+    CHECK(driver.cuMemUnmap(base, mapping_bytes) == 0 && driver.cuMemUnmap(base + mapping_bytes, mapping_bytes) == 0);
+    CHECK(driver.cuMemAddressFree(base, 2 * mapping_bytes) == 0);
 }
 
 // Run each case in a separate process, because the environment is read once.
-void in_child(const char* name, const char* peermem, const std::function<void()>& act) {
+void run_in_child(const char* name, const char* peermem, const std::function<void()>& test_body) {
     const pid_t child = fork();
     if (child == 0) {
         setenv("GDRKIT_TWINS_PEERMEM", peermem, 1);
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
-        act();
+        test_body();
         std::exit(0);
     }
     int status = 0;
@@ -229,12 +231,12 @@ void in_child(const char* name, const char* peermem, const std::function<void()>
 
 } // namespace
 
-int main(int count, char** arguments) {
-    const char* const path = count > 1 ? arguments[1] : "libcuda.so.1";
-    in_child("without peer memory", "0", [=] { test_without_peer_memory(Driver(path)); });
-    in_child("peer memory", "1", [=] { test_peer_memory(Driver(path)); });
-    in_child("dma-buf", "0", [=] { test_dmabuf(Driver(path)); });
-    in_child("two chunks by peer memory", "1", [=] { test_two_mappings(Driver(path), false); });
-    in_child("two chunks by dma-buf", "0", [=] { test_two_mappings(Driver(path), true); });
+int main(int argument_count, char** arguments) {
+    const char* const path = argument_count > 1 ? arguments[1] : "libcuda.so.1";
+    run_in_child("without peer memory", "0", [=] { test_device_address_is_refused_without_peer_memory(Driver(path)); });
+    run_in_child("peer memory", "1", [=] { test_device_address_is_registered_by_peer_memory(Driver(path)); });
+    run_in_child("dma-buf", "0", [=] { test_device_memory_is_registered_by_dmabuf(Driver(path)); });
+    run_in_child("two mappings by peer memory", "1", [=] { test_region_covers_two_mappings(Driver(path), false); });
+    run_in_child("two mappings by dma-buf", "0", [=] { test_region_covers_two_mappings(Driver(path), true); });
     return 0;
 }

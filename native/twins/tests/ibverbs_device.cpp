@@ -15,7 +15,7 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-void test_attributes(ibv_context* context) {
+void test_device_and_port_attributes(ibv_context* context) {
     ibv_device_attr attr{};
     CHECK(ibv_query_device(context, &attr) == 0);
     CHECK(attr.phys_port_cnt == 1 && attr.max_pkeys == 1 && attr.max_qp > 0 && attr.atomic_cap == IBV_ATOMIC_HCA);
@@ -29,20 +29,20 @@ void test_attributes(ibv_context* context) {
     CHECK(port.state == IBV_PORT_ACTIVE && port.link_layer == IBV_LINK_LAYER_ETHERNET && port.gid_tbl_len == 2);
     CHECK(port.active_mtu == IBV_MTU_4096 && port.flags == IBV_QPF_GRH_REQUIRED);
     CHECK(___ibv_query_port(context, 0, &port) == EINVAL && ___ibv_query_port(context, 2, &port) == EINVAL);
-    // The old function writes the old structure and no byte beyond it.
-    std::uint8_t old[52];
-    std::memset(old, 0xaa, sizeof old);
-    CHECK(ibv_query_port(context, 1, reinterpret_cast<struct _compat_ibv_port_attr*>(old)) == 0);
-    CHECK(old[48] == 0xaa && old[51] == 0xaa);
-    CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old, &port, 48) == 0);
+    // The function of the old ABI writes the 48 bytes of the old structure and no byte beyond it.
+    std::uint8_t old_attr[52];
+    std::memset(old_attr, 0xaa, sizeof old_attr);
+    CHECK(ibv_query_port(context, 1, reinterpret_cast<struct _compat_ibv_port_attr*>(old_attr)) == 0);
+    CHECK(old_attr[48] == 0xaa && old_attr[51] == 0xaa);
+    CHECK(___ibv_query_port(context, 1, &port) == 0 && std::memcmp(old_attr, &port, 48) == 0);
 }
 
-void test_gids(ibv_context* context, ibv_context* other) {
-    ibv_gid first{}, second{}, others{};
+void test_gids_identify_devices(ibv_context* context, ibv_context* other) {
+    ibv_gid first{}, second{}, other_gid{};
     CHECK(ibv_query_gid(context, 1, 0, &first) == 0 && ibv_query_gid(context, 1, 1, &second) == 0);
     CHECK(std::memcmp(&first, &second, sizeof first) == 0 && first.raw[0] == 0xfe && first.raw[1] == 0x80);
     CHECK(first.global.interface_id == ibv_get_device_guid(context->device));
-    CHECK(ibv_query_gid(other, 1, 1, &others) == 0 && std::memcmp(&first, &others, sizeof first) != 0);
+    CHECK(ibv_query_gid(other, 1, 1, &other_gid) == 0 && std::memcmp(&first, &other_gid, sizeof first) != 0);
     errno = 0;
     CHECK(ibv_query_gid(context, 1, 2, &first) == -1 && errno == EINVAL);
     ibv_gid_entry entries[3];
@@ -58,50 +58,50 @@ void test_gids(ibv_context* context, ibv_context* other) {
     CHECK(ibv_query_pkey(context, 1, 1, &pkey) == -1 && ibv_get_pkey_index(context, 1, 0x1234) == -1);
 }
 
-// Every unimplemented function in the tables fails by its convention.
-void test_unimplemented_operations_fail(Endpoint* side) {
-    const auto null = [](const void* result) {
-        const bool right = result == nullptr && errno == EOPNOTSUPP;
+// Every unimplemented function in the tables of the context fails by its convention.
+void test_unimplemented_operations_fail(Endpoint* endpoint) {
+    const auto is_unsupported = [](const void* result) {
+        const bool is_expected = result == nullptr && errno == EOPNOTSUPP;
         errno = 0;
-        return right;
+        return is_expected;
     };
-    ibv_context* const context = side->context;
+    ibv_context* const context = endpoint->context;
     errno = 0;
     ibv_cq_init_attr_ex cq_attr{};
     cq_attr.cqe = 1;
-    CHECK(null(ibv_create_cq_ex(context, &cq_attr)));
+    CHECK(is_unsupported(ibv_create_cq_ex(context, &cq_attr)));
     ibv_qp_init_attr_ex qp_attr{};
     qp_attr.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
-    CHECK(null(ibv_create_qp_ex(context, &qp_attr)));
+    CHECK(is_unsupported(ibv_create_qp_ex(context, &qp_attr)));
     ibv_alloc_dm_attr dm_attr{};
-    CHECK(null(ibv_alloc_dm(context, &dm_attr)) && null(ibv_alloc_null_mr(side->pd)));
-    CHECK(null(ibv_alloc_mw(side->pd, IBV_MW_TYPE_1)));
+    CHECK(is_unsupported(ibv_alloc_dm(context, &dm_attr)) && is_unsupported(ibv_alloc_null_mr(endpoint->pd)));
+    CHECK(is_unsupported(ibv_alloc_mw(endpoint->pd, IBV_MW_TYPE_1)));
     ibv_td_init_attr td_attr{};
-    CHECK(null(ibv_alloc_td(context, &td_attr)));
+    CHECK(is_unsupported(ibv_alloc_td(context, &td_attr)));
     ibv_parent_domain_init_attr parent_attr{};
-    CHECK(null(ibv_alloc_parent_domain(context, &parent_attr)));
+    CHECK(is_unsupported(ibv_alloc_parent_domain(context, &parent_attr)));
     ibv_xrcd_init_attr xrcd_attr{};
-    CHECK(null(ibv_open_xrcd(context, &xrcd_attr)));
+    CHECK(is_unsupported(ibv_open_xrcd(context, &xrcd_attr)));
     ibv_flow_attr flow_attr{};
-    CHECK(null(ibv_create_flow(side->qp, &flow_attr)));
+    CHECK(is_unsupported(ibv_create_flow(endpoint->qp, &flow_attr)));
     ibv_counters_init_attr counters_attr{};
-    CHECK(null(ibv_create_counters(context, &counters_attr)));
+    CHECK(is_unsupported(ibv_create_counters(context, &counters_attr)));
     ibv_wq_init_attr wq_attr{};
-    CHECK(null(ibv_create_wq(context, &wq_attr)));
+    CHECK(is_unsupported(ibv_create_wq(context, &wq_attr)));
     ibv_values_ex values{};
     CHECK(ibv_query_rt_values_ex(context, &values) == EOPNOTSUPP);
     ibv_modify_cq_attr modify{};
-    CHECK(ibv_modify_cq(side->cq, &modify) == EOPNOTSUPP);
-    CHECK(ibv_advise_mr(side->pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, nullptr, 0) == EOPNOTSUPP);
+    CHECK(ibv_modify_cq(endpoint->cq, &modify) == EOPNOTSUPP);
+    CHECK(ibv_advise_mr(endpoint->pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, nullptr, 0) == EOPNOTSUPP);
     ibv_qp_rate_limit_attr rate{};
-    CHECK(ibv_modify_qp_rate_limit(side->qp, &rate) == EOPNOTSUPP);
+    CHECK(ibv_modify_qp_rate_limit(endpoint->qp, &rate) == EOPNOTSUPP);
     CHECK(context->ops.post_srq_recv(nullptr, nullptr, nullptr) == EOPNOTSUPP);
     // No entry of the tables is null, so a client that calls it gets an error and does not crash.
     auto* const extended = verbs_get_ctx(context);
     CHECK(extended != nullptr && extended->sz == sizeof *extended);
-    auto* const before = reinterpret_cast<void**>(extended);
+    auto* const extended_ops = reinterpret_cast<void**>(extended);
     for (std::size_t slot = 0; slot < offsetof(verbs_context, _ABI_placeholder3) / sizeof(void*); ++slot) {
-        CHECK(before[slot] != nullptr || slot == offsetof(verbs_context, priv) / sizeof(void*));
+        CHECK(extended_ops[slot] != nullptr || slot == offsetof(verbs_context, priv) / sizeof(void*));
     }
     auto* const ops = reinterpret_cast<void**>(&context->ops);
     for (std::size_t slot = 0; slot < sizeof context->ops / sizeof(void*); ++slot) {
@@ -130,17 +130,17 @@ void test_names_and_rates() {
 } // namespace
 
 int main() {
-    use_own_domain();
+    isolate_from_other_processes();
     unsetenv("SYSFS_PATH");
     {
-        Endpoint a(0), b(1);
-        test_attributes(a.context);
-        test_gids(a.context, b.context);
-        test_unimplemented_operations_fail(&a);
+        Endpoint requester(0), responder(1);
+        test_device_and_port_attributes(requester.context);
+        test_gids_identify_devices(requester.context, responder.context);
+        test_unimplemented_operations_fail(&requester);
     }
     test_names_and_rates();
     errno = 0;
-    ibv_device stranger{};
-    CHECK(ibv_open_device(&stranger) == nullptr && errno == ENODEV);
+    ibv_device unknown_device{};
+    CHECK(ibv_open_device(&unknown_device) == nullptr && errno == ENODEV);
     return 0;
 }

@@ -44,13 +44,14 @@ public:
         section_count_ = header.e_shnum;
         read_versions();
         const Elf64_Shdr& symbols = section(SHT_DYNSYM);
-        const Elf64_Shdr& numbers = section(SHT_GNU_versym);
+        const Elf64_Shdr& version_numbers = section(SHT_GNU_versym);
         for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
             const auto& symbol = at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
-            const auto number = at<Elf64_Half>(numbers.sh_offset + index * sizeof(Elf64_Half));
+            const auto version_number = at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
             if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_TYPE(symbol.st_info) != STT_OBJECT) {
-                const bool hidden = (number & 0x8000) != 0;
-                names_.insert(text(symbols, symbol.st_name) + (hidden ? "@" : "@@") + versions_[number & 0x7fff]);
+                const bool is_hidden = (version_number & 0x8000) != 0; // not the default version of the symbol
+                names_.insert(string_at(symbols, symbol.st_name) + (is_hidden ? "@" : "@@") +
+                              versions_[version_number & 0x7fff]);
             }
         }
     }
@@ -67,11 +68,11 @@ private:
                 return sections_[index];
             }
         }
-        CHECK(!"a section of this type");
+        CHECK(false && "no section of this type");
         return sections_[0];
     }
-    [[nodiscard]] std::string text(const Elf64_Shdr& user, std::size_t offset) const {
-        return file_.data() + sections_[user.sh_link].sh_offset + offset;
+    [[nodiscard]] std::string string_at(const Elf64_Shdr& section_with_strings, std::size_t offset) const {
+        return file_.data() + sections_[section_with_strings.sh_link].sh_offset + offset;
     }
     void read_versions() {
         const Elf64_Shdr& definitions = section(SHT_GNU_verdef);
@@ -79,7 +80,7 @@ private:
         for (unsigned count = 0; count < definitions.sh_info; ++count) {
             const auto& definition = at<Elf64_Verdef>(offset);
             const auto& name = at<Elf64_Verdaux>(offset + definition.vd_aux);
-            versions_[definition.vd_ndx] = text(definitions, name.vda_name);
+            versions_[definition.vd_ndx] = string_at(definitions, name.vda_name);
             offset += definition.vd_next;
         }
     }
@@ -91,6 +92,7 @@ private:
     std::set<std::string> names_;
 };
 
+// Return name@version for name@@version, which marks a default version.
 std::string without_default_mark(std::string name) {
     const auto mark = name.find("@@");
     return mark == std::string::npos ? name : name.erase(mark, 1);
@@ -123,10 +125,11 @@ void test_exports_match_contract() {
     CHECK(exported_names == conventions);
 }
 
-// Six arguments are passed in registers, which unimplemented functions ignore.
-using Entry = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
+// The type with which every function can be called: unimplemented functions ignore their arguments, and up to six
+// arguments are passed in registers.
+using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
-void call_unsupported(void* library, const std::string& line) {
+void check_convention(void* library, const std::string& line) {
     const auto space = line.find(' '), at = line.find('@');
     const std::string name = line.substr(0, at), version = line.substr(at + 1, space - at - 1);
     const std::string convention = line.substr(space + 1);
@@ -136,17 +139,18 @@ void call_unsupported(void* library, const std::string& line) {
         return;
     }
     errno = 0;
-    const std::intptr_t result = reinterpret_cast<Entry>(address)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+    const std::intptr_t result =
+        reinterpret_cast<AnyFunction>(address)(nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
     const int value = static_cast<int>(result);
-    const bool right = convention == "errno"    ? value == EOPNOTSUPP
-                       : convention == "null"   ? result == 0 && errno == EOPNOTSUPP
-                       : convention == "minus1" ? value == -1 && errno == EOPNOTSUPP
-                       : convention == "void"   ? errno == EOPNOTSUPP
-                                                : false;
-    if (!right) {
+    const bool is_expected = convention == "errno"    ? value == EOPNOTSUPP
+                             : convention == "null"   ? result == 0 && errno == EOPNOTSUPP
+                             : convention == "minus1" ? value == -1 && errno == EOPNOTSUPP
+                             : convention == "void"   ? errno == EOPNOTSUPP
+                                                      : false;
+    if (!is_expected) {
         std::fprintf(stderr, "%s returned %d, errno %d\n", line.c_str(), value, errno);
     }
-    CHECK(right);
+    CHECK(is_expected);
 }
 
 } // namespace
@@ -156,7 +160,7 @@ int main() {
     void* const library = dlopen(GDRKIT_LIBRARY, RTLD_NOW);
     CHECK(library != nullptr);
     for (const std::string& line : contract_lines("ibverbs.conventions")) {
-        call_unsupported(library, line);
+        check_convention(library, line);
     }
     return 0;
 }

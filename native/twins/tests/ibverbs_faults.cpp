@@ -8,90 +8,90 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-std::string ledger() {
-    std::string text(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
-    text.resize(static_cast<std::size_t>(gdrkit_twin_ledger(text.data(), text.size())));
-    return text;
+std::string ledger_json() {
+    std::string json(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
+    json.resize(static_cast<std::size_t>(gdrkit_twin_ledger(json.data(), json.size())));
+    return json;
 }
 
-bool ledger_contains(const std::string& what) {
-    return ledger().find(what) != std::string::npos;
+bool ledger_contains(const std::string& text) {
+    return ledger_json().find(text) != std::string::npos;
 }
 
 void set_fault_plan(const std::string& rules) {
     CHECK(gdrkit_twin_faults(("gdrkit-faults 1\n" + rules).c_str()) == 0);
 }
 
-void test_injected_function_failures() {
-    Endpoint a;
+void test_plan_injects_function_errors() {
+    Endpoint endpoint;
     set_fault_plan(
         "ibv_alloc_pd call=2 errno=ENOMEM\nibv_query_gid call=* errno=EIO\nibv_dealloc_pd call=1 errno=EBUSY\n"
         "ibv_query_port call=1 errno=5\ncuMemAlloc_v2 call=1 status=2\n");
-    ibv_pd* const first = ibv_alloc_pd(a.context);
+    ibv_pd* const first = ibv_alloc_pd(endpoint.context);
     CHECK(first != nullptr);
     errno = 0;
-    CHECK(ibv_alloc_pd(a.context) == nullptr && errno == ENOMEM);
+    CHECK(ibv_alloc_pd(endpoint.context) == nullptr && errno == ENOMEM);
     CHECK(ibv_dealloc_pd(first) == EBUSY && ibv_dealloc_pd(first) == 0);
     ibv_gid gid;
     errno = 0;
-    CHECK(ibv_query_gid(a.context, 1, 0, &gid) == -1 && errno == EIO);
+    CHECK(ibv_query_gid(endpoint.context, 1, 0, &gid) == -1 && errno == EIO);
     ibv_port_attr port{};
-    CHECK(ibv_query_port(a.context, 1, &port) == 5 && ibv_query_port(a.context, 1, &port) == 0);
+    CHECK(ibv_query_port(endpoint.context, 1, &port) == 5 && ibv_query_port(endpoint.context, 1, &port) == 0);
     set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
     // ibv_reg_mr is a macro that calls one of two functions, depending on `access`. The rule applies to both.
     volatile int access = all_access;
     errno = 0;
-    CHECK(ibv_reg_mr(a.pd, &gid, sizeof gid, access) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(endpoint.pd, &gid, sizeof gid, access) == nullptr && errno == EFAULT);
     set_fault_plan("ibv_reg_mr call=1 errno=EFAULT\n");
     errno = 0;
-    CHECK(ibv_reg_mr(a.pd, &gid, sizeof gid, IBV_ACCESS_LOCAL_WRITE) == nullptr && errno == EFAULT);
+    CHECK(ibv_reg_mr(endpoint.pd, &gid, sizeof gid, IBV_ACCESS_LOCAL_WRITE) == nullptr && errno == EFAULT);
     set_fault_plan("ibv_poll_cq call=1 errno=EIO\n");
     ibv_wc wc{};
-    CHECK(ibv_poll_cq(a.cq, 1, &wc) == -EIO && ibv_poll_cq(a.cq, 1, &wc) == 0);
+    CHECK(ibv_poll_cq(endpoint.cq, 1, &wc) == -EIO && ibv_poll_cq(endpoint.cq, 1, &wc) == 0);
     set_fault_plan("");
 }
 
 // A request with an injected completion error is not carried out, and the pair enters the error state as after any
 // failure.
-void test_injected_completion_failures() {
-    Endpoint a, b;
-    connect(&a, &b);
-    Buffer from(a.pd, 8), to(b.pd, 8);
+void test_plan_injects_completion_errors() {
+    Endpoint requester, responder;
+    connect(&requester, &responder);
+    Buffer from(requester.pd, 8), to(responder.pd, 8);
     fill_pattern(from.bytes, 8);
     set_fault_plan("wc.rdma_write call=2 status=12\n");
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.part(0, 4)}) == 0);
-    a.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(a.post(request(2, IBV_WR_RDMA_WRITE, to.at(4), to.mr->rkey), {from.part(4, 4)}) == 0);
-    a.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
-    CHECK(to.bytes[4] == 0 && a.state() == IBV_QPS_ERR);
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 4)}) == 0);
+    requester.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, to.at(4), to.mr->rkey), {from.sge(4, 4)}) == 0);
+    requester.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
+    CHECK(to.bytes[4] == 0 && requester.state() == IBV_QPS_ERR);
     set_fault_plan("");
 }
 
 void test_malformed_plan_changes_nothing() {
-    Endpoint a;
+    Endpoint endpoint;
     set_fault_plan("ibv_alloc_pd call=* errno=EIO\n");
-    for (const char* bad :
+    for (const char* malformed_plan :
          {"", "gdrkit-faults 2\n", "gdrkit-faults 1\nibv_no_such call=1 errno=1\n",
           "gdrkit-faults 1\nibv_alloc_pd call=0 errno=1\n", "gdrkit-faults 1\nibv_alloc_pd call=1\n",
           "gdrkit-faults 1\nibv_free_device_list call=1 errno=1\n", "gdrkit-faults 1\nwc.send call=1 status=24\n"}) {
-        CHECK(gdrkit_twin_faults(bad) == EINVAL);
+        CHECK(gdrkit_twin_faults(malformed_plan) == EINVAL);
     }
-    CHECK(ibv_alloc_pd(a.context) == nullptr);
+    CHECK(ibv_alloc_pd(endpoint.context) == nullptr);
     set_fault_plan("");
 }
 
-void test_ledger() {
+void test_ledger_counts_handles_and_bytes() {
     CHECK(ledger_contains("\"library\":\"ibverbs\",\"handles\":{}") && ledger_contains("\"seed\":77,"));
     {
-        Endpoint a(0), b(1);
-        connect(&a, &b);
-        Buffer from(a.pd, 100), to(b.pd, 100);
+        Endpoint requester(0), responder(1);
+        connect(&requester, &responder);
+        Buffer from(requester.pd, 100), to(responder.pd, 100);
         CHECK(ledger_contains("\"ibv_mr\":2") && ledger_contains("\"ibv_qp\":2") && ledger_contains("\"ibv_pd\":2") &&
               ledger_contains("\"ibv_context\":2"));
-        CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.part(0, 60)}) == 0);
-        CHECK(a.post(request(2, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {from.part(0, 50)}) == 0);
-        a.expect_completion(1, IBV_WC_SUCCESS);
-        a.expect_completion(2, IBV_WC_SUCCESS);
+        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 60)}) == 0);
+        CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {from.sge(0, 50)}) == 0);
+        requester.expect_completion(1, IBV_WC_SUCCESS);
+        requester.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(ledger_contains("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,\"requests\":2,"));
         CHECK(ledger_contains("\"twin1\":{\"write_bytes\":0,\"read_bytes\":0,\"send_bytes\":0,\"requests\":0,"
                               "\"served_write_bytes\":60,\"served_read_bytes\":50,"));
@@ -104,11 +104,11 @@ void test_ledger() {
 } // namespace
 
 int main() {
-    use_own_domain();
+    isolate_from_other_processes();
     setenv("GDRKIT_TWINS_SEED", "77", 1);
-    test_ledger();
-    test_injected_function_failures();
-    test_injected_completion_failures();
+    test_ledger_counts_handles_and_bytes();
+    test_plan_injects_function_errors();
+    test_plan_injects_completion_errors();
     test_malformed_plan_changes_nothing();
     return 0;
 }

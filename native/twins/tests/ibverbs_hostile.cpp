@@ -19,18 +19,18 @@ namespace wire = gdrkit::twin::verbs::wire;
 
 namespace {
 
-constexpr std::size_t region_bytes = 4096, whole_bytes = 3 * region_bytes;
+constexpr std::size_t region_bytes = 4096, buffer_bytes = 3 * region_bytes;
 
 // A queue pair that expects the peer at the given address, with guard bytes around its region.
 struct Target {
-    Endpoint side{0};
-    Buffer memory{side.pd, whole_bytes, 0};
-    ibv_mr* mr = ibv_reg_mr(side.pd, memory.bytes + region_bytes, region_bytes, all_access_atomic);
+    Endpoint endpoint{0};
+    Buffer memory{endpoint.pd, buffer_bytes, 0};
+    ibv_mr* mr = ibv_reg_mr(endpoint.pd, memory.bytes + region_bytes, region_bytes, all_access_atomic);
 
     explicit Target(const Address& peer) {
         CHECK(mr != nullptr);
-        fill_pattern(memory.bytes, whole_bytes);
-        side.connect(peer);
+        fill_pattern(memory.bytes, buffer_bytes);
+        endpoint.connect(peer);
     }
     ~Target() {
         CHECK(has_pattern(memory.bytes, region_bytes));
@@ -44,7 +44,7 @@ wire::ConnectRequest make_connect_request(const Address& from, const Address& to
     return {wire::magic, wire::version, from.gid, to.gid, from.qp_num, to.qp_num, from.psn, IBV_GID_TYPE_ROCE_V2};
 }
 
-// A hostile peer after its handshake.
+// A hostile peer that has completed a correct handshake.
 struct HostilePeer {
     Fd socket;
     std::unique_ptr<Link> link = Link::make();
@@ -56,10 +56,10 @@ struct HostilePeer {
               send_fds(socket.get(), link->fds()));
         CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.ready == 1);
     }
-    // The connection ends even if no request was answered.
+    // Wait until the target ends the connection.
     void expect_end() {
-        char wakes[64];
-        while (recv(socket.get(), wakes, sizeof wakes, 0) > 0) {
+        char wakeups[64];
+        while (recv(socket.get(), wakeups, sizeof wakeups, 0) > 0) {
         }
     }
     wire::Request request(const Target& target) {
@@ -75,13 +75,13 @@ struct HostilePeer {
 };
 
 void check_bad_request(Target* target, const Address& peer, const std::function<void(wire::Request*)>& corrupt) {
-    HostilePeer hostile(peer, target->side.address());
+    HostilePeer hostile(peer, target->endpoint.address());
     wire::Request request = hostile.request(*target);
     corrupt(&request);
     hostile.link->put_request(0, request);
     hostile.link->publish_requests(1, hostile.socket.get());
     hostile.expect_end();
-    CHECK(hostile.link->responded() == 0);
+    CHECK(hostile.link->response_count() == 0);
 }
 
 void test_bad_requests(Target* target, const Address& peer) {
@@ -95,38 +95,38 @@ void test_bad_requests(Target* target, const Address& peer) {
     // A payload that was never written to the pipe.
     check_bad_request(target, peer, [](wire::Request* request) { request->flags = wire::flag_piped; });
     // More requests than the ring has slots.
-    HostilePeer hostile(peer, target->side.address());
+    HostilePeer hostile(peer, target->endpoint.address());
     hostile.link->publish_requests(Link::slot_count + 1, hostile.socket.get());
     hostile.expect_end();
 }
 
 // Several requests flagged as piped, while the pipe holds one payload and a part of the next.
 void test_short_pipe(Target* target, const Address& peer) {
-    HostilePeer hostile(peer, target->side.address());
+    HostilePeer hostile(peer, target->endpoint.address());
     wire::Request request = hostile.request(*target);
     request.flags = wire::flag_piped;
     const char bytes[100]{};
     CHECK(hostile.link->pipe().splice_in(bytes, sizeof bytes) == 0);
-    for (std::uint32_t number = 0; number < 4; ++number) {
-        hostile.link->put_request(number, request);
+    for (std::uint32_t index = 0; index < 4; ++index) {
+        hostile.link->put_request(index, request);
     }
     hostile.link->publish_requests(4, hostile.socket.get());
     hostile.expect_end();
-    CHECK(hostile.link->responded() == 1);
+    CHECK(hostile.link->response_count() == 1);
 }
 
-// Shared memory with wrong seals or size is not mapped at all.
+// The target does not map shared memory whose seals or size are wrong.
 void test_bad_shared_memory(Target* target, const Address& peer) {
-    const Address own_address = target->side.address();
+    const Address target_address = target->endpoint.address();
     for (const std::size_t size : {0UL, 4096UL, (1UL << 20) + 16384}) {
-        const Fd socket(connect_to(wire::socket_name_of(own_address.gid, own_address.qp_num)));
+        const Fd socket(connect_to(wire::socket_name_of(target_address.gid, target_address.qp_num)));
         const Fd memory(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
         CHECK(ftruncate(memory.get(), static_cast<off_t>(size)) == 0);
-        const wire::ConnectRequest connect_request = make_connect_request(peer, own_address);
+        const wire::ConnectRequest connect_request = make_connect_request(peer, target_address);
         const int fds[] = {memory.get(), memory.get()};
-        char publish_response = 0;
+        char reply_byte = 0;
         CHECK(send_all(socket.get(), &connect_request, sizeof connect_request) && send_fds(socket.get(), fds));
-        CHECK(!recv_all(socket.get(), &publish_response, 1));
+        CHECK(!recv_all(socket.get(), &reply_byte, 1));
     }
 }
 
@@ -135,30 +135,31 @@ void test_bad_shared_memory(Target* target, const Address& peer) {
 void test_random_writes(unsigned seed) {
     Endpoint peer(1);
     Target target(peer.address());
-    HostilePeer hostile(peer.address(), target.side.address());
+    HostilePeer hostile(peer.address(), target.endpoint.address());
     const wire::Request request = hostile.request(target);
     std::mt19937 random(seed);
     for (std::uint32_t count = 0; count < 400; ++count) {
-        // The request is valid at first, so that the target gets far, and is corrupted after it is published.
+        // The request is valid when it is published, so that the target begins to process it. It is corrupted
+        // afterwards.
         hostile.link->put_request(count, request);
         hostile.link->publish_requests(count + 1, hostile.socket.get());
         const std::size_t slot = 256 + count % Link::slot_count * sizeof request;
-        std::memset(hostile.link->memory().at(slot + random() % 64), static_cast<int>(random()), random() % 4);
+        std::memset(hostile.link->memory().data_at(slot + random() % 64), static_cast<int>(random()), random() % 4);
     }
 }
 
-void publish_response(Link* link, int socket, std::uint32_t number, const wire::Response& response) {
-    link->put_response(number, response);
-    link->publish_responses(number + 1, socket);
+void publish_response(Link* link, int socket, std::uint32_t index, const wire::Response& response) {
+    link->put_response(index, response);
+    link->publish_responses(index + 1, socket);
 }
 
-// The other direction: a target that sends responses without requests.
+// Here the target is hostile: it sends responses that match no request. The requester ends the connection.
 void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
-    Endpoint side(0);
-    Buffer from(side.pd, 4096);
-    Address liar = side.address();
-    liar.qp_num ^= 1;
-    const Fd listener(listen_on(wire::socket_name_of(liar.gid, liar.qp_num)));
+    Endpoint endpoint(0);
+    Buffer from(endpoint.pd, 4096);
+    Address hostile_address = endpoint.address();
+    hostile_address.qp_num ^= 1;
+    const Fd listener(listen_on(wire::socket_name_of(hostile_address.gid, hostile_address.qp_num)));
     CHECK(listener);
     std::thread target([&] {
         const Fd socket(accept_from(listener.get()));
@@ -167,9 +168,9 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
         CHECK(recv_all(socket.get(), &connect_request, sizeof connect_request) &&
               recv_fds(socket.get(), Link::fd_count, &memory));
         const auto link = Link::adopt(std::move(memory));
-        const wire::ConnectReply welcome{wire::magic, 1};
-        CHECK(link != nullptr && send_all(socket.get(), &welcome, sizeof welcome));
-        while (link->submitted() == 0) {
+        const wire::ConnectReply connect_reply{wire::magic, 1};
+        CHECK(link != nullptr && send_all(socket.get(), &connect_reply, sizeof connect_reply));
+        while (link->request_count() == 0) {
             std::this_thread::yield();
         }
         misbehave(link.get(), socket.get());
@@ -177,18 +178,18 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
         while (recv(socket.get(), &end, 1, 0) > 0) {
         }
     });
-    side.connect(liar);
-    CHECK(side.post(request(1, IBV_WR_RDMA_READ, 0, 0), {from.part(0, 4096)}) == 0);
-    CHECK(side.post(request(2, IBV_WR_RDMA_READ, 0, 0), {from.part(0, 4096)}) == 0);
-    side.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
-    side.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
+    endpoint.connect(hostile_address);
+    CHECK(endpoint.post(request(1, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
+    CHECK(endpoint.post(request(2, IBV_WR_RDMA_READ, 0, 0), {from.sge(0, 4096)}) == 0);
+    endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
+    endpoint.expect_completion(2, IBV_WC_WR_FLUSH_ERR);
     target.join();
 }
 
 } // namespace
 
 int main() {
-    use_own_domain();
+    isolate_from_other_processes();
     {
         Endpoint peer(1);
         Target target(peer.address());
@@ -196,9 +197,9 @@ int main() {
         test_bad_requests(&target, peer.address());
         test_short_pipe(&target, peer.address());
         // The legitimate peer is still served.
-        peer.connect(target.side.address());
+        peer.connect(target.endpoint.address());
         Buffer from(peer.pd, 64);
-        CHECK(peer.post(request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {from.part(0, 64)}) == 0);
+        CHECK(peer.post(request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {from.sge(0, 64)}) == 0);
         peer.expect_completion(1, IBV_WC_SUCCESS);
     }
     for (unsigned seed = 0; seed < 50; ++seed) {

@@ -1,5 +1,5 @@
-// Tests of lists of writes, which the twin carries out in batches: each write arrives at its address, and errors are
-// reported for the same request as if each were carried out alone.
+// Tests of lists of RDMA WRITEs that one ibv_post_send posts. The verbs twin executes such a list in batches. Every
+// write must arrive at its address. An error must be reported for the same request as without batches.
 #include <sys/mman.h>
 
 #include <random>
@@ -10,33 +10,35 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr std::size_t page = 4096, pages = 64;
+constexpr std::size_t page_bytes = 4096, page_count = 64;
 
-Settings settings() {
-    Settings chosen;
-    chosen.send_wr = 256;
-    chosen.completions = 512;
-    return chosen;
+Settings large_queue_settings() {
+    Settings settings;
+    settings.send_wr = 256;
+    settings.cq_entries = 512;
+    return settings;
 }
 
 // Memory whose pages can be made inaccessible while the region stays registered.
 struct Pages {
     explicit Pages(ibv_pd* pd)
         : bytes(static_cast<std::uint8_t*>(
-              mmap(nullptr, pages * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
-          mr(ibv_reg_mr(pd, bytes, pages * page, all_access)) {
+              mmap(nullptr, page_count * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))),
+          mr(ibv_reg_mr(pd, bytes, page_count * page_bytes, all_access)) {
         CHECK(bytes != MAP_FAILED && mr != nullptr);
     }
     ~Pages() {
         CHECK(ibv_dereg_mr(mr) == 0);
-        munmap(bytes, pages * page);
+        munmap(bytes, page_count * page_bytes);
     }
     Pages(const Pages&) = delete;
     Pages& operator=(const Pages&) = delete;
 
-    std::uint8_t* at(std::size_t number) const { return bytes + number * page; }
+    std::uint8_t* at(std::size_t page_index) const { return bytes + page_index * page_bytes; }
     // Make a page inaccessible. Unlike munmap this keeps the address from being reused.
-    void make_inaccessible(std::size_t number) const { CHECK(mprotect(at(number), page, PROT_NONE) == 0); }
+    void make_inaccessible(std::size_t page_index) const {
+        CHECK(mprotect(at(page_index), page_bytes, PROT_NONE) == 0);
+    }
 
     std::uint8_t* bytes;
     ibv_mr* mr;
@@ -48,160 +50,166 @@ struct List {
     std::vector<ibv_sge> sges;
 
     void add(const ibv_sge& local, const void* remote, std::uint32_t rkey) {
-        requests.push_back(request(requests.size(), IBV_WR_RDMA_WRITE, number_of(remote), rkey));
+        requests.push_back(request(requests.size(), IBV_WR_RDMA_WRITE, address_of(remote), rkey));
         sges.push_back(local);
     }
-    void add(const Pages& from, const Pages& to, std::size_t number, std::size_t size = page) {
-        add(make_sge(from.mr, number_of(from.at(number)), size), to.at(number), to.mr->rkey);
+    void add(const Pages& from, const Pages& to, std::size_t page_index, std::size_t size = page_bytes) {
+        add(make_sge(from.mr, address_of(from.at(page_index)), size), to.at(page_index), to.mr->rkey);
     }
-    void post(Endpoint* side) {
+    void post(Endpoint* endpoint) {
         for (std::size_t index = 0; index < requests.size(); ++index) {
             requests[index].sg_list = &sges[index];
             requests[index].num_sge = 1;
             requests[index].next = index + 1 < requests.size() ? &requests[index + 1] : nullptr;
         }
-        ibv_send_wr* stale_list = nullptr;
-        CHECK(ibv_post_send(side->qp, requests.data(), &stale_list) == 0);
+        ibv_send_wr* bad_wr = nullptr;
+        CHECK(ibv_post_send(endpoint->qp, requests.data(), &bad_wr) == 0);
     }
-    // Expect that all requests before `failed` succeed and all after it are flushed.
-    void expect_completion(Endpoint* side, std::size_t failed, ibv_wc_status status) const {
+    // Expect these completions: success for the requests before `failed_index`, `status` for the request with this
+    // index, and a flush for each later request. If `failed_index` is the number of requests, all must succeed.
+    void expect_completions(Endpoint* endpoint, std::size_t failed_index, ibv_wc_status status) const {
         for (std::size_t id = 0; id < requests.size(); ++id) {
-            side->expect_completion(id, id < failed ? IBV_WC_SUCCESS : id == failed ? status : IBV_WC_WR_FLUSH_ERR);
+            endpoint->expect_completion(id, id < failed_index    ? IBV_WC_SUCCESS
+                                            : id == failed_index ? status
+                                                                 : IBV_WC_WR_FLUSH_ERR);
         }
     }
 };
 
 struct TwoEndpoints {
-    Endpoint left{0, settings()}, right{1, settings()};
-    Pages from{left.pd}, to{right.pd};
+    Endpoint requester{0, large_queue_settings()}, responder{1, large_queue_settings()};
+    Pages from{requester.pd}, to{responder.pd};
 
     TwoEndpoints() {
-        connect(&left, &right);
-        fill_pattern(from.bytes, pages * page);
+        connect(&requester, &responder);
+        fill_pattern(from.bytes, page_count * page_bytes);
     }
-    void check_arrived(std::size_t number, bool arrived) const {
-        CHECK(arrived ? has_pattern(to.at(number), page, number * page) : to.at(number)[0] == 0);
+    void check_page_arrived(std::size_t page_index) const {
+        CHECK(has_pattern(to.at(page_index), page_bytes, page_index * page_bytes));
     }
+    void check_page_did_not_arrive(std::size_t page_index) const { CHECK(to.at(page_index)[0] == 0); }
 };
 
 void test_every_byte_arrives() {
     TwoEndpoints endpoints;
     std::mt19937 random(5);
     for (int round = 0; round < 20; ++round) {
-        std::memset(endpoints.to.bytes, 0, pages * page);
+        std::memset(endpoints.to.bytes, 0, page_count * page_bytes);
         List list;
         std::vector<std::size_t> sizes;
-        for (std::size_t number = 0; number < pages; ++number) {
-            // Small writes, which are copied, between writes that are spliced.
-            sizes.push_back(random() % 5 == 0 ? random() % page : page);
-            list.add(endpoints.from, endpoints.to, number, sizes.back());
+        for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
+            // The list mixes small writes, whose payload is copied, and full pages, which are spliced.
+            sizes.push_back(random() % 5 == 0 ? random() % page_bytes : page_bytes);
+            list.add(endpoints.from, endpoints.to, page_index, sizes.back());
         }
-        list.post(&endpoints.left);
-        list.expect_completion(&endpoints.left, pages, IBV_WC_SUCCESS);
-        for (std::size_t number = 0; number < pages; ++number) {
-            CHECK(has_pattern(endpoints.to.at(number), sizes[number], number * page));
-            CHECK(sizes[number] == page || endpoints.to.at(number)[sizes[number]] == 0);
+        list.post(&endpoints.requester);
+        list.expect_completions(&endpoints.requester, page_count, IBV_WC_SUCCESS);
+        for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
+            CHECK(has_pattern(endpoints.to.at(page_index), sizes[page_index], page_index * page_bytes));
+            CHECK(sizes[page_index] == page_bytes || endpoints.to.at(page_index)[sizes[page_index]] == 0);
         }
     }
 }
 
-void test_several_regions() {
+void test_list_may_use_several_regions() {
     TwoEndpoints endpoints;
-    const Pages other(endpoints.left.pd), far(endpoints.right.pd);
-    fill_pattern(other.bytes, pages * page, 7);
+    const Pages other_source(endpoints.requester.pd), other_destination(endpoints.responder.pd);
+    fill_pattern(other_source.bytes, page_count * page_bytes, 7);
     List list;
-    for (std::size_t number = 0; number < pages; ++number) {
-        list.add(number / 3 % 2 == 0 ? endpoints.from : other, number / 4 % 2 == 0 ? endpoints.to : far, number);
+    for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
+        list.add(page_index / 3 % 2 == 0 ? endpoints.from : other_source,
+                 page_index / 4 % 2 == 0 ? endpoints.to : other_destination, page_index);
     }
-    list.post(&endpoints.left);
-    list.expect_completion(&endpoints.left, pages, IBV_WC_SUCCESS);
-    for (std::size_t number = 0; number < pages; ++number) {
-        const Pages& there = number / 4 % 2 == 0 ? endpoints.to : far;
-        CHECK(has_pattern(there.at(number), page, number * page + (number / 3 % 2 == 0 ? 0 : 7)));
+    list.post(&endpoints.requester);
+    list.expect_completions(&endpoints.requester, page_count, IBV_WC_SUCCESS);
+    for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
+        const Pages& destination = page_index / 4 % 2 == 0 ? endpoints.to : other_destination;
+        CHECK(has_pattern(destination.at(page_index), page_bytes,
+                          page_index * page_bytes + (page_index / 3 % 2 == 0 ? 0 : 7)));
     }
 }
 
-// The memory of one write is inaccessible, at the target or the initiator.
-void test_inaccessible_memory(bool at_target, std::size_t failing_page) {
+// The memory of one write is inaccessible, either at the responder or at the requester.
+void test_inaccessible_memory(bool at_responder, std::size_t failing_page) {
     TwoEndpoints endpoints;
-    (at_target ? endpoints.to : endpoints.from).make_inaccessible(failing_page);
+    (at_responder ? endpoints.to : endpoints.from).make_inaccessible(failing_page);
     List list;
-    for (std::size_t number = 0; number < pages; ++number) {
-        list.add(endpoints.from, endpoints.to, number);
+    for (std::size_t page_index = 0; page_index < page_count; ++page_index) {
+        list.add(endpoints.from, endpoints.to, page_index);
     }
-    list.post(&endpoints.left);
-    list.expect_completion(&endpoints.left, failing_page, at_target ? IBV_WC_REM_OP_ERR : IBV_WC_LOC_PROT_ERR);
-    for (std::size_t number = 0; number < failing_page; ++number) {
-        endpoints.check_arrived(number, true);
+    list.post(&endpoints.requester);
+    list.expect_completions(&endpoints.requester, failing_page, at_responder ? IBV_WC_REM_OP_ERR : IBV_WC_LOC_PROT_ERR);
+    for (std::size_t page_index = 0; page_index < failing_page; ++page_index) {
+        endpoints.check_page_arrived(page_index);
     }
-    // Writes that the target had read before the requester failed may have arrived; writes after the failed one must
-    // not.
-    for (std::size_t number = failing_page + 1; number < pages; ++number) {
-        endpoints.check_arrived(number, false);
+    // Writes after the failed one must not arrive.
+    for (std::size_t page_index = failing_page + 1; page_index < page_count; ++page_index) {
+        endpoints.check_page_did_not_arrive(page_index);
     }
 }
 
 // If two requests of a list fail, the first failure is reported.
-void test_invalid_key() {
+void test_first_of_two_failures_is_reported() {
     TwoEndpoints endpoints;
     endpoints.from.make_inaccessible(3);
     List list;
-    for (std::size_t number = 0; number < 8; ++number) {
-        list.add(endpoints.from, endpoints.to, number);
+    for (std::size_t page_index = 0; page_index < 8; ++page_index) {
+        list.add(endpoints.from, endpoints.to, page_index);
     }
     list.sges[5].lkey ^= 1;
-    list.post(&endpoints.left);
-    list.expect_completion(&endpoints.left, 3, IBV_WC_LOC_PROT_ERR);
-    endpoints.check_arrived(2, true);
-    endpoints.check_arrived(4, false);
+    list.post(&endpoints.requester);
+    list.expect_completions(&endpoints.requester, 3, IBV_WC_LOC_PROT_ERR);
+    endpoints.check_page_arrived(2);
+    endpoints.check_page_did_not_arrive(4);
 }
 
-void test_out_of_bounds() {
+void test_write_beyond_region_is_refused() {
     TwoEndpoints endpoints;
     List list;
-    for (std::size_t number = 0; number < 24; ++number) {
-        list.add(endpoints.from, endpoints.to, number);
+    for (std::size_t page_index = 0; page_index < 24; ++page_index) {
+        list.add(endpoints.from, endpoints.to, page_index);
     }
-    list.requests[17].wr.rdma.remote_addr = number_of(endpoints.to.at(pages)) - page + 1;
-    list.post(&endpoints.left);
-    list.expect_completion(&endpoints.left, 17, IBV_WC_REM_ACCESS_ERR);
-    endpoints.check_arrived(16, true);
-    endpoints.check_arrived(18, false);
-    CHECK(endpoints.to.at(pages - 1)[1] == 0);
+    list.requests[17].wr.rdma.remote_addr = address_of(endpoints.to.at(page_count)) - page_bytes + 1;
+    list.post(&endpoints.requester);
+    list.expect_completions(&endpoints.requester, 17, IBV_WC_REM_ACCESS_ERR);
+    endpoints.check_page_arrived(16);
+    endpoints.check_page_did_not_arrive(18);
+    CHECK(endpoints.to.at(page_count - 1)[1] == 0);
 }
 
-// The key of a deregistered region is invalid, even if the region was cached.
-void test_deregistered_region() {
+// The key of a deregistered region is invalid, even if the twin has used the region for an earlier list.
+void test_key_of_deregistered_region_is_invalid() {
     TwoEndpoints endpoints;
-    ibv_mr* const second = ibv_reg_mr(endpoints.left.pd, endpoints.from.bytes, pages * page, all_access);
-    CHECK(second != nullptr);
+    ibv_mr* const extra_region =
+        ibv_reg_mr(endpoints.requester.pd, endpoints.from.bytes, page_count * page_bytes, all_access);
+    CHECK(extra_region != nullptr);
     List valid_list, stale_list;
-    for (std::size_t number = 0; number < 4; ++number) {
-        valid_list.add(make_sge(second, number_of(endpoints.from.at(number)), page), endpoints.to.at(number),
-                       endpoints.to.mr->rkey);
-        stale_list.add(make_sge(second, number_of(endpoints.from.at(number)), page), endpoints.to.at(number + 8),
-                       endpoints.to.mr->rkey);
+    for (std::size_t page_index = 0; page_index < 4; ++page_index) {
+        valid_list.add(make_sge(extra_region, address_of(endpoints.from.at(page_index)), page_bytes),
+                       endpoints.to.at(page_index), endpoints.to.mr->rkey);
+        stale_list.add(make_sge(extra_region, address_of(endpoints.from.at(page_index)), page_bytes),
+                       endpoints.to.at(page_index + 8), endpoints.to.mr->rkey);
     }
-    valid_list.post(&endpoints.left);
-    valid_list.expect_completion(&endpoints.left, 4, IBV_WC_SUCCESS);
-    CHECK(ibv_dereg_mr(second) == 0);
-    stale_list.post(&endpoints.left);
-    stale_list.expect_completion(&endpoints.left, 0, IBV_WC_LOC_PROT_ERR);
-    endpoints.check_arrived(8, false);
+    valid_list.post(&endpoints.requester);
+    valid_list.expect_completions(&endpoints.requester, 4, IBV_WC_SUCCESS);
+    CHECK(ibv_dereg_mr(extra_region) == 0);
+    stale_list.post(&endpoints.requester);
+    stale_list.expect_completions(&endpoints.requester, 0, IBV_WC_LOC_PROT_ERR);
+    endpoints.check_page_did_not_arrive(8);
 }
 
 } // namespace
 
 int main() {
-    use_own_domain();
+    isolate_from_other_processes();
     test_every_byte_arrives();
-    test_several_regions();
+    test_list_may_use_several_regions();
     for (const std::size_t failing_page : {0, 5, 15, 16, 63}) {
         test_inaccessible_memory(false, failing_page);
         test_inaccessible_memory(true, failing_page);
     }
-    test_invalid_key();
-    test_out_of_bounds();
-    test_deregistered_region();
+    test_first_of_two_failures_is_reported();
+    test_write_beyond_region_is_refused();
+    test_key_of_deregistered_region_is_invalid();
     return 0;
 }

@@ -16,8 +16,8 @@ namespace {
 // Run this program with one environment variable. Return the number of devices, or 100 + errno if ibv_get_device_list
 // fails.
 int run_with_variable(const std::string& variable) {
-    std::string self = "/proc/self/exe", argument = "list", setting = variable;
-    char* arguments[] = {self.data(), argument.data(), nullptr};
+    std::string program = "/proc/self/exe", argument = "list", setting = variable;
+    char* arguments[] = {program.data(), argument.data(), nullptr};
     std::vector<char*> environment;
     for (char** variable = environ; *variable != nullptr; ++variable) {
         environment.push_back(*variable);
@@ -71,24 +71,24 @@ void test_library_stays_loaded() {
 
 } // namespace
 
-int main(int count, char**) {
-    if (count > 1) {
+int main(int argument_count, char**) {
+    if (argument_count > 1) {
         return list_devices();
     }
     test_library_stays_loaded();
     CHECK(run_with_variable("GDRKIT_TWINS_LATE_US=0") == 2);
     CHECK(run_with_variable("GDRKIT_TWINS_NICS=0") == 0);
     CHECK(run_with_variable("GDRKIT_TWINS_NICS=16") == 16);
-    for (const char* bad : {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=",
-                            "GDRKIT_TWINS_SEED=-1", "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes",
-                            "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp"}) {
-        CHECK(run_with_variable(bad) == 100 + EINVAL);
+    for (const char* invalid_variable : {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=",
+                                         "GDRKIT_TWINS_SEED=-1", "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes",
+                                         "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp"}) {
+        CHECK(run_with_variable(invalid_variable) == 100 + EINVAL);
     }
     const std::string plan_path = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 errno=ENOSYS\n");
     CHECK(run_with_variable("GDRKIT_TWINS_FAULTS=" + plan_path) == 100 + ENOSYS);
-    const std::string bad = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 status=3\n");
-    CHECK(run_with_variable("GDRKIT_TWINS_FAULTS=" + bad) == 100 + EINVAL);
+    const std::string invalid_plan_path = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 status=3\n");
+    CHECK(run_with_variable("GDRKIT_TWINS_FAULTS=" + invalid_plan_path) == 100 + EINVAL);
     unlink(plan_path.c_str());
-    unlink(bad.c_str());
+    unlink(invalid_plan_path.c_str());
     return 0;
 }

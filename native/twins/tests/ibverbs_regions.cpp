@@ -18,39 +18,39 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-constexpr std::size_t page = 4096;
+constexpr std::size_t page_bytes = 4096;
 
-void test_host_memory() {
-    Endpoint a;
-    alignas(page) static std::uint8_t memory[4 * page];
-    const auto fails = [&](void* address, std::size_t length, std::uint64_t iova, unsigned access, int error) {
+void test_host_memory_registration_is_checked() {
+    Endpoint endpoint;
+    alignas(page_bytes) static std::uint8_t memory[4 * page_bytes];
+    const auto check_fails = [&](void* address, std::size_t length, std::uint64_t iova, unsigned access, int error) {
         errno = 0;
-        CHECK(ibv_reg_mr_iova2(a.pd, address, length, iova, access) == nullptr && errno == error);
+        CHECK(ibv_reg_mr_iova2(endpoint.pd, address, length, iova, access) == nullptr && errno == error);
     };
-    const std::uint64_t at = number_of(memory);
-    fails(memory, page, at + 1, all_access, EINVAL);
-    fails(memory, 0, at, all_access, EINVAL);
-    fails(memory, page, at, IBV_ACCESS_REMOTE_WRITE, EINVAL);
-    fails(memory, page, at, IBV_ACCESS_REMOTE_ATOMIC, EINVAL);
-    fails(memory, page, at, 1U << 15, EINVAL);
-    fails(memory, page, at, IBV_ACCESS_ON_DEMAND, EINVAL);
-    fails(memory, ~0UL - page, at, all_access, EINVAL);
-    fails(nullptr, page, 0, all_access, EFAULT);
-    void* const hole = mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const std::uint64_t at = address_of(memory);
+    check_fails(memory, page_bytes, at + 1, all_access, EINVAL);
+    check_fails(memory, 0, at, all_access, EINVAL);
+    check_fails(memory, page_bytes, at, IBV_ACCESS_REMOTE_WRITE, EINVAL);
+    check_fails(memory, page_bytes, at, IBV_ACCESS_REMOTE_ATOMIC, EINVAL);
+    check_fails(memory, page_bytes, at, 1U << 15, EINVAL);
+    check_fails(memory, page_bytes, at, IBV_ACCESS_ON_DEMAND, EINVAL);
+    check_fails(memory, ~0UL - page_bytes, at, all_access, EINVAL);
+    check_fails(nullptr, page_bytes, 0, all_access, EFAULT);
+    void* const hole = mmap(nullptr, 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     auto* const bytes = static_cast<char*>(hole);
-    CHECK(munmap(bytes + page, page) == 0);
-    fails(hole, 3 * page, number_of(hole), all_access, EFAULT);
-    CHECK(mprotect(bytes + 2 * page, page, PROT_NONE) == 0);
-    fails(bytes + 2 * page, 1, number_of(bytes + 2 * page), 0, EFAULT);
-    CHECK(mprotect(bytes + 2 * page, page, PROT_READ) == 0);
-    fails(bytes + 2 * page, 1, number_of(bytes + 2 * page), IBV_ACCESS_LOCAL_WRITE, EFAULT);
-    ibv_mr* const readable_only = ibv_reg_mr(a.pd, bytes + 2 * page, page, IBV_ACCESS_REMOTE_READ);
-    CHECK(readable_only != nullptr && ibv_dereg_mr(readable_only) == 0);
+    CHECK(munmap(bytes + page_bytes, page_bytes) == 0);
+    check_fails(hole, 3 * page_bytes, address_of(hole), all_access, EFAULT);
+    CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_NONE) == 0);
+    check_fails(bytes + 2 * page_bytes, 1, address_of(bytes + 2 * page_bytes), 0, EFAULT);
+    CHECK(mprotect(bytes + 2 * page_bytes, page_bytes, PROT_READ) == 0);
+    check_fails(bytes + 2 * page_bytes, 1, address_of(bytes + 2 * page_bytes), IBV_ACCESS_LOCAL_WRITE, EFAULT);
+    ibv_mr* const read_only_mr = ibv_reg_mr(endpoint.pd, bytes + 2 * page_bytes, page_bytes, IBV_ACCESS_REMOTE_READ);
+    CHECK(read_only_mr != nullptr && ibv_dereg_mr(read_only_mr) == 0);
 
     std::set<std::uint32_t> keys;
     for (int count = 0; count < 200; ++count) {
-        ibv_mr* const mr = ibv_reg_mr(a.pd, memory + 5, 100, all_access | IBV_ACCESS_RELAXED_ORDERING);
-        CHECK(mr != nullptr && mr->addr == memory + 5 && mr->length == 100 && mr->pd == a.pd);
+        ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory + 5, 100, all_access | IBV_ACCESS_RELAXED_ORDERING);
+        CHECK(mr != nullptr && mr->addr == memory + 5 && mr->length == 100 && mr->pd == endpoint.pd);
         CHECK(keys.insert(mr->lkey).second && keys.insert(mr->rkey).second);
         CHECK(ibv_dereg_mr(mr) == 0);
     }
@@ -64,70 +64,76 @@ int import_errno(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint
     return mr == nullptr ? error : 0;
 }
 
-// The checks are in the kernel's order: an earlier one hides later ones.
-void test_dmabuf_errors() {
-    Endpoint a;
-    const Fd memory(make_device_memory(16 * page));
-    const Extent whole_extent{memory.get(), 0, 16 * page};
+// The twin checks the arguments in the order of the kernel, so the first wrong argument decides the errno.
+void test_invalid_dmabuf_imports_fail() {
+    Endpoint endpoint;
+    const Fd memory(make_device_memory(16 * page_bytes));
+    const Extent whole_extent{memory.get(), 0, 16 * page_bytes};
     const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
     CHECK(memory && dmabuf);
     const Fd plain_memfd(memfd_create("plain", MFD_CLOEXEC));
-    CHECK(ftruncate(plain_memfd.get(), 16 * page) == 0);
-    const Fd null(open("/dev/null", O_RDWR | O_CLOEXEC));
+    CHECK(ftruncate(plain_memfd.get(), 16 * page_bytes) == 0);
+    const Fd dev_null(open("/dev/null", O_RDWR | O_CLOEXEC));
     const int fd = dmabuf.get();
     constexpr int access = all_access;
 
-    CHECK(import_errno(a.pd, 0, page, 0, fd, access) == 0);
-    CHECK(import_errno(a.pd, 0, page, 0x7f0000000000, fd, all_access_atomic | IBV_ACCESS_RELAXED_ORDERING) == 0);
-    CHECK(import_errno(a.pd, 3, page, page + 3, fd, access) == 0);
-    CHECK(import_errno(a.pd, 0, page, 1, -1, access) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, access | IBV_ACCESS_MW_BIND) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, IBV_ACCESS_REMOTE_WRITE) == EINVAL);
-    CHECK(import_errno(a.pd, ~0UL - page + 1, page, 0, -1, access) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, -1, access) == EBADF);
-    CHECK(import_errno(a.pd, 0, 0, 0, -1, access) == EBADF);
-    CHECK(import_errno(a.pd, 0, 1UL << 40, 0, -1, access) == EBADF);
-    CHECK(import_errno(a.pd, 0, page, 0, plain_memfd.get(), access) == EINVAL);
-    CHECK(import_errno(a.pd, 0, page, 0, null.get(), access) == EINVAL);
-    CHECK(import_errno(a.pd, 0, 16 * page + 1, 0, fd, access) == EINVAL);
-    CHECK(import_errno(a.pd, 16 * page, 1, 0, fd, access) == EINVAL);
-    CHECK(import_errno(a.pd, 0, 0, 0, fd, access) == EINVAL);
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(a.pd, page + 8, 100, 0x5000008, fd, access);
-    CHECK(mr != nullptr && number_of(mr->addr) == page + 8 && mr->length == 100);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, fd, access) == 0);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0x7f0000000000, fd,
+                       all_access_atomic | IBV_ACCESS_RELAXED_ORDERING) == 0);
+    CHECK(import_errno(endpoint.pd, 3, page_bytes, page_bytes + 3, fd, access) == 0);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 1, -1, access) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_ON_DEMAND) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, access | IBV_ACCESS_MW_BIND) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, IBV_ACCESS_REMOTE_WRITE) == EINVAL);
+    CHECK(import_errno(endpoint.pd, ~0UL - page_bytes + 1, page_bytes, 0, -1, access) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, -1, access) == EBADF);
+    CHECK(import_errno(endpoint.pd, 0, 0, 0, -1, access) == EBADF);
+    CHECK(import_errno(endpoint.pd, 0, 1UL << 40, 0, -1, access) == EBADF);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, plain_memfd.get(), access) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, dev_null.get(), access) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, 16 * page_bytes + 1, 0, fd, access) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 16 * page_bytes, 1, 0, fd, access) == EINVAL);
+    CHECK(import_errno(endpoint.pd, 0, 0, 0, fd, access) == EINVAL);
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, page_bytes + 8, 100, 0x5000008, fd, access);
+    CHECK(mr != nullptr && address_of(mr->addr) == page_bytes + 8 && mr->length == 100);
     CHECK(ibv_dereg_mr(mr) == 0);
-    CHECK(mmap(nullptr, page, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED);
+    CHECK(mmap(nullptr, page_bytes, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED);
 }
 
-// A dma-buf of two extents of different memory, of which the region covers parts. The exporter frees its memory first.
-void test_dmabuf_traffic() {
-    Endpoint a, b;
-    connect(&a, &b);
-    Fd first(make_device_memory(4 * page)), second(make_device_memory(4 * page));
-    const Extent extents[] = {{first.get(), 2 * page, 2 * page}, {second.get(), 0, 4 * page}};
+// The dma-buf has two extents in different memory, and the region covers parts of both. The exporter frees the memory
+// before the traffic.
+void test_region_covers_dmabuf_of_two_extents() {
+    Endpoint requester, responder;
+    connect(&requester, &responder);
+    Fd first(make_device_memory(4 * page_bytes)), second(make_device_memory(4 * page_bytes));
+    const Extent extents[] = {{first.get(), 2 * page_bytes, 2 * page_bytes}, {second.get(), 0, 4 * page_bytes}};
     Fd dmabuf(export_dmabuf(extents));
     CHECK(dmabuf);
-    void* const view = mmap(nullptr, 4 * page, PROT_READ, MAP_SHARED, second.get(), 0);
+    void* const view = mmap(nullptr, 4 * page_bytes, PROT_READ, MAP_SHARED, second.get(), 0);
     CHECK(view != MAP_FAILED);
-    ibv_mr* const both = ibv_reg_dmabuf_mr(b.pd, page + 7, 3 * page, 0x10007, dmabuf.get(), all_access);
-    ibv_mr* const later = ibv_reg_dmabuf_mr(b.pd, 3 * page, page, 0, dmabuf.get(), all_access);
-    CHECK(both != nullptr && later != nullptr);
+    ibv_mr* const first_region =
+        ibv_reg_dmabuf_mr(responder.pd, page_bytes + 7, 3 * page_bytes, 0x10007, dmabuf.get(), all_access);
+    ibv_mr* const second_region =
+        ibv_reg_dmabuf_mr(responder.pd, 3 * page_bytes, page_bytes, 0, dmabuf.get(), all_access);
+    CHECK(first_region != nullptr && second_region != nullptr);
     dmabuf.reset();
     first.reset();
     second.reset();
-    Buffer from(a.pd, 3 * page), back(a.pd, 3 * page);
-    fill_pattern(from.bytes, 3 * page);
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, 0x10007, both->rkey), {from.part(0, 3 * page)}) == 0);
-    a.expect_completion(1, IBV_WC_SUCCESS);
-    CHECK(has_pattern(view, 2 * page + 7, page - 7));
-    CHECK(a.post(request(2, IBV_WR_RDMA_READ, 0x10007, both->rkey), {back.part(0, 3 * page)}) == 0);
-    a.expect_completion(2, IBV_WC_SUCCESS);
-    CHECK(has_pattern(back.bytes, 3 * page));
-    CHECK(a.post(request(3, IBV_WR_RDMA_WRITE, 5, later->rkey), {from.part(0, 10)}) == 0);
-    a.expect_completion(3, IBV_WC_SUCCESS);
-    CHECK(std::memcmp(static_cast<char*>(view) + page + 5, from.bytes, 10) == 0);
-    CHECK(ibv_dereg_mr(both) == 0 && ibv_dereg_mr(later) == 0);
-    munmap(view, 4 * page);
+    Buffer from(requester.pd, 3 * page_bytes), back(requester.pd, 3 * page_bytes);
+    fill_pattern(from.bytes, 3 * page_bytes);
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, 0x10007, first_region->rkey), {from.sge(0, 3 * page_bytes)}) ==
+          0);
+    requester.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(has_pattern(view, 2 * page_bytes + 7, page_bytes - 7));
+    CHECK(requester.post(request(2, IBV_WR_RDMA_READ, 0x10007, first_region->rkey), {back.sge(0, 3 * page_bytes)}) ==
+          0);
+    requester.expect_completion(2, IBV_WC_SUCCESS);
+    CHECK(has_pattern(back.bytes, 3 * page_bytes));
+    CHECK(requester.post(request(3, IBV_WR_RDMA_WRITE, 5, second_region->rkey), {from.sge(0, 10)}) == 0);
+    requester.expect_completion(3, IBV_WC_SUCCESS);
+    CHECK(std::memcmp(static_cast<char*>(view) + page_bytes + 5, from.bytes, 10) == 0);
+    CHECK(ibv_dereg_mr(first_region) == 0 && ibv_dereg_mr(second_region) == 0);
+    munmap(view, 4 * page_bytes);
 }
 
 void drop_cap_ipc_lock() {
@@ -138,45 +144,45 @@ void drop_cap_ipc_lock() {
     CHECK(syscall(SYS_capset, &header, data) == 0);
 }
 
-void test_locked_memory_limit() {
+void test_locked_memory_limit_is_enforced() {
     drop_cap_ipc_lock();
-    Endpoint a;
-    alignas(page) static std::uint8_t memory[16 * page];
-    const auto limit = [](std::size_t bytes) {
-        const rlimit value{bytes, 16 * page};
+    Endpoint endpoint;
+    alignas(page_bytes) static std::uint8_t memory[16 * page_bytes];
+    const auto set_limit = [](std::size_t bytes) {
+        const rlimit value{bytes, 16 * page_bytes};
         CHECK(setrlimit(RLIMIT_MEMLOCK, &value) == 0);
     };
     const auto errno_of = [&](std::size_t length) {
         errno = 0;
-        CHECK(ibv_reg_mr(a.pd, memory, length, all_access) == nullptr);
+        CHECK(ibv_reg_mr(endpoint.pd, memory, length, all_access) == nullptr);
         return errno;
     };
-    limit(4 * page);
-    CHECK(errno_of(5 * page) == ENOMEM);
-    ibv_mr* const mr = ibv_reg_mr(a.pd, memory, 3 * page, all_access);
+    set_limit(4 * page_bytes);
+    CHECK(errno_of(5 * page_bytes) == ENOMEM);
+    ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory, 3 * page_bytes, all_access);
     CHECK(mr != nullptr);
-    // Registering the same pages again counts them again.
-    CHECK(errno_of(2 * page) == ENOMEM);
+    // The same pages count again for a second registration.
+    CHECK(errno_of(2 * page_bytes) == ENOMEM);
     CHECK(ibv_dereg_mr(mr) == 0);
-    ibv_mr* const other = ibv_reg_mr(a.pd, memory + 1, 3 * page, all_access);
+    ibv_mr* const other = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, all_access);
     CHECK(other != nullptr && ibv_dereg_mr(other) == 0);
-    limit(0);
+    set_limit(0);
     CHECK(errno_of(1) == EPERM);
     // Device memory does not count as locked memory.
-    const Fd device(make_device_memory(page));
-    const Extent whole_extent{device.get(), 0, page};
+    const Fd device(make_device_memory(page_bytes));
+    const Extent whole_extent{device.get(), 0, page_bytes};
     const Fd dmabuf(export_dmabuf({&whole_extent, 1}));
-    CHECK(import_errno(a.pd, 0, page, 0, dmabuf.get(), all_access) == 0);
+    CHECK(import_errno(endpoint.pd, 0, page_bytes, 0, dmabuf.get(), all_access) == 0);
 }
 
 } // namespace
 
 int main() {
-    use_own_domain();
-    test_host_memory();
-    test_dmabuf_errors();
-    test_dmabuf_traffic();
-    // Runs last, because it drops a capability of the process.
-    test_locked_memory_limit();
+    isolate_from_other_processes();
+    test_host_memory_registration_is_checked();
+    test_invalid_dmabuf_imports_fail();
+    test_region_covers_dmabuf_of_two_extents();
+    // This test runs last, because it drops a capability of the process.
+    test_locked_memory_limit_is_enforced();
     return 0;
 }

@@ -1,4 +1,4 @@
-// Tests of releasing objects: with live children, twice, and objects that never existed.
+// Tests of releasing objects: parents whose children are alive, objects that were released before, and unknown objects.
 #include <sys/wait.h>
 
 #include <functional>
@@ -9,23 +9,23 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Run `body` in a child, which must die by SIGABRT. Return its stderr.
+// Run `body` in a child process, which must abort, and return the stderr of the child.
 std::string abort_text(const std::function<void()>& body) {
-    int ends[2];
-    CHECK(pipe(ends) == 0);
+    int pipe_fds[2];
+    CHECK(pipe(pipe_fds) == 0);
     const pid_t child = fork();
     if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
+        dup2(pipe_fds[1], STDERR_FILENO);
         body();
         _exit(0);
     }
-    close(ends[1]);
+    close(pipe_fds[1]);
     std::string text;
     char buffer[4096];
-    for (ssize_t count = 0; (count = read(ends[0], buffer, sizeof buffer)) > 0;) {
+    for (ssize_t count = 0; (count = read(pipe_fds[0], buffer, sizeof buffer)) > 0;) {
         text.append(buffer, static_cast<std::size_t>(count));
     }
-    close(ends[0]);
+    close(pipe_fds[0]);
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
@@ -34,20 +34,20 @@ std::string abort_text(const std::function<void()>& body) {
 
 void check_double_release(const char* kind, const std::function<void()>& body) {
     const std::string text = abort_text(body);
-    const bool named = text.find(kind) != std::string::npos;
-    const bool first = text.find("released first at") != std::string::npos;
-    const bool again = text.find("released again at") != std::string::npos;
-    if (!named || !first || !again) {
+    const bool has_kind = text.find(kind) != std::string::npos;
+    const bool has_first_release = text.find("released first at") != std::string::npos;
+    const bool has_second_release = text.find("released again at") != std::string::npos;
+    if (!has_kind || !has_first_release || !has_second_release) {
         std::fprintf(stderr, "%s", text.c_str());
     }
-    CHECK(named && first && again);
+    CHECK(has_kind && has_first_release && has_second_release);
 }
 
-// The children open everything themselves after the fork.
-void test_double_release() {
+// Every child process opens its devices after the fork.
+void test_double_release_aborts() {
     check_double_release("ibv_mr", [] {
-        Endpoint a;
-        Buffer buffer(a.pd, 10);
+        Endpoint endpoint;
+        Buffer buffer(endpoint.pd, 10);
         ibv_dereg_mr(buffer.mr);
         ibv_dereg_mr(buffer.mr);
     });
@@ -62,9 +62,9 @@ void test_double_release() {
         ibv_destroy_cq(cq);
     });
     check_double_release("ibv_qp", [] {
-        Endpoint a;
-        ibv_destroy_qp(a.qp);
-        ibv_destroy_qp(a.qp);
+        Endpoint endpoint;
+        ibv_destroy_qp(endpoint.qp);
+        ibv_destroy_qp(endpoint.qp);
     });
     check_double_release("ibv_comp_channel", [] {
         ibv_comp_channel* const channel = ibv_create_comp_channel(open_device(0));
@@ -78,24 +78,26 @@ void test_double_release() {
     });
     // A use after the release is detected too.
     check_double_release("ibv_qp", [] {
-        Endpoint a;
-        ibv_destroy_qp(a.qp);
-        a.post_receive(1, {});
+        Endpoint endpoint;
+        ibv_destroy_qp(endpoint.qp);
+        endpoint.post_receive(1, {});
     });
 }
 
 void test_parents_with_children_are_busy() {
-    Endpoint a;
-    Buffer buffer(a.pd, 10);
-    CHECK(ibv_dealloc_pd(a.pd) == EBUSY && ibv_destroy_cq(a.cq) == EBUSY && ibv_close_device(a.context) == EBUSY);
-    CHECK(a.post_receive(1, {}) == EINVAL && a.to_init() == 0 && a.post_receive(1, {}) == 0);
+    Endpoint endpoint;
+    Buffer buffer(endpoint.pd, 10);
+    CHECK(ibv_dealloc_pd(endpoint.pd) == EBUSY && ibv_destroy_cq(endpoint.cq) == EBUSY &&
+          ibv_close_device(endpoint.context) == EBUSY);
+    CHECK(endpoint.post_receive(1, {}) == EINVAL && endpoint.modify_to_init() == 0 &&
+          endpoint.post_receive(1, {}) == 0);
 }
 
-void test_unknown_objects() {
-    Endpoint a;
+void test_unknown_objects_are_refused() {
+    Endpoint endpoint;
     ibv_mr mr{};
     ibv_pd pd{};
-    pd.context = a.context;
+    pd.context = endpoint.context;
     CHECK(ibv_dereg_mr(&mr) == EINVAL && ibv_dealloc_pd(&pd) == EINVAL);
     errno = 0;
     CHECK(ibv_reg_mr(&pd, &mr, sizeof mr, 0) == nullptr && errno == EINVAL);
@@ -104,9 +106,9 @@ void test_unknown_objects() {
 } // namespace
 
 int main() {
-    use_own_domain();
-    test_double_release();
+    isolate_from_other_processes();
+    test_double_release_aborts();
     test_parents_with_children_are_busy();
-    test_unknown_objects();
+    test_unknown_objects_are_refused();
     return 0;
 }

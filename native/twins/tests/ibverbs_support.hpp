@@ -1,4 +1,4 @@
-// Helpers of the verbs twin's tests: open devices, connected queue pairs, and requests in one line.
+// Helpers of the verbs twin's tests: they open devices, connect queue pairs, and post requests by one call.
 #pragma once
 
 #include <infiniband/verbs.h>
@@ -15,8 +15,9 @@
 
 namespace gdrkit::twin::tests {
 
-// Use a separate domain for each test, so that tests that run at the same time do not meet.
-inline void use_own_domain() {
+// Set GDRKIT_TWINS_DOMAIN to a name of this process, so that its NICs do not reach those of tests that run at the same
+// time.
+inline void isolate_from_other_processes() {
     if (std::getenv("GDRKIT_TWINS_DOMAIN") == nullptr) {
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);
     }
@@ -25,6 +26,7 @@ inline void use_own_domain() {
 constexpr int all_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
 constexpr int all_access_atomic = all_access | IBV_ACCESS_REMOTE_ATOMIC;
 
+// The test pattern: neighbouring bytes differ, and so do the same bytes of neighbouring pages. `salt` shifts it.
 inline std::uint8_t pattern_at(std::size_t index) {
     return static_cast<std::uint8_t>(index * 131U + (index >> 8) * 7U + (index >> 16) + 1U);
 }
@@ -63,13 +65,14 @@ struct Address {
     std::uint32_t psn;
 };
 
+// Settings of an endpoint.
 struct Settings {
-    std::uint32_t send_wr = 16, receive_wr = 16, sge = 4, inline_bytes = 64;
-    int completions = 64;
+    std::uint32_t send_wr = 16, receive_wr = 16, sge = 4, inline_bytes = 64; // limits of the queue pair
+    int cq_entries = 64;
     int sq_sig_all = 0;
     unsigned access = all_access_atomic;
     std::uint8_t timeout = 14, retry_count = 7, rnr_retry = 7, min_rnr_timer = 1, rd_atomic = 1;
-    bool channel = false;
+    bool has_channel = false; // the completion queue has a completion channel
 };
 
 // A queue pair with its device, protection domain and completion queues.
@@ -82,16 +85,17 @@ struct Endpoint {
     Settings settings;
     std::uint32_t psn = 0x123;
 
-    explicit Endpoint(int device = 0, Settings chosen = {}) : context(open_device(device)), settings(chosen) {
+    explicit Endpoint(int device = 0, Settings endpoint_settings = {})
+        : context(open_device(device)), settings(endpoint_settings) {
         pd = ibv_alloc_pd(context);
         CHECK(pd != nullptr);
-        if (settings.channel) {
+        if (settings.has_channel) {
             channel = ibv_create_comp_channel(context);
             CHECK(channel != nullptr);
         }
-        cq = ibv_create_cq(context, settings.completions, this, channel, 0);
+        cq = ibv_create_cq(context, settings.cq_entries, this, channel, 0);
         CHECK(cq != nullptr);
-        create_pair();
+        create_queue_pair();
     }
     ~Endpoint() {
         CHECK(qp == nullptr || ibv_destroy_qp(qp) == 0);
@@ -103,7 +107,7 @@ struct Endpoint {
     Endpoint(const Endpoint&) = delete;
     Endpoint& operator=(const Endpoint&) = delete;
 
-    void create_pair() {
+    void create_queue_pair() {
         ibv_qp_init_attr init{};
         init.send_cq = cq;
         init.recv_cq = cq;
@@ -122,7 +126,7 @@ struct Endpoint {
         return address;
     }
 
-    int to_init() {
+    int modify_to_init() {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_INIT;
         attr.port_num = 1;
@@ -146,13 +150,13 @@ struct Endpoint {
     }
     static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                                     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
-    int to_rtr(const Address& peer) {
+    int modify_to_rtr(const Address& peer) {
         ibv_qp_attr attr = rtr_attr(peer);
         return ibv_modify_qp(qp, &attr, rtr_mask);
     }
     static constexpr int rts_mask =
         IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
-    int to_rts() {
+    int modify_to_rts() {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_RTS;
         attr.timeout = settings.timeout;
@@ -162,15 +166,15 @@ struct Endpoint {
         attr.max_rd_atomic = settings.rd_atomic;
         return ibv_modify_qp(qp, &attr, rts_mask);
     }
-    int to(ibv_qp_state state) {
+    int modify_to(ibv_qp_state state) {
         ibv_qp_attr attr{};
         attr.qp_state = state;
         return ibv_modify_qp(qp, &attr, IBV_QP_STATE);
     }
     void connect(const Address& peer) {
-        CHECK(to_init() == 0);
-        CHECK(to_rtr(peer) == 0);
-        CHECK(to_rts() == 0);
+        CHECK(modify_to_init() == 0);
+        CHECK(modify_to_rtr(peer) == 0);
+        CHECK(modify_to_rts() == 0);
     }
     ibv_qp_state state() {
         ibv_qp_attr attr{};
@@ -180,7 +184,7 @@ struct Endpoint {
     }
 
     // Poll the next completion; fail the test after ten seconds without one.
-    ibv_wc poll_one() {
+    ibv_wc poll_completion() {
         ibv_wc wc{};
         for (int tries = 0; tries < 100000; ++tries) {
             const int count = ibv_poll_cq(cq, 1, &wc);
@@ -190,11 +194,11 @@ struct Endpoint {
             }
             usleep(100);
         }
-        CHECK(!"a completion within ten seconds");
+        CHECK(false && "no completion within ten seconds");
         return wc;
     }
     ibv_wc expect_completion(std::uint64_t wr_id, ibv_wc_status status) {
-        const ibv_wc wc = poll_one();
+        const ibv_wc wc = poll_completion();
         if (wc.wr_id != wr_id || wc.status != status) {
             std::fprintf(stderr, "completion of %llu: %s; expected %llu: %s\n",
                          static_cast<unsigned long long>(wc.wr_id), ibv_wc_status_str(wc.status),
@@ -206,23 +210,23 @@ struct Endpoint {
     }
 
     int post_receive(std::uint64_t wr_id, const std::vector<ibv_sge>& sges) {
-        std::vector<ibv_sge> copy = sges;
+        std::vector<ibv_sge> sge_list = sges;
         ibv_recv_wr wr{};
-        ibv_recv_wr* bad = nullptr;
+        ibv_recv_wr* bad_wr = nullptr;
         wr.wr_id = wr_id;
-        wr.sg_list = copy.data();
-        wr.num_sge = static_cast<int>(copy.size());
-        const int error = ibv_post_recv(qp, &wr, &bad);
-        CHECK((error == 0) == (bad == nullptr));
+        wr.sg_list = sge_list.data();
+        wr.num_sge = static_cast<int>(sge_list.size());
+        const int error = ibv_post_recv(qp, &wr, &bad_wr);
+        CHECK((error == 0) == (bad_wr == nullptr));
         return error;
     }
     int post(ibv_send_wr wr, const std::vector<ibv_sge>& sges) {
-        std::vector<ibv_sge> copy = sges;
-        ibv_send_wr* bad = nullptr;
-        wr.sg_list = copy.data();
-        wr.num_sge = static_cast<int>(copy.size());
-        const int error = ibv_post_send(qp, &wr, &bad);
-        CHECK((error == 0) == (bad == nullptr));
+        std::vector<ibv_sge> sge_list = sges;
+        ibv_send_wr* bad_wr = nullptr;
+        wr.sg_list = sge_list.data();
+        wr.num_sge = static_cast<int>(sge_list.size());
+        const int error = ibv_post_send(qp, &wr, &bad_wr);
+        CHECK((error == 0) == (bad_wr == nullptr));
         return error;
     }
 };
@@ -238,7 +242,7 @@ inline ibv_send_wr request(std::uint64_t wr_id, ibv_wr_opcode opcode, std::uint6
     return wr;
 }
 
-inline std::uint64_t number_of(const void* address) {
+inline std::uint64_t address_of(const void* address) {
     return reinterpret_cast<std::uint64_t>(address);
 }
 
@@ -261,29 +265,27 @@ struct Buffer {
     Buffer(const Buffer&) = delete;
     Buffer& operator=(const Buffer&) = delete;
 
-    [[nodiscard]] std::uint64_t at(std::size_t offset = 0) const { return number_of(bytes + offset); }
-    [[nodiscard]] ibv_sge part(std::size_t offset, std::size_t length) const {
-        return make_sge(mr, at(offset), length);
-    }
+    [[nodiscard]] std::uint64_t at(std::size_t offset = 0) const { return address_of(bytes + offset); }
+    [[nodiscard]] ibv_sge sge(std::size_t offset, std::size_t length) const { return make_sge(mr, at(offset), length); }
 
     std::size_t size;
     std::uint8_t* bytes;
     ibv_mr* mr;
 };
 
-inline void connect(Endpoint* left, Endpoint* right) {
-    left->connect(right->address());
-    right->connect(left->address());
+inline void connect(Endpoint* first, Endpoint* second) {
+    first->connect(second->address());
+    second->connect(first->address());
 }
 
-inline bool readable(int fd, int timeout_ms) {
-    pollfd waiting{fd, POLLIN, 0};
-    return poll(&waiting, 1, timeout_ms) == 1;
+inline bool is_readable(int fd, int timeout_ms) {
+    pollfd poll_fd{fd, POLLIN, 0};
+    return poll(&poll_fd, 1, timeout_ms) == 1;
 }
 
-// Take and acknowledge the next asynchronous event; fail the test after ten seconds without one.
+// Get and acknowledge the next asynchronous event; fail the test after ten seconds without one.
 inline ibv_async_event next_event(ibv_context* context) {
-    CHECK(readable(context->async_fd, 10000));
+    CHECK(is_readable(context->async_fd, 10000));
     ibv_async_event event{};
     CHECK(ibv_get_async_event(context, &event) == 0);
     ibv_ack_async_event(&event);

@@ -1,7 +1,9 @@
-// A benchmark of the verbs twin and, for comparison, of the kernel in the same run: RDMA WRITE and READ of 4 KiB at
-// depth 64 in post lists of 32 and of 1 MiB at depth 4, into host memory and (with the CUDA twin) into device memory by
-// a dma-buf and by its address, to another process and to a queue pair of this one; io_uring reads of 4 KiB at depth 64
-// and pread of 1 MiB of a cached file.
+// A benchmark of the verbs twin. For comparison it also measures the kernel in the same run.
+//
+// - Twin: RDMA WRITE and READ of 4 KiB (depth 64, in lists of 32 requests) and of 1 MiB (depth 4).
+//   The target is another process or another queue pair of this process. Its memory is host memory and, with the CUDA
+//   twin, device memory that is registered by a dma-buf or by its address.
+// - Kernel: io_uring reads of 4 KiB at depth 64, and pread of 1 MiB, both of a cached file.
 //
 //     ibverbs_throughput [milliseconds of each measurement, 300] [path of libcuda.so.1 of the CUDA twin, or -]
 //                        [a name from the first output column: run only these]
@@ -33,28 +35,29 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr std::size_t memory_bytes = 16UL << 20;
-constexpr unsigned max_list = 32;
+constexpr unsigned max_list_length = 32;
 
+// Size of the requests, the largest number of requests in flight, and the number of requests per post call.
 struct Shape {
     std::size_t bytes;
-    unsigned depth, list;
+    unsigned depth, list_length;
 };
-constexpr Shape small{small_bytes, 64, max_list}, large{large_bytes, 4, 2};
+constexpr Shape small_requests{small_bytes, 64, max_list_length}, large_requests{large_bytes, 4, 2};
 
 double measure_ms = 300;
-std::string only;
+std::string selected_name; // measure only this row; empty: measure all
 
 // Run `step` for the measuring time and return operations per second; `step` returns the number of its operations.
 double operations_per_second(const std::function<unsigned()>& step) {
     step();
     std::uint64_t done = 0;
     const auto begin = Clock::now();
-    double passed_s = 0;
+    double elapsed_s = 0;
     do {
         done += step();
-        passed_s = std::chrono::duration<double>(Clock::now() - begin).count();
-    } while (passed_s * 1000 < measure_ms);
-    return static_cast<double>(done) / passed_s;
+        elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+    } while (elapsed_s * 1000 < measure_ms);
+    return static_cast<double>(done) / elapsed_s;
 }
 
 // ---- the target's memory
@@ -68,28 +71,29 @@ struct Target {
     Address address;
     RemoteBuffer buffers[3];
 };
-enum : unsigned { host, dmabuf, device, place_count };
-constexpr const char* place_names[place_count] = {"host memory", "dma-buf", "device address"};
+enum : unsigned { host, dmabuf, device, memory_type_count };
+constexpr const char* memory_type_names[memory_type_count] = {"host memory", "dma-buf", "device address"};
 
 void* symbol(void* library, const char* name) {
-    void* const found = dlsym(library, name);
-    CHECK(found != nullptr);
-    return found;
+    void* const address = dlsym(library, name);
+    CHECK(address != nullptr);
+    return address;
 }
 
+// The target's memory regions: host memory and, with the CUDA twin, device memory registered in two ways.
 struct Regions {
     Buffer memory;
     ibv_mr* device_mrs[2] = {nullptr, nullptr};
     Target target{};
 
-    Regions(Endpoint* side, const char* cuda) : memory(side->pd, memory_bytes) {
-        target.address = side->address();
+    Regions(Endpoint* endpoint, const char* cuda_path) : memory(endpoint->pd, memory_bytes) {
+        target.address = endpoint->address();
         target.buffers[host] = {memory.at(), memory.mr->rkey};
-        if (cuda == nullptr) {
+        if (cuda_path == nullptr) {
             return;
         }
         using Handle = void*;
-        void* const library = dlopen(cuda, RTLD_NOW);
+        void* const library = dlopen(cuda_path, RTLD_NOW);
         CHECK(library != nullptr);
         Handle context = nullptr;
         std::uint64_t address = 0;
@@ -101,8 +105,8 @@ struct Regions {
                   &address, memory_bytes) == 0);
         CHECK(reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t, int, std::uint64_t)>(
                   symbol(library, "cuMemGetHandleForAddressRange"))(&fd, address, memory_bytes, 1, 0) == 0);
-        device_mrs[0] = ibv_reg_dmabuf_mr(side->pd, 0, memory_bytes, address, fd, all_access);
-        device_mrs[1] = ibv_reg_mr(side->pd, reinterpret_cast<void*>(address), memory_bytes, all_access);
+        device_mrs[0] = ibv_reg_dmabuf_mr(endpoint->pd, 0, memory_bytes, address, fd, all_access);
+        device_mrs[1] = ibv_reg_mr(endpoint->pd, reinterpret_cast<void*>(address), memory_bytes, all_access);
         close(fd);
         for (const unsigned buffer : {dmabuf, device}) {
             CHECK(device_mrs[buffer - 1] != nullptr);
@@ -116,30 +120,31 @@ struct Regions {
     }
 };
 
-Settings settings() {
-    Settings chosen;
-    chosen.send_wr = 128;
-    chosen.completions = 256;
-    chosen.channel = true;
-    return chosen;
+Settings benchmark_settings() {
+    Settings settings;
+    settings.send_wr = 128;
+    settings.cq_entries = 256;
+    settings.has_channel = true;
+    return settings;
 }
 
 // ---- the initiator
 
 class Initiator {
 public:
-    Initiator(Endpoint* side, const Target& target) : side_(side), target_(target), memory_(side->pd, memory_bytes) {
+    Initiator(Endpoint* endpoint, const Target& target)
+        : endpoint_(endpoint), target_(target), memory_(endpoint->pd, memory_bytes) {
         fill_pattern(memory_.bytes, memory_.size);
     }
 
     double operations_per_s(ibv_wr_opcode opcode, unsigned buffer, const Shape& shape) {
-        at_ = 0;
+        offset_ = 0;
         const double result = operations_per_second([&] {
-            while (in_flight_ + shape.list <= shape.depth) {
+            while (in_flight_ + shape.list_length <= shape.depth) {
                 post(opcode, target_.buffers[buffer], shape);
             }
             const unsigned before = in_flight_;
-            while (in_flight_ + shape.list > shape.depth) {
+            while (in_flight_ + shape.list_length > shape.depth) {
                 poll_completions();
             }
             return before - in_flight_;
@@ -152,33 +157,33 @@ public:
 
 private:
     void post(ibv_wr_opcode opcode, const RemoteBuffer& buffer, const Shape& shape) {
-        ibv_sge sges[max_list];
-        ibv_send_wr list[max_list] = {};
-        for (unsigned index = 0; index < shape.list; ++index) {
-            sges[index] = memory_.part(at_, shape.bytes);
+        ibv_sge sges[max_list_length];
+        ibv_send_wr list[max_list_length] = {};
+        for (unsigned index = 0; index < shape.list_length; ++index) {
+            sges[index] = memory_.sge(offset_, shape.bytes);
             list[index].opcode = opcode;
             list[index].send_flags = IBV_SEND_SIGNALED;
             list[index].sg_list = &sges[index];
             list[index].num_sge = 1;
-            list[index].wr.rdma.remote_addr = buffer.address + at_;
+            list[index].wr.rdma.remote_addr = buffer.address + offset_;
             list[index].wr.rdma.rkey = buffer.rkey;
-            list[index].next = index + 1 < shape.list ? &list[index + 1] : nullptr;
-            at_ = (at_ + shape.bytes) % (shape.bytes * shape.depth);
+            list[index].next = index + 1 < shape.list_length ? &list[index + 1] : nullptr;
+            offset_ = (offset_ + shape.bytes) % (shape.bytes * shape.depth);
         }
-        ibv_send_wr* bad = nullptr;
-        CHECK(ibv_post_send(side_->qp, list, &bad) == 0);
-        in_flight_ += shape.list;
+        ibv_send_wr* bad_wr = nullptr;
+        CHECK(ibv_post_send(endpoint_->qp, list, &bad_wr) == 0);
+        in_flight_ += shape.list_length;
     }
 
     // Poll at least one completion; sleep on the completion channel while there is none.
     void poll_completions() {
-        ibv_wc wc[max_list];
-        int count = ibv_poll_cq(side_->cq, max_list, wc);
+        ibv_wc wc[max_list_length];
+        int count = ibv_poll_cq(endpoint_->cq, max_list_length, wc);
         if (count == 0) {
-            CHECK(ibv_req_notify_cq(side_->cq, 0) == 0);
-            count = ibv_poll_cq(side_->cq, max_list, wc);
+            CHECK(ibv_req_notify_cq(endpoint_->cq, 0) == 0);
+            count = ibv_poll_cq(endpoint_->cq, max_list_length, wc);
             if (count == 0) {
-                CHECK(readable(side_->channel->fd, 10000));
+                CHECK(is_readable(endpoint_->channel->fd, 10000));
                 wait_event();
                 return;
             }
@@ -193,22 +198,21 @@ private:
     void wait_event() {
         ibv_cq* cq = nullptr;
         void* context = nullptr;
-        CHECK(ibv_get_cq_event(side_->channel, &cq, &context) == 0);
+        CHECK(ibv_get_cq_event(endpoint_->channel, &cq, &context) == 0);
         ibv_ack_cq_events(cq, 1);
     }
 
-    Endpoint* side_;
+    Endpoint* endpoint_;
     const Target& target_;
     Buffer memory_;
     unsigned in_flight_ = 0;
-    std::size_t at_ = 0;
+    std::size_t offset_ = 0;
 };
 
 // ---- the kernel's reads of a cached file
 
 struct CachedFile {
     Fd fd;
-    Buffer* none = nullptr;
     std::unique_ptr<std::uint8_t[]> memory = std::make_unique<std::uint8_t[]>(memory_bytes);
 
     CachedFile() {
@@ -224,7 +228,7 @@ struct CachedFile {
 double measure_pread(const CachedFile& file) {
     std::size_t at = 0;
     return operations_per_second([&] {
-        void* const to = file.memory.get() + at % (large.depth * large_bytes);
+        void* const to = file.memory.get() + at % (large_requests.depth * large_bytes);
         CHECK(pread(file.fd.get(), to, large_bytes, static_cast<off_t>(at)) == static_cast<ssize_t>(large_bytes));
         at = (at + large_bytes) % memory_bytes;
         return 1U;
@@ -257,12 +261,13 @@ public:
     double reads_per_s(const CachedFile& file) {
         std::size_t at = 0;
         return operations_per_second([&] {
-            unsigned fresh = 0;
-            for (; in_flight_ < depth_; ++in_flight_, ++fresh) {
+            unsigned new_count = 0;
+            for (; in_flight_ < depth_; ++in_flight_, ++new_count) {
                 add(file, at);
                 at = (at + small_bytes) % memory_bytes;
             }
-            CHECK(syscall(SYS_io_uring_enter, fd_.get(), fresh, max_list, IORING_ENTER_GETEVENTS, nullptr, 0) >= 0);
+            CHECK(syscall(SYS_io_uring_enter, fd_.get(), new_count, max_list_length, IORING_ENTER_GETEVENTS, nullptr,
+                          0) >= 0);
             return poll_completions();
         });
     }
@@ -307,96 +312,100 @@ private:
 
 // ---- the runs
 
-struct Peers {
+// The kernel's rates, with which the twin is compared.
+struct KernelRates {
     double reads_per_s, preads_per_s;
 };
 
-void print(const char* name, const char* where, double small_per_s, double large_per_s, const Peers& peers) {
+void print(const char* name, const char* memory_type, double small_per_s, double large_per_s,
+           const KernelRates& kernel_rates) {
     const double gib = static_cast<double>(1UL << 30);
-    std::printf("%-16s %-15s %10.0f %6.2f %14.2f %6.2f\n", name, where, small_per_s,
-                peers.reads_per_s > 0 ? small_per_s / peers.reads_per_s : 0, large_per_s * large_bytes / gib,
-                large_per_s / peers.preads_per_s);
+    std::printf("%-16s %-15s %10.0f %6.2f %14.2f %6.2f\n", name, memory_type, small_per_s,
+                kernel_rates.reads_per_s > 0 ? small_per_s / kernel_rates.reads_per_s : 0,
+                large_per_s * large_bytes / gib, large_per_s / kernel_rates.preads_per_s);
     std::fflush(stdout);
 }
 
-void measure(const char* prefix, Endpoint* side, const Target& target, const Peers& peers) {
-    Initiator initiator(side, target);
-    for (unsigned buffer = 0; buffer < place_count; ++buffer) {
+void measure(const char* prefix, Endpoint* endpoint, const Target& target, const KernelRates& kernel_rates) {
+    Initiator initiator(endpoint, target);
+    for (unsigned buffer = 0; buffer < memory_type_count; ++buffer) {
         if (target.buffers[buffer].rkey == 0) {
             continue;
         }
         for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ}) {
             const std::string name = std::string(prefix) + (opcode == IBV_WR_RDMA_WRITE ? " WRITE" : " READ");
-            if (!only.empty() && only != name) {
+            if (!selected_name.empty() && selected_name != name) {
                 continue;
             }
-            print(name.c_str(), place_names[buffer], initiator.operations_per_s(opcode, buffer, small),
-                  initiator.operations_per_s(opcode, buffer, large), peers);
+            print(name.c_str(), memory_type_names[buffer], initiator.operations_per_s(opcode, buffer, small_requests),
+                  initiator.operations_per_s(opcode, buffer, large_requests), kernel_rates);
         }
     }
 }
 
-int run_target(int socket, const char* cuda) {
-    Endpoint side(1, settings());
-    Regions regions(&side, cuda);
+int run_target(int socket, const char* cuda_path) {
+    Endpoint endpoint(1, benchmark_settings());
+    Regions regions(&endpoint, cuda_path);
     Address peer{};
     CHECK(send_all(socket, &regions.target, sizeof regions.target) && recv_all(socket, &peer, sizeof peer));
-    side.connect(peer);
+    endpoint.connect(peer);
     char end = 'r';
     CHECK(send_all(socket, &end, 1));
     return recv_all(socket, &end, 1) ? 0 : 1;
 }
 
-void two_processes(const char* cuda, const Peers& peers) {
-    int ends[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
-    const Fd own(ends[0]);
-    Fd given(dup(ends[1]));
-    close(ends[1]);
-    std::string self = "ibverbs_throughput", mode = "target", number = std::to_string(given.get());
-    std::string path = cuda == nullptr ? "" : cuda;
-    char* arguments[] = {self.data(), mode.data(), number.data(), cuda == nullptr ? nullptr : path.data(), nullptr};
+void measure_two_processes(const char* cuda_path, const KernelRates& kernel_rates) {
+    int sockets[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
+    const Fd parent_socket(sockets[0]);
+    Fd child_socket(dup(sockets[1]));
+    close(sockets[1]);
+    std::string program = "ibverbs_throughput", mode = "target", socket_text = std::to_string(child_socket.get());
+    std::string path = cuda_path == nullptr ? "" : cuda_path;
+    char* arguments[] = {program.data(), mode.data(), socket_text.data(), cuda_path == nullptr ? nullptr : path.data(),
+                         nullptr};
     pid_t pid = 0;
     CHECK(posix_spawn(&pid, "/proc/self/exe", nullptr, nullptr, arguments, environ) == 0);
-    given.reset();
+    child_socket.reset();
     {
-        Endpoint side(0, settings());
+        Endpoint endpoint(0, benchmark_settings());
         Target target{};
-        const Address address = side.address();
+        const Address address = endpoint.address();
         char ready = 0;
-        CHECK(recv_all(own.get(), &target, sizeof target) && send_all(own.get(), &address, sizeof address) &&
-              recv_all(own.get(), &ready, 1));
-        side.connect(target.address);
-        measure("process", &side, target, peers);
-        CHECK(send_all(own.get(), &ready, 1));
+        CHECK(recv_all(parent_socket.get(), &target, sizeof target) &&
+              send_all(parent_socket.get(), &address, sizeof address) && recv_all(parent_socket.get(), &ready, 1));
+        endpoint.connect(target.address);
+        measure("process", &endpoint, target, kernel_rates);
+        CHECK(send_all(parent_socket.get(), &ready, 1));
     }
     int status = 0;
     CHECK(waitpid(pid, &status, 0) == pid && status == 0);
 }
 
-void one_process(const char* cuda, const Peers& peers) {
-    Endpoint side(0, settings()), other(1, settings());
-    Regions regions(&other, cuda);
-    connect(&side, &other);
-    measure("loopback", &side, regions.target, peers);
+void measure_one_process(const char* cuda_path, const KernelRates& kernel_rates) {
+    Endpoint endpoint(0, benchmark_settings()), other(1, benchmark_settings());
+    Regions regions(&other, cuda_path);
+    connect(&endpoint, &other);
+    measure("loopback", &endpoint, regions.target, kernel_rates);
 }
 
 } // namespace
 
 int main(int count, char** arguments) {
-    use_own_domain();
+    isolate_from_other_processes();
     if (count > 2 && std::strcmp(arguments[1], "target") == 0) {
         return run_target(std::atoi(arguments[2]), count > 3 ? arguments[3] : nullptr);
     }
     measure_ms = count > 1 ? std::atof(arguments[1]) : measure_ms;
-    const char* const cuda = count > 2 && std::strcmp(arguments[2], "-") != 0 ? arguments[2] : nullptr;
-    only = count > 3 ? arguments[3] : "";
+    const char* const cuda_path = count > 2 && std::strcmp(arguments[2], "-") != 0 ? arguments[2] : nullptr;
+    selected_name = count > 3 ? arguments[3] : "";
     const CachedFile file;
-    Ring ring(small.depth);
-    const Peers peers{ring ? ring.reads_per_s(file) : 0, measure_pread(file)};
+    Ring ring(small_requests.depth);
+    const KernelRates kernel_rates{ring ? ring.reads_per_s(file) : 0, measure_pread(file)};
     std::printf("%-16s %-15s %10s %6s %14s %6s\n", "", "", "4 KiB op/s", "x ring", "1 MiB: GiB/s", "x pread");
-    print("file", ring ? "io_uring, pread" : "pread", peers.reads_per_s, peers.preads_per_s, peers);
-    two_processes(cuda, peers);
-    one_process(cuda, peers);
+    print("file", ring ? "io_uring, pread" : "pread", kernel_rates.reads_per_s, kernel_rates.preads_per_s,
+          kernel_rates);
+    measure_two_processes(cuda_path, kernel_rates);
+    measure_one_process(cuda_path, kernel_rates);
     return 0;
 }

@@ -5,83 +5,83 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-void test_write_and_read() {
-    Endpoint a(0), b(1);
-    connect(&a, &b);
+void test_written_data_is_read_back() {
+    Endpoint requester(0), responder(1);
+    connect(&requester, &responder);
     for (const std::size_t size : {1UL, 4095UL, 65536UL, (1UL << 20) + 3, 3UL << 20}) {
-        Buffer from(a.pd, size + 7), to(b.pd, size + 13), back(a.pd, size + 5);
+        Buffer from(requester.pd, size + 7), to(responder.pd, size + 13), readback(requester.pd, size + 5);
         fill_pattern(from.bytes + 7, size, size);
-        CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(13), to.mr->rkey), {from.part(7, size)}) == 0);
-        CHECK(a.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_RDMA_WRITE);
+        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(13), to.mr->rkey), {from.sge(7, size)}) == 0);
+        CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_RDMA_WRITE);
         CHECK(has_pattern(to.bytes + 13, size, size) && to.bytes[12] == 0);
-        CHECK(a.post(request(2, IBV_WR_RDMA_READ, to.at(13), to.mr->rkey), {back.part(5, size)}) == 0);
-        const ibv_wc wc = a.expect_completion(2, IBV_WC_SUCCESS);
+        CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(13), to.mr->rkey), {readback.sge(5, size)}) == 0);
+        const ibv_wc wc = requester.expect_completion(2, IBV_WC_SUCCESS);
         CHECK(wc.opcode == IBV_WC_RDMA_READ && wc.byte_len == size);
-        CHECK(has_pattern(back.bytes + 5, size, size) && back.bytes[4] == 0);
+        CHECK(has_pattern(readback.bytes + 5, size, size) && readback.bytes[4] == 0);
     }
 }
 
-void test_send_and_receive() {
-    Endpoint a(0), b(0);
-    connect(&a, &b);
-    Buffer from(a.pd, 700000), to(b.pd, 700000);
+void test_sent_data_is_received() {
+    Endpoint requester(0), responder(0);
+    connect(&requester, &responder);
+    Buffer from(requester.pd, 700000), to(responder.pd, 700000);
     fill_pattern(from.bytes, from.size);
-    CHECK(b.post_receive(10, {to.part(0, 100), to.part(100, 0), to.part(100, 599900)}) == 0);
-    CHECK(a.post(request(11, IBV_WR_SEND), {from.part(0, 300000), from.part(300000, 250001)}) == 0);
-    const ibv_wc received = b.expect_completion(10, IBV_WC_SUCCESS);
-    CHECK(received.opcode == IBV_WC_RECV && received.byte_len == 550001 && received.src_qp == a.qp->qp_num);
+    CHECK(responder.post_receive(10, {to.sge(0, 100), to.sge(100, 0), to.sge(100, 599900)}) == 0);
+    CHECK(requester.post(request(11, IBV_WR_SEND), {from.sge(0, 300000), from.sge(300000, 250001)}) == 0);
+    const ibv_wc received = responder.expect_completion(10, IBV_WC_SUCCESS);
+    CHECK(received.opcode == IBV_WC_RECV && received.byte_len == 550001 && received.src_qp == requester.qp->qp_num);
     CHECK((received.wc_flags & IBV_WC_WITH_IMM) == 0);
-    CHECK(a.expect_completion(11, IBV_WC_SUCCESS).opcode == IBV_WC_SEND);
+    CHECK(requester.expect_completion(11, IBV_WC_SUCCESS).opcode == IBV_WC_SEND);
     CHECK(has_pattern(to.bytes, 550001) && to.bytes[550001] == 0);
 
     // Immediate data with an empty message and with a write.
-    CHECK(b.post_receive(12, {}) == 0 && b.post_receive(13, {}) == 0);
+    CHECK(responder.post_receive(12, {}) == 0 && responder.post_receive(13, {}) == 0);
     ibv_send_wr wr = request(14, IBV_WR_SEND_WITH_IMM);
     wr.imm_data = htobe32(0xdecade);
-    CHECK(a.post(wr, {}) == 0);
-    const ibv_wc immediate = b.expect_completion(12, IBV_WC_SUCCESS);
+    CHECK(requester.post(wr, {}) == 0);
+    const ibv_wc immediate = responder.expect_completion(12, IBV_WC_SUCCESS);
     CHECK((immediate.wc_flags & IBV_WC_WITH_IMM) != 0 && immediate.imm_data == htobe32(0xdecade));
     CHECK(immediate.byte_len == 0);
-    a.expect_completion(14, IBV_WC_SUCCESS);
+    requester.expect_completion(14, IBV_WC_SUCCESS);
     wr = request(15, IBV_WR_RDMA_WRITE_WITH_IMM, to.at(600000), to.mr->rkey);
     wr.imm_data = htobe32(7);
-    CHECK(a.post(wr, {from.part(0, 1000)}) == 0);
-    const ibv_wc written = b.expect_completion(13, IBV_WC_SUCCESS);
+    CHECK(requester.post(wr, {from.sge(0, 1000)}) == 0);
+    const ibv_wc written = responder.expect_completion(13, IBV_WC_SUCCESS);
     CHECK(written.opcode == IBV_WC_RECV_RDMA_WITH_IMM && written.byte_len == 1000 && written.imm_data == htobe32(7));
     CHECK(has_pattern(to.bytes + 600000, 1000));
-    a.expect_completion(15, IBV_WC_SUCCESS);
+    requester.expect_completion(15, IBV_WC_SUCCESS);
 }
 
 void test_inline_data_is_copied_when_posted() {
-    Endpoint a, b;
-    connect(&a, &b);
-    Buffer to(b.pd, 64);
+    Endpoint requester, responder;
+    connect(&requester, &responder);
+    Buffer to(responder.pd, 64);
     char text[] = "taken at once";
-    // An inline request needs no key: its payload is memory of the process.
-    const ibv_sge unregistered{number_of(text), sizeof text, 0};
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, IBV_SEND_INLINE | IBV_SEND_SIGNALED),
-                 {unregistered}) == 0);
+    // An inline request needs no lkey, because the twin copies its payload when it is posted.
+    const ibv_sge unregistered{address_of(text), sizeof text, 0};
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, IBV_SEND_INLINE | IBV_SEND_SIGNALED),
+                         {unregistered}) == 0);
     std::memset(text, 'x', sizeof text);
-    a.expect_completion(1, IBV_WC_SUCCESS);
+    requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(std::strcmp(reinterpret_cast<char*>(to.bytes), "taken at once") == 0);
 }
 
-void test_atomics() {
-    Endpoint a, b;
-    connect(&a, &b);
-    Buffer from(a.pd, 8), to(b.pd, 16);
+void test_atomics_return_old_value() {
+    Endpoint requester, responder;
+    connect(&requester, &responder);
+    Buffer from(requester.pd, 8), to(responder.pd, 16);
     std::uint64_t value = 40;
     std::memcpy(to.bytes + 8, &value, 8);
     ibv_send_wr wr = request(1, IBV_WR_ATOMIC_FETCH_AND_ADD);
     wr.wr.atomic = {to.at(8), 2, 0, to.mr->rkey};
-    CHECK(a.post(wr, {from.part(0, 8)}) == 0);
-    CHECK(a.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_FETCH_ADD);
+    CHECK(requester.post(wr, {from.sge(0, 8)}) == 0);
+    CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_FETCH_ADD);
     std::memcpy(&value, from.bytes, 8);
     CHECK(value == 40);
     wr = request(2, IBV_WR_ATOMIC_CMP_AND_SWP);
     wr.wr.atomic = {to.at(8), 42, 1000, to.mr->rkey};
-    CHECK(a.post(wr, {from.part(0, 8)}) == 0);
-    CHECK(a.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_COMP_SWAP);
+    CHECK(requester.post(wr, {from.sge(0, 8)}) == 0);
+    CHECK(requester.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_COMP_SWAP);
     std::memcpy(&value, from.bytes, 8);
     CHECK(value == 42);
     std::memcpy(&value, to.bytes + 8, 8);
@@ -89,43 +89,43 @@ void test_atomics() {
 }
 
 // Send queue slots become free when the completion that covers them is polled.
-void test_unsignaled_requests_fill_queue() {
+void test_queue_slots_are_freed_by_completions() {
     Settings settings;
     settings.send_wr = 3;
-    Endpoint a(0, settings), b;
-    connect(&a, &b);
-    Buffer from(a.pd, 16), to(b.pd, 16);
+    Endpoint requester(0, settings), responder;
+    connect(&requester, &responder);
+    Buffer from(requester.pd, 16), to(responder.pd, 16);
     const auto write = [&](std::uint64_t id, unsigned flags) {
-        return a.post(request(id, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, flags), {from.part(0, 16)});
+        return requester.post(request(id, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, flags), {from.sge(0, 16)});
     };
     CHECK(write(1, 0) == 0 && write(2, 0) == 0 && write(3, IBV_SEND_SIGNALED) == 0);
     CHECK(write(4, 0) == ENOMEM);
-    a.expect_completion(3, IBV_WC_SUCCESS);
+    requester.expect_completion(3, IBV_WC_SUCCESS);
     CHECK(write(5, 0) == 0 && write(6, 0) == 0 && write(7, IBV_SEND_FENCE | IBV_SEND_SIGNALED) == 0);
-    a.expect_completion(7, IBV_WC_SUCCESS);
+    requester.expect_completion(7, IBV_WC_SUCCESS);
 }
 
-void test_all_requests_signaled() {
+void test_sq_sig_all_signals_every_request() {
     Settings settings;
     settings.sq_sig_all = 1;
-    Endpoint a(0, settings), b;
-    connect(&a, &b);
-    Buffer from(a.pd, 16), to(b.pd, 16);
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, 0), {from.part(0, 16)}) == 0);
-    a.expect_completion(1, IBV_WC_SUCCESS);
+    Endpoint requester(0, settings), responder;
+    connect(&requester, &responder);
+    Buffer from(requester.pd, 16), to(responder.pd, 16);
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey, 0), {from.sge(0, 16)}) == 0);
+    requester.expect_completion(1, IBV_WC_SUCCESS);
 }
 
-// Both sides use the region's iova, whatever its address in the process is.
+// Requests address the region by its iova, which may differ from its address in the process.
 void test_iova_is_remote_address() {
-    Endpoint a, b;
-    connect(&a, &b);
-    Buffer from(a.pd, 100);
+    Endpoint requester, responder;
+    connect(&requester, &responder);
+    Buffer from(requester.pd, 100);
     fill_pattern(from.bytes, 100);
     alignas(4096) static std::uint8_t memory[8192];
-    ibv_mr* const mr = ibv_reg_mr_iova(b.pd, memory + 16, 100, 0x70000010, all_access);
+    ibv_mr* const mr = ibv_reg_mr_iova(responder.pd, memory + 16, 100, 0x70000010, all_access);
     CHECK(mr != nullptr);
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, 0x70000010, mr->rkey), {from.part(0, 100)}) == 0);
-    a.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, 0x70000010, mr->rkey), {from.sge(0, 100)}) == 0);
+    requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(memory + 16, 100));
     CHECK(ibv_dereg_mr(mr) == 0);
 }
@@ -134,29 +134,29 @@ void test_iova_is_remote_address() {
 void test_requests_wait_for_peer() {
     Settings settings;
     settings.timeout = 0;
-    Endpoint a(0, settings), b;
-    Buffer from(a.pd, 16), to(b.pd, 16);
+    Endpoint requester(0, settings), responder;
+    Buffer from(requester.pd, 16), to(responder.pd, 16);
     fill_pattern(from.bytes, 16);
-    a.connect(b.address());
-    CHECK(a.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.part(0, 16)}) == 0);
+    requester.connect(responder.address());
+    CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), to.mr->rkey), {from.sge(0, 16)}) == 0);
     ibv_wc wc{};
     usleep(20000);
-    CHECK(ibv_poll_cq(a.cq, 1, &wc) == 0);
-    b.connect(a.address());
-    a.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(ibv_poll_cq(requester.cq, 1, &wc) == 0);
+    responder.connect(requester.address());
+    requester.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(has_pattern(to.bytes, 16));
 }
 
 } // namespace
 
 int main() {
-    use_own_domain();
-    test_write_and_read();
-    test_send_and_receive();
+    isolate_from_other_processes();
+    test_written_data_is_read_back();
+    test_sent_data_is_received();
     test_inline_data_is_copied_when_posted();
-    test_atomics();
-    test_unsignaled_requests_fill_queue();
-    test_all_requests_signaled();
+    test_atomics_return_old_value();
+    test_queue_slots_are_freed_by_completions();
+    test_sq_sig_all_signals_every_request();
     test_iova_is_remote_address();
     test_requests_wait_for_peer();
     return 0;

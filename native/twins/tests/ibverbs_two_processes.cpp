@@ -15,6 +15,9 @@ namespace {
 
 constexpr std::size_t target_bytes = 8UL << 20;
 
+// Messages between the two processes.
+constexpr char target_is_ready = 'r', check_data = 'c', data_is_correct = 'k', target_may_exit = 'e';
+
 // The connection data of the target process.
 struct Target {
     Address address;
@@ -33,45 +36,47 @@ template <typename Message> Message receive_value(int socket) {
     return message;
 }
 
-// Body of the target process: serves until told to check the data, then until told to exit.
+// Body of the target process: serves requests until it gets the message check_data, and then until target_may_exit.
 int run_target(int socket) {
-    Endpoint side(1);
-    Buffer host(side.pd, target_bytes);
+    Endpoint endpoint(1);
+    Buffer host(endpoint.pd, target_bytes);
     const Fd device(make_device_memory(target_bytes));
-    const Extent whole{device.get(), 0, target_bytes};
-    const Fd dmabuf(export_dmabuf({&whole, 1}));
-    ibv_mr* const mr = ibv_reg_dmabuf_mr(side.pd, 0, target_bytes, 0, dmabuf.get(), all_access);
+    const Extent extent{device.get(), 0, target_bytes};
+    const Fd dmabuf(export_dmabuf({&extent, 1}));
+    ibv_mr* const mr = ibv_reg_dmabuf_mr(endpoint.pd, 0, target_bytes, 0, dmabuf.get(), all_access);
     CHECK(mr != nullptr);
-    send_value(socket, Target{side.address(), host.at(), host.mr->rkey, mr->rkey});
-    side.connect(receive_value<Address>(socket));
-    CHECK(side.post_receive(1, {host.part(0, 4096)}) == 0);
-    send_value(socket, 'r');
-    CHECK(receive_value<char>(socket) == 'c');
-    const ibv_wc wc = side.expect_completion(1, IBV_WC_SUCCESS);
+    send_value(socket, Target{endpoint.address(), host.at(), host.mr->rkey, mr->rkey});
+    endpoint.connect(receive_value<Address>(socket));
+    CHECK(endpoint.post_receive(1, {host.sge(0, 4096)}) == 0);
+    send_value(socket, target_is_ready);
+    CHECK(receive_value<char>(socket) == check_data);
+    const ibv_wc wc = endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(wc.byte_len == 1000 && has_pattern(host.bytes, 1000));
     CHECK(has_pattern(host.bytes + 8191, target_bytes - 8191));
-    std::vector<std::uint8_t> seen(target_bytes);
-    CHECK(pread(device.get(), seen.data(), seen.size(), 0) == static_cast<ssize_t>(seen.size()));
-    CHECK(has_pattern(seen.data() + 3, target_bytes - 3));
-    send_value(socket, 'k');
+    std::vector<std::uint8_t> device_content(target_bytes);
+    CHECK(pread(device.get(), device_content.data(), device_content.size(), 0) ==
+          static_cast<ssize_t>(device_content.size()));
+    CHECK(has_pattern(device_content.data() + 3, target_bytes - 3));
+    send_value(socket, data_is_correct);
     receive_value<char>(socket);
     CHECK(ibv_dereg_mr(mr) == 0);
     return 0;
 }
 
+// The target process and the socket that is connected to it.
 struct Peer {
     pid_t pid = 0;
     Fd socket;
     Peer() {
-        int ends[2];
-        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
-        socket = Fd(ends[0]);
-        const Fd given(ends[1]);
-        std::string self = "/proc/self/exe", number = std::to_string(given.get());
-        char* arguments[] = {self.data(), number.data(), nullptr};
+        int sockets[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+        socket = Fd(sockets[0]);
+        const Fd target_socket(sockets[1]);
+        std::string program = "/proc/self/exe", socket_text = std::to_string(target_socket.get());
+        char* arguments[] = {program.data(), socket_text.data(), nullptr};
         posix_spawn_file_actions_t actions;
         posix_spawn_file_actions_init(&actions);
-        posix_spawn_file_actions_addclose(&actions, ends[0]);
+        posix_spawn_file_actions_addclose(&actions, sockets[0]);
         CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
         posix_spawn_file_actions_destroy(&actions);
     }
@@ -82,91 +87,91 @@ struct Peer {
     }
 };
 
-void test_traffic(Endpoint* side, const Target& target) {
-    Buffer from(side->pd, target_bytes), back(side->pd, target_bytes);
+void transfer_and_check(Endpoint* endpoint, const Target& target) {
+    Buffer from(endpoint->pd, target_bytes), back(endpoint->pd, target_bytes);
     fill_pattern(from.bytes, from.size);
-    CHECK(side->post(request(1, IBV_WR_SEND), {from.part(0, 1000)}) == 0);
-    CHECK(side->post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8191, target.rkey),
-                     {from.part(0, target_bytes - 8191)}) == 0);
-    CHECK(side->post(request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey), {from.part(0, target_bytes - 3)}) == 0);
-    CHECK(side->post(request(4, IBV_WR_RDMA_READ, 3, target.dmabuf_rkey), {back.part(0, target_bytes - 3)}) == 0);
+    CHECK(endpoint->post(request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
+    CHECK(endpoint->post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8191, target.rkey),
+                         {from.sge(0, target_bytes - 8191)}) == 0);
+    CHECK(endpoint->post(request(3, IBV_WR_RDMA_WRITE, 3, target.dmabuf_rkey), {from.sge(0, target_bytes - 3)}) == 0);
+    CHECK(endpoint->post(request(4, IBV_WR_RDMA_READ, 3, target.dmabuf_rkey), {back.sge(0, target_bytes - 3)}) == 0);
     for (std::uint64_t id = 1; id <= 4; ++id) {
-        side->expect_completion(id, IBV_WC_SUCCESS);
+        endpoint->expect_completion(id, IBV_WC_SUCCESS);
     }
     CHECK(has_pattern(back.bytes, target_bytes - 3));
 }
 
-void test_two_processes() {
+void test_data_arrives_in_other_process() {
     const Peer peer;
-    Endpoint side(0);
+    Endpoint endpoint(0);
     const auto target = receive_value<Target>(peer.socket.get());
-    send_value(peer.socket.get(), side.address());
-    side.connect(target.address);
-    CHECK(receive_value<char>(peer.socket.get()) == 'r');
-    test_traffic(&side, target);
-    send_value(peer.socket.get(), 'c');
-    CHECK(receive_value<char>(peer.socket.get()) == 'k');
-    send_value(peer.socket.get(), 'e');
+    send_value(peer.socket.get(), endpoint.address());
+    endpoint.connect(target.address);
+    CHECK(receive_value<char>(peer.socket.get()) == target_is_ready);
+    transfer_and_check(&endpoint, target);
+    send_value(peer.socket.get(), check_data);
+    CHECK(receive_value<char>(peer.socket.get()) == data_is_correct);
+    send_value(peer.socket.get(), target_may_exit);
     CHECK(peer.wait() == 0);
 }
 
-void test_target_killed() {
+void test_killed_target_exceeds_retries() {
     const Peer peer;
-    Endpoint side(0);
+    Endpoint endpoint(0);
     const auto target = receive_value<Target>(peer.socket.get());
-    send_value(peer.socket.get(), side.address());
-    side.connect(target.address);
-    CHECK(receive_value<char>(peer.socket.get()) == 'r');
-    Buffer from(side.pd, 64);
-    CHECK(side.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.part(0, 64)}) == 0);
-    side.expect_completion(1, IBV_WC_SUCCESS);
+    send_value(peer.socket.get(), endpoint.address());
+    endpoint.connect(target.address);
+    CHECK(receive_value<char>(peer.socket.get()) == target_is_ready);
+    Buffer from(endpoint.pd, 64);
+    CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
+    endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(peer.pid, SIGKILL) == 0);
     peer.wait();
-    CHECK(side.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.part(0, 64)}) == 0);
-    CHECK(side.post(request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
-    side.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
-    side.expect_completion(3, IBV_WC_WR_FLUSH_ERR);
+    CHECK(endpoint.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
+    CHECK(endpoint.post(request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
+    endpoint.expect_completion(2, IBV_WC_RETRY_EXC_ERR);
+    endpoint.expect_completion(3, IBV_WC_WR_FLUSH_ERR);
 }
 
-// A client that does not speak the protocol is disconnected without effect on others.
-void test_foreign_clients() {
-    Endpoint side(0), other(0);
-    connect(&side, &other);
+// A peer that sends an invalid handshake is disconnected. Other peers are not affected.
+void test_invalid_handshakes_affect_no_other_peer() {
+    Endpoint endpoint(0), other(0);
+    connect(&endpoint, &other);
     std::string name = "qp.";
     char digits[8];
-    for (const std::uint8_t byte : side.address().gid.raw) {
+    for (const std::uint8_t byte : endpoint.address().gid.raw) {
         std::snprintf(digits, sizeof digits, "%02x", byte);
         name += digits;
     }
-    std::snprintf(digits, sizeof digits, ".%06x", side.qp->qp_num);
+    std::snprintf(digits, sizeof digits, ".%06x", endpoint.qp->qp_num);
     for (int count = 0; count < 40; ++count) {
-        const Fd stranger(connect_to(name + digits));
-        CHECK(stranger);
+        const Fd untrusted_peer(connect_to(name + digits));
+        CHECK(untrusted_peer);
         const std::vector<char> noise(64, static_cast<char>(count));
-        char answer = 0;
-        send_all(stranger.get(), noise.data(), noise.size());
-        CHECK(!recv_all(stranger.get(), &answer, 1));
+        char reply_byte = 0;
+        send_all(untrusted_peer.get(), noise.data(), noise.size());
+        CHECK(!recv_all(untrusted_peer.get(), &reply_byte, 1));
     }
-    // Any number of silent clients cannot keep the legitimate peer out.
-    std::vector<Fd> silent;
+    // Silent peers, however many, do not prevent the connection of the legitimate peer.
+    std::vector<Fd> silent_peers;
     for (int count = 0; count < 40; ++count) {
-        silent.emplace_back(connect_to(name + digits));
-        CHECK(silent.back());
+        silent_peers.emplace_back(connect_to(name + digits));
+        CHECK(silent_peers.back());
     }
-    CHECK(side.post_receive(1, {}) == 0);
+    CHECK(endpoint.post_receive(1, {}) == 0);
     CHECK(other.post(request(2, IBV_WR_SEND), {}) == 0);
-    side.expect_completion(1, IBV_WC_SUCCESS);
+    endpoint.expect_completion(1, IBV_WC_SUCCESS);
 }
 
 } // namespace
 
 int main(int count, char** arguments) {
-    use_own_domain();
+    isolate_from_other_processes();
     if (count > 1) {
         return run_target(std::atoi(arguments[1]));
     }
-    test_two_processes();
-    test_target_killed();
-    test_foreign_clients();
+    test_data_arrives_in_other_process();
+    test_killed_target_exceeds_retries();
+    test_invalid_handshakes_affect_no_other_peer();
     return 0;
 }

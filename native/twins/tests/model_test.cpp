@@ -29,9 +29,10 @@ using namespace gdrkit::twin;
 namespace {
 
 constexpr std::uint64_t mib = 1 << 20;
+constexpr std::uint32_t echo_request = 77; // a request type that the twins do not use; its handler returns the request
 
-// Run `body` in a child. Return its wait status and its stderr.
-int in_child(const std::function<void()>& body, std::string* text) {
+// Run `body` in a child process. Return the wait status of the child, and store its stderr in `text`.
+int run_in_child(const std::function<void()>& body, std::string* text) {
     int ends[2];
     CHECK(pipe(ends) == 0);
     const pid_t child = fork();
@@ -43,9 +44,9 @@ int in_child(const std::function<void()>& body, std::string* text) {
         _exit(0);
     }
     close(ends[1]);
-    std::array<char, 4096> room{};
-    for (ssize_t count = 0; (count = read(ends[0], room.data(), room.size())) > 0;) {
-        text->append(room.data(), static_cast<std::size_t>(count));
+    std::array<char, 4096> chunk{};
+    for (ssize_t count = 0; (count = read(ends[0], chunk.data(), chunk.size())) > 0;) {
+        text->append(chunk.data(), static_cast<std::size_t>(count));
     }
     close(ends[0]);
     int status = 0;
@@ -56,8 +57,8 @@ int in_child(const std::function<void()>& body, std::string* text) {
 void test_whole_export_cannot_be_mapped() {
     const Fd memory(make_device_memory(mib));
     CHECK(memory && !has_other_references(memory.get()));
-    const Extent whole{memory.get(), 0, mib};
-    Fd dmabuf(export_dmabuf({&whole, 1}));
+    const Extent extent{memory.get(), 0, mib};
+    Fd dmabuf(export_dmabuf({&extent, 1}));
     CHECK(dmabuf && has_other_references(memory.get()));
     CHECK(mmap(nullptr, 4096, PROT_READ, MAP_SHARED, dmabuf.get(), 0) == MAP_FAILED && errno == EACCES);
     CHECK(mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, dmabuf.get(), 0) == MAP_FAILED);
@@ -65,16 +66,16 @@ void test_whole_export_cannot_be_mapped() {
     ImportedDmabuf imported;
     CHECK(import_dmabuf(dmabuf.get(), &imported) == 0 && imported.length_bytes == mib);
     auto* mapped = static_cast<char*>(map_imported(imported));
-    auto* own = static_cast<char*>(mmap(nullptr, mib, PROT_READ, MAP_SHARED, memory.get(), 0));
+    auto* memory_view = static_cast<char*>(mmap(nullptr, mib, PROT_READ, MAP_SHARED, memory.get(), 0));
     mapped[5] = 7;
-    CHECK(own[5] == 7);
+    CHECK(memory_view[5] == 7);
     dmabuf.reset();
     imported.extents.clear();
     imported.attachment.reset();
     CHECK(has_other_references(memory.get())); // the mapping alone keeps the pages alive
     munmap(mapped, mib);
     CHECK(!has_other_references(memory.get()));
-    munmap(own, mib);
+    munmap(memory_view, mib);
 }
 
 void test_parts_form_one_dmabuf() {
@@ -89,9 +90,9 @@ void test_parts_form_one_dmabuf() {
     CHECK(mapped != nullptr);
     mapped[1] = 9;
     mapped[8193] = 11;
-    char seen = 0;
-    CHECK(pread(first.get(), &seen, 1, 4097) == 1 && seen == 9);
-    CHECK(pread(second.get(), &seen, 1, 1) == 1 && seen == 11);
+    char byte = 0;
+    CHECK(pread(first.get(), &byte, 1, 4097) == 1 && byte == 9);
+    CHECK(pread(second.get(), &byte, 1, 1) == 1 && byte == 11);
     munmap(mapped, imported.length_bytes);
     imported.extents.clear();
     imported.attachment.reset();
@@ -101,27 +102,28 @@ void test_parts_form_one_dmabuf() {
 
 void test_export_lives_until_last_importer() {
     const Fd memory(make_device_memory(mib));
-    const Extent whole{memory.get(), 0, mib};
-    std::uint64_t first = 0, second = 0;
-    Fd one(export_tracked_dmabuf({&whole, 1}, &first)), other(export_tracked_dmabuf({&whole, 1}, &second));
-    CHECK(one && other && first != second && is_dmabuf_alive(first) && is_dmabuf_alive(second));
+    const Extent extent{memory.get(), 0, mib};
+    std::uint64_t first_id = 0, second_id = 0;
+    Fd first_fd(export_tracked_dmabuf({&extent, 1}, &first_id)),
+        second_fd(export_tracked_dmabuf({&extent, 1}, &second_id));
+    CHECK(first_fd && second_fd && first_id != second_id && is_dmabuf_alive(first_id) && is_dmabuf_alive(second_id));
     ImportedDmabuf imported;
-    CHECK(import_dmabuf(one.get(), &imported) == 0 && imported.length_bytes == mib);
-    one.reset();
-    other.reset();
-    CHECK(is_dmabuf_alive(first) && !is_dmabuf_alive(second));
+    CHECK(import_dmabuf(first_fd.get(), &imported) == 0 && imported.length_bytes == mib);
+    first_fd.reset();
+    second_fd.reset();
+    CHECK(is_dmabuf_alive(first_id) && !is_dmabuf_alive(second_id));
     imported.extents.clear();
-    CHECK(is_dmabuf_alive(first)); // the importer keeps it alive, even if the memory is freed
+    CHECK(is_dmabuf_alive(first_id)); // the importer keeps the dma-buf alive, even if the memory is freed
     imported.attachment.reset();
-    CHECK(!is_dmabuf_alive(first) && !is_dmabuf_alive(first) && !has_other_references(memory.get()));
+    CHECK(!is_dmabuf_alive(first_id) && !is_dmabuf_alive(first_id) && !has_other_references(memory.get()));
 }
 
 void test_foreign_descriptors_are_refused() {
     ImportedDmabuf imported;
-    // the name without the seals is not enough
-    const Fd plain(memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
+    // The name alone is not enough; the memfd must also be sealed.
+    const Fd unsealed_memfd(memfd_create("gdrkit-gpu:0123456789abcdef", MFD_CLOEXEC));
     const Fd file(open("/proc/self/maps", O_RDONLY | O_CLOEXEC));
-    CHECK(import_dmabuf(plain.get(), &imported) == -EINVAL);
+    CHECK(import_dmabuf(unsealed_memfd.get(), &imported) == -EINVAL);
     CHECK(import_dmabuf(file.get(), &imported) == -EINVAL);
     CHECK(import_dmabuf(-1, &imported) == -EBADF && import_dmabuf(9999, &imported) == -EBADF);
 }
@@ -145,19 +147,20 @@ void test_import_of_parts_needs_live_owner() {
         const Fd memory(make_device_memory(mib));
         const Extent part{memory.get(), 8192, 4096};
         const Fd dmabuf(export_dmabuf({&part, 1}));
-        const int given = dmabuf.get();
-        char word = 0;
-        CHECK(pwrite(memory.get(), "x", 1, 8192) == 1 && send_fds(ends[1], {&given, 1}) && recv_all(ends[1], &word, 1));
+        const int dmabuf_fd = dmabuf.get();
+        char byte = 0;
+        CHECK(pwrite(memory.get(), "x", 1, 8192) == 1 && send_fds(ends[1], {&dmabuf_fd, 1}) &&
+              recv_all(ends[1], &byte, 1));
         _exit(0);
     }
     std::vector<Fd> fds;
     CHECK(recv_fds(ends[0], 1, &fds));
-    ImportedDmabuf imported, late;
+    ImportedDmabuf imported, late_import;
     CHECK(import_dmabuf(fds[0].get(), &imported) == 0 && imported.length_bytes == 4096);
     CHECK(send_all(ends[0], "q", 1) && waitpid(owner, nullptr, 0) == owner);
-    CHECK(import_dmabuf(fds[0].get(), &late) == -ENODEV);
-    char seen = 0;
-    CHECK(pread(imported.extents[0].fd.get(), &seen, 1, 8192) == 1 && seen == 'x');
+    CHECK(import_dmabuf(fds[0].get(), &late_import) == -ENODEV);
+    char byte = 0;
+    CHECK(pread(imported.extents[0].fd.get(), &byte, 1, 8192) == 1 && byte == 'x');
     close(ends[0]);
     close(ends[1]);
 }
@@ -186,7 +189,7 @@ void test_plan_delays_calls() {
 }
 
 void test_malformed_plan_is_rejected() {
-    for (const char* bad :
+    for (const char* malformed_plan :
          {"", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=0 errno=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=3-2 errno=1\n", "gdrkit-faults 1\nibv_reg_mr call=1\n",
           "gdrkit-faults 1\nibv_reg_mr call=1 errno=EWHAT\n", "gdrkit-faults 1\nibv_reg_mr call=1 status=1\n",
@@ -194,7 +197,7 @@ void test_malformed_plan_is_rejected() {
           "gdrkit-faults 1\nwc.send call=1 delay_us=0\n", "gdrkit-faults 1\nwc.send call=1 delay_us=10000001\n",
           "gdrkit-faults 1\nwc.send call=1 status=0\n", "gdrkit-faults 1\nwc.send call=1 call=2 status=1\n",
           "gdrkit-faults 1\nwc.send call=99999999999999999999 status=1\n"}) {
-        const std::string error = replace_faults(bad);
+        const std::string error = replace_faults(malformed_plan);
         CHECK(error.starts_with("line "));
     }
     CHECK(injected_fault("wc.send") == 12);
@@ -203,7 +206,7 @@ void test_malformed_plan_is_rejected() {
 
 void test_double_release_aborts_with_stacks() {
     std::string text;
-    const int status = in_child(
+    const int status = run_in_child(
         [] {
             ledger_add("thing", 5);
             if (!ledger_remove("thing", 5) || !ledger_remove("thing", 5)) {
@@ -219,16 +222,17 @@ void test_double_release_aborts_with_stacks() {
 
 void test_release_history_is_bounded() {
     std::string text;
-    const int status = in_child(
+    const int status = run_in_child(
         [] {
-            // The handle is released twice, so it has two history entries; dropping the older must not drop the newer.
+            // The handle 5 is issued and released twice, so it has two entries in the history of releases. When the
+            // older entry is dropped, the newer one must stay.
             for (std::uint64_t handle : {5, 5}) {
                 ledger_add("thing", handle);
                 if (!ledger_remove("thing", handle)) {
                     _exit(3);
                 }
             }
-            for (std::uint64_t handle = 100; handle < 100 + releases_remembered - 1; ++handle) {
+            for (std::uint64_t handle = 100; handle < 100 + max_remembered_releases - 1; ++handle) {
                 ledger_add("thing", handle);
                 if (!ledger_remove("thing", handle)) {
                     _exit(3);
@@ -248,26 +252,28 @@ void test_ledger_counts_live_handles() {
     CHECK(ledger_json() == R"({"a":2,"b":1})" && ledger_holds("b", 1) && !ledger_holds("b", 2));
     CHECK(!ledger_remove("b", 7));
     CHECK(ledger_remove("b", 1) && ledger_remove("a", 1) && ledger_remove("a", 2));
-    ledger_add("a", 1); // the handle value is reused: its earlier release no longer counts
+    ledger_add("a", 1); // the handle value is issued again, so its earlier release no longer counts
     CHECK(ledger_remove("a", 1) && ledger_json() == "{}");
 }
 
-void test_control_service_with_foreign_clients() {
-    register_handler(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
-    const std::byte word[] = {std::byte{1}, std::byte{2}};
+void test_control_service_with_untrusted_peers() {
+    register_handler(echo_request,
+                     [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
+    const std::byte request_data[] = {std::byte{1}, std::byte{2}};
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
     char name[40];
     std::snprintf(name, sizeof name, "control.%016llx", static_cast<unsigned long long>(control_service_id()));
-    const Fd stranger(connect_to(name));
-    CHECK(stranger && send_all(stranger.get(), "rubbish that is no header", 25));
-    CHECK(send_control_request(control_service_id(), 77, word, &reply, &fds) && reply.size() == 2 &&
-          reply[1] == word[1]);
-    CHECK(!send_control_request(control_service_id(), 78, word, &reply, &fds));
-    CHECK(!send_control_request(control_service_id() + 1, 77, word, &reply, &fds));
+    const Fd untrusted_peer(connect_to(name));
+    CHECK(untrusted_peer && send_all(untrusted_peer.get(), "this is not a header text", 25));
+    CHECK(send_control_request(control_service_id(), echo_request, request_data, &reply, &fds) && reply.size() == 2 &&
+          reply[1] == request_data[1]);
+    CHECK(!send_control_request(control_service_id(), echo_request + 1, request_data, &reply, &fds));
+    CHECK(!send_control_request(control_service_id() + 1, echo_request, request_data, &reply, &fds));
 }
 
-// A hostile owner reports lengths whose sum overflows to the size of the dma-buf, while the first alone exceeds it.
+// A hostile owner reports extents whose first length already exceeds the dma-buf. The sum of the lengths overflows to
+// the size of the dma-buf.
 void test_overflowing_extents_are_refused() {
     register_handler(request_dmabuf_extents, [](auto, auto* reply, auto* fds) {
         constexpr std::uint64_t quarter = std::uint64_t{1} << 62;
@@ -288,14 +294,16 @@ void test_overflowing_extents_are_refused() {
     CHECK(import_dmabuf(dmabuf.get(), &imported) == -EINVAL);
 }
 
-// The control service must not receive the program's signals: a signal that the program blocks stays pending.
+// The thread of the control service must not receive the program's signals, so a signal that the program blocks stays
+// pending.
 void test_control_service_blocks_signals() {
     control_service_id();
-    sigset_t one, before;
-    sigemptyset(&one);
-    sigaddset(&one, SIGUSR1);
-    CHECK(pthread_sigmask(SIG_BLOCK, &one, &before) == 0 && kill(getpid(), SIGUSR1) == 0);
-    CHECK(sigwaitinfo(&one, nullptr) == SIGUSR1 && pthread_sigmask(SIG_SETMASK, &before, nullptr) == 0);
+    sigset_t blocked_signals, previous_mask;
+    sigemptyset(&blocked_signals);
+    sigaddset(&blocked_signals, SIGUSR1);
+    CHECK(pthread_sigmask(SIG_BLOCK, &blocked_signals, &previous_mask) == 0 && kill(getpid(), SIGUSR1) == 0);
+    CHECK(sigwaitinfo(&blocked_signals, nullptr) == SIGUSR1 &&
+          pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr) == 0);
 }
 
 void test_stopped_service_times_out() {
@@ -303,20 +311,21 @@ void test_stopped_service_times_out() {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     const pid_t owner = fork();
     if (owner == 0) {
-        register_handler(77, [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
-        const std::uint64_t own = control_service_id();
+        register_handler(echo_request,
+                         [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
+        const std::uint64_t own_service_id = control_service_id();
         char word = 0;
-        CHECK(send_all(ends[1], &own, sizeof own));
+        CHECK(send_all(ends[1], &own_service_id, sizeof own_service_id));
         _exit(recv_all(ends[1], &word, 1) ? 0 : 1);
     }
-    std::uint64_t name = 0;
-    CHECK(recv_all(ends[0], &name, sizeof name));
+    std::uint64_t service_id = 0;
+    CHECK(recv_all(ends[0], &service_id, sizeof service_id));
     int status = 0;
     CHECK(kill(owner, SIGSTOP) == 0 && waitpid(owner, &status, WUNTRACED) == owner && WIFSTOPPED(status));
     const std::byte word[] = {std::byte{1}};
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
-    CHECK(!send_control_request(name, 77, word, &reply, &fds));
+    CHECK(!send_control_request(service_id, echo_request, word, &reply, &fds));
     CHECK(kill(owner, SIGKILL) == 0 && waitpid(owner, nullptr, 0) == owner);
     close(ends[0]);
     close(ends[1]);
@@ -324,7 +333,7 @@ void test_stopped_service_times_out() {
 
 void test_malformed_variable_is_an_error() {
     std::string text;
-    const int status = in_child(
+    const int status = run_in_child(
         [] {
             setenv("GDRKIT_TWINS_NICS", "many", 1);
             _exit(config().error == "GDRKIT_TWINS_NICS=many: expected a number from 0 to 16" ? 4 : 5);
@@ -336,27 +345,27 @@ void test_malformed_variable_is_an_error() {
 
 void test_fifo_reuses_memory() {
     Fifo<int> fifo;
-    std::deque<int> same;
-    std::mt19937 chance(5);
+    std::deque<int> expected;
+    std::mt19937 random(5);
     for (int number = 0; number < 20000; ++number) {
         // Long phases of growing and of emptying.
-        const bool grows = chance() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
-        if (grows || same.empty()) {
-            const bool at_end = chance() % 4 != 0;
+        const bool grows = random() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
+        if (grows || expected.empty()) {
+            const bool at_end = random() % 4 != 0;
             at_end ? fifo.push_back(number) : fifo.push_front(number);
-            at_end ? same.push_back(number) : same.push_front(number);
-        } else if (chance() % 4 != 0) {
+            at_end ? expected.push_back(number) : expected.push_front(number);
+        } else if (random() % 4 != 0) {
             fifo.pop_front();
-            same.pop_front();
+            expected.pop_front();
         } else {
             fifo.pop_back();
-            same.pop_back();
+            expected.pop_back();
         }
-        CHECK(fifo.size() == same.size() && fifo.empty() == same.empty());
-        for (std::size_t index = 0; index < same.size(); ++index) {
-            CHECK(fifo[index] == same[index]);
+        CHECK(fifo.size() == expected.size() && fifo.empty() == expected.empty());
+        for (std::size_t index = 0; index < expected.size(); ++index) {
+            CHECK(fifo[index] == expected[index]);
         }
-        CHECK(same.empty() || (fifo.front() == same.front() && fifo.back() == same.back()));
+        CHECK(expected.empty() || (fifo.front() == expected.front() && fifo.back() == expected.back()));
     }
     fifo.clear();
     CHECK(fifo.empty() && fifo.push_back(7) == 7 && fifo.size() == 1);
@@ -380,7 +389,7 @@ int main() {
     test_plan_delays_calls();
     test_malformed_plan_is_rejected();
     test_ledger_counts_live_handles();
-    test_control_service_with_foreign_clients();
+    test_control_service_with_untrusted_peers();
     test_control_service_blocks_signals();
     test_overflowing_extents_are_refused();
     test_fifo_reuses_memory();
