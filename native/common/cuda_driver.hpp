@@ -1,6 +1,6 @@
-// Access to the CUDA driver. dlopen loads libcuda at the first use, so the build needs no CUDA header, and the program
-// starts without libcuda. The types are declared here from the public documentation. Each function is looked up at the
-// version that has this signature.
+// The CUDA driver API as a table of function pointers, for all native parts. dlopen loads libcuda at the first use, so
+// the build needs no CUDA header, and the program starts without libcuda. The types are declared here from the public
+// documentation.
 #pragma once
 
 #include <dlfcn.h>
@@ -43,7 +43,7 @@ enum DeviceAttribute : int {
     device_compute_mode = 20,
     device_unified_addressing = 41,
     device_flush_writes_options = 117, // Bit 0: cuFlushGPUDirectRDMAWrites works.
-    device_writes_ordering = 118,      // At 100 and above, the owner sees the writes of a NIC in order without a flush.
+    device_writes_ordering = 118,      // At 100 and above, the GPU sees the writes of a NIC in order without a flush.
 };
 inline constexpr int compute_mode_prohibited = 2;
 inline constexpr int writes_ordering_owner = 100;
@@ -67,7 +67,8 @@ inline constexpr unsigned event_blocking_sync = 1;
 inline constexpr unsigned event_disable_timing = 2;
 inline constexpr unsigned host_register_portable = 1;
 
-// The columns are: member, name for cuGetProcAddress, version, exported symbol, required, signature.
+// The columns are: member of Driver, name and CUDA version for cuGetProcAddress, exported symbol, whether the function
+// is required, and its signature. A name may have several signatures, and the version selects the one that is declared.
 #define GDRKIT_CUDA_FUNCTIONS(X)                                                                                       \
     X(init, "cuInit", 2000, "cuInit", true, Result (*)(unsigned))                                                      \
     X(device_count, "cuDeviceGetCount", 2000, "cuDeviceGetCount", true, Result (*)(int*))                              \
@@ -115,7 +116,7 @@ inline constexpr unsigned host_register_portable = 1;
     X(flush_writes, "cuFlushGPUDirectRDMAWrites", 11030, "cuFlushGPUDirectRDMAWrites", false, Result (*)(int, int))    \
     X(error_name, "cuGetErrorName", 6000, "cuGetErrorName", true, Result (*)(int, const char**))
 
-// Pointers to all functions of the list. Those that are not required are null if the driver is too old.
+// Pointers to all functions of the table. A function that is not required is null if the driver is too old for it.
 struct Driver {
 #define GDRKIT_CUDA_MEMBER(member, name, version, symbol, required, ...)                                               \
     using member##_function = __VA_ARGS__;                                                                             \
@@ -130,7 +131,7 @@ inline const char* result_name(const Driver& driver, Result result) noexcept {
     return driver.error_name(result, &name) == success && name != nullptr ? name : "unknown";
 }
 
-// The step at which load() failed.
+// The step at which load() failed, and its error.
 struct LoadFailure {
     enum class Step { open_library, find_function, initialize } step;
     std::string library_error; // Message of dlopen.
@@ -143,13 +144,14 @@ namespace detail {
 using GetProcAddress = Result (*)(const char*, void**, int, std::uint64_t, int*);
 
 // Returns the address of a function, or null if this driver does not have it.
-inline void* find_function(void* library, GetProcAddress get, const char* name, int version, const char* symbol) {
-    void* function = nullptr;
-    if (get != nullptr && get(name, &function, version, 0, nullptr) == success && function != nullptr) {
-        return function;
+inline void* find_function(void* library, GetProcAddress get_proc_address, const char* name, int version,
+                           const char* symbol) {
+    // Drivers before CUDA 12 have no cuGetProcAddress_v2 and export their functions only as symbols.
+    if (get_proc_address == nullptr) {
+        return dlsym(library, symbol);
     }
-    // Drivers before CUDA 12 export their functions only as symbols.
-    return get == nullptr ? dlsym(library, symbol) : nullptr;
+    void* function = nullptr;
+    return get_proc_address(name, &function, version, 0, nullptr) == success ? function : nullptr;
 }
 
 } // namespace detail
@@ -161,10 +163,10 @@ inline std::optional<LoadFailure> load(Driver& driver) {
     if (library == nullptr) {
         return LoadFailure{LoadFailure::Step::open_library, dlerror(), "", success};
     }
-    const auto get = reinterpret_cast<detail::GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+    const auto get_proc_address = reinterpret_cast<detail::GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
 #define GDRKIT_CUDA_RESOLVE(member, name, version, symbol, required, ...)                                              \
-    driver.member =                                                                                                    \
-        reinterpret_cast<Driver::member##_function>(detail::find_function(library, get, name, version, symbol));       \
+    driver.member = reinterpret_cast<Driver::member##_function>(                                                       \
+        detail::find_function(library, get_proc_address, name, version, symbol));                                      \
     if (required && driver.member == nullptr) {                                                                        \
         return LoadFailure{LoadFailure::Step::find_function, "", name, success};                                       \
     }

@@ -1,4 +1,4 @@
-// A file descriptor that its owner closes.
+// A file descriptor that is closed when its object is destroyed.
 #pragma once
 
 #include <unistd.h>

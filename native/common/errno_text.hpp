@@ -1,4 +1,4 @@
-// The text of an error number in messages: "Permission denied (EACCES)".
+// The text of an errno for messages, such as "Permission denied (EACCES)".
 #pragma once
 
 #include <cstdio>

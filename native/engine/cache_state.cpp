@@ -13,22 +13,22 @@
 namespace gdrkit::engine {
 namespace {
 
-// Source: linux/mman.h of Linux 6.5. Older headers have neither the number nor the structures.
-constexpr long cachestat_number = 451;
-struct Range {
+// The system call number and the structures of linux/mman.h of Linux 6.5, because older headers do not have them.
+constexpr long cachestat_syscall = 451;
+struct CachestatRange {
     std::uint64_t offset;
     std::uint64_t length;
 };
-struct Counts {
+struct CachestatCounts {
     std::uint64_t cached;
     std::uint64_t dirty;
     std::uint64_t writeback;
     std::uint64_t evicted;
     std::uint64_t recently_evicted;
 };
-static_assert(sizeof(Range) == 16 && sizeof(Counts) == 40);
+static_assert(sizeof(CachestatRange) == 16 && sizeof(CachestatCounts) == 40);
 #ifdef SYS_cachestat
-static_assert(SYS_cachestat == cachestat_number);
+static_assert(SYS_cachestat == cachestat_syscall);
 #endif
 
 const std::uint64_t page_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
@@ -58,19 +58,19 @@ Residency query_residency_by_mincore(int fd, std::uint64_t offset, std::uint64_t
     if (!is_known) {
         return residency_of_counts(pages, pages);
     }
-    const auto cached = std::count_if(resident.begin(), resident.end(), [](unsigned char each) { return each & 1; });
+    const auto cached = std::count_if(resident.begin(), resident.end(), [](unsigned char page) { return page & 1; });
     return residency_of_counts(static_cast<std::uint64_t>(cached), pages);
 }
 
 Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length) {
     if (has_cachestat.load(std::memory_order_relaxed)) {
-        Range range{offset, length};
-        Counts counts{};
-        if (syscall(cachestat_number, fd, &range, &counts, 0) == 0) {
+        CachestatRange range{offset, length};
+        CachestatCounts counts{};
+        if (syscall(cachestat_syscall, fd, &range, &counts, 0) == 0) {
             return residency_of_counts(counts.cached, pages_of(offset, length));
         }
         if (errno != ENOSYS) {
-            return residency_of_counts(1, 1); // For example, hugetlbfs does not support the call.
+            return residency_of_counts(1, 1); // Counts as cached. For example, hugetlbfs does not support cachestat.
         }
         has_cachestat.store(false, std::memory_order_relaxed);
     }

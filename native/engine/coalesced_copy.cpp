@@ -8,11 +8,11 @@ namespace gdrkit::engine {
 
 CoalescedCopy::CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes)
     : chunk_(std::move(chunk)), buffer_index_(buffer_index), memory_(memory), slice_bytes_(slice_bytes),
-      results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_(results_.size()) {}
+      results_((chunk_.bytes + slice_bytes - 1) / slice_bytes), unfilled_count_(results_.size()) {}
 
 bool CoalescedCopy::claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk) {
-    const std::size_t slice = copy->claimed_.fetch_add(1, std::memory_order_relaxed);
-    if (slice >= copy->slices_count()) {
+    const std::size_t slice = copy->claimed_count_.fetch_add(1, std::memory_order_relaxed);
+    if (slice >= copy->slice_count()) {
         return false;
     }
     chunk.copy = copy;
@@ -46,7 +46,7 @@ const CopyStream& CoalescedCopies::submitted_stream(int device) {
 std::shared_ptr<CoalescedCopy> CoalescedCopies::open(Chunk& chunk) {
     stream_of(chunk.job->device());
     const std::size_t buffer = take_buffer();
-    chunk.is_coalesced = false;
+    chunk.opens_coalesced_copy = false;
     return std::make_shared<CoalescedCopy>(std::move(chunk), buffer, slab_ + buffer * tuning_.coalesced_bytes,
                                            tuning_.slice_bytes);
 }
@@ -82,7 +82,7 @@ void CoalescedCopies::fill(const Chunk& chunk) {
     } catch (const Error& error) {
         result.failure = error.failure();
     }
-    if (copy.unfilled_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (copy.unfilled_count_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         submit(chunk.copy);
     }
 }
@@ -90,14 +90,14 @@ void CoalescedCopies::fill(const Chunk& chunk) {
 void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     Part& part = copy->part();
     Job& job = *copy->chunk_.job;
-    std::uint64_t expected = 0;
-    for (const IoResult& each : copy->results_) {
-        part.done_bytes += each.bytes;
-        expected = std::min(expected + copy->slice_bytes_, part.length);
-        if (each.failure) {
-            job.fail(part.extent, *each.failure);
+    std::uint64_t expected_bytes = 0; // The bytes of the part if no slice up to this one is short.
+    for (const IoResult& result : copy->results_) {
+        part.done_bytes += result.bytes;
+        expected_bytes = std::min(expected_bytes + copy->slice_bytes_, part.length);
+        if (result.failure) {
+            job.fail(part.extent_index, *result.failure);
         }
-        if (part.done_bytes < expected) {
+        if (part.done_bytes < expected_bytes) {
             break; // The bytes after a short slice are not copied.
         }
     }
@@ -109,7 +109,7 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
         }
         stream->record(copy->buffer_index_);
     } catch (const Error& error) {
-        job.fail(part.extent, error.failure());
+        job.fail(part.extent_index, error.failure());
         part.done_bytes = 0;
         if (stream != nullptr) {
             stream->drain();
@@ -170,7 +170,7 @@ void CoalescedCopies::finish(CoalescedCopy& copy, const std::optional<Failure>& 
         stream.make_current();
         stream.wait(copy.buffer_index_);
     } catch (const Error& error) {
-        job.fail(part.extent, error.failure());
+        job.fail(part.extent_index, error.failure());
         part.done_bytes = 0;
         // The copy may still run although the call failed. It must end before another worker fills the buffer.
         stream.drain();
@@ -179,7 +179,7 @@ void CoalescedCopies::finish(CoalescedCopy& copy, const std::optional<Failure>& 
 }
 
 void CoalescedCopies::release(CoalescedCopy& copy) {
-    // The buffer is freed first, because the waiter of the job may continue at once.
+    // The buffer is freed before the job completes, because the caller may start its next job as soon as it does.
     {
         const std::lock_guard lock(mutex_);
         free_buffers_.push_back(copy.buffer_index_);

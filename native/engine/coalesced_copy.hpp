@@ -1,9 +1,10 @@
 // Coalesced copies to a device, which several workers fill together.
 //
-// Between two copies a device pauses for about 3 us, whatever their size: that is 4 % of the time of a fast bus with
-// copies of 4 MiB, and 2 % with 8 MiB. A single worker would need a millisecond to fill 8 MiB. The staging memory of
-// all workers would then not stay in the processor caches, and a copy would take twice the memory bandwidth. So one
-// worker opens a coalesced copy, all workers fill slices of it, and the worker that finishes last submits it.
+// A device pauses for about 3 us between two copies, whatever their size. On a fast bus this is 4 % of the time with
+// copies of 4 MiB, and 2 % with copies of 8 MiB. So larger copies are faster, but a single worker needs a millisecond
+// to fill 8 MiB. If each worker filled its own copy, their staging memory would not fit into the processor caches, and
+// each copy would need twice the memory bandwidth. So one worker opens a coalesced copy, all workers fill slices of it,
+// and the worker that finishes last submits it.
 #pragma once
 
 #include <atomic>
@@ -24,16 +25,18 @@
 
 namespace gdrkit::engine {
 
+// A chunk that several workers read from the file, one slice each at a time, and that is copied to the device at once.
 class CoalescedCopy {
 public:
     CoalescedCopy(Chunk&& chunk, std::size_t buffer_index, std::byte* memory, std::uint64_t slice_bytes);
 
     // Claims the next slice that no worker fills yet and stores it in `chunk`. Returns false if there is none.
     static bool claim(const std::shared_ptr<CoalescedCopy>& copy, Chunk& chunk);
-    std::size_t slices_count() const noexcept { return results_.size(); }
+    std::size_t slice_count() const noexcept { return results_.size(); }
 
 private:
     friend class CoalescedCopies;
+    // The chunk of a coalesced copy has exactly one part.
     Part& part() noexcept { return chunk_.parts.front(); }
 
     Chunk chunk_;
@@ -41,8 +44,8 @@ private:
     std::byte* const memory_;
     const std::uint64_t slice_bytes_;
     std::vector<IoResult> results_; // One for each slice. The worker that submits the copy reads them all.
-    std::atomic<std::size_t> claimed_{0};
-    std::atomic<std::size_t> unfilled_;
+    std::atomic<std::size_t> claimed_count_{0};
+    std::atomic<std::size_t> unfilled_count_;
 };
 
 // The buffers of coalesced copies, and the copies in progress on devices.
@@ -52,9 +55,9 @@ public:
     CoalescedCopies(Contexts& contexts, Staging& staging, std::byte* slab, const Tuning& tuning);
 
     // True while a worker opens a coalesced copy. The other workers then wait for its slices and open no copy.
-    std::atomic<bool>& is_opening() noexcept { return is_opening_; }
-    // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. Throws Error if there is no
-    // device; the chunk is then unchanged.
+    std::atomic<bool>& is_copy_opening() noexcept { return is_copy_opening_; }
+    // Turns a chunk into a coalesced copy. Waits for the oldest copy if no buffer is free. Throws Error if the device
+    // cannot be used; the chunk is then unchanged.
     std::shared_ptr<CoalescedCopy> open(Chunk& chunk);
     // Reads one slice from the file, and submits the copy if the slice was the last one.
     void fill(const Chunk& chunk);
@@ -67,12 +70,13 @@ public:
     void close();
 
 private:
+    // Returns the stream for a device and makes its context current. Creates the stream at the first use.
     CopyStream& stream_of(int device);
     // Returns the stream of a submitted copy without a call of CUDA, so that it can be drained after CUDA has failed.
     const CopyStream& submitted_stream(int device);
     std::size_t take_buffer();
     void submit(const std::shared_ptr<CoalescedCopy>& copy);
-    // Waits for the device, unless the query whether the copy is done has failed.
+    // Waits for the copy and reports its result to the job. Does not wait for it if the query of its event has failed.
     void finish(CoalescedCopy& copy, const std::optional<Failure>& query_failure);
     void release(CoalescedCopy& copy);
 
@@ -80,10 +84,10 @@ private:
     Staging& staging_;
     std::byte* const slab_;
     const Tuning tuning_;
-    std::atomic<bool> is_opening_{false};
+    std::atomic<bool> is_copy_opening_{false};
     std::atomic<std::size_t> submitted_count_{0};
     std::mutex mutex_;
-    std::condition_variable changed_;
+    std::condition_variable changed_; // A buffer was freed or a copy was submitted.
     std::vector<std::size_t> free_buffers_;
     std::deque<std::shared_ptr<CoalescedCopy>> submitted_; // In the order of their submission.
     std::map<int, std::unique_ptr<CopyStream>> streams_;

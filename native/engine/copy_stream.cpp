@@ -7,9 +7,9 @@
 namespace gdrkit::engine {
 namespace {
 
-// Number of queries before the thread sleeps: a short copy is done sooner than a thread wakes up.
+// Number of queries before the thread sleeps, because a short copy takes less time than the wakeup of a thread.
 constexpr int queries_before_sleep = 4;
-// Pause between queries. The device meanwhile copies the other buffers, which takes longer than a pause.
+// Pause between queries. The device does not become idle in a pause, because it copies the other buffers meanwhile.
 constexpr std::chrono::microseconds pause_min{20};
 constexpr std::chrono::microseconds pause_max{80};
 
@@ -50,8 +50,8 @@ CopyStream::CopyStream(cuda::Context context, std::size_t buffers_count, bool po
         cuda::Event event = nullptr;
         const cuda::Result result = driver.event_create(&event, flags);
         if (result != cuda::success) {
-            for (const cuda::Event each : events_) {
-                driver.event_destroy(each);
+            for (const cuda::Event created : events_) {
+                driver.event_destroy(created);
             }
             driver.stream_destroy(stream_);
             cuda::check("cuEventCreate", result);
@@ -65,8 +65,8 @@ CopyStream::~CopyStream() {
     // The destructor may run on a thread with another current context.
     driver.context_push(context_);
     driver.stream_synchronize(stream_);
-    for (const cuda::Event each : events_) {
-        driver.event_destroy(each);
+    for (const cuda::Event event : events_) {
+        driver.event_destroy(event);
     }
     driver.stream_destroy(stream_);
     cuda::Context popped = nullptr;

@@ -16,11 +16,11 @@ public:
     Contexts() = default;
     Contexts(const Contexts&) = delete;
     Contexts& operator=(const Contexts&) = delete;
-    // Releases all contexts. No thread may use one any more.
+    // Releases all contexts. No thread may still use one of them.
     ~Contexts();
     // Returns the primary context of the device with this ordinal. Throws Error.
     cuda::Context of(int ordinal);
-    // Returns any retained context, or null.
+    // Returns one of the retained contexts, or null if there is none.
     cuda::Context any();
 
 private:
@@ -44,7 +44,8 @@ public:
 
 class CopyStream {
 public:
-    // The context becomes and stays current on this thread. `polls_device` selects how `wait` waits. Throws Error.
+    // Makes the context current on this thread, also after the call. `polls_device` selects how `wait` waits. Throws
+    // Error.
     CopyStream(cuda::Context context, std::size_t buffers_count, bool polls_device = false);
     ~CopyStream();
     CopyStream(const CopyStream&) = delete;
@@ -52,15 +53,17 @@ public:
 
     void make_current() const { cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context_)); }
     cuda::Context context() const noexcept { return context_; }
-    // to_device and to_host queue a copy. record marks the end of the copies of a buffer, for `wait`. All throw Error.
+    // to_device() and to_host() queue a copy. After the copies of a staging buffer, record() queues the event of the
+    // buffer, for which wait() waits. All of them throw Error.
     void to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
-    void record(std::size_t buffer) const;
-    // Returns whether the device has reached the event of a buffer. Throws Error like `wait`.
-    bool is_done(std::size_t buffer) const;
-    // Waits for the event of a buffer: by short sleeps between queries, or until the interrupt of the device. An
-    // interrupt after each copy delays the device's next copy a little. Throws Error if one of the copies failed.
-    void wait(std::size_t buffer) const;
+    void record(std::size_t buffer_index) const;
+    // Returns whether the device has reached the event of a buffer. Throws Error if one of the copies failed.
+    bool is_done(std::size_t buffer_index) const;
+    // Waits for the event of a buffer. With `polls_device`, the thread queries the event and sleeps between the
+    // queries. Otherwise the thread sleeps until the interrupt of the device, and each interrupt delays the device's
+    // next copy a little. Throws Error if one of the copies failed.
+    void wait(std::size_t buffer_index) const;
     // Waits for all queued work. Throws Error.
     void synchronize() const;
     // Waits for all queued work after a failure, before the memory is used again. Its result is ignored, because the

@@ -7,21 +7,21 @@
 namespace gdrkit::engine::cuda {
 namespace {
 
-std::atomic<const Driver*> opened{nullptr};
+std::atomic<const Driver*> loaded_driver{nullptr};
 
 const Driver* open_driver() {
     static Driver driver;
-    if (const auto failed = load(driver)) {
-        switch (failed->step) {
+    if (const auto load_failure = load(driver)) {
+        switch (load_failure->step) {
         case LoadFailure::Step::open_library:
             throw kernel_error("dlopen", ENOENT);
         case LoadFailure::Step::find_function:
-            throw kernel_error(failed->function, ENOSYS);
+            throw kernel_error(load_failure->function, ENOSYS);
         case LoadFailure::Step::initialize:
             throw Error({.api = Api::cuda,
                          .operation = "cuInit",
-                         .number = failed->result,
-                         .name = result_name(driver, failed->result)});
+                         .number = load_failure->result,
+                         .name = result_name(driver, load_failure->result)});
         }
     }
     return &driver;
@@ -30,17 +30,17 @@ const Driver* open_driver() {
 } // namespace
 
 const Driver& driver() {
-    const Driver* loaded = opened.load(std::memory_order_acquire);
-    if (loaded == nullptr) {
-        static std::mutex opening;
-        const std::lock_guard lock(opening);
-        loaded = opened.load(std::memory_order_acquire);
-        if (loaded == nullptr) {
-            loaded = open_driver();
-            opened.store(loaded, std::memory_order_release);
+    const Driver* driver = loaded_driver.load(std::memory_order_acquire);
+    if (driver == nullptr) {
+        static std::mutex load_mutex;
+        const std::lock_guard lock(load_mutex);
+        driver = loaded_driver.load(std::memory_order_acquire);
+        if (driver == nullptr) {
+            driver = open_driver();
+            loaded_driver.store(driver, std::memory_order_release);
         }
     }
-    return *loaded;
+    return *driver;
 }
 
 Failure failure(const char* operation, Result result) {

@@ -1,4 +1,4 @@
-// The CUDA driver of the engine, whose errors are exceptions.
+// The CUDA driver for the engine: its functions, and the conversion of its results to exceptions.
 #pragma once
 
 #include "common/cuda_driver.hpp"
@@ -12,10 +12,10 @@ using namespace gdrkit::cuda;
 // result of cuInit. A failure is not cached, because a driver may be installed later.
 const Driver& driver();
 
-// Returns the failure with its name (CUDA_ERROR_...), or "unknown".
+// Returns the description of a failed driver call, with the name of its result (CUDA_ERROR_..., or "unknown").
 Failure failure(const char* operation, Result result);
 
-// Throws Error unless the call succeeded.
+// Throws Error unless `result` is success.
 void check(const char* operation, Result result);
 
 } // namespace gdrkit::engine::cuda

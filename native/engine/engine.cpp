@@ -13,17 +13,20 @@
 namespace gdrkit::engine {
 namespace {
 
+// Length of the job queue. submit() blocks while the queue is full.
 constexpr std::size_t jobs_max = 256;
+// A sleep of a worker may end this much later than requested. With the default of Linux, 50 us, the short sleeps of
+// CopyStream::wait would take several times as long.
 constexpr unsigned long timer_slack_ns = 1000;
 
 } // namespace
 
-// Staging memory and a stream for one short transfer at a time.
-struct SmallBuffer {
-    SmallBuffer(cuda::Context context, int node) : staging(Engine::small_bytes_max, node), stream(context, 0) {
+// The staging memory and the stream of transfer_small(), for one transfer at a time.
+struct SmallTransferBuffer {
+    SmallTransferBuffer(cuda::Context context, int node) : staging(Engine::small_bytes_max, node), stream(context, 0) {
         staging.pin();
     }
-    ~SmallBuffer() {
+    ~SmallTransferBuffer() {
         cuda::driver().context_push(stream.context());
         stream.drain(); // No copy may use the staging memory when it is unpinned.
         staging.unpin();
@@ -51,7 +54,7 @@ void Engine::start_threads() {
     pthread_sigmask(SIG_BLOCK, &all_signals, &previous_signals);
     try {
         while (threads_.size() < tuning_.workers_count) {
-            threads_.emplace_back([this, index = threads_.size()] { work(index); });
+            threads_.emplace_back([this, worker_index = threads_.size()] { run_worker(worker_index); });
         }
     } catch (const std::system_error& error) {
         pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
@@ -64,21 +67,21 @@ void Engine::start_threads() {
     pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
 }
 
-void Engine::work(std::size_t index) {
+void Engine::run_worker(std::size_t worker_index) {
     pthread_setname_np(pthread_self(), "gdrkit-engine");
-    prctl(PR_SET_TIMERSLACK, timer_slack_ns); // CopyStream::wait sleeps for microseconds.
+    prctl(PR_SET_TIMERSLACK, timer_slack_ns);
     if (cpu_set_t cpus; cpus_of_node(node_, cpus)) {
         pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
     }
-    Worker worker(*this, contexts_, staging_, coalesced_copies_, staging_.data() + index * slab_bytes_of(tuning_),
-                  tuning_);
+    Worker worker(*this, contexts_, staging_, coalesced_copies_,
+                  staging_.data() + worker_index * slab_bytes_of(tuning_), tuning_);
     worker.run();
 }
 
 void Engine::submit(const std::shared_ptr<Job>& job) {
     std::unique_lock lock(mutex_);
-    queue_not_full_.wait(lock, [&] { return jobs_.size() < jobs_max || closing_; });
-    if (closing_) {
+    queue_not_full_.wait(lock, [&] { return jobs_.size() < jobs_max || is_closing_; });
+    if (is_closing_) {
         throw kernel_error("submit", ESHUTDOWN);
     }
     if (threads_.empty()) {
@@ -90,26 +93,26 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
     if (wakeups_count == threads_.size()) {
         work_changed_.notify_all();
     } else {
-        for (std::size_t each = 0; each < wakeups_count; ++each) {
+        for (std::size_t count = 0; count < wakeups_count; ++count) {
             work_changed_.notify_one();
         }
     }
 }
 
-TakeResult Engine::next(Chunk& chunk, bool wait) {
+TakeResult Engine::next(Chunk& chunk, bool may_wait) {
     std::unique_lock lock(mutex_);
     for (;;) {
         const std::uint64_t changes_seen = changes_count_;
         bool is_busy = false;
-        for (; !filling_.empty(); filling_.pop_front()) {
-            if (CoalescedCopy::claim(filling_.front(), chunk)) {
+        for (; !copies_to_fill_.empty(); copies_to_fill_.pop_front()) {
+            if (CoalescedCopy::claim(copies_to_fill_.front(), chunk)) {
                 return TakeResult::chunk;
             }
         }
         for (std::size_t index = 0; index < jobs_.size();) {
             const std::shared_ptr<Job> job = jobs_[index];
             lock.unlock();
-            const TakeResult taken = job->take(chunk, coalesced_copies_.is_opening());
+            const TakeResult taken = job->take(chunk, coalesced_copies_.is_copy_opening());
             if (taken == TakeResult::chunk) {
                 chunk.job = job;
                 return taken;
@@ -128,22 +131,22 @@ TakeResult Engine::next(Chunk& chunk, bool wait) {
         if (changes_seen != changes_count_) {
             continue;
         }
-        if (closing_ && !is_busy) {
+        if (is_closing_ && !is_busy) {
             return TakeResult::nothing;
         }
-        if (!wait) {
+        if (!may_wait) {
             return TakeResult::busy;
         }
-        work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (closing_ && !is_busy); });
+        work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (is_closing_ && !is_busy); });
     }
 }
 
-void Engine::wake_another() {
+void Engine::wake_another_worker() {
     const std::lock_guard lock(mutex_);
     ++changes_count_;
-    // One worker is enough, because the calling worker usually continues too. At the end, all workers must see that no
-    // work is left.
-    if (closing_) {
+    // One worker is enough, because the calling worker usually continues too. When the engine closes, all workers must
+    // see that no work is left, so that they end.
+    if (is_closing_) {
         work_changed_.notify_all();
     } else {
         work_changed_.notify_one();
@@ -154,19 +157,19 @@ void Engine::publish(std::shared_ptr<CoalescedCopy> copy) {
     const std::lock_guard lock(mutex_);
     ++changes_count_;
     if (copy) {
-        filling_.push_back(std::move(copy));
+        copies_to_fill_.push_back(std::move(copy));
     }
-    coalesced_copies_.is_opening().store(false, std::memory_order_relaxed);
+    coalesced_copies_.is_copy_opening().store(false, std::memory_order_relaxed);
     work_changed_.notify_all();
 }
 
-std::unique_ptr<SmallBuffer> Engine::take_small_buffer(int device) {
+std::unique_ptr<SmallTransferBuffer> Engine::take_small_buffer(int device) {
     {
         const std::lock_guard lock(small_mutex_);
-        std::vector<std::unique_ptr<SmallBuffer>>& free = small_buffers_[device];
-        if (!free.empty()) {
-            std::unique_ptr<SmallBuffer> buffer = std::move(free.back());
-            free.pop_back();
+        std::vector<std::unique_ptr<SmallTransferBuffer>>& free_buffers = small_buffers_[device];
+        if (!free_buffers.empty()) {
+            std::unique_ptr<SmallTransferBuffer> buffer = std::move(free_buffers.back());
+            free_buffers.pop_back();
             return buffer;
         }
     }
@@ -180,25 +183,25 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
         return direction == Direction::read ? read_buffered(file, offset, length, memory)
                                             : write_buffered(file, offset, length, memory);
     }
-    std::unique_ptr<SmallBuffer> small = take_small_buffer(device);
-    const cuda::Context context = small ? small->stream.context() : contexts_.of(device);
+    std::unique_ptr<SmallTransferBuffer> buffer = take_small_buffer(device);
+    const cuda::Context context = buffer ? buffer->stream.context() : contexts_.of(device);
     IoResult result;
     {
         const CurrentContext current(context);
         try {
-            if (!small) {
-                small = std::make_unique<SmallBuffer>(context, node_);
+            if (!buffer) {
+                buffer = std::make_unique<SmallTransferBuffer>(context, node_);
             }
-            std::byte* const staging = small->staging.data();
+            std::byte* const staging = buffer->staging.data();
             if (direction == Direction::read) {
                 result = read_buffered(file, offset, length, staging);
                 if (result.bytes != 0) {
-                    small->stream.to_device(address, staging, result.bytes);
-                    small->stream.synchronize();
+                    buffer->stream.to_device(address, staging, result.bytes);
+                    buffer->stream.synchronize();
                 }
             } else {
-                small->stream.to_host(staging, address, length);
-                small->stream.synchronize();
+                buffer->stream.to_host(staging, address, length);
+                buffer->stream.synchronize();
                 result = write_buffered(file, offset, length, staging);
             }
         } catch (const Error& error) {
@@ -206,14 +209,14 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
             result.failure = error.failure();
             // A copy may still run. It must end before this function returns, because the caller may then free its
             // memory, and the next transfer uses the staging memory.
-            if (small) {
-                small->stream.drain();
+            if (buffer) {
+                buffer->stream.drain();
             }
         }
     }
-    if (small) {
+    if (buffer) {
         const std::lock_guard lock(small_mutex_);
-        small_buffers_[device].push_back(std::move(small));
+        small_buffers_[device].push_back(std::move(buffer));
     }
     return result;
 }
@@ -221,17 +224,16 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
 void Engine::close() {
     {
         const std::lock_guard lock(mutex_);
-        if (closed_) {
+        if (is_closing_) {
             return;
         }
-        closed_ = true;
-        closing_ = true;
+        is_closing_ = true;
         ++changes_count_;
         work_changed_.notify_all();
         queue_not_full_.notify_all();
     }
-    for (std::thread& each : threads_) {
-        each.join();
+    for (std::thread& thread : threads_) {
+        thread.join();
     }
     threads_.clear();
     {

@@ -19,7 +19,8 @@
 
 namespace gdrkit::engine {
 
-struct SmallBuffer;
+// A staging buffer of transfer_small(), with its stream.
+struct SmallTransferBuffer;
 
 class Engine final : public Dispatcher {
 public:
@@ -29,11 +30,12 @@ public:
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Queues a job, and blocks while too many are queued. Throws Error: ESHUTDOWN after close, or the error of the
-    // start of a thread.
+    // Queues a job. Blocks while the queue is full. Throws Error: ESHUTDOWN after close(), or the error of
+    // pthread_create.
     void submit(const std::shared_ptr<Job>& job);
 
-    // Moves one short range on the calling thread, without the queue. The bytes have arrived when the call returns.
+    // Moves one range of at most small_bytes_max on the calling thread, without the queue. The bytes have arrived when
+    // the call returns.
     IoResult transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
                             std::uint64_t length, int device);
     static constexpr std::uint64_t small_bytes_max = 256U << 10U;
@@ -43,32 +45,33 @@ public:
 
     const Tuning& tuning() const noexcept { return tuning_; }
 
-    TakeResult next(Chunk& chunk, bool wait) override;
-    void wake_another() override;
+    // The interface for the workers; see Dispatcher.
+    TakeResult next(Chunk& chunk, bool may_wait) override;
+    void wake_another_worker() override;
     void publish(std::shared_ptr<CoalescedCopy> copy) override;
 
 private:
     void start_threads();
-    void work(std::size_t index);
-    std::unique_ptr<SmallBuffer> take_small_buffer(int device);
+    void run_worker(std::size_t worker_index);
+    std::unique_ptr<SmallTransferBuffer> take_small_buffer(int device);
 
     const Tuning tuning_;
     const int node_;
-    Contexts contexts_;
+    Contexts contexts_; // The CUDA contexts of the devices.
     Staging staging_;
     CoalescedCopies coalesced_copies_;
     std::mutex mutex_;
     std::condition_variable work_changed_;
     std::condition_variable queue_not_full_;
     std::deque<std::shared_ptr<Job>> jobs_;
-    // Copies that workers fill now. Workers take slices of them before chunks of jobs.
-    std::deque<std::shared_ptr<CoalescedCopy>> filling_;
+    // Coalesced copies whose slices must be filled from files. Workers take these slices first, then chunks of jobs.
+    std::deque<std::shared_ptr<CoalescedCopy>> copies_to_fill_;
+    // Incremented whenever new work may be available, so that a worker that found none can tell whether to look again.
     std::uint64_t changes_count_ = 0;
-    bool closing_ = false;
-    bool closed_ = false;
+    bool is_closing_ = false; // close() was called.
     std::vector<std::thread> threads_;
     std::mutex small_mutex_;
-    std::map<int, std::vector<std::unique_ptr<SmallBuffer>>> small_buffers_;
+    std::map<int, std::vector<std::unique_ptr<SmallTransferBuffer>>> small_buffers_;
 };
 
 } // namespace gdrkit::engine

@@ -12,24 +12,25 @@
 namespace gdrkit::engine {
 namespace {
 
-constexpr std::uint64_t alignment_default = 4096;
+constexpr std::uint64_t alignment_default_bytes = 4096;
 
-// Returns the alignment for O_DIRECT on this file from statx (Linux 6.1), but at least 4 KiB, which suits every disk.
-std::uint64_t direct_alignment(int fd) {
+// Returns the alignment for O_DIRECT that statx reports for this file (Linux 6.1 and newer), but at least 4 KiB. 4 KiB
+// suits nearly every disk.
+std::uint64_t direct_alignment_bytes(int fd) {
 #ifdef STATX_DIOALIGN
     struct statx info {};
     if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
-        return std::max<std::uint64_t>({alignment_default, info.stx_dio_mem_align, info.stx_dio_offset_align});
+        return std::max<std::uint64_t>({alignment_default_bytes, info.stx_dio_mem_align, info.stx_dio_offset_align});
     }
 #else
     (void)fd;
 #endif
-    return alignment_default;
+    return alignment_default_bytes;
 }
 
 } // namespace
 
-int File::buffered() {
+int File::buffered_fd() {
     if (const int fd = fd_.load(std::memory_order_acquire); fd >= 0) {
         return fd;
     }
@@ -39,40 +40,40 @@ int File::buffered() {
         if (!opened) {
             throw kernel_error("open", errno);
         }
-        owned_ = std::move(opened);
-        fd_.store(owned_.get(), std::memory_order_release);
+        owned_descriptor_ = std::move(opened);
+        fd_.store(owned_descriptor_.get(), std::memory_order_release);
     }
     return fd_.load(std::memory_order_relaxed);
 }
 
-int File::direct() {
+int File::direct_fd() {
     if (const int fd = direct_fd_.load(std::memory_order_acquire); fd >= 0) {
         return direct_refusal() == 0 ? fd : -1;
     }
     if (direct_refusal() != 0) {
         return -1;
     }
-    const int fd = buffered();
+    const int fd = buffered_fd();
     const std::lock_guard lock(open_mutex_);
     if (direct_fd_.load(std::memory_order_relaxed) < 0) {
         char path[64];
         std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-        const int mode = fcntl(fd, F_GETFL) & O_ACCMODE;
-        Descriptor opened(open(path, mode | O_DIRECT | O_CLOEXEC));
+        const int access_mode = fcntl(fd, F_GETFL) & O_ACCMODE;
+        Descriptor opened(open(path, access_mode | O_DIRECT | O_CLOEXEC));
         if (!opened) {
             set_direct_refusal(errno);
             return -1;
         }
-        alignment_bytes_.store(direct_alignment(opened.get()), std::memory_order_relaxed);
-        owned_direct_ = std::move(opened);
-        direct_fd_.store(owned_direct_.get(), std::memory_order_release);
+        alignment_bytes_.store(direct_alignment_bytes(opened.get()), std::memory_order_relaxed);
+        owned_direct_descriptor_ = std::move(opened);
+        direct_fd_.store(owned_direct_descriptor_.get(), std::memory_order_release);
     }
     return direct_fd_.load(std::memory_order_relaxed);
 }
 
 std::uint64_t File::size_bytes() {
     struct stat info {};
-    if (fstat(buffered(), &info) != 0) {
+    if (fstat(buffered_fd(), &info) != 0) {
         throw kernel_error("fstat", errno);
     }
     return static_cast<std::uint64_t>(info.st_size);
@@ -83,7 +84,7 @@ Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
     if (offset >= size) {
         return {.state = CacheState::all, .cached_pages = 0, .pages = 0}; // Nothing would be read from a disk.
     }
-    return query_residency(buffered(), offset, std::min(length, size - offset));
+    return query_residency(buffered_fd(), offset, std::min(length, size - offset));
 }
 
 void File::remove_pending(std::uint64_t bytes) noexcept {
@@ -97,8 +98,8 @@ void File::end() noexcept {
     if (!path_.empty()) {
         direct_fd_.store(-1, std::memory_order_relaxed);
         fd_.store(-1, std::memory_order_relaxed);
-        owned_direct_.reset();
-        owned_.reset();
+        owned_direct_descriptor_.reset();
+        owned_descriptor_.reset();
     }
 }
 

@@ -13,18 +13,18 @@ namespace gdrkit::engine {
 
 class File {
 public:
-    // A path, which is opened at the first use with these flags and mode. The file is closed when no bytes are
-    // pending any more.
+    // A file that this object opens by its path, with these flags and mode, at the first use. It is closed when no
+    // bytes are pending any more.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
-    // An open descriptor, which the caller owns. This object owns only the second descriptor with O_DIRECT.
+    // A file that the caller has opened. The caller owns `fd`, and this object owns only the descriptor with O_DIRECT.
     explicit File(int fd) : flags_(0), mode_(0), fd_(fd) {}
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
     // Returns the descriptor without O_DIRECT. Throws Error.
-    int buffered();
+    int buffered_fd();
     // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_refusal).
-    int direct();
+    int direct_fd();
     // Returns the errno with which O_DIRECT failed, or 0 if it did not fail.
     int direct_refusal() const noexcept { return direct_errno_.load(std::memory_order_relaxed); }
     void set_direct_refusal(int number) noexcept { direct_errno_.store(number, std::memory_order_relaxed); }
@@ -34,11 +34,12 @@ public:
     std::uint64_t size_bytes();
     // Returns how much of the range is cached. The range may reach beyond the end of the file.
     Residency residency_of(std::uint64_t offset, std::uint64_t length);
-    // Adds bytes that the job is going to transfer. Needed only for a path.
+    // Adds bytes that the job is going to transfer. Has an effect only if this object opens the file by its path.
     void add_pending(std::uint64_t bytes) noexcept { pending_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
-    // Removes pending bytes that were transferred or failed. Closes the file of a path at the last one.
+    // Removes pending bytes that were transferred or failed. Closes a file that was opened by its path when no bytes
+    // are pending any more.
     void remove_pending(std::uint64_t bytes) noexcept;
-    // Closes the descriptors of a path, even if bytes are still pending.
+    // Closes a file that was opened by its path, even if bytes are still pending.
     void end() noexcept;
 
 private:
@@ -46,8 +47,8 @@ private:
     const int flags_;
     const unsigned mode_;
     std::mutex open_mutex_;
-    Descriptor owned_;
-    Descriptor owned_direct_;
+    Descriptor owned_descriptor_;
+    Descriptor owned_direct_descriptor_;
     std::atomic<int> fd_{-1};
     std::atomic<int> direct_fd_{-1};
     std::atomic<int> direct_errno_{0};

@@ -23,7 +23,8 @@ std::uint64_t round_up(std::uint64_t value, std::uint64_t alignment) {
     return round_down(value + alignment - 1, alignment);
 }
 
-// Repeats `call` until all bytes are moved, a call moves none, or a call fails.
+// Calls `call` with the number of bytes that are already moved and the number of bytes to move. Repeats this until all
+// bytes are moved, a call moves none, or a call fails.
 template <typename Call> IoResult repeat_call(const char* operation, std::uint64_t length, const Call& call) {
     IoResult result;
     while (result.bytes < length) {
@@ -43,77 +44,80 @@ template <typename Call> IoResult repeat_call(const char* operation, std::uint64
 } // namespace
 
 IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to) {
-    const int fd = file.buffered();
+    const int fd = file.buffered_fd();
     return repeat_call("pread", length, [&](std::uint64_t done, std::uint64_t count) {
         return pread(fd, to + done, count, static_cast<off_t>(offset + done));
     });
 }
 
 IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from) {
-    const int fd = file.buffered();
+    const int fd = file.buffered_fd();
     return repeat_call("pwrite", length, [&](std::uint64_t done, std::uint64_t count) {
         return pwrite(fd, from + done, count, static_cast<off_t>(offset + done));
     });
 }
 
 IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block) {
-    const int fd = file.direct();
-    const std::uint64_t lead = leading_bytes(file, offset);
+    const int fd = file.direct_fd();
+    const std::uint64_t lead_bytes = leading_bytes(file, offset);
     if (fd < 0) {
-        return read_buffered(file, offset, length, block + lead);
+        return read_buffered(file, offset, length, block + lead_bytes);
     }
     const std::uint64_t alignment = file.alignment_bytes();
-    const std::uint64_t begin = offset - lead;
-    const std::uint64_t aligned_length = round_up(lead + length, alignment);
+    const std::uint64_t begin = offset - lead_bytes;
+    const std::uint64_t aligned_length = round_up(lead_bytes + length, alignment);
     IoResult result = repeat_call("pread", aligned_length, [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
-        // After a partial block, the file ends there, unless it is growing.
+        // A read that ends inside a block has reached the end of the file, so nothing more is read with O_DIRECT.
         return (done & (alignment - 1)) != 0 ? 0 : pread(fd, block + done, count, static_cast<off_t>(begin + done));
     });
     if (result.failure && result.failure->number == EINVAL && result.bytes == 0) {
-        // This file system accepts O_DIRECT in open(2) but not the I/O.
+        // This file system accepts O_DIRECT in open(2), but not in pread(2).
         file.set_direct_refusal(EINVAL);
-        return read_buffered(file, offset, length, block + lead);
+        return read_buffered(file, offset, length, block + lead_bytes);
     }
-    result.bytes = std::min(result.bytes > lead ? result.bytes - lead : 0, length);
-    result.direct = true;
+    result.bytes = std::min(result.bytes > lead_bytes ? result.bytes - lead_bytes : 0, length);
+    result.used_direct = true;
     if (result.bytes < length && !result.failure) {
-        IoResult rest = read_buffered(file, offset + result.bytes, length - result.bytes, block + lead + result.bytes);
-        result.bytes += rest.bytes;
-        result.failure = rest.failure;
+        // At the end of the file this reads nothing, unless the file has grown meanwhile.
+        const IoResult tail =
+            read_buffered(file, offset + result.bytes, length - result.bytes, block + lead_bytes + result.bytes);
+        result.bytes += tail.bytes;
+        result.failure = tail.failure;
     }
     return result;
 }
 
 IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block) {
-    const int fd = file.direct();
+    const int fd = file.direct_fd();
     const std::uint64_t alignment = file.alignment_bytes();
     const std::byte* const from = block + leading_bytes(file, offset);
-    const std::uint64_t head = std::min(length, round_up(offset, alignment) - offset);
-    const std::uint64_t middle = fd < 0 ? 0 : round_down(length - head, alignment);
-    if (middle == 0) {
+    const std::uint64_t head_bytes = std::min(length, round_up(offset, alignment) - offset);
+    const std::uint64_t aligned_bytes = fd < 0 ? 0 : round_down(length - head_bytes, alignment);
+    if (aligned_bytes == 0) {
         return write_buffered(file, offset, length, from);
     }
-    IoResult result = write_buffered(file, offset, head, from);
-    if (result.bytes < head) {
+    IoResult result = write_buffered(file, offset, head_bytes, from);
+    if (result.bytes < head_bytes) {
         return result;
     }
-    const IoResult aligned = repeat_call("pwrite", middle, [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
+    const auto write_blocks = [&](std::uint64_t done, std::uint64_t count) -> ssize_t {
         return (done & (alignment - 1)) != 0
                    ? 0
-                   : pwrite(fd, from + head + done, count, static_cast<off_t>(offset + head + done));
-    });
+                   : pwrite(fd, from + head_bytes + done, count, static_cast<off_t>(offset + head_bytes + done));
+    };
+    const IoResult aligned = repeat_call("pwrite", aligned_bytes, write_blocks);
     const bool refused_direct = aligned.failure && aligned.failure->number == EINVAL && aligned.bytes == 0;
     result.bytes += aligned.bytes;
-    result.direct = !refused_direct;
+    result.used_direct = !refused_direct;
     if (refused_direct) {
         file.set_direct_refusal(EINVAL);
     } else if (aligned.failure) {
         result.failure = aligned.failure;
         return result;
     }
-    const IoResult rest = write_buffered(file, offset + result.bytes, length - result.bytes, from + result.bytes);
-    result.bytes += rest.bytes;
-    result.failure = rest.failure;
+    const IoResult tail = write_buffered(file, offset + result.bytes, length - result.bytes, from + result.bytes);
+    result.bytes += tail.bytes;
+    result.failure = tail.failure;
     return result;
 }
 

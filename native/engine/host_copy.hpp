@@ -10,23 +10,24 @@
 
 namespace gdrkit::engine {
 
-// The result of a read or write of one range: the bytes moved, from the beginning of the range. At the end of the file
-// they are fewer than requested, without a failure.
+// The result of a read or write of one range. A read that reaches the end of the file moves fewer bytes than requested,
+// without a failure.
 struct IoResult {
-    std::uint64_t bytes = 0;
-    bool direct = false; // Some bytes bypassed the page cache.
+    std::uint64_t bytes = 0;  // Bytes that were moved, from the beginning of the range.
+    bool used_direct = false; // Some bytes bypassed the page cache.
     std::optional<Failure> failure;
 };
 
 IoResult read_buffered(File& file, std::uint64_t offset, std::uint64_t length, std::byte* to);
 IoResult write_buffered(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* from);
 
-// Move a range by O_DIRECT, and partial blocks at both ends without it. `block` is aligned, the bytes of the range
-// begin at block + leading_bytes(file, offset), and there is space for one more block at both ends. If O_DIRECT is not
-// supported, the whole range is moved without it.
+// Move a range with O_DIRECT; a write moves partial blocks at both ends through the page cache. `block` is aligned
+// memory. The bytes of the range begin at block + leading_bytes(file, offset), and the memory has space for one more
+// block at both ends. If the file does not support O_DIRECT, the whole range is moved through the page cache.
 IoResult read_direct(File& file, std::uint64_t offset, std::uint64_t length, std::byte* block);
 IoResult write_direct(File& file, std::uint64_t offset, std::uint64_t length, const std::byte* block);
 
+// Returns the distance of an offset from the beginning of its block in the file.
 inline std::uint64_t leading_bytes(const File& file, std::uint64_t offset) {
     return offset & (file.alignment_bytes() - 1);
 }

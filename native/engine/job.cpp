@@ -9,8 +9,11 @@
 namespace gdrkit::engine {
 namespace {
 
+// Largest range whose residency in the page cache is queried at a time.
 constexpr std::uint64_t window_max_bytes = 64U << 20U;
+// The sizes of chunks are multiples of this.
 constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
+// Largest number of short extents in one chunk.
 constexpr std::size_t parts_max = 1024;
 // Number of chunks per worker into which a short job is split.
 constexpr std::uint64_t chunks_per_worker = 2;
@@ -18,23 +21,23 @@ constexpr std::uint64_t chunks_per_worker = 2;
 } // namespace
 
 Job::Job(Direction direction, Access access, int device, std::vector<std::shared_ptr<File>> files,
-         std::vector<Extent> extents, const Tuning& tuning, bool durable)
+         std::vector<Extent> extents, const Tuning& tuning, bool is_durable)
     : direction_(direction), access_(access), device_(device), tuning_(tuning), files_(std::move(files)),
-      extents_(std::move(extents)), durable_(durable), window_bytes_(window_max_bytes) {
-    for (const Extent& each : extents_) {
-        total_bytes_ += each.length;
-        files_[each.file]->add_pending(each.length);
+      extents_(std::move(extents)), is_durable_(is_durable), window_bytes_(window_max_bytes) {
+    for (const Extent& extent : extents_) {
+        total_bytes_ += extent.length;
+        files_[extent.file_index]->add_pending(extent.length);
     }
-    for (const std::shared_ptr<File>& each : files_) {
-        each->add_pending(durable_ ? 1 : 0); // The file stays open until its data is on the disk.
+    for (const std::shared_ptr<File>& file : files_) {
+        file->add_pending(is_durable_ ? 1 : 0); // The file stays open until its data is on the disk.
     }
-    const std::uint64_t share = total_bytes_ / (tuning_.workers_count * chunks_per_worker) + 1;
-    const std::uint64_t first = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
-    chunk_min_bytes_ = std::clamp(share, std::min(chunk_step_bytes, first), first);
+    const std::uint64_t even_share_bytes = total_bytes_ / (tuning_.workers_count * chunks_per_worker) + 1;
+    const std::uint64_t first_bytes = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
+    chunk_min_bytes_ = std::clamp(even_share_bytes, std::min(chunk_step_bytes, first_bytes), first_bytes);
     chunks_count_ = total_bytes_ / chunk_min_bytes_ + 1;
-    skip_empty();
-    if (next_ == extents_.size()) {
-        end_unlocked();
+    skip_taken_extents();
+    if (next_extent_ == extents_.size()) {
+        end_locked();
     }
 }
 
@@ -42,8 +45,8 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
 // is as large as what the workers can read while the device copies the chunks before it. At the end the chunks are
 // small again, so that all workers end at the same time.
 std::uint64_t Job::next_chunk_bytes() const {
-    const std::uint64_t share = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / tuning_.workers_count;
-    return std::clamp(share / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
+    const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / tuning_.workers_count;
+    return std::clamp(bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
 // Returns the size of the next coalesced copy, or 0 if too little is left for one. All workers together fill it faster
@@ -52,184 +55,187 @@ std::uint64_t Job::next_coalesced_bytes() const {
     if (direction_ == Direction::write || device_ == host_memory) {
         return 0;
     }
-    const std::uint64_t share = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / 2;
-    const std::uint64_t bytes = std::min(share / chunk_step_bytes * chunk_step_bytes, tuning_.coalesced_bytes);
+    const std::uint64_t wanted_bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / 2;
+    const std::uint64_t bytes = std::min(wanted_bytes / chunk_step_bytes * chunk_step_bytes, tuning_.coalesced_bytes);
     return bytes > tuning_.chunk_bytes ? bytes : 0;
 }
 
-void Job::skip_empty() {
-    while (next_ < extents_.size() && extents_[next_].length == next_offset_) {
-        ++next_;
+void Job::skip_taken_extents() {
+    while (next_extent_ < extents_.size() && extents_[next_extent_].length == next_offset_) {
+        ++next_extent_;
         next_offset_ = 0;
         window_end_ = 0;
     }
 }
 
-TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_opening) {
+TakeResult Job::take(Chunk& chunk, std::atomic<bool>& is_copy_opening) {
     const std::lock_guard lock(mutex_);
-    if (stopped_ || next_ == extents_.size()) {
+    if (is_stopped_ || next_extent_ == extents_.size()) {
         return TakeResult::nothing;
     }
     chunk.parts.clear();
     chunk.bytes = 0;
-    chunk.direct = false;
-    chunk.is_reserved = false;
-    chunk.is_coalesced = false;
-    Extent& extent = extents_[next_];
+    chunk.is_direct = false;
+    chunk.holds_reservation = false;
+    chunk.opens_coalesced_copy = false;
+    Extent& extent = extents_[next_extent_];
     if (next_offset_ > 0 || extent.length > next_chunk_bytes()) {
         try {
-            const TakeResult taken = take_large(chunk, extent, is_opening);
+            const TakeResult taken = take_from_large_extent(chunk, extent, is_copy_opening);
             if (taken != TakeResult::chunk) {
                 return taken;
             }
         } catch (const Error& error) {
             progress_.failure = error.failure();
-            progress_.failed_extent = next_;
-            stopped_ = true;
-            if (in_flight_ == 0) {
-                end_unlocked();
+            progress_.failed_extent = next_extent_;
+            is_stopped_ = true;
+            if (chunks_in_flight_ == 0) {
+                end_locked();
             }
             return TakeResult::nothing;
         }
     } else {
-        take_small(chunk);
+        take_small_extents(chunk);
     }
     taken_bytes_ += chunk.bytes;
-    ++in_flight_;
+    ++chunks_in_flight_;
     return TakeResult::chunk;
 }
 
-// Returns whether the next bytes of the extent bypass the page cache. The decision is stored for the window that begins
-// with them.
+// Returns whether the next bytes of the extent bypass the page cache. If a new window begins with these bytes, decides
+// for the whole window.
 bool Job::is_next_direct(Extent& extent) {
     if (next_offset_ < window_end_) {
-        return window_direct_;
+        return is_window_direct_;
     }
     if (access_ == Access::buffered || direction_ == Direction::write) {
         window_end_ = extent.length;
-        window_direct_ = access_ == Access::direct && files_[extent.file]->direct() >= 0;
-        return window_direct_;
+        is_window_direct_ = access_ == Access::direct && files_[extent.file_index]->direct_fd() >= 0;
+        return is_window_direct_;
     }
-    File& file = *files_[extent.file];
-    const std::uint64_t left = extent.length - next_offset_;
-    if (file.direct() < 0) {
+    File& file = *files_[extent.file_index];
+    const std::uint64_t left_bytes = extent.length - next_offset_;
+    if (file.direct_fd() < 0) {
         window_end_ = extent.length;
-        window_direct_ = false;
+        is_window_direct_ = false;
     } else if (access_ == Access::direct) {
         window_end_ = extent.length;
-        window_direct_ = true;
+        is_window_direct_ = true;
     } else {
         // If cached and uncached ranges are close together, the window shrinks; otherwise it grows again.
         std::uint64_t bytes = std::min(window_max_bytes, window_bytes_ * 4);
-        Residency residency = file.residency_of(extent.offset + next_offset_, std::min(left, bytes));
+        Residency residency = file.residency_of(extent.offset + next_offset_, std::min(left_bytes, bytes));
         while (residency.state == CacheState::some && bytes > tuning_.direct_min_bytes) {
             bytes /= 4;
-            residency = file.residency_of(extent.offset + next_offset_, std::min(left, bytes));
+            residency = file.residency_of(extent.offset + next_offset_, std::min(left_bytes, bytes));
         }
         window_bytes_ = bytes;
-        window_end_ = next_offset_ + std::min(left, bytes);
-        window_direct_ = residency.state == CacheState::none ||
-                         (residency.state == CacheState::some && residency.cached_pages * 2 < residency.pages);
+        window_end_ = next_offset_ + std::min(left_bytes, bytes);
+        is_window_direct_ = residency.state == CacheState::none ||
+                            (residency.state == CacheState::some && residency.cached_pages * 2 < residency.pages);
     }
-    return window_direct_;
+    return is_window_direct_;
 }
 
-// Returns how many workers may read or write at the same time.
-std::size_t Job::reservations_max(bool direct) const {
+// Returns how many workers may read or write for this job at the same time.
+std::size_t Job::reservations_max(bool is_direct) const {
     if (direction_ == Direction::read) {
-        return direct ? tuning_.direct_readers_count : tuning_.workers_count;
+        return is_direct ? tuning_.direct_readers_count : tuning_.workers_count;
     }
-    return direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
+    return is_direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
 }
 
-TakeResult Job::take_large(Chunk& chunk, Extent& extent, std::atomic<bool>& is_opening) {
-    const bool direct = is_next_direct(extent);
-    const bool needs_reservation = direct || direction_ == Direction::write;
-    if (needs_reservation && reservations_ >= reservations_max(direct)) {
+TakeResult Job::take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening) {
+    const bool is_direct = is_next_direct(extent);
+    const bool needs_reservation = is_direct || direction_ == Direction::write;
+    if (needs_reservation && reservations_count_ >= reservations_max(is_direct)) {
         return TakeResult::busy;
     }
     const std::uint64_t direct_bytes =
         direction_ == Direction::read ? tuning_.direct_read_bytes : tuning_.direct_write_bytes;
-    const std::uint64_t coalesced_bytes = direct ? 0 : std::min(next_coalesced_bytes(), window_end_ - next_offset_);
-    const bool is_coalesced = coalesced_bytes > tuning_.chunk_bytes;
-    if (is_coalesced && is_opening.exchange(true, std::memory_order_relaxed)) {
+    const std::uint64_t coalesced_bytes = is_direct ? 0 : std::min(next_coalesced_bytes(), window_end_ - next_offset_);
+    const bool opens_coalesced_copy = coalesced_bytes > tuning_.chunk_bytes;
+    if (opens_coalesced_copy && is_copy_opening.exchange(true, std::memory_order_relaxed)) {
         return TakeResult::busy;
     }
-    const std::uint64_t length_max = direct ? direct_bytes : is_coalesced ? coalesced_bytes : next_chunk_bytes();
+    const std::uint64_t length_max = is_direct              ? direct_bytes
+                                     : opens_coalesced_copy ? coalesced_bytes
+                                                            : next_chunk_bytes();
     // Chunks end at block boundaries of the file, so that only the first and the last of an extent have partial blocks.
     const std::uint64_t begin = extent.offset + next_offset_;
     std::uint64_t length = std::min(length_max, window_end_ - next_offset_);
-    if (const std::uint64_t partial = (begin + length) % files_[extent.file]->alignment_bytes();
+    if (const std::uint64_t partial = (begin + length) % files_[extent.file_index]->alignment_bytes();
         partial < length && next_offset_ + length < extent.length) {
         length -= partial;
     }
-    chunk.direct = direct;
-    chunk.is_reserved = needs_reservation;
-    chunk.is_coalesced = is_coalesced;
-    reservations_ += needs_reservation ? 1 : 0;
+    chunk.is_direct = is_direct;
+    chunk.holds_reservation = needs_reservation;
+    chunk.opens_coalesced_copy = opens_coalesced_copy;
+    reservations_count_ += needs_reservation ? 1 : 0;
     chunk.bytes = length;
-    chunk.parts.push_back(Part{.extent = next_, .extent_offset = next_offset_, .length = length});
+    chunk.parts.push_back(Part{.extent_index = next_extent_, .extent_offset = next_offset_, .length = length});
     next_offset_ += length;
-    skip_empty();
+    skip_taken_extents();
     return TakeResult::chunk;
 }
 
-void Job::take_small(Chunk& chunk) {
+void Job::take_small_extents(Chunk& chunk) {
     const std::uint64_t bytes_max = next_chunk_bytes();
     const bool needs_slack = access_ == Access::direct && direction_ == Direction::read;
     std::uint64_t slack_left = slack_bytes;
-    while (next_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
-           chunk.bytes + extents_[next_].length <= bytes_max) {
-        const Extent& extent = extents_[next_];
-        // A part without slack would be read through the page cache. The alignment of a file that is not open yet is
-        // assumed to be that of most disks.
-        const std::uint64_t slack = needs_slack ? 2 * files_[extent.file]->alignment_bytes() : 0;
+    while (next_extent_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
+           chunk.bytes + extents_[next_extent_].length <= bytes_max) {
+        const Extent& extent = extents_[next_extent_];
+        // A part without slack would be read through the page cache. A file that is not open yet reports the alignment
+        // of most disks.
+        const std::uint64_t slack = needs_slack ? 2 * files_[extent.file_index]->alignment_bytes() : 0;
         if (slack > slack_left && !chunk.parts.empty()) {
             break;
         }
         slack_left -= std::min(slack, slack_left);
-        chunk.parts.push_back(Part{.extent = next_, .extent_offset = 0, .length = extent.length});
+        chunk.parts.push_back(Part{.extent_index = next_extent_, .extent_offset = 0, .length = extent.length});
         chunk.bytes += extent.length;
         next_offset_ = extent.length;
-        skip_empty();
+        skip_taken_extents();
     }
 }
 
 void Job::release_reservation(Chunk& chunk) {
-    if (chunk.is_reserved) {
-        chunk.is_reserved = false;
+    if (chunk.holds_reservation) {
+        chunk.holds_reservation = false;
         release_reservation();
     }
 }
 
 void Job::release_reservation() {
     const std::lock_guard lock(mutex_);
-    --reservations_;
+    --reservations_count_;
 }
 
 void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
     std::uint64_t bytes = 0;
-    for (const Part& each : chunk.parts) {
-        bytes += each.done_bytes;
-        file(each).remove_pending(each.length);
+    for (const Part& part : chunk.parts) {
+        bytes += part.done_bytes;
+        file(part).remove_pending(part.length);
     }
     std::unique_lock lock(mutex_);
     if (bytes < chunk.bytes) {
-        for (const Part& each : chunk.parts) {
-            if (each.done_bytes < each.length) {
-                Extent& extent = extents_[each.extent];
-                extent.stop = std::min(extent.stop, each.extent_offset + each.done_bytes);
+        for (const Part& part : chunk.parts) {
+            if (part.done_bytes < part.length) {
+                Extent& extent = extents_[part.extent_index];
+                extent.first_missing_offset =
+                    std::min(extent.first_missing_offset, part.extent_offset + part.done_bytes);
             }
         }
     }
     progress_.bytes += bytes;
     progress_.direct_bytes += direct_bytes;
-    --in_flight_;
-    if (!is_last_unlocked()) {
+    --chunks_in_flight_;
+    if (!is_work_finished_locked()) {
         return;
     }
-    if (durable_ && !stopped_) {
-        // No other worker has work left in this job.
+    if (is_durable_ && !is_stopped_) {
+        // This is the last chunk, so no other worker uses the job while it is unlocked.
         lock.unlock();
         const std::optional<Failure> failure = make_durable();
         lock.lock();
@@ -237,13 +243,13 @@ void Job::complete(Chunk& chunk, std::uint64_t direct_bytes) {
             progress_.failure = failure;
         }
     }
-    end_unlocked();
+    end_locked();
 }
 
 std::optional<Failure> Job::make_durable() {
-    for (const std::shared_ptr<File>& each : files_) {
+    for (const std::shared_ptr<File>& file : files_) {
         try {
-            if (fdatasync(each->buffered()) != 0) {
+            if (fdatasync(file->buffered_fd()) != 0) {
                 return Failure{.api = Api::kernel, .operation = "fdatasync", .number = errno, .name = {}};
             }
         } catch (const Error& error) {
@@ -253,56 +259,57 @@ std::optional<Failure> Job::make_durable() {
     return std::nullopt;
 }
 
-void Job::fail(std::uint32_t extent, Failure failure) {
+void Job::fail(std::uint32_t extent_index, Failure failure) {
     const std::lock_guard lock(mutex_);
     if (!progress_.failure) {
         progress_.failure = std::move(failure);
-        progress_.failed_extent = extent;
+        progress_.failed_extent = extent_index;
     }
-    stopped_ = true;
+    is_stopped_ = true;
 }
 
 void Job::cancel() {
     const std::lock_guard lock(mutex_);
-    if (!over_ && next_ < extents_.size() && !stopped_) {
-        stopped_ = true;
-        progress_.cancelled = true;
-        if (in_flight_ == 0) {
-            end_unlocked();
+    if (!is_over_ && next_extent_ < extents_.size() && !is_stopped_) {
+        is_stopped_ = true;
+        progress_.is_cancelled = true;
+        if (chunks_in_flight_ == 0) {
+            end_locked();
         }
     }
 }
 
-void Job::end_unlocked() {
-    // Ranges that were never taken did not arrive.
-    if (next_ < extents_.size()) {
-        extents_[next_].stop = std::min(extents_[next_].stop, next_offset_);
-        for (std::uint32_t later = next_ + 1; later < extents_.size(); ++later) {
-            extents_[later].stop = 0;
+void Job::end_locked() {
+    // Bytes that no worker has taken did not arrive.
+    if (next_extent_ < extents_.size()) {
+        extents_[next_extent_].first_missing_offset =
+            std::min(extents_[next_extent_].first_missing_offset, next_offset_);
+        for (std::uint32_t later = next_extent_ + 1; later < extents_.size(); ++later) {
+            extents_[later].first_missing_offset = 0;
         }
     }
-    for (const std::shared_ptr<File>& each : files_) {
-        each->end();
-        if (each->direct_refusal() != 0) {
-            progress_.direct_refusal = each->direct_refusal();
+    for (const std::shared_ptr<File>& file : files_) {
+        file->end();
+        if (file->direct_refusal() != 0) {
+            progress_.direct_refusal = file->direct_refusal();
         }
     }
-    over_ = true;
-    over_changed_.notify_all();
+    is_over_ = true;
+    over_condition_.notify_all();
 }
 
 bool Job::wait(std::int64_t timeout_us) {
     std::unique_lock lock(mutex_);
     if (timeout_us < 0) {
-        over_changed_.wait(lock, [&] { return over_; });
+        over_condition_.wait(lock, [&] { return is_over_; });
         return true;
     }
-    return over_changed_.wait_for(lock, std::chrono::microseconds(timeout_us), [&] { return over_; });
+    return over_condition_.wait_for(lock, std::chrono::microseconds(timeout_us), [&] { return is_over_; });
 }
 
 bool Job::is_over() {
     const std::lock_guard lock(mutex_);
-    return over_;
+    return is_over_;
 }
 
 Progress Job::progress() {
@@ -310,12 +317,12 @@ Progress Job::progress() {
     return progress_;
 }
 
-std::vector<std::uint64_t> Job::arrived() {
+std::vector<std::uint64_t> Job::arrived_bytes() {
     const std::lock_guard lock(mutex_);
     std::vector<std::uint64_t> bytes;
     bytes.reserve(extents_.size());
-    for (const Extent& each : extents_) {
-        bytes.push_back(std::min(each.stop, each.length));
+    for (const Extent& extent : extents_) {
+        bytes.push_back(std::min(extent.first_missing_offset, extent.length));
     }
     return bytes;
 }

@@ -20,7 +20,7 @@ namespace gdrkit::engine {
 
 namespace {
 
-// The form that gdrkit.gds._native converts to exceptions: (api, operation, number, name).
+// Returns the failure as (api, operation, number, name), which gdrkit.gds._native converts to exceptions.
 nb::tuple failure_tuple(const Failure& failure) {
     return nb::make_tuple(failure.api == Api::cuda ? "cuda" : "kernel", failure.operation, failure.number,
                           failure.name);
@@ -33,7 +33,7 @@ PyObject* engine_error = nullptr;
     throw nb::python_error();
 }
 
-// Runs a function without the GIL.
+// Runs a function without the GIL and returns its result. Raises EngineError if it throws Error.
 template <typename Function> auto without_gil(const Function& function) {
     Failure failure;
     {
@@ -65,11 +65,11 @@ struct HostMemory {
     Py_buffer view{};
 };
 
-// The rows are packed (file, offset, address, length) of 8 bytes each, so that thousands of ranges need no Python
-// objects.
+// Unpacks extents from rows of four numbers of 8 bytes each: (file index, offset, address, length). Python passes them
+// in one buffer, so that thousands of ranges need no Python objects.
 std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
     struct Row {
-        std::uint64_t file;
+        std::uint64_t file_index;
         std::uint64_t offset;
         std::uint64_t address;
         std::uint64_t length;
@@ -84,11 +84,11 @@ std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
     for (std::size_t index = 0; index < extents.size(); ++index) {
         Row row{};
         std::memcpy(&row, static_cast<const std::byte*>(bytes.view.buf) + index * sizeof(Row), sizeof(Row));
-        const bool fits = row.offset <= INT64_MAX && row.length <= INT64_MAX - row.offset;
-        if (row.file >= files_count || !fits || row.address + row.length < row.address) {
+        const bool fits_in_file = row.offset <= INT64_MAX && row.length <= INT64_MAX - row.offset;
+        if (row.file_index >= files_count || !fits_in_file || row.address + row.length < row.address) {
             raise({.api = Api::kernel, .operation = "extents", .number = EINVAL, .name = {}});
         }
-        extents[index].file = static_cast<std::uint32_t>(row.file);
+        extents[index].file_index = static_cast<std::uint32_t>(row.file_index);
         extents[index].offset = row.offset;
         extents[index].address = row.address;
         extents[index].length = row.length;
@@ -96,26 +96,26 @@ std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
     return extents;
 }
 
-// Each file is a path, which the job opens and closes, or an OpenFile.
+// Converts a list of files. Each is a path (bytes), which the job opens and closes, or an OpenFile.
 std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, unsigned mode) {
-    std::vector<std::shared_ptr<File>> opened;
-    opened.reserve(nb::len(files));
-    for (const nb::handle each : files) {
-        if (nb::isinstance<File>(each)) {
-            opened.push_back(nb::cast<std::shared_ptr<File>>(each));
+    std::vector<std::shared_ptr<File>> native_files;
+    native_files.reserve(nb::len(files));
+    for (const nb::handle item : files) {
+        if (nb::isinstance<File>(item)) {
+            native_files.push_back(nb::cast<std::shared_ptr<File>>(item));
         } else {
-            const auto path = nb::cast<nb::bytes>(each);
-            opened.push_back(std::make_shared<File>(std::string(path.c_str(), path.size()), flags, mode));
+            const auto path = nb::cast<nb::bytes>(item);
+            native_files.push_back(std::make_shared<File>(std::string(path.c_str(), path.size()), flags, mode));
         }
     }
-    return opened;
+    return native_files;
 }
 
 nb::dict dict_of(const Progress& progress) {
     nb::dict data;
     data["bytes"] = progress.bytes;
     data["direct_bytes"] = progress.direct_bytes;
-    data["cancelled"] = progress.cancelled;
+    data["cancelled"] = progress.is_cancelled;
     data["direct_refusal"] = progress.direct_refusal;
     data["failed_extent"] = progress.failed_extent;
     if (progress.failure) {
@@ -131,7 +131,7 @@ void bind_jobs(nb::module_& module) {
                      "A descriptor of the caller, and a second one with O_DIRECT, which this object owns.")
         .def(
             "__init__", [](File* self, int fd) { new (self) File(fd); }, "fd"_a)
-        .def("direct", [](File& self) { return without_gil([&] { return self.direct() >= 0; }); })
+        .def("direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); })
         .def_prop_ro("direct_refusal", &File::direct_refusal)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
         .def(
@@ -154,8 +154,8 @@ void bind_jobs(nb::module_& module) {
         .def("is_over", &Job::is_over)
         .def("cancel", &Job::cancel, nb::call_guard<nb::gil_scoped_release>())
         .def("progress", [](Job& self) { return dict_of(self.progress()); })
-        .def("arrived", &Job::arrived,
-             "Return the bytes of each extent that arrived, from its beginning without a gap.");
+        .def("arrived", &Job::arrived_bytes,
+             "Return for each extent the number of bytes that arrived from its beginning without a gap.");
 }
 
 void bind_engine(nb::module_& module) {
@@ -236,7 +236,8 @@ void bind_engine(nb::module_& module) {
 NB_MODULE(_engine, module) {
     namespace ge = gdrkit::engine;
     module.doc() = "The copy engine between files and memory of the host or of devices.";
-    ge::engine_error = PyErr_NewException("gdrkit.gds._engine.EngineError", PyExc_Exception, nullptr);
+    const auto error_name = nb::cast<std::string>(module.attr("__name__")) + ".EngineError";
+    ge::engine_error = PyErr_NewException(error_name.c_str(), PyExc_Exception, nullptr);
     if (ge::engine_error == nullptr) {
         throw nb::python_error();
     }
@@ -248,7 +249,8 @@ NB_MODULE(_engine, module) {
             return std::pair(residency.cached_pages, residency.pages);
         },
         "fd"_a, "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");
-    // For a child of fork: the resources of the object belong to the parent, so the child must never destroy it.
+    // Adds a reference that is never dropped. A child of fork calls this for an object whose resources belong to the
+    // parent, so that the child never destroys the object.
     module.def(
         "keep_forever",
         [](nb::handle object) {

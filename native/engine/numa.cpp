@@ -13,9 +13,9 @@ namespace {
 
 constexpr int mpol_preferred = 1; // linux/mempolicy.h
 constexpr int nodes_max = 1024;
-constexpr int bits = 8 * sizeof(unsigned long);
+constexpr int bits_per_long = 8 * sizeof(unsigned long);
 
-std::string line_of(const std::string& path) {
+std::string first_line(const std::string& path) {
     std::ifstream file(path);
     std::string line;
     std::getline(file, line);
@@ -25,14 +25,14 @@ std::string line_of(const std::string& path) {
 } // namespace
 
 int node_of_device(const std::string& bus_id, const std::string& sysfs) {
-    if (line_of(sysfs + "/devices/system/node/online").find_first_of(",-") == std::string::npos) {
+    if (first_line(sysfs + "/devices/system/node/online").find_first_of(",-") == std::string::npos) {
         return -1;
     }
     std::string name;
-    for (const char each : bus_id) {
-        name += static_cast<char>(std::tolower(static_cast<unsigned char>(each)));
+    for (const char character : bus_id) {
+        name += static_cast<char>(std::tolower(static_cast<unsigned char>(character)));
     }
-    const std::string node = line_of(sysfs + "/bus/pci/devices/" + name + "/numa_node");
+    const std::string node = first_line(sysfs + "/bus/pci/devices/" + name + "/numa_node");
     return node.empty() ? -1 : std::atoi(node.c_str());
 }
 
@@ -42,28 +42,28 @@ bool cpus_of_node(int node, cpu_set_t& cpus, const std::string& sysfs) {
         return false;
     }
     CPU_ZERO(&cpus);
-    std::istringstream list(line_of(sysfs + "/devices/system/node/node" + std::to_string(node) + "/cpulist"));
-    for (std::string span; std::getline(list, span, ',');) {
-        const int first = std::atoi(span.c_str());
-        const std::size_t dash = span.find('-');
-        const int last = dash == std::string::npos ? first : std::atoi(span.c_str() + dash + 1);
-        for (int each = first; each <= last && each < CPU_SETSIZE; ++each) {
-            if (CPU_ISSET(each, &allowed)) {
-                CPU_SET(each, &cpus);
+    std::istringstream list(first_line(sysfs + "/devices/system/node/node" + std::to_string(node) + "/cpulist"));
+    for (std::string cpu_range; std::getline(list, cpu_range, ',');) {
+        const int first = std::atoi(cpu_range.c_str());
+        const std::size_t dash = cpu_range.find('-');
+        const int last = dash == std::string::npos ? first : std::atoi(cpu_range.c_str() + dash + 1);
+        for (int cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) {
+            if (CPU_ISSET(cpu, &allowed)) {
+                CPU_SET(cpu, &cpus);
             }
         }
     }
     return CPU_COUNT(&cpus) > 0;
 }
 
-void prefer_node(void* at, std::size_t length, int node) noexcept {
+void prefer_node(void* mapping, std::size_t length, int node) noexcept {
     if (node < 0 || node >= nodes_max) {
         return;
     }
-    unsigned long mask[nodes_max / bits] = {};
-    mask[node / bits] = 1UL << (node % bits);
-    // This is only a preference. Without the call, memory comes from the node of the thread that touches it first.
-    static_cast<void>(syscall(SYS_mbind, at, length, mpol_preferred, mask, nodes_max, 0));
+    unsigned long mask[nodes_max / bits_per_long] = {};
+    mask[node / bits_per_long] = 1UL << (node % bits_per_long);
+    // A failure is ignored: the kernel then takes memory from the node of the thread that touches it first.
+    static_cast<void>(syscall(SYS_mbind, mapping, length, mpol_preferred, mask, nodes_max, 0));
 }
 
 } // namespace gdrkit::engine

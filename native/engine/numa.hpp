@@ -8,8 +8,8 @@
 
 namespace gdrkit::engine {
 
-// Returns the NUMA node of a PCI device ("0000:1c:00.0") from sysfs; -1 if the machine has only one node, or it is
-// unknown.
+// Returns the NUMA node of a PCI device ("0000:1c:00.0") from sysfs. Returns -1 if the machine has only one node, or if
+// the node is unknown.
 int node_of_device(const std::string& bus_id, const std::string& sysfs = "/sys");
 
 // Stores in `cpus` the processors of a node that this process may use. Returns false if there are none, or the node is
@@ -17,6 +17,6 @@ int node_of_device(const std::string& bus_id, const std::string& sysfs = "/sys")
 bool cpus_of_node(int node, cpu_set_t& cpus, const std::string& sysfs = "/sys");
 
 // Asks the kernel to take the pages of a mapping from this node if it has free pages. -1 means any node.
-void prefer_node(void* at, std::size_t length, int node) noexcept;
+void prefer_node(void* mapping, std::size_t length, int node) noexcept;
 
 } // namespace gdrkit::engine

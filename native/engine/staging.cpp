@@ -21,8 +21,8 @@ std::size_t round_up(std::size_t value) {
 
 Staging::Staging(std::size_t length, int node) : length_(round_up(length)) {
     // The mapping has one more huge page, so that the memory can begin at a huge page.
-    const std::size_t mapped = length_ + huge_page_bytes;
-    void* const mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const std::size_t mapped_bytes = length_ + huge_page_bytes;
+    void* const mapping = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED) {
         throw kernel_error("mmap", errno);
     }
@@ -31,8 +31,9 @@ Staging::Staging(std::size_t length, int node) : length_(round_up(length)) {
     if (data_ != begin) {
         munmap(begin, static_cast<std::size_t>(data_ - begin));
     }
-    if (const std::size_t rest = mapped - length_ - static_cast<std::size_t>(data_ - begin); rest != 0) {
-        munmap(data_ + length_, rest);
+    const std::size_t tail_bytes = mapped_bytes - length_ - static_cast<std::size_t>(data_ - begin);
+    if (tail_bytes != 0) {
+        munmap(data_ + length_, tail_bytes);
     }
     // A child of fork does not need this memory, and copy-on-write must not replace pages that a device uses.
     madvise(data_, length_, MADV_DONTFORK);
@@ -45,18 +46,18 @@ Staging::~Staging() {
 }
 
 void Staging::pin() {
-    const std::lock_guard lock(pinning_);
-    if (!pinned_) {
+    const std::lock_guard lock(pin_mutex_);
+    if (!is_pinned_) {
         cuda::check("cuMemHostRegister", cuda::driver().host_register(data_, length_, cuda::host_register_portable));
-        pinned_ = true;
+        is_pinned_ = true;
     }
 }
 
 void Staging::unpin() noexcept {
-    const std::lock_guard lock(pinning_);
-    if (pinned_) {
+    const std::lock_guard lock(pin_mutex_);
+    if (is_pinned_) {
         cuda::driver().host_unregister(data_);
-        pinned_ = false;
+        is_pinned_ = false;
     }
 }
 

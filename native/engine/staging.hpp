@@ -1,4 +1,5 @@
-// Host memory that devices copy from and to. It is mapped once, pinned when a device is first used, and reused.
+// Staging memory of the copy engine: host memory that devices copy from and to. It is mapped once and pinned when a
+// device is first used.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +25,8 @@ public:
 private:
     std::byte* data_ = nullptr;
     std::size_t length_ = 0;
-    std::mutex pinning_;
-    bool pinned_ = false;
+    std::mutex pin_mutex_;
+    bool is_pinned_ = false;
 };
 
 } // namespace gdrkit::engine

@@ -14,16 +14,17 @@ std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
     return (value + alignment - 1) & ~(alignment - 1);
 }
 
-// Calls `copy` with (address, staging offset, length) once for each run of parts that are contiguous in both memories.
-template <typename Length, typename Copy>
-void for_each_run(const Chunk& chunk, const Length& length, const Copy& copy) {
+// Calls `copy` with (address, staging offset, length) once for each run of parts that are contiguous both in the memory
+// of the job and in the staging memory. `length_of` returns the number of bytes of a part to copy.
+template <typename LengthOf, typename Copy>
+void for_each_run(const Chunk& chunk, const LengthOf& length_of, const Copy& copy) {
     std::uint64_t address = 0;
     std::uint64_t staging_offset = 0;
     std::uint64_t bytes = 0;
-    for (const Part& each : chunk.parts) {
-        const std::uint64_t begin = chunk.job->extent(each).address + each.extent_offset;
-        const std::uint64_t count = length(each);
-        if (bytes != 0 && begin == address + bytes && each.staging_offset == staging_offset + bytes) {
+    for (const Part& part : chunk.parts) {
+        const std::uint64_t begin = chunk.job->extent(part).address + part.extent_offset;
+        const std::uint64_t count = length_of(part);
+        if (bytes != 0 && begin == address + bytes && part.staging_offset == staging_offset + bytes) {
             bytes += count;
             continue;
         }
@@ -31,7 +32,7 @@ void for_each_run(const Chunk& chunk, const Length& length, const Copy& copy) {
             copy(address, staging_offset, bytes);
         }
         address = begin;
-        staging_offset = each.staging_offset;
+        staging_offset = part.staging_offset;
         bytes = count;
     }
     if (bytes != 0) {
@@ -54,12 +55,12 @@ Worker::Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Coa
 void Worker::run() {
     Chunk chunk;
     for (;;) {
-        // All buffers of this worker are pending, so it frees the oldest one before it takes work. Until then, a worker
-        // with a free buffer can take that work.
-        if (buffers_[next_buffer_].pending) {
+        // If all buffers of this worker are pending, it completes the oldest one before it takes work. Meanwhile a
+        // worker with a free buffer can take that work.
+        if (buffers_[next_buffer_].is_pending) {
             complete_oldest();
         }
-        // Any worker completes coalesced copies, because the worker that submitted them may be busy for long.
+        // Every worker completes coalesced copies, because the worker that submitted one may be busy for a long time.
         if (coalesced_copies_.is_any_submitted()) {
             current_stream_ = nullptr;
             while (coalesced_copies_.complete_oldest(false)) {
@@ -70,7 +71,7 @@ void Worker::run() {
             coalesced_copies_.fill(chunk);
             chunk.copy.reset();
             current_stream_ = nullptr;
-        } else if (taken == TakeResult::chunk && chunk.is_coalesced) {
+        } else if (taken == TakeResult::chunk && chunk.opens_coalesced_copy) {
             open_coalesced(chunk);
         } else if (taken == TakeResult::chunk) {
             const Buffer& newest = buffers_[(next_buffer_ + buffers_.size() - 1) % buffers_.size()];
@@ -84,19 +85,19 @@ void Worker::run() {
     }
 }
 
-// A worker that just read from disk still has its reservation and takes the next chunk of the same job. Other workers
-// are woken only if it does not. So the same few threads do all reads, and no read waits for a thread to wake up.
-// If all threads took turns, all of the staging memory would pass through the processor caches.
+// Takes the next work. A worker that just read from disk still holds its reservation, so it takes the next chunk of the
+// same job. Other workers are woken only if it does not. So the same few threads do all reads, and no read waits for a
+// thread to wake up. If all threads took turns, their staging memory would not fit into the processor caches.
 TakeResult Worker::take(Chunk& chunk) {
     if (reserved_job_) {
         const std::shared_ptr<Job> job = std::move(reserved_job_);
         reserved_job_.reset();
         job->release_reservation();
         const TakeResult taken = dispatcher_.next(chunk, false);
-        if (taken == TakeResult::chunk && !chunk.copy && chunk.is_reserved && chunk.job == job) {
+        if (taken == TakeResult::chunk && !chunk.copy && chunk.holds_reservation && chunk.job == job) {
             return taken;
         }
-        dispatcher_.wake_another();
+        dispatcher_.wake_another_worker();
         if (taken != TakeResult::busy || !is_idle()) {
             return taken;
         }
@@ -106,7 +107,7 @@ TakeResult Worker::take(Chunk& chunk) {
 
 // Returns whether this worker has nothing to complete, so that it may sleep until there is new work.
 bool Worker::is_idle() const noexcept {
-    return pending_count_ == 0 && (coalesced_copies_.is_opening() || !coalesced_copies_.is_any_submitted());
+    return pending_count_ == 0 && (coalesced_copies_.is_copy_opening() || !coalesced_copies_.is_any_submitted());
 }
 
 void Worker::open_coalesced(Chunk& chunk) {
@@ -120,11 +121,11 @@ void Worker::open_coalesced(Chunk& chunk) {
     dispatcher_.publish(std::move(copy));
 }
 
-// Completes the oldest coalesced copy and waits for it. Does nothing while another worker opens a coalesced copy,
-// because that worker completes the oldest one itself if it needs a buffer.
+// Waits for the oldest coalesced copy and completes it. Does nothing while another worker opens a coalesced copy,
+// because that worker completes the oldest copy itself if it needs a buffer.
 bool Worker::complete_coalesced() {
     current_stream_ = nullptr;
-    return !coalesced_copies_.is_opening() && coalesced_copies_.complete_oldest(true);
+    return !coalesced_copies_.is_copy_opening() && coalesced_copies_.complete_oldest(true);
 }
 
 CopyStream& Worker::stream_of(int device) {
@@ -144,56 +145,57 @@ CopyStream& Worker::stream_of(int device) {
     return *stream;
 }
 
-std::byte* Worker::memory_of(std::size_t index, const Chunk& chunk) const {
-    return fills_slab(chunk) ? slab_ : slab_ + index * buffer_bytes_of(tuning_);
+std::byte* Worker::memory_of(std::size_t buffer_index, const Chunk& chunk) const {
+    return fills_slab(chunk) ? slab_ : slab_ + buffer_index * buffer_bytes_of(tuning_);
 }
 
+// Returns whether the I/O of a part is to bypass the page cache.
 bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
     const Extent& extent = chunk.job->extent(part);
     const Access access = chunk.job->access();
-    if (chunk.direct || access == Access::buffered) {
-        return chunk.direct;
+    if (chunk.is_direct || access == Access::buffered) {
+        return chunk.is_direct;
     }
-    // Only a part that is a whole short extent is decided here. For a longer extent, the decision was made when the
-    // chunk was taken.
+    // Job::take decided for each chunk of a long extent (chunk.is_direct). Only a part that is a complete short extent
+    // is decided here.
     if (part.length != extent.length) {
         return false;
     }
     File& file = chunk.job->file(part);
     const bool is_read = chunk.job->direction() == Direction::read;
     if (access == Access::direct && is_read) {
-        return file.direct() >= 0;
+        return file.direct_fd() >= 0;
     }
     if (chunk.bytes < tuning_.direct_min_bytes || part.length < tuning_.direct_min_bytes) {
         return false;
     }
     if (access == Access::direct) {
-        return file.direct() >= 0;
+        return file.direct_fd() >= 0;
     }
     if (!is_read) {
         return false;
     }
     const Residency residency = file.residency_of(extent.offset, part.length);
-    return residency.cached_pages * 2 < residency.pages && file.direct() >= 0;
+    return residency.cached_pages * 2 < residency.pages && file.direct_fd() >= 0;
 }
 
 // Sets the position of each part in the staging memory. Throws Error if a file cannot be opened.
 void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
     std::uint64_t slack_left = slack_bytes;
-    for (Part& each : chunk.parts) {
-        const File& file = chunk.job->file(each);
-        const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, each);
-        // The alignment is known only now, when the file has been opened with O_DIRECT.
+    for (Part& part : chunk.parts) {
+        const File& file = chunk.job->file(part);
+        const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, part);
+        // wants_direct() may have opened the file with O_DIRECT, which sets its real alignment.
         const std::uint64_t alignment = file.alignment_bytes();
-        each.direct = is_candidate && 2 * alignment <= slack_left;
-        if (each.direct) {
+        part.is_direct = is_candidate && 2 * alignment <= slack_left;
+        if (part.is_direct) {
             slack_left -= 2 * alignment;
             staging_offset = align_up(staging_offset, alignment) +
-                             leading_bytes(file, chunk.job->extent(each).offset + each.extent_offset);
+                             leading_bytes(file, chunk.job->extent(part).offset + part.extent_offset);
         }
-        each.staging_offset = staging_offset;
-        staging_offset += each.length;
+        part.staging_offset = staging_offset;
+        staging_offset += part.length;
     }
 }
 
@@ -201,40 +203,39 @@ IoResult Worker::read_part(const Chunk& chunk, const Part& part, std::byte* base
     File& file = chunk.job->file(part);
     const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
     std::byte* const to = base + part.staging_offset;
-    return part.direct ? read_direct(file, offset, part.length, to - leading_bytes(file, offset))
-                       : read_buffered(file, offset, part.length, to);
+    return part.is_direct ? read_direct(file, offset, part.length, to - leading_bytes(file, offset))
+                          : read_buffered(file, offset, part.length, to);
 }
 
 IoResult Worker::write_part(const Chunk& chunk, const Part& part, const std::byte* base) {
     File& file = chunk.job->file(part);
     const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
     const std::byte* const from = base + part.staging_offset;
-    return part.direct ? write_direct(file, offset, part.length, from - leading_bytes(file, offset))
-                       : write_buffered(file, offset, part.length, from);
+    return part.is_direct ? write_direct(file, offset, part.length, from - leading_bytes(file, offset))
+                          : write_buffered(file, offset, part.length, from);
 }
 
-void Worker::start(std::size_t index, Chunk& chunk) {
+void Worker::start(std::size_t buffer_index, Chunk& chunk) {
     if (chunk.job->device() == host_memory) {
         move_host_chunk(chunk);
         return;
     }
-    Buffer& buffer = buffers_[index];
+    Buffer& buffer = buffers_[buffer_index];
     std::swap(buffer.chunk, chunk);
     chunk.job.reset();
     buffer.direct_bytes = 0;
-    std::uint32_t extent = buffer.chunk.parts.front().extent;
     try {
         CopyStream& stream = stream_of(buffer.chunk.job->device());
         buffer.stream = &stream;
         assign_staging_offsets(buffer.chunk);
         if (buffer.chunk.job->direction() == Direction::read) {
-            start_read(index, stream);
+            start_read(buffer_index, stream);
         } else {
-            start_write(index, stream);
+            start_write(buffer_index, stream);
         }
-        stream.record(index);
+        stream.record(buffer_index);
     } catch (const Error& error) {
-        buffer.chunk.job->fail(extent, error.failure());
+        buffer.chunk.job->fail(buffer.chunk.parts.front().extent_index, error.failure());
         // The copies on the device must be over before the memory is used again.
         if (buffer.stream != nullptr) {
             buffer.stream->drain();
@@ -242,32 +243,32 @@ void Worker::start(std::size_t index, Chunk& chunk) {
         fail_chunk(buffer.chunk, error.failure());
         return;
     }
-    buffer.pending = true;
+    buffer.is_pending = true;
     ++pending_count_;
-    next_buffer_ = (index + 1) % buffers_.size();
+    next_buffer_ = (buffer_index + 1) % buffers_.size();
 }
 
-void Worker::start_read(std::size_t index, CopyStream& stream) {
-    Buffer& buffer = buffers_[index];
+void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
+    Buffer& buffer = buffers_[buffer_index];
     Chunk& chunk = buffer.chunk;
-    std::byte* const base = memory_of(index, chunk);
-    for (Part& each : chunk.parts) {
+    std::byte* const base = memory_of(buffer_index, chunk);
+    for (Part& part : chunk.parts) {
         IoResult result;
         try {
-            result = read_part(chunk, each, base);
+            result = read_part(chunk, part, base);
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        each.done_bytes = result.bytes;
-        buffer.direct_bytes += result.direct ? result.bytes : 0;
+        part.done_bytes = result.bytes;
+        buffer.direct_bytes += result.used_direct ? result.bytes : 0;
         if (result.failure) {
-            chunk.job->fail(each.extent, *result.failure);
+            chunk.job->fail(part.extent_index, *result.failure);
             break;
         }
     }
-    if (chunk.is_reserved) {
+    if (chunk.holds_reservation) {
         reserved_job_ = chunk.job;
-        chunk.is_reserved = false;
+        chunk.holds_reservation = false;
     }
     for_each_run(
         chunk, [](const Part& part) { return part.done_bytes; },
@@ -276,9 +277,9 @@ void Worker::start_read(std::size_t index, CopyStream& stream) {
         });
 }
 
-void Worker::start_write(std::size_t index, CopyStream& stream) {
-    const Chunk& chunk = buffers_[index].chunk;
-    std::byte* const base = memory_of(index, chunk);
+void Worker::start_write(std::size_t buffer_index, CopyStream& stream) {
+    const Chunk& chunk = buffers_[buffer_index].chunk;
+    std::byte* const base = memory_of(buffer_index, chunk);
     for_each_run(
         chunk, [](const Part& part) { return part.length; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
@@ -295,17 +296,17 @@ bool Worker::complete_oldest() {
     return true;
 }
 
-void Worker::complete(std::size_t index) {
-    Buffer& buffer = buffers_[index];
+void Worker::complete(std::size_t buffer_index) {
+    Buffer& buffer = buffers_[buffer_index];
     Chunk& chunk = buffer.chunk;
-    buffer.pending = false;
+    buffer.is_pending = false;
     --pending_count_;
     try {
         if (current_stream_ != buffer.stream) {
             buffer.stream->make_current();
             current_stream_ = buffer.stream;
         }
-        buffer.stream->wait(index);
+        buffer.stream->wait(buffer_index);
     } catch (const Error& error) {
         // The copy may still run although the wait failed. It must not write to memory that its owner frees.
         buffer.stream->drain();
@@ -313,24 +314,24 @@ void Worker::complete(std::size_t index) {
         return;
     }
     if (chunk.job->direction() == Direction::write) {
-        buffer.direct_bytes = write_parts(chunk, memory_of(index, chunk));
+        buffer.direct_bytes = write_parts(chunk, memory_of(buffer_index, chunk));
     }
     complete_chunk(chunk, buffer.direct_bytes);
 }
 
 std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     std::uint64_t direct_bytes = 0;
-    for (Part& each : chunk.parts) {
+    for (Part& part : chunk.parts) {
         IoResult result;
         try {
-            result = write_part(chunk, each, base);
+            result = write_part(chunk, part, base);
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        each.done_bytes = result.bytes;
-        direct_bytes += result.direct ? result.bytes : 0;
+        part.done_bytes = result.bytes;
+        direct_bytes += result.used_direct ? result.bytes : 0;
         if (result.failure) {
-            chunk.job->fail(each.extent, *result.failure);
+            chunk.job->fail(part.extent_index, *result.failure);
             break;
         }
     }
@@ -338,39 +339,41 @@ std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     return direct_bytes;
 }
 
-// Host memory is read and written in place. It is staged only for O_DIRECT with an unaligned offset, length or address.
+// Moves a chunk of a job in host memory. The memory is read and written in place, and staged only for O_DIRECT with an
+// unaligned offset, length or address.
 void Worker::move_host_chunk(Chunk& chunk) {
     std::uint64_t direct_bytes = 0;
     const bool is_read = chunk.job->direction() == Direction::read;
-    for (Part& each : chunk.parts) {
+    for (Part& part : chunk.parts) {
         IoResult result;
         try {
-            File& file = chunk.job->file(each);
-            const Extent& extent = chunk.job->extent(each);
-            const std::uint64_t offset = extent.offset + each.extent_offset;
-            auto* const memory = reinterpret_cast<std::byte*>(extent.address + each.extent_offset);
-            each.direct = wants_direct(chunk, each);
-            const std::uint64_t alignment_bits = offset | each.length | reinterpret_cast<std::uintptr_t>(memory);
-            bool is_staged = each.direct && (alignment_bits & (file.alignment_bytes() - 1)) != 0;
+            File& file = chunk.job->file(part);
+            const Extent& extent = chunk.job->extent(part);
+            const std::uint64_t offset = extent.offset + part.extent_offset;
+            auto* const memory = reinterpret_cast<std::byte*>(extent.address + part.extent_offset);
+            part.is_direct = wants_direct(chunk, part);
+            const std::uint64_t alignment_bits = offset | part.length | reinterpret_cast<std::uintptr_t>(memory);
+            bool is_staged = part.is_direct && (alignment_bits & (file.alignment_bytes() - 1)) != 0;
             if (is_staged && 2 * file.alignment_bytes() > slack_bytes) {
-                is_staged = each.direct = false; // The partial blocks would overlap the next worker's staging memory.
+                is_staged = part.is_direct =
+                    false; // The partial blocks would overlap the next worker's staging memory.
             }
             std::byte* const base = is_staged ? slab_ : memory;
-            each.staging_offset = is_staged ? leading_bytes(file, offset) : 0;
+            part.staging_offset = is_staged ? leading_bytes(file, offset) : 0;
             if (is_staged && !is_read) {
-                std::memcpy(base + each.staging_offset, memory, each.length);
+                std::memcpy(base + part.staging_offset, memory, part.length);
             }
-            result = is_read ? read_part(chunk, each, base) : write_part(chunk, each, base);
+            result = is_read ? read_part(chunk, part, base) : write_part(chunk, part, base);
             if (is_staged && is_read) {
-                std::memcpy(memory, base + each.staging_offset, result.bytes);
+                std::memcpy(memory, base + part.staging_offset, result.bytes);
             }
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        each.done_bytes = result.bytes;
-        direct_bytes += result.direct ? result.bytes : 0;
+        part.done_bytes = result.bytes;
+        direct_bytes += result.used_direct ? result.bytes : 0;
         if (result.failure) {
-            chunk.job->fail(each.extent, *result.failure);
+            chunk.job->fail(part.extent_index, *result.failure);
             break;
         }
     }
@@ -378,17 +381,17 @@ void Worker::move_host_chunk(Chunk& chunk) {
 }
 
 void Worker::release_reservation(Chunk& chunk) {
-    if (chunk.is_reserved) {
+    if (chunk.holds_reservation) {
         chunk.job->release_reservation(chunk);
-        dispatcher_.wake_another();
+        dispatcher_.wake_another_worker();
     }
 }
 
-// Reports the failure and completes the chunk. None of its bytes count as arrived.
+// Reports the failure and completes the chunk as if none of its bytes had arrived.
 void Worker::fail_chunk(Chunk& chunk, const Failure& failure) {
-    chunk.job->fail(chunk.parts.front().extent, failure);
-    for (Part& each : chunk.parts) {
-        each.done_bytes = 0;
+    chunk.job->fail(chunk.parts.front().extent_index, failure);
+    for (Part& part : chunk.parts) {
+        part.done_bytes = 0;
     }
     complete_chunk(chunk, 0);
 }

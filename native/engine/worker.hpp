@@ -1,4 +1,5 @@
-// A worker thread of the engine, which moves chunks of jobs through its own staging buffers.
+// A worker thread of the copy engine. It moves chunks of jobs through its part of the staging memory, its slab. The
+// slab is divided into buffers, so that the device copies one buffer while the worker reads into the next.
 #pragma once
 
 #include <cstddef>
@@ -16,10 +17,10 @@ namespace gdrkit::engine {
 // The interface by which a worker takes chunks and wakes other workers.
 class Dispatcher {
 public:
-    // Takes work for this worker, and waits for it if `wait` is set.
-    virtual TakeResult next(Chunk& chunk, bool wait) = 0;
+    // Takes work for the calling worker. Waits for work if `may_wait` is set.
+    virtual TakeResult next(Chunk& chunk, bool may_wait) = 0;
     // Wakes another worker, because work may be left that it can do.
-    virtual void wake_another() = 0;
+    virtual void wake_another_worker() = 0;
     // Lets other workers fill a coalesced copy, and open the next one. A null copy means that the open has failed.
     virtual void publish(std::shared_ptr<CoalescedCopy> copy) = 0;
 
@@ -27,7 +28,7 @@ protected:
     ~Dispatcher() = default;
 };
 
-// Returns the size of the staging memory of one worker, in bytes.
+// Returns the size of the slab of one worker, in bytes.
 std::size_t slab_bytes_of(const Tuning& tuning);
 
 class Worker {
@@ -39,11 +40,12 @@ public:
     void run();
 
 private:
+    // A staging buffer is pending while the device copies the bytes of its chunk.
     struct Buffer {
         Chunk chunk;
         CopyStream* stream = nullptr;
         std::uint64_t direct_bytes = 0;
-        bool pending = false;
+        bool is_pending = false;
     };
 
     // Returns whether the chunk fills the whole slab, whose buffers must then be empty.
@@ -52,12 +54,16 @@ private:
     bool is_idle() const noexcept;
     void open_coalesced(Chunk& chunk);
     bool complete_coalesced();
-    void start(std::size_t index, Chunk& chunk);
-    void start_read(std::size_t index, CopyStream& stream);
-    void start_write(std::size_t index, CopyStream& stream);
-    void complete(std::size_t index);
+    // Reads a chunk into a staging buffer and queues its copy to the device. For a write, queues the copy from the
+    // device. The buffer is pending afterwards. A chunk of host memory is moved at once.
+    void start(std::size_t buffer_index, Chunk& chunk);
+    void start_read(std::size_t buffer_index, CopyStream& stream);
+    void start_write(std::size_t buffer_index, CopyStream& stream);
+    // Waits for the copy of a pending buffer. For a write, writes its bytes to the files. Completes the chunk.
+    void complete(std::size_t buffer_index);
     bool complete_oldest();
     void move_host_chunk(Chunk& chunk);
+    // Returns the stream for a device and makes its context current. Creates the stream at the first use.
     CopyStream& stream_of(int device);
     void assign_staging_offsets(Chunk& chunk);
     bool wants_direct(const Chunk& chunk, const Part& part);
@@ -67,7 +73,8 @@ private:
     void fail_chunk(Chunk& chunk, const Failure& failure);
     void complete_chunk(Chunk& chunk, std::uint64_t direct_bytes);
     void release_reservation(Chunk& chunk);
-    std::byte* memory_of(std::size_t index, const Chunk& chunk) const;
+    // Returns the staging memory of a chunk in this buffer.
+    std::byte* memory_of(std::size_t buffer_index, const Chunk& chunk) const;
 
     Dispatcher& dispatcher_;
     Contexts& contexts_;
@@ -76,11 +83,12 @@ private:
     std::byte* const slab_;
     const Tuning tuning_;
     std::vector<Buffer> buffers_;
-    std::size_t next_buffer_ = 0;   // Index of the buffer for the next chunk. The pending buffers are before it.
+    // Index of the buffer for the next chunk. The buffers are a ring, and the pending buffers precede this one.
+    std::size_t next_buffer_ = 0;
     std::size_t pending_count_ = 0; // Number of pending buffers.
     // The job of the last read from a disk, whose reservation this worker still has.
     std::shared_ptr<Job> reserved_job_;
-    CopyStream* current_stream_ = nullptr;
+    CopyStream* current_stream_ = nullptr; // The stream whose context is current on this thread, or null if unknown.
     std::map<int, std::unique_ptr<CopyStream>> streams_;
 };
 

@@ -39,7 +39,7 @@ constexpr Tables make_tables() {
 
 constexpr Tables tables = make_tables();
 
-// Returns the product of two bit-reflected polynomials modulo that of CRC32C.
+// Returns the product of two bit-reflected polynomials modulo the polynomial of CRC32C.
 constexpr std::uint32_t multiply(std::uint32_t left, std::uint32_t right) noexcept {
     std::uint32_t product = 0;
     for (std::uint32_t bit = 1U << 31; bit != 0; bit >>= 1) {
@@ -51,8 +51,8 @@ constexpr std::uint32_t multiply(std::uint32_t left, std::uint32_t right) noexce
     return product;
 }
 
-// Returns x^(8 * bytes), by squaring.
-constexpr std::uint32_t power_of(std::uint64_t bytes) noexcept {
+// Returns the polynomial x^(8 * bytes) modulo the polynomial of CRC32C, by repeated squaring.
+constexpr std::uint32_t x_to_the_bytes(std::uint64_t bytes) noexcept {
     std::uint32_t power = 1U << 30; // x
     power = multiply(power, power);
     power = multiply(power, power);
@@ -67,30 +67,30 @@ constexpr std::uint32_t power_of(std::uint64_t bytes) noexcept {
     return product;
 }
 
-// The CRC instruction has a latency of three cycles and a throughput of one per cycle. So a block is processed as three
-// strides of this size, whose CRCs are combined. Three strides and a few bytes are a page.
+// The CRC instruction has a latency of three cycles and a throughput of one per cycle. So three strides of this size
+// are processed at the same time, and their CRCs are combined. Three strides are a few bytes less than a page.
 constexpr std::size_t stride_bytes = 1360;
 
-using Shift = std::array<std::array<std::uint32_t, 256>, 4>;
+using ShiftTables = std::array<std::array<std::uint32_t, 256>, 4>;
 
-constexpr Shift make_shift() {
-    Shift shift{};
-    const std::uint32_t power = power_of(stride_bytes);
+constexpr ShiftTables make_shift_tables() {
+    ShiftTables shift{};
+    const std::uint32_t power = x_to_the_bytes(stride_bytes);
     for (std::size_t slice = 0; slice < 4; ++slice) {
         for (std::uint32_t bit = 0; bit < 8; ++bit) {
-            const std::uint32_t alone = multiply(power, 1U << (8 * slice + bit));
+            const std::uint32_t shifted_bit = multiply(power, 1U << (8 * slice + bit));
             for (std::uint32_t byte = 1U << bit; byte < 2U << bit; ++byte) {
-                shift[slice][byte] = shift[slice][byte ^ 1U << bit] ^ alone;
+                shift[slice][byte] = shift[slice][byte ^ 1U << bit] ^ shifted_bit;
             }
         }
     }
     return shift;
 }
 
-constexpr Shift shift_tables = make_shift();
+constexpr ShiftTables shift_tables = make_shift_tables();
 
-// Returns the CRC of the bytes of `value` followed by one stride of zeros.
-inline std::uint32_t shifted(std::uint32_t value) noexcept {
+// Returns the CRC after one stride of zeros, where `value` is the CRC before them.
+inline std::uint32_t shift_by_stride(std::uint32_t value) noexcept {
     return shift_tables[0][value & 255] ^ shift_tables[1][value >> 8 & 255] ^ shift_tables[2][value >> 16 & 255] ^
            shift_tables[3][value >> 24];
 }
@@ -115,8 +115,8 @@ GDRKIT_CRC_TARGET inline std::uint32_t step1(std::uint32_t value, unsigned char 
 }
 #else
 bool has_instruction() noexcept {
-    return (getauxval(AT_HWCAP) & (1UL << 7)) != 0;
-} // HWCAP_CRC32
+    return (getauxval(AT_HWCAP) & (1UL << 7)) != 0; // HWCAP_CRC32
+}
 GDRKIT_CRC_TARGET inline std::uint32_t step8(std::uint32_t value, std::uint64_t word) noexcept {
     return __crc32cd(value, word);
 }
@@ -125,8 +125,9 @@ GDRKIT_CRC_TARGET inline std::uint32_t step1(std::uint32_t value, unsigned char 
 }
 #endif
 
-GDRKIT_CRC_TARGET std::uint32_t by_instruction(const unsigned char* bytes, std::size_t size,
-                                               std::uint32_t value) noexcept {
+// Returns the CRC after these bytes, where `value` is the CRC before them. The values are not inverted.
+GDRKIT_CRC_TARGET std::uint32_t crc_by_instruction(const unsigned char* bytes, std::size_t size,
+                                                   std::uint32_t value) noexcept {
     for (; size >= 3 * stride_bytes; bytes += 3 * stride_bytes, size -= 3 * stride_bytes) {
         std::uint32_t second = 0, third = 0;
         for (std::size_t at = 0; at < stride_bytes; at += 8) {
@@ -134,7 +135,7 @@ GDRKIT_CRC_TARGET std::uint32_t by_instruction(const unsigned char* bytes, std::
             second = step8(second, word_at(bytes + stride_bytes + at));
             third = step8(third, word_at(bytes + 2 * stride_bytes + at));
         }
-        value = shifted(shifted(value) ^ second) ^ third;
+        value = shift_by_stride(shift_by_stride(value) ^ second) ^ third;
     }
     for (; size >= 8; bytes += 8, size -= 8) {
         value = step8(value, word_at(bytes));
@@ -145,7 +146,9 @@ GDRKIT_CRC_TARGET std::uint32_t by_instruction(const unsigned char* bytes, std::
     return value;
 }
 
-GDRKIT_CRC_TARGET void three(const unsigned char* bytes, std::size_t chunk_bytes, std::uint32_t* values) noexcept {
+// Computes the CRCs of three consecutive chunks at the same time.
+GDRKIT_CRC_TARGET void crc_three_chunks(const unsigned char* bytes, std::size_t chunk_bytes,
+                                        std::uint32_t* values) noexcept {
     std::uint32_t first = ~0U, second = ~0U, third = ~0U;
     for (std::size_t at = 0; at < chunk_bytes; at += 8) {
         first = step8(first, word_at(bytes + at));
@@ -162,50 +165,53 @@ GDRKIT_CRC_TARGET void three(const unsigned char* bytes, std::size_t chunk_bytes
 bool has_instruction() noexcept {
     return false;
 }
-std::uint32_t by_instruction(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
+std::uint32_t crc_by_instruction(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
     return value;
 }
-void three(const unsigned char*, std::size_t, std::uint32_t*) noexcept {}
+void crc_three_chunks(const unsigned char*, std::size_t, std::uint32_t*) noexcept {}
 
 #endif
 
 const bool use_instruction = has_instruction();
 
-// If the processor has vector carry-less multiplication (four at a time), each 256 bytes are folded into the next 256
-// until one block is left. That block has the same remainder as all bytes. This is twice as fast as the CRC
+// If the processor has vector carry-less multiplication (four products at a time), each 256 bytes are folded into the
+// next 256 bytes, until 256 bytes are left. They have the same CRC as all bytes. This is twice as fast as the CRC
 // instruction.
 #if defined(__x86_64__)
 
 #define GDRKIT_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq")))
 
-constexpr std::size_t fold_bytes = 256, folding_pays_bytes = 512;
+constexpr std::size_t fold_bytes = 256;
+constexpr std::size_t folding_min_bytes = 512; // For fewer bytes, the CRC instruction is as fast.
 
-constexpr std::uint32_t power_of_bits(unsigned bits) noexcept {
-    std::uint32_t power = power_of(bits / 8);
+constexpr std::uint32_t x_to_the_bits(unsigned bits) noexcept {
+    std::uint32_t power = x_to_the_bytes(bits / 8);
     for (unsigned bit = 0; bit < bits % 8; ++bit) {
         power = multiply(power, 1U << 30);
     }
     return power;
 }
 
-// Returns the factor that shifts 64 bits by `bits`. The product of two reflected words is multiplied by x, and a
-// remainder in the low half of a word by x^32: hence 33 less.
-constexpr std::int64_t ahead_by(unsigned bits) noexcept {
-    return power_of_bits(bits - 33);
+// Returns the factor that shifts 64 bits by `bits`. The exponent is 33 less than `bits`, because the multiplication of
+// two bit-reflected words itself shifts by one bit, and a factor in the low half of a word shifts by 32 bits.
+constexpr std::int64_t shift_factor(unsigned bits) noexcept {
+    return x_to_the_bits(bits - 33);
 }
 
-GDRKIT_FOLD_TARGET inline __m512i folded(__m512i block, __m512i factors, __m512i next) noexcept {
+// Shifts each 128 bits of `block` by the factors and combines the result with `next`.
+GDRKIT_FOLD_TARGET inline __m512i fold(__m512i block, __m512i factors, __m512i next) noexcept {
     // The low word of each 128 bits has the higher powers, so it must be shifted 64 bits further.
     const __m512i low = _mm512_clmulepi64_epi128(block, factors, 0x00);
     const __m512i high = _mm512_clmulepi64_epi128(block, factors, 0x11);
     return _mm512_ternarylogic_epi64(low, high, next, 0x96); // Exclusive or of the three.
 }
 
-// Processes whole blocks of fold_bytes, at least one. `value` has the form of the CRC instruction (not inverted).
-GDRKIT_FOLD_TARGET std::uint32_t by_folding(const unsigned char* bytes, std::size_t size,
-                                            std::uint32_t value) noexcept {
-    constexpr std::int64_t far_high = ahead_by(2048), far_low = ahead_by(2048 + 64);
-    constexpr std::int64_t near_high = ahead_by(512), near_low = ahead_by(512 + 64);
+// Like crc_by_instruction. `size` is a multiple of fold_bytes and not 0.
+GDRKIT_FOLD_TARGET std::uint32_t crc_by_folding(const unsigned char* bytes, std::size_t size,
+                                                std::uint32_t value) noexcept {
+    // "far" is the distance to the next 256 bytes (2048 bits), "near" the distance to the next 64 bytes (512 bits).
+    constexpr std::int64_t far_high = shift_factor(2048), far_low = shift_factor(2048 + 64);
+    constexpr std::int64_t near_high = shift_factor(512), near_low = shift_factor(512 + 64);
     const __m512i far = _mm512_set4_epi64(far_high, far_low, far_high, far_low);
     const __m512i near = _mm512_set4_epi64(near_high, near_low, near_high, near_low);
     __m512i parts[4];
@@ -215,15 +221,15 @@ GDRKIT_FOLD_TARGET std::uint32_t by_folding(const unsigned char* bytes, std::siz
     parts[0] = _mm512_xor_si512(parts[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(value))));
     for (std::size_t at = fold_bytes; at < size; at += fold_bytes) {
         for (std::size_t part = 0; part < 4; ++part) {
-            parts[part] = folded(parts[part], far, _mm512_loadu_si512(bytes + at + 64 * part));
+            parts[part] = fold(parts[part], far, _mm512_loadu_si512(bytes + at + 64 * part));
         }
     }
     for (std::size_t part = 1; part < 4; ++part) {
-        parts[part] = folded(parts[part - 1], near, parts[part]);
+        parts[part] = fold(parts[part - 1], near, parts[part]);
     }
-    alignas(64) unsigned char rest[64];
-    _mm512_store_si512(rest, parts[3]);
-    return by_instruction(rest, sizeof rest, 0);
+    alignas(64) unsigned char last_part[64];
+    _mm512_store_si512(last_part, parts[3]);
+    return crc_by_instruction(last_part, sizeof last_part, 0);
 }
 
 bool can_fold() noexcept {
@@ -233,8 +239,8 @@ bool can_fold() noexcept {
 
 #else
 
-constexpr std::size_t fold_bytes = 1, folding_pays_bytes = 1;
-std::uint32_t by_folding(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
+constexpr std::size_t fold_bytes = 1, folding_min_bytes = 1;
+std::uint32_t crc_by_folding(const unsigned char*, std::size_t, std::uint32_t value) noexcept {
     return value;
 }
 bool can_fold() noexcept {
@@ -269,20 +275,20 @@ std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t initial) 
     }
     const auto* bytes = static_cast<const unsigned char*>(data);
     std::uint32_t value = ~initial;
-    if (use_folding && size >= folding_pays_bytes) {
-        const std::size_t whole = size / fold_bytes * fold_bytes;
-        value = by_folding(bytes, whole, value);
-        bytes += whole;
-        size -= whole;
+    if (use_folding && size >= folding_min_bytes) {
+        const std::size_t folded_bytes = size / fold_bytes * fold_bytes;
+        value = crc_by_folding(bytes, folded_bytes, value);
+        bytes += folded_bytes;
+        size -= folded_bytes;
     }
-    return ~by_instruction(bytes, size, value);
+    return ~crc_by_instruction(bytes, size, value);
 }
 
 void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t count, std::uint32_t* values) noexcept {
     const auto* bytes = reinterpret_cast<const unsigned char*>(data);
     if (use_instruction && !use_folding && chunk_bytes % 8 == 0) {
         for (; count >= 3; count -= 3, bytes += 3 * chunk_bytes, values += 3) {
-            three(bytes, chunk_bytes, values);
+            crc_three_chunks(bytes, chunk_bytes, values);
         }
     }
     for (; count != 0; --count, bytes += chunk_bytes) {
@@ -291,7 +297,7 @@ void crc32c_chunks(const std::byte* data, std::size_t chunk_bytes, std::size_t c
 }
 
 std::uint32_t crc32c_combine(std::uint32_t first, std::uint32_t second, std::uint64_t second_bytes) noexcept {
-    return multiply(first, power_of(second_bytes)) ^ second;
+    return multiply(first, x_to_the_bytes(second_bytes)) ^ second;
 }
 
 } // namespace gdrkit::storage

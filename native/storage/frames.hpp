@@ -1,5 +1,5 @@
-// The frames between a client of the storage service (an agent, a StorageClient) and its server, in little endian.
-// gdrkit/storage/wire.py is the same in Python, and the tests compare both with suites/vectors.
+// The wire format between a client of the storage service (a usrbio agent or a StorageClient) and its server, in little
+// endian. gdrkit/storage/wire.py declares it in Python, and the tests compare both with suites/vectors.
 #pragma once
 
 #include <bit>
@@ -21,10 +21,10 @@ struct FrameHeader {
     std::uint32_t magic;
     std::uint16_t version;
     std::uint16_t type;
-    std::uint32_t length;   // Length of the payload, in bytes.
-    std::uint32_t count;    // Operations or results; 0 in a control frame.
-    std::uint64_t sequence; // Chosen by the requester; a control reply repeats it. In an io_reply it is 0, because
-                            // results are matched by tag.
+    std::uint32_t length; // Length of the payload, in bytes.
+    std::uint32_t count;  // Operations or results; 0 in a control frame.
+    // Chosen by the client, and repeated in the control reply. 0 in an io_reply, whose results have tags instead.
+    std::uint64_t sequence;
     std::uint32_t payload_crc32c;
     std::uint32_t header_crc32c; // CRC32C of the 28 bytes before it.
 };
@@ -33,12 +33,14 @@ static_assert(sizeof(FrameHeader) == 32 && offsetof(FrameHeader, sequence) == 16
 
 enum class Opcode : std::uint8_t { read = 1, write = 2 };
 
-inline constexpr std::uint8_t forbid_holes = 1; // A read that meets a hole fails with -ENODATA.
-inline constexpr std::uint8_t checksum_given =
-    2; // A write of bytes with another CRC32C fails with -EBADMSG and changes nothing.
-inline constexpr std::uint8_t checksum_wanted = 4;
-inline constexpr std::uint8_t report_holes =
-    8; // A read does not write holes to memory and reports them; otherwise the server sends zeros.
+// Flags of an operation.
+inline constexpr std::uint8_t forbid_holes = 1; // A read of a range that has a hole fails with -ENODATA.
+// `checksum` of the operation is valid. If the written bytes have another CRC32C, the write fails with -EBADMSG and
+// changes nothing.
+inline constexpr std::uint8_t checksum_given = 2;
+inline constexpr std::uint8_t checksum_wanted = 4; // The result has the CRC32C of the bytes.
+// The result has the holes of the range, and the server does not write zeros to the memory for them.
+inline constexpr std::uint8_t report_holes = 8;
 
 struct Operation {
     std::uint64_t tag; // Chosen by the client; the result repeats it.
@@ -56,7 +58,7 @@ struct Operation {
 };
 static_assert(sizeof(Operation) == 64 && offsetof(Operation, rkey) == 40 && offsetof(Operation, checksum) == 48);
 
-inline constexpr std::uint32_t checksum_valid = 1;
+inline constexpr std::uint32_t checksum_valid = 1; // A flag of a result.
 
 // An io_reply consists of `count` results in the order of completion, and then all their hole extents in the same
 // order.
@@ -65,7 +67,7 @@ struct Result {
     std::int64_t result; // Bytes (fewer than requested: end of file), or -errno.
     std::uint32_t checksum;
     std::uint32_t flags;
-    std::uint32_t holes; // Number of its HoleExtents behind the results.
+    std::uint32_t holes; // Number of the result's HoleExtents in the frame.
     std::uint32_t reserved;
 };
 static_assert(sizeof(Result) == 32 && offsetof(Result, holes) == 24);

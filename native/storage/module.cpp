@@ -23,37 +23,39 @@ namespace gdrkit::storage {
 
 namespace {
 
-[[noreturn]] void raise_os_error(int number, const std::string& what) {
+[[noreturn]] void raise_os_error(int error_number, const std::string& text) {
     nb::gil_scoped_acquire acquire;
-    PyErr_SetObject(PyExc_OSError, nb::make_tuple(number, what).ptr());
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, text).ptr());
     throw nb::python_error();
 }
 
-// Runs a function without the GIL. Native exceptions become an OSError with the errno.
-template <typename Function> auto unlocked(const Function& function) {
-    int number = 0;
-    std::string what;
+// Runs a function without the GIL and returns its result. Native exceptions become an OSError with the errno.
+template <typename Function> auto without_gil(const Function& function) {
+    int error_number = 0;
+    std::string text;
     {
         nb::gil_scoped_release release;
         try {
             return function();
         } catch (const verbs::Error& error) {
-            number = error.number();
-            what = error.what();
+            error_number = error.number();
+            text = error.what();
         } catch (const std::system_error& error) {
-            number = error.code().value();
-            what = error.what();
+            error_number = error.code().value();
+            text = error.what();
         }
     }
-    raise_os_error(number, what);
+    raise_os_error(error_number, text);
 }
 
-void check(int status, const char* what) {
+// Raises an OSError if `status` is -errno.
+void check_status(int status, const char* function_name) {
     if (status < 0) {
-        raise_os_error(-status, what);
+        raise_os_error(-status, function_name);
     }
 }
 
+// The memory of an object with the buffer protocol.
 struct Bytes {
     explicit Bytes(nb::handle object) {
         if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_SIMPLE) != 0) {
@@ -80,7 +82,7 @@ verbs::Endpoint endpoint_of(const nb::dict& data) {
     endpoint.lid = nb::cast<std::uint16_t>(data["lid"]);
     endpoint.mtu_bytes = nb::cast<std::uint32_t>(data["mtu_bytes"]);
     if (!verbs::parse_gid(nb::cast<std::string>(data["gid"]), endpoint.gid)) {
-        raise_os_error(EINVAL, "gid");
+        raise_os_error(EINVAL, "gid must be eight groups of four hexadecimal digits with colons between them");
     }
     return endpoint;
 }
@@ -96,16 +98,16 @@ nb::dict dict_of(const verbs::Endpoint& endpoint) {
 }
 
 std::map<std::string, std::uint64_t> counters_of(Store& store) {
-    const Counters& now = store.counters();
-    return {{"reads", now.reads},
-            {"writes", now.writes},
-            {"read_bytes", now.read_bytes},
-            {"written_bytes", now.written_bytes},
-            {"corruptions", now.corruptions},
-            {"outside_changes", now.outside_changes},
-            {"rdma_errors", now.rdma_errors},
-            {"refused_frames", now.refused_frames},
-            {"sessions", now.sessions}};
+    const Counters& counters = store.counters();
+    return {{"reads", counters.reads},
+            {"writes", counters.writes},
+            {"read_bytes", counters.read_bytes},
+            {"written_bytes", counters.written_bytes},
+            {"corruptions", counters.corruptions},
+            {"outside_changes", counters.outside_changes},
+            {"rdma_errors", counters.rdma_errors},
+            {"refused_frames", counters.refused_frames},
+            {"sessions", counters.sessions}};
 }
 
 void bind_files(nb::module_& module) {
@@ -115,16 +117,16 @@ void bind_files(nb::module_& module) {
             "__init__",
             [](Store* self, int folder, std::uint32_t chunk_bytes) {
                 if (chunk_bytes < 4096 || chunk_bytes > 65536 || (chunk_bytes & (chunk_bytes - 1)) != 0) {
-                    raise_os_error(EINVAL, "chunk_bytes");
+                    raise_os_error(EINVAL, "chunk_bytes must be a power of two from 4096 to 65536");
                 }
                 new (self) Store(folder, chunk_bytes);
             },
             "sums_folder"_a, "chunk_bytes"_a)
         .def(
             "adopt",
-            [](Store& self, int fd, bool read, bool write) {
+            [](Store& self, int fd, bool may_read, bool may_write) {
                 Descriptor owned(fd);
-                return unlocked([&] { return self.adopt(std::move(owned), read, write); });
+                return without_gil([&] { return self.adopt(std::move(owned), may_read, may_write); });
             },
             "fd"_a, nb::kw_only(), "read"_a, "write"_a,
             "Open the file of a descriptor. The object owns the descriptor, even if this raises.")
@@ -137,30 +139,32 @@ void bind_files(nb::module_& module) {
         .def(
             "truncate",
             [](OpenFile& self, std::uint64_t size) {
-                check(unlocked([&] { return self.inode->truncate(self.fd.get(), size); }), "ftruncate");
+                check_status(without_gil([&] { return self.inode->truncate(self.fd.get(), size); }), "ftruncate");
             },
             "size_bytes"_a)
         .def(
             "punch",
             [](OpenFile& self, std::uint64_t begin, std::uint64_t end) {
-                check(unlocked([&] { return self.inode->punch(self.fd.get(), begin, end); }), "fallocate");
+                check_status(without_gil([&] { return self.inode->punch(self.fd.get(), begin, end); }), "fallocate");
             },
             "begin"_a, "end"_a)
         .def(
             "set_times",
             [](OpenFile& self, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
-                check(unlocked([&] { return self.inode->set_times(self.fd.get(), access_ns, modification_ns); }),
-                      "futimens");
+                check_status(
+                    without_gil([&] { return self.inode->set_times(self.fd.get(), access_ns, modification_ns); }),
+                    "futimens");
             },
             "access_time_ns"_a.none(), "modification_time_ns"_a.none());
 }
 
 void bind_sessions(nb::module_& module) {
-    nb::class_<Fabric>(module, "Fabric", "Open RDMA devices. An empty list opens all that have an active port.")
+    nb::class_<Fabric>(module, "Fabric",
+                       "Open RDMA devices. An empty list of names opens every device with an active port.")
         .def(
             "__init__",
             [](Fabric* self, const std::vector<std::string>& names) {
-                unlocked([&] { return new (self) Fabric(names); });
+                without_gil([&] { return new (self) Fabric(names); });
             },
             "names"_a)
         .def_prop_ro("names", [](const Fabric& self) {
@@ -176,20 +180,20 @@ void bind_sessions(nb::module_& module) {
             [](Session* self, std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
                const std::vector<nb::dict>& endpoints, std::uint32_t outstanding_max, std::uint64_t length_bytes_max) {
                 std::vector<verbs::Endpoint> peers;
-                for (const nb::dict& each : endpoints) {
-                    peers.push_back(endpoint_of(each));
+                for (const nb::dict& endpoint : endpoints) {
+                    peers.push_back(endpoint_of(endpoint));
                 }
                 SessionLimits limits;
                 limits.outstanding_max = outstanding_max;
                 limits.length_bytes_max = length_bytes_max;
-                unlocked([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
+                without_gil([&] { return new (self) Session(std::move(store), std::move(fabric), peers, limits); });
             },
             "store"_a, "fabric"_a, "endpoints"_a, nb::kw_only(), "outstanding_max"_a, "length_bytes_max"_a)
         .def_prop_ro("endpoints",
                      [](const Session& self) {
                          nb::list endpoints;
-                         for (const verbs::Endpoint& each : self.endpoints()) {
-                             endpoints.append(dict_of(each));
+                         for (const verbs::Endpoint& endpoint : self.endpoints()) {
+                             endpoints.append(dict_of(endpoint));
                          }
                          return endpoints;
                      })
@@ -201,7 +205,7 @@ void bind_sessions(nb::module_& module) {
             "start",
             [](Session& self, int fd) {
                 Descriptor owned(fd);
-                unlocked([&] { self.start(std::move(owned)); });
+                without_gil([&] { self.start(std::move(owned)); });
             },
             "data_fd"_a, "Serve a data connection. The object owns the descriptor, even if this raises.")
         .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
@@ -222,11 +226,11 @@ NB_MODULE(_engine, module) {
         "open_beneath",
         [](int folder, const nb::bytes& path, int flags, unsigned mode, bool by_steps) {
             const std::string name(path.c_str(), path.size());
-            const int descriptor = gs::unlocked([&] {
+            const int descriptor = gs::without_gil([&] {
                 return by_steps ? gs::open_beneath_by_steps(folder, name, flags, mode)
                                 : gs::open_beneath(folder, name, flags, mode);
             });
-            gs::check(descriptor, "open");
+            gs::check_status(descriptor, "open");
             return descriptor;
         },
         "folder"_a, "path"_a, "flags"_a, "mode"_a = 0, "by_steps"_a = false);
@@ -234,9 +238,10 @@ NB_MODULE(_engine, module) {
         "rename",
         [](int from, const nb::bytes& name, int to, const nb::bytes& new_name, bool exclusive, bool exchange) {
             const unsigned flags = (exclusive ? RENAME_NOREPLACE : 0U) | (exchange ? RENAME_EXCHANGE : 0U);
-            gs::check(gs::unlocked(
-                          [&] { return renameat2(from, name.c_str(), to, new_name.c_str(), flags) != 0 ? -errno : 0; }),
-                      "renameat2");
+            gs::check_status(gs::without_gil([&] {
+                                 return renameat2(from, name.c_str(), to, new_name.c_str(), flags) != 0 ? -errno : 0;
+                             }),
+                             "renameat2");
         },
         "from_folder"_a, "name"_a, "to_folder"_a, "new_name"_a, nb::kw_only(), "exclusive"_a, "exchange"_a);
     gs::bind_files(module);

@@ -15,11 +15,12 @@ namespace gdrkit::storage {
 namespace {
 
 bool is_same_device(int left, int right) {
-    struct stat one {
-    }, other{};
-    return fstat(left, &one) == 0 && fstat(right, &other) == 0 && one.st_dev == other.st_dev;
+    struct stat left_info {
+    }, right_info{};
+    return fstat(left, &left_info) == 0 && fstat(right, &right_info) == 0 && left_info.st_dev == right_info.st_dev;
 }
 
+// Returns the descriptor if it is on the file system of the folder, or closes it and returns -EXDEV.
 int refuse_other_device(int folder, Descriptor&& opened) {
     return is_same_device(folder, opened.get()) ? opened.release() : -EXDEV;
 }
@@ -30,31 +31,31 @@ int open_beneath_by_steps(int folder, const std::string& path, int flags, unsign
     if (!path.empty() && path.front() == '/') {
         return -EXDEV;
     }
-    Descriptor at(openat(folder, ".", O_PATH | O_DIRECTORY | O_CLOEXEC));
+    Descriptor current(openat(folder, ".", O_PATH | O_DIRECTORY | O_CLOEXEC));
     std::size_t begin = 0;
-    while (at) {
+    while (current) {
         const std::size_t end = path.find('/', begin);
         const std::string name = path.substr(begin, end == std::string::npos ? end : end - begin);
         if (name == "..") {
             return -EXDEV;
         }
         if (end == std::string::npos || path.find_first_not_of('/', end) == std::string::npos) {
-            const int extra = end == std::string::npos ? 0 : O_DIRECTORY;
-            Descriptor opened(openat(at.get(), name.empty() ? "." : name.c_str(),
-                                     flags | extra | O_NOFOLLOW | O_CLOEXEC, static_cast<mode_t>(mode)));
+            const int folder_flag = end == std::string::npos ? 0 : O_DIRECTORY;
+            Descriptor opened(openat(current.get(), name.empty() ? "." : name.c_str(),
+                                     flags | folder_flag | O_NOFOLLOW | O_CLOEXEC, static_cast<mode_t>(mode)));
             return opened ? refuse_other_device(folder, std::move(opened)) : -errno;
         }
         if (!name.empty()) {
             // O_PATH with O_NOFOLLOW opens a symbolic link itself, which fails because it is not a folder.
-            Descriptor next(openat(at.get(), name.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+            Descriptor next(openat(current.get(), name.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
             if (!next) {
-                struct stat link {};
-                const int number = errno;
+                const int open_errno = errno;
+                struct stat info {};
                 const bool is_link =
-                    fstatat(at.get(), name.c_str(), &link, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(link.st_mode);
-                return is_link ? -ELOOP : -number;
+                    fstatat(current.get(), name.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(info.st_mode);
+                return is_link ? -ELOOP : -open_errno;
             }
-            at = std::move(next);
+            current = std::move(next);
         }
         begin = end + 1;
     }
@@ -72,11 +73,11 @@ int open_beneath(int folder, const std::string& path, int flags, unsigned mode) 
             return static_cast<int>(descriptor);
         }
         if (errno == ENOSYS || errno == EPERM) {
-            // EPERM may come from the seccomp filter of a container that is older than the call. If it is real, the
-            // steps fail with it, too.
+            // EPERM may come from the seccomp filter of a container that does not know openat2. If the file system
+            // returned EPERM, the other function fails with EPERM, too.
             return open_beneath_by_steps(folder, path, flags, mode);
         }
-        // EAGAIN: a rename happened meanwhile, so the kernel could not be sure.
+        // EAGAIN: another process renamed a folder meanwhile, so the kernel could not check the path.
         if (errno != EINTR && (errno != EAGAIN || tries == 64)) {
             return -errno;
         }

@@ -1,4 +1,4 @@
-// Functions that open files below a folder.
+// Functions that open a file below a folder, for paths that an untrusted client of the storage service sends.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@ namespace gdrkit::storage {
 // -errno.
 int open_beneath(int folder, const std::string& path, int flags, unsigned mode);
 
-// Same as above, name by name, for kernels without openat2 (before 5.6).
+// Like open_beneath, for kernels without openat2(2) (before 5.6). Opens the path name by name.
 int open_beneath_by_steps(int folder, const std::string& path, int flags, unsigned mode);
 
 } // namespace gdrkit::storage

@@ -8,7 +8,7 @@ namespace gdrkit::storage {
 
 namespace {
 
-bool is_possible(const FrameHeader& header) {
+bool is_valid_combination(const FrameHeader& header) {
     switch (static_cast<FrameType>(header.type)) {
     case FrameType::control_request:
     case FrameType::control_reply:
@@ -25,7 +25,7 @@ bool is_possible(const FrameHeader& header) {
 
 bool check_payload(const FrameHeader& header, std::span<const std::byte> payload, const char*& refusal) {
     if (payload.size() != header.length) {
-        refusal = "the length of the payload differs from the header";
+        refusal = "the length of the payload differs from the length in the header";
     } else if (crc32c(payload.data(), payload.size()) != header.payload_crc32c) {
         refusal = "wrong checksum of the payload";
     } else {
@@ -37,19 +37,19 @@ bool check_payload(const FrameHeader& header, std::span<const std::byte> payload
 bool check_operation(const Operation& operation, const char*& refusal) {
     constexpr unsigned read_flags = forbid_holes | checksum_wanted | report_holes;
     constexpr unsigned write_flags = checksum_given | checksum_wanted;
-    unsigned allowed = 0;
+    unsigned allowed_flags = 0;
     switch (static_cast<Opcode>(operation.opcode)) {
     case Opcode::read:
-        allowed = read_flags;
+        allowed_flags = read_flags;
         break;
     case Opcode::write:
-        allowed = write_flags;
+        allowed_flags = write_flags;
         break;
     default:
         refusal = "unknown opcode";
         return false;
     }
-    if ((operation.flags & ~allowed) != 0) {
+    if ((operation.flags & ~allowed_flags) != 0) {
         refusal = "invalid flags of an operation";
     } else if (operation.reserved0 != 0 || operation.reserved1 != 0 ||
                (operation.checksum != 0 && (operation.flags & checksum_given) == 0)) {
@@ -69,7 +69,7 @@ std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameH
         refusal = "wrong checksum of the header";
     } else if (header.magic != frame_magic || header.version != frame_version) {
         refusal = "wrong magic or version";
-    } else if (!is_possible(header)) {
+    } else if (!is_valid_combination(header)) {
         refusal = "invalid combination of type, length, count and sequence";
     } else {
         return header;
@@ -89,8 +89,8 @@ bool parse_operations(const FrameHeader& header, std::span<const std::byte> payl
     }
     operations.resize(header.count);
     std::memcpy(operations.data(), payload.data(), payload.size());
-    for (const Operation& each : operations) {
-        if (!check_operation(each, refusal)) {
+    for (const Operation& operation : operations) {
+        if (!check_operation(operation, refusal)) {
             operations.clear();
             return false;
         }
@@ -116,32 +116,33 @@ bool parse_results(const FrameHeader& header, std::span<const std::byte> payload
     if (!holes.empty()) {
         std::memcpy(holes.data(), payload.data() + result_bytes, payload.size() - result_bytes);
     }
-    std::size_t at = 0;
-    for (const Result& each : results) {
-        if ((each.flags & ~checksum_valid) != 0 || each.reserved != 0 || each.holes > holes_max ||
-            each.holes > holes.size() - at) {
+    std::size_t hole_index = 0; // Over the holes of all results.
+    for (const Result& result : results) {
+        if ((result.flags & ~checksum_valid) != 0 || result.reserved != 0 || result.holes > holes_max ||
+            result.holes > holes.size() - hole_index) {
             refusal = "a field of a result is out of range";
             return false;
         }
-        std::uint64_t end = 0;
-        for (std::uint32_t index = 0; index < each.holes; ++index, ++at) {
-            const HoleExtent& hole = holes[at];
-            const std::uint64_t limit = each.result < 0 ? 0 : static_cast<std::uint64_t>(each.result);
-            if (hole.length == 0 || hole.offset < end || hole.offset > limit || hole.length > limit - hole.offset) {
-                refusal = "a hole outside of its result";
+        std::uint64_t previous_end = 0;
+        for (std::uint32_t index = 0; index < result.holes; ++index, ++hole_index) {
+            const HoleExtent& hole = holes[hole_index];
+            const std::uint64_t limit = result.result < 0 ? 0 : static_cast<std::uint64_t>(result.result);
+            if (hole.length == 0 || hole.offset < previous_end || hole.offset > limit ||
+                hole.length > limit - hole.offset) {
+                refusal = "a hole is empty, out of order or outside of its result";
                 return false;
             }
-            end = hole.offset + hole.length;
+            previous_end = hole.offset + hole.length;
         }
     }
-    if (at != holes.size()) {
-        refusal = "the number of hole extents differs from that in the results";
+    if (hole_index != holes.size()) {
+        refusal = "the number of hole extents differs from the sum of the numbers in the results";
         return false;
     }
     return true;
 }
 
-void append_frame(std::vector<std::byte>& out, FrameType type, std::uint32_t count, std::uint64_t sequence,
+void append_frame(std::vector<std::byte>& buffer, FrameType type, std::uint32_t count, std::uint64_t sequence,
                   std::span<const std::byte> payload) {
     FrameHeader header{};
     header.magic = frame_magic;
@@ -153,8 +154,8 @@ void append_frame(std::vector<std::byte>& out, FrameType type, std::uint32_t cou
     header.payload_crc32c = crc32c(payload.data(), payload.size());
     header.header_crc32c = crc32c(&header, offsetof(FrameHeader, header_crc32c));
     const auto* const bytes = reinterpret_cast<const std::byte*>(&header);
-    out.insert(out.end(), bytes, bytes + sizeof header);
-    out.insert(out.end(), payload.begin(), payload.end());
+    buffer.insert(buffer.end(), bytes, bytes + sizeof header);
+    buffer.insert(buffer.end(), payload.begin(), payload.end());
 }
 
 } // namespace gdrkit::storage

@@ -1,4 +1,4 @@
-// Parsers of frames from the network: each number is checked before it is used.
+// Parsers for the frames of frames.hpp. They check every field, because the peer is untrusted.
 #pragma once
 
 #include <cstddef>
@@ -11,23 +11,29 @@
 
 namespace gdrkit::storage {
 
-inline constexpr std::uint32_t holes_max = 4096; // Holes of one operation; later holes arrive as zeros.
-inline constexpr std::uint32_t reply_bytes_max = operations_max * (32 + 64 * 16);
+// Largest number of holes that are reported for one operation. Further holes arrive as zeros.
+inline constexpr std::uint32_t holes_max = 4096;
+// Largest average number of holes per result in one reply.
+inline constexpr std::uint32_t holes_per_result_max = 64;
+inline constexpr std::uint32_t reply_bytes_max =
+    operations_max * (sizeof(Result) + holes_per_result_max * sizeof(HoleExtent));
 
-// Returns the header in these 32 bytes, or sets `refusal` to the reason why it is invalid (a static string).
+// Returns the header in these bytes. If it is invalid, returns nothing and sets `refusal` to the reason (a static
+// string).
 std::optional<FrameHeader> parse_header(std::span<const std::byte, sizeof(FrameHeader)> bytes, const char*& refusal);
 
-// Parses the operations of an io_request and checks each by itself; `refusal` is the reason of a failure. Handles,
-// lanes and limits, which only the session knows, are not checked.
+// Parses the operations of an io_request. If one of them is invalid, returns false and sets `refusal` to the reason.
+// Handles, queue pairs and limits are not checked, because only the session knows them.
 bool parse_operations(const FrameHeader& header, std::span<const std::byte> payload, std::vector<Operation>& operations,
                       const char*& refusal);
 
-// Parses the results and hole extents of an io_reply.
+// Parses the results and hole extents of an io_reply. If one of them is invalid, returns false and sets `refusal` to
+// the reason.
 bool parse_results(const FrameHeader& header, std::span<const std::byte> payload, std::vector<Result>& results,
                    std::vector<HoleExtent>& holes, const char*& refusal);
 
-// Appends a complete frame.
-void append_frame(std::vector<std::byte>& out, FrameType type, std::uint32_t count, std::uint64_t sequence,
+// Appends a complete frame to `buffer`.
+void append_frame(std::vector<std::byte>& buffer, FrameType type, std::uint32_t count, std::uint64_t sequence,
                   std::span<const std::byte> payload);
 
 } // namespace gdrkit::storage

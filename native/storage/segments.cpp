@@ -1,4 +1,5 @@
-// The part of a session that moves bytes from files through staging memory to the client, and back.
+// The part of Session that moves bytes from files through staging memory to the client, and back. An operation is moved
+// in segments; each segment has one staging buffer.
 #include <unistd.h>
 
 #include <cerrno>
@@ -10,57 +11,58 @@ namespace gdrkit::storage {
 
 namespace {
 
-// Limit of the transfers of one segment. Once it is reached, the further holes of the segment arrive as zeros.
+// Largest number of transfers of one segment. Once it is reached, the remaining holes of the segment arrive as zeros.
 constexpr std::uint32_t transfers_per_segment_max = 64;
+// The transfers of segments up to this size are collected and posted as one list.
 constexpr std::size_t small_segment_bytes = 32768;
 // Number of segments to start before the session polls for completions again. Completions free buffers for other
 // segments.
-constexpr unsigned started_per_round = 16;
+constexpr unsigned segments_per_round = 16;
 
 } // namespace
 
 bool Session::start_segments() {
-    bool any = false;
-    for (unsigned started = 0; started < started_per_round && !waiting_.empty() && !is_rdma_broken_; ++started) {
-        PendingOperation& pending = *waiting_.front();
+    bool has_progress = false;
+    for (unsigned count = 0; count < segments_per_round && !waiting_operations_.empty() && !is_rdma_broken_; ++count) {
+        PendingOperation& pending = *waiting_operations_.front();
         // An operation that failed in an earlier segment starts no further one.
-        if (!pending.is_started() && !begin_segment(pending)) {
+        if (!pending.is_fully_started() && !begin_segment(pending)) {
             break;
         }
-        any = true;
-        if (pending.is_started()) {
-            waiting_.pop_front();
-            if (pending.segments == 0) {
+        has_progress = true;
+        if (pending.is_fully_started()) {
+            waiting_operations_.pop_front();
+            if (pending.segments_in_progress == 0) {
                 finish(pending);
             }
         }
     }
-    return any;
+    return has_progress;
 }
 
 std::uint32_t Session::allocate_segment() {
     if (free_segments_.empty()) {
         auto segment = std::make_unique<Segment>();
-        segment->number = static_cast<std::uint32_t>(segments_.size());
+        segment->index = static_cast<std::uint32_t>(segments_.size());
         segments_.push_back(std::move(segment));
-        return segments_.back()->number;
+        return segments_.back()->index;
     }
-    const std::uint32_t number = free_segments_.back();
+    const std::uint32_t index = free_segments_.back();
     free_segments_.pop_back();
-    return number;
+    return index;
 }
 
 void Session::free_segment(Segment& segment) {
     staging_->release(segment.buffer);
-    --segment.pending->segments;
+    --segment.pending->segments_in_progress;
     segment.pending = nullptr;
-    free_segments_.push_back(segment.number);
+    free_segments_.push_back(segment.index);
 }
 
 bool Session::begin_segment(PendingOperation& pending) {
     const Operation& operation = pending.operation;
-    const auto length =
-        static_cast<std::size_t>(std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.started));
+    const auto length = static_cast<std::size_t>(
+        std::min<std::uint64_t>(limits_.segment_bytes, operation.length - pending.started_bytes));
     const bool is_read = static_cast<Opcode>(operation.opcode) == Opcode::read;
     if (!queue_pairs_->has_space(operation.queue_pair, transfers_per_segment_max)) {
         return false;
@@ -72,23 +74,23 @@ bool Session::begin_segment(PendingOperation& pending) {
     Segment& segment = *segments_[allocate_segment()];
     segment.pending = &pending;
     segment.buffer = buffer;
-    segment.begin = pending.started;
+    segment.begin = pending.started_bytes;
     segment.length = length;
-    segment.skip = 0;
-    segment.transfers = 0;
+    segment.buffer_offset = 0;
+    segment.transfers_in_progress = 0;
     segment.has_failed = false;
-    ++pending.segments;
+    ++pending.segments_in_progress;
     if (is_read) {
         begin_read(segment);
     } else {
-        pending.started += length;
+        pending.started_bytes += length;
         add_transfer(segment, 0, length);
     }
-    if (segment.transfers == 0) {
+    if (segment.transfers_in_progress == 0) {
         free_segment(segment); // There is nothing to move: the end of the file, an error, or a hole.
     }
     if (length > small_segment_bytes) {
-        // A large segment is posted as a list of its own. The next one is read from the file meanwhile.
+        // A large segment is posted at once. While it is transferred, the next segment is read from the file.
         is_rdma_broken_ |= !queue_pairs_->flush();
     }
     return true;
@@ -101,17 +103,17 @@ void Session::begin_read(Segment& segment) {
                                                 segment.length, {segment.buffer.data, segment.buffer.size});
     if (read.result < 0) {
         pending.error = read.result;
-        pending.is_last = true;
+        pending.is_cut_short = true;
         return;
     }
     const auto count = static_cast<std::size_t>(read.result);
-    pending.is_last = count < segment.length;
+    pending.is_cut_short = count < segment.length;
     segment.length = count;
-    segment.skip = read.buffer_offset;
-    pending.started += count;
-    pending.moved += count;
+    segment.buffer_offset = read.buffer_offset;
+    pending.started_bytes += count;
+    pending.moved_bytes += count;
     if ((operation.flags & checksum_wanted) != 0) {
-        const std::uint32_t checksum = crc32c(segment.buffer.data + segment.skip, count);
+        const std::uint32_t checksum = crc32c(segment.buffer.data + segment.buffer_offset, count);
         pending.checksum = segment.begin == 0 ? checksum : crc32c_combine(pending.checksum, checksum, count);
     }
     if (count != 0 &&
@@ -120,7 +122,8 @@ void Session::begin_read(Segment& segment) {
     }
 }
 
-// Adds the transfers of the data between the holes. Returns true if the whole segment is to be moved as it is.
+// Adds one transfer for each range of data between holes, and records the holes. Returns true if the segment has no
+// hole, so that the caller must add one transfer for the whole segment.
 bool Session::add_transfers_between_holes(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     const int file = pending.file->fd.get();
@@ -135,12 +138,12 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         }
         if ((pending.operation.flags & forbid_holes) != 0) {
             pending.error = -ENODATA;
-            pending.is_last = true;
+            pending.is_cut_short = true;
             return false;
         }
-        const bool is_full =
-            segment.transfers + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
-        if (is_full) {
+        const bool is_limit_reached =
+            segment.transfers_in_progress + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
+        if (is_limit_reached) {
             add_transfer(segment, static_cast<std::size_t>(at - base), static_cast<std::size_t>(end - at));
             return false;
         }
@@ -170,27 +173,27 @@ void Session::add_transfer(Segment& segment, std::size_t begin, std::size_t leng
     verbs::Transfer transfer{};
     transfer.direction = is_read ? verbs::Transfer::Direction::to_peer : verbs::Transfer::Direction::from_peer;
     transfer.length_bytes = static_cast<std::uint32_t>(length);
-    transfer.local = segment.buffer.data + segment.skip + begin;
+    transfer.local = segment.buffer.data + segment.buffer_offset + begin;
     transfer.local_key = staging_->local_key(queue_pairs_->device_of(operation.queue_pair));
     transfer.remote_key = operation.rkey;
     transfer.remote_address = operation.remote_address + segment.begin + begin;
-    transfer.id = segment.number;
-    ++segment.transfers;
+    transfer.id = segment.index;
+    ++segment.transfers_in_progress;
     queue_pairs_->add(operation.queue_pair, transfer);
 }
 
 bool Session::poll_completions() {
     return queue_pairs_->poll(
-        [this](std::uint32_t number, TransferStatus status) { complete_transfer(number, status); });
+        [this](std::uint32_t segment_index, TransferStatus status) { complete_transfer(segment_index, status); });
 }
 
-void Session::complete_transfer(std::uint32_t number, TransferStatus status) {
-    Segment& segment = *segments_[number];
+void Session::complete_transfer(std::uint32_t segment_index, TransferStatus status) {
+    Segment& segment = *segments_[segment_index];
     PendingOperation& pending = *segment.pending;
     if (status != TransferStatus::succeeded) {
-        // This failure ends the session. Only the operation whose memory was refused gets a result, and at once: its
-        // queue pair is broken, so that none of its bytes arrive later. The clients of the other operations learn from
-        // the end of the connection that those were not the cause.
+        // This failure ends the session. Only the operation whose transfer was refused gets a result. It gets the
+        // result at once, because its queue pair is broken, so none of its bytes can arrive later. The other operations
+        // fail at the client when the connection ends.
         is_rdma_broken_ = segment.has_failed = true;
         if (status == TransferStatus::refused && !pending.is_finished) {
             has_refusal_ = true;
@@ -198,15 +201,15 @@ void Session::complete_transfer(std::uint32_t number, TransferStatus status) {
             finish(pending);
         }
     }
-    if (--segment.transfers != 0 || segment.has_failed) {
+    if (--segment.transfers_in_progress != 0 || segment.has_failed) {
         return;
     }
     if (static_cast<Opcode>(pending.operation.opcode) == Opcode::write) {
         finish_write(segment);
     }
     free_segment(segment);
-    if (pending.segments == 0 && pending.is_started() && !pending.is_finished &&
-        (waiting_.empty() || waiting_.front() != &pending)) {
+    if (pending.segments_in_progress == 0 && pending.is_fully_started() && !pending.is_finished &&
+        (waiting_operations_.empty() || waiting_operations_.front() != &pending)) {
         finish(pending);
     }
 }
@@ -214,7 +217,7 @@ void Session::complete_transfer(std::uint32_t number, TransferStatus status) {
 void Session::finish_write(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     if (pending.error != 0) {
-        return; // An earlier segment failed, and the operation with it.
+        return; // The operation has already failed with an earlier segment.
     }
     const Operation& operation = pending.operation;
     const std::span<const std::byte> data(segment.buffer.data, segment.length);
@@ -230,9 +233,9 @@ void Session::finish_write(Segment& segment) {
         pending.file->inode->write(pending.file->fd.get(), operation.file_offset + segment.begin, data);
     if (written < 0) {
         pending.error = written;
-        pending.is_last = true;
+        pending.is_cut_short = true;
     } else {
-        pending.moved += static_cast<std::uint64_t>(written);
+        pending.moved_bytes += static_cast<std::uint64_t>(written);
     }
 }
 

@@ -18,16 +18,22 @@ namespace gdrkit::storage {
 
 namespace {
 
-constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers = 256, large_buffers = 16;
-constexpr std::size_t receive_bytes = 1 << 18, backlog_bytes_max = 1 << 20;
+// Buffers of the staging memory of a session.
+constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers_count = 256, large_buffers_count = 16;
+constexpr std::size_t receive_buffer_bytes = 1 << 18;
+// The session receives no further requests while this many bytes of replies are not sent.
+constexpr std::size_t backlog_bytes_max = 1 << 20;
+// Longest time in which a session that ends after a failure sends its last replies.
 constexpr int final_send_timeout_ms = 1000;
+// Longest wait for the completion that shows which transfer broke a queue pair.
 constexpr std::chrono::milliseconds cause_timeout{50};
+// Without progress, the thread checks the socket only in every fourth round, because the check is a system call.
 constexpr unsigned rounds_per_receive = 4;
-// With operations in progress, the session polls longer by this factor, because the next work is near. To sleep and be
-// woken costs more, on both sides.
+// With operations in progress, the thread polls longer by this factor before it sleeps, because their completions are
+// near, and a wakeup would take longer than they do.
 constexpr unsigned busy_spin_factor = 4;
 
-int make_event() {
+int create_event() {
     const int event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event < 0) {
         throw verbs::Error("eventfd", verbs::last_errno());
@@ -37,7 +43,7 @@ int make_event() {
 
 void raise_event(int event) {
     const std::uint64_t one = 1;
-    // The write can only fail if the counter is full, and then the event is readable anyway.
+    // The write fails only if the counter is full, and then the event is already readable.
     [[maybe_unused]] const ssize_t count = ::write(event, &one, sizeof one);
 }
 
@@ -45,16 +51,18 @@ void raise_event(int event) {
 
 Session::Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric,
                  const std::vector<verbs::Endpoint>& peers, const SessionLimits& limits)
-    : store_(std::move(store)), fabric_(std::move(fabric)), limits_(limits), stop_(make_event()), ended_(make_event()) {
+    : store_(std::move(store)), fabric_(std::move(fabric)), limits_(limits), stop_event_(create_event()),
+      ended_event_(create_event()) {
     queue_pairs_.emplace(*fabric_, peers);
     std::vector<verbs::Device*> devices;
     for (const auto& device : fabric_->devices()) {
         devices.push_back(device.get());
     }
-    // Whole chunks are verified, so a buffer has space for one more chunk at each end.
-    const std::size_t around = 2 * std::size_t{store_->chunk_bytes()};
-    staging_.emplace(devices, verbs::Staging::Layout{std::max(small_buffer_bytes_min, 2 * around), small_buffers,
-                                                     limits_.segment_bytes + around, large_buffers});
+    // A read verifies whole chunks, so a buffer has space for one more chunk at each end.
+    const std::size_t margin_bytes = 2 * std::size_t{store_->chunk_bytes()};
+    staging_.emplace(devices,
+                     verbs::Staging::Layout{std::max(small_buffer_bytes_min, 2 * margin_bytes), small_buffers_count,
+                                            limits_.segment_bytes + margin_bytes, large_buffers_count});
     ++store_->counters().sessions;
 }
 
@@ -68,7 +76,7 @@ void Session::add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file) {
 }
 
 bool Session::remove_file(std::uint64_t handle) {
-    std::shared_ptr<OpenFile> file; // Closed outside of the lock.
+    std::shared_ptr<OpenFile> file; // Destroyed after `guard`, so that the file is closed without the lock.
     const std::lock_guard guard(files_lock_);
     const auto entry = files_.find(handle);
     if (entry == files_.end()) {
@@ -81,35 +89,35 @@ bool Session::remove_file(std::uint64_t handle) {
 
 void Session::start(Descriptor data_connection) {
     const std::lock_guard guard(close_lock_);
-    if (thread_.joinable() || stopping_ || !queue_pairs_) {
-        throw verbs::Error("start a session twice", EALREADY);
+    if (thread_.joinable() || is_stopping_ || !queue_pairs_) {
+        throw verbs::Error("the session was already started or closed", EALREADY);
     }
     data_connection_ = std::move(data_connection);
     // Python's main thread handles signals, so the thread of the session blocks them.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigset_t all_signals, previous_signals;
+    sigfillset(&all_signals);
+    pthread_sigmask(SIG_SETMASK, &all_signals, &previous_signals);
     try {
         thread_ = std::thread([this] { serve(); });
     } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
         throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
 }
 
 void Session::close() {
     const std::lock_guard guard(close_lock_);
-    stopping_ = true;
-    raise_event(stop_.get());
+    is_stopping_ = true;
+    raise_event(stop_event_.get());
     if (thread_.joinable()) {
         thread_.join();
     }
     segments_.clear();
-    waiting_.clear();
-    free_pending_.clear();
+    waiting_operations_.clear();
+    free_operations_.clear();
     operation_pool_.clear();
-    queue_pairs_.reset(); // Queue pairs must go before the memory that they could write to.
+    queue_pairs_.reset(); // The queue pairs are destroyed first, because they may still write to the staging memory.
     staging_.reset();
     data_connection_ = Descriptor();
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files;
@@ -123,24 +131,23 @@ void Session::serve() noexcept {
     pthread_setname_np(pthread_self(), "gdrkit-session");
     try {
         Spin spin(limits_.spin_us);
-        for (unsigned idle_rounds = 0; !stopping_ && !connection_ended_ && !is_rdma_broken_;) {
-            // A check of the socket is a system call; a check for completions is not.
-            bool progress = idle_rounds % rounds_per_receive == 0 && receive();
-            progress |= parse_frames();
-            progress |= start_segments();
+        for (unsigned idle_rounds = 0; !is_stopping_ && !has_connection_ended_ && !is_rdma_broken_;) {
+            bool has_progress = idle_rounds % rounds_per_receive == 0 && receive_requests();
+            has_progress |= parse_frames();
+            has_progress |= start_segments();
             is_rdma_broken_ |= !queue_pairs_->flush();
-            progress |= poll_completions();
+            has_progress |= poll_completions();
             if (is_rdma_broken_) {
                 break;
             }
-            reply();
-            progress |= send();
-            idle_rounds = progress ? 0 : idle_rounds + 1;
-            if (!spin.should_continue(progress, outstanding_ != 0 ? busy_spin_factor : 1)) {
+            append_reply();
+            has_progress |= send_replies();
+            idle_rounds = has_progress ? 0 : idle_rounds + 1;
+            if (!spin.should_continue(has_progress, outstanding_count_ != 0 ? busy_spin_factor : 1)) {
                 wait_for_events();
-                spin.begin();
+                spin.restart();
                 idle_rounds = 0;
-            } else if (!progress) {
+            } else if (!has_progress) {
                 // The client that sends the next request may need this processor.
                 sched_yield();
             }
@@ -152,86 +159,87 @@ void Session::serve() noexcept {
         std::fprintf(stderr, "gdrkit serve: a session failed: %s\n", error.what());
     }
     shutdown(data_connection_.get(), SHUT_RDWR);
-    raise_event(ended_.get());
+    raise_event(ended_event_.get());
 }
 
-bool Session::receive() {
-    if (out_.size() - out_begin_ > backlog_bytes_max || outstanding_ >= limits_.outstanding_max) {
+bool Session::receive_requests() {
+    if (send_buffer_.size() - send_begin_ > backlog_bytes_max || outstanding_count_ >= limits_.outstanding_max) {
         return false;
     }
-    // The buffer has space for more than the largest frame. It is allocated once, because this function is called
-    // often.
-    in_.resize(receive_bytes);
-    if (in_begin_ != 0 && in_begin_ == in_end_) {
-        in_begin_ = in_end_ = 0;
-    } else if (in_end_ == in_.size()) {
-        std::memmove(in_.data(), in_.data() + in_begin_, in_end_ - in_begin_);
-        in_end_ -= in_begin_;
-        in_begin_ = 0;
+    // The buffer has space for more than the largest frame. Only the first call allocates it.
+    receive_buffer_.resize(receive_buffer_bytes);
+    if (receive_begin_ != 0 && receive_begin_ == receive_end_) {
+        receive_begin_ = receive_end_ = 0;
+    } else if (receive_end_ == receive_buffer_.size()) {
+        std::memmove(receive_buffer_.data(), receive_buffer_.data() + receive_begin_, receive_end_ - receive_begin_);
+        receive_end_ -= receive_begin_;
+        receive_begin_ = 0;
     }
-    if (in_end_ == in_.size()) {
-        return false; // The buffer is full of frames that wait for operations before them.
+    if (receive_end_ == receive_buffer_.size()) {
+        return false; // The buffer is full of frames that wait until earlier operations have their results.
     }
-    const ssize_t count = recv(data_connection_.get(), in_.data() + in_end_, in_.size() - in_end_, MSG_DONTWAIT);
+    const ssize_t count = recv(data_connection_.get(), receive_buffer_.data() + receive_end_,
+                               receive_buffer_.size() - receive_end_, MSG_DONTWAIT);
     if (count > 0) {
-        in_end_ += static_cast<std::size_t>(count);
+        receive_end_ += static_cast<std::size_t>(count);
     } else {
-        connection_ended_ |= count == 0 || (errno != EAGAIN && errno != EINTR);
+        has_connection_ended_ |= count == 0 || (errno != EAGAIN && errno != EINTR);
     }
     return count > 0;
 }
 
 bool Session::parse_frames() {
-    bool any = false;
+    bool has_parsed = false;
     const char* refusal = nullptr;
-    while (in_end_ - in_begin_ >= sizeof(FrameHeader) && refusal == nullptr) {
-        const std::span<const std::byte> rest(in_.data() + in_begin_, in_end_ - in_begin_);
-        const auto header = parse_header(rest.first<sizeof(FrameHeader)>(), refusal);
+    while (receive_end_ - receive_begin_ >= sizeof(FrameHeader) && refusal == nullptr) {
+        const std::span<const std::byte> unparsed(receive_buffer_.data() + receive_begin_,
+                                                  receive_end_ - receive_begin_);
+        const auto header = parse_header(unparsed.first<sizeof(FrameHeader)>(), refusal);
         if (header && static_cast<FrameType>(header->type) != FrameType::io_request) {
             refusal = "a data connection must carry io requests only";
         }
-        if (refusal != nullptr || rest.size() < sizeof(FrameHeader) + header->length ||
-            (outstanding_ != 0 && outstanding_ + header->count > limits_.outstanding_max)) {
+        if (refusal != nullptr || unparsed.size() < sizeof(FrameHeader) + header->length ||
+            (outstanding_count_ != 0 && outstanding_count_ + header->count > limits_.outstanding_max)) {
             break;
         }
-        if (parse_operations(*header, rest.subspan(sizeof(FrameHeader), header->length), operations_, refusal)) {
+        if (parse_operations(*header, unparsed.subspan(sizeof(FrameHeader), header->length), operations_, refusal)) {
             enqueue_operations();
-            in_begin_ += sizeof(FrameHeader) + header->length;
-            any = true;
+            receive_begin_ += sizeof(FrameHeader) + header->length;
+            has_parsed = true;
         }
     }
     if (refusal != nullptr) {
         ++store_->counters().refused_frames;
         std::fprintf(stderr, "gdrkit serve: a session ended because of an invalid frame: %s\n", refusal);
-        connection_ended_ = true;
+        has_connection_ended_ = true;
     }
-    return any;
+    return has_parsed;
 }
 
 void Session::enqueue_operations() {
     const std::lock_guard guard(files_lock_);
     for (const Operation& operation : operations_) {
-        PendingOperation& pending = allocate_pending();
+        PendingOperation& pending = allocate_operation();
         pending.reset(operation);
         if (const auto entry = files_.find(operation.handle); entry != files_.end()) {
             pending.file = entry->second;
         }
         pending.error = check_operation(operation, pending.file);
-        ++outstanding_;
+        ++outstanding_count_;
         if (pending.error != 0 || operation.length == 0) {
             finish(pending);
         } else {
-            waiting_.push_back(&pending);
+            waiting_operations_.push_back(&pending);
         }
     }
 }
 
-Session::PendingOperation& Session::allocate_pending() {
-    if (free_pending_.empty()) {
+Session::PendingOperation& Session::allocate_operation() {
+    if (free_operations_.empty()) {
         return *operation_pool_.emplace_back(std::make_unique<PendingOperation>());
     }
-    PendingOperation& pending = *free_pending_.back();
-    free_pending_.pop_back();
+    PendingOperation& pending = *free_operations_.back();
+    free_operations_.pop_back();
     return pending;
 }
 
@@ -254,17 +262,20 @@ std::int64_t Session::check_operation(const Operation& operation, const std::sha
     return 0;
 }
 
-// Finishes an operation. Nothing may refer to it afterwards, unless the session ends here.
+// Adds the result of an operation to the next reply, and makes the object free for another operation. No segment may
+// refer to the operation afterwards, unless the session ends.
 void Session::finish(PendingOperation& pending) {
     pending.is_finished = true;
-    --outstanding_;
+    --outstanding_count_;
     if (pending.error == -EREMOTEIO && !is_rdma_broken_) {
-        pending.error = -EIO; // The errno of a file. EREMOTEIO is reserved for failures of the client's memory.
+        // The file system returned EREMOTEIO. The protocol reserves EREMOTEIO for memory of the client that its NIC
+        // refused to access.
+        pending.error = -EIO;
     }
     const bool succeeded = pending.error == 0;
     Result result{};
     result.tag = pending.operation.tag;
-    result.result = succeeded ? static_cast<std::int64_t>(pending.moved) : pending.error;
+    result.result = succeeded ? static_cast<std::int64_t>(pending.moved_bytes) : pending.error;
     if (succeeded && (pending.operation.flags & checksum_wanted) != 0) {
         result.checksum = pending.checksum;
         result.flags = checksum_valid;
@@ -273,19 +284,19 @@ void Session::finish(PendingOperation& pending) {
         const bool is_write = static_cast<Opcode>(pending.operation.opcode) == Opcode::write;
         auto& counters = store_->counters();
         ++(is_write ? counters.writes : counters.reads);
-        (is_write ? counters.written_bytes : counters.read_bytes) += pending.moved;
+        (is_write ? counters.written_bytes : counters.read_bytes) += pending.moved_bytes;
         result.holes = static_cast<std::uint32_t>(pending.holes.size());
         holes_.insert(holes_.end(), pending.holes.begin(), pending.holes.end());
     }
     results_.push_back(result);
     pending.file.reset();
-    free_pending_.push_back(&pending);
-    if (results_.size() == operations_max || holes_.size() + holes_max > operations_max * 64) {
-        reply();
+    free_operations_.push_back(&pending);
+    if (results_.size() == operations_max || holes_.size() + holes_max > operations_max * holes_per_result_max) {
+        append_reply();
     }
 }
 
-void Session::reply() {
+void Session::append_reply() {
     if (results_.empty()) {
         return;
     }
@@ -295,78 +306,80 @@ void Session::reply() {
         std::memcpy(payload.data() + results_.size() * sizeof(Result), holes_.data(),
                     holes_.size() * sizeof(HoleExtent));
     }
-    append_frame(out_, FrameType::io_reply, static_cast<std::uint32_t>(results_.size()), 0, payload);
+    append_frame(send_buffer_, FrameType::io_reply, static_cast<std::uint32_t>(results_.size()), 0, payload);
     results_.clear();
     holes_.clear();
 }
 
-bool Session::send() {
-    bool any = false;
-    while (out_begin_ < out_.size()) {
-        const ssize_t count = ::send(data_connection_.get(), out_.data() + out_begin_, out_.size() - out_begin_,
-                                     MSG_DONTWAIT | MSG_NOSIGNAL);
+bool Session::send_replies() {
+    bool has_sent = false;
+    while (send_begin_ < send_buffer_.size()) {
+        const ssize_t count = ::send(data_connection_.get(), send_buffer_.data() + send_begin_,
+                                     send_buffer_.size() - send_begin_, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (count < 0) {
-            connection_ended_ |= errno != EAGAIN && errno != EINTR;
-            return any;
+            has_connection_ended_ |= errno != EAGAIN && errno != EINTR;
+            return has_sent;
         }
-        out_begin_ += static_cast<std::size_t>(count);
-        any = true;
+        send_begin_ += static_cast<std::size_t>(count);
+        has_sent = true;
     }
-    out_.clear();
-    out_begin_ = 0;
-    return any;
+    send_buffer_.clear();
+    send_begin_ = 0;
+    return has_sent;
 }
 
 void Session::wait_for_events() {
-    // A completion after arm() makes a channel readable. The poll below finds completions before it.
+    // A completion after arm() makes a completion channel readable. poll_completions() finds the completions before it.
     queue_pairs_->arm();
     if (poll_completions()) {
         return;
     }
-    const bool wants_more = outstanding_ < limits_.outstanding_max && out_.size() - out_begin_ <= backlog_bytes_max &&
-                            (in_begin_ != 0 || in_end_ < receive_bytes);
-    const int events = (wants_more ? POLLIN : 0) | (out_begin_ < out_.size() ? POLLOUT : 0) | POLLRDHUP;
-    std::vector<int> channels;
-    queue_pairs_->descriptors(channels);
-    std::vector<pollfd> polled{{data_connection_.get(), static_cast<short>(events), 0}, {stop_.get(), POLLIN, 0}};
-    for (const int channel : channels) {
-        polled.push_back({channel, POLLIN, 0});
+    const bool can_receive = outstanding_count_ < limits_.outstanding_max &&
+                             send_buffer_.size() - send_begin_ <= backlog_bytes_max &&
+                             (receive_begin_ != 0 || receive_end_ < receive_buffer_bytes);
+    const int events = (can_receive ? POLLIN : 0) | (send_begin_ < send_buffer_.size() ? POLLOUT : 0) | POLLRDHUP;
+    std::vector<pollfd> polled{{data_connection_.get(), static_cast<short>(events), 0}, {stop_event_.get(), POLLIN, 0}};
+    for (const int fd : queue_pairs_->event_fds()) {
+        polled.push_back({fd, POLLIN, 0});
     }
     if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) {
         throw verbs::Error("poll", verbs::last_errno());
     }
-    connection_ended_ |= (polled[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
+    has_connection_ended_ |= (polled[0].revents & (POLLERR | POLLHUP | POLLRDHUP | POLLNVAL)) != 0;
     queue_pairs_->take_events();
 }
 
 void Session::end_with_failure() {
     ++store_->counters().rdma_errors;
     // When ibv_post_send fails, the queue pair is broken. A completion that follows reports which transfer broke it.
-    const auto until = std::chrono::steady_clock::now() + cause_timeout;
-    while (!has_refusal_ && queue_pairs_->in_progress() && std::chrono::steady_clock::now() < until) {
+    const auto cause_deadline = std::chrono::steady_clock::now() + cause_timeout;
+    while (!has_refusal_ && queue_pairs_->has_transfers_in_progress() &&
+           std::chrono::steady_clock::now() < cause_deadline) {
         poll_completions();
         sched_yield();
     }
-    // The other operations get no result: with one, the client would reuse its memory while bytes may still arrive
-    // there through another queue pair. The client breaks its queue pairs when the connection ends.
-    reply();
-    // The client may be alive and have invalidated one key. It must learn which operation used it.
-    while (!send() || out_begin_ < out_.size()) {
-        if (connection_ended_ || out_.empty()) {
+    // Only the refused operation has a result. If the server sent results for the other operations, the client would
+    // reuse their memory while bytes may still arrive there through another queue pair. The client breaks its queue
+    // pairs when the connection ends.
+    append_reply();
+    // The client may still be running: it may have invalidated an rkey, and must learn which operation used that rkey.
+    while (!send_replies() || send_begin_ < send_buffer_.size()) {
+        if (has_connection_ended_ || send_buffer_.empty()) {
             return;
         }
-        pollfd polled[] = {{data_connection_.get(), POLLOUT, 0}, {stop_.get(), POLLIN, 0}};
+        pollfd polled[] = {{data_connection_.get(), POLLOUT, 0}, {stop_event_.get(), POLLIN, 0}};
         if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0) {
             return;
         }
     }
-    // If a TCP connection is closed with unread requests, the kernel discards replies that the peer has not read yet.
+    // Read all requests until the client closes the connection. If a TCP connection is closed with unread requests, the
+    // kernel discards replies that the client has not read yet.
     shutdown(data_connection_.get(), SHUT_WR);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
-    while (std::chrono::steady_clock::now() < end) {
-        pollfd polled[] = {{data_connection_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(final_send_timeout_ms);
+    while (std::chrono::steady_clock::now() < deadline) {
+        pollfd polled[] = {{data_connection_.get(), POLLIN, 0}, {stop_event_.get(), POLLIN, 0}};
         if (poll(polled, 2, final_send_timeout_ms) <= 0 || polled[1].revents != 0 ||
-            recv(data_connection_.get(), in_.data(), in_.size(), MSG_DONTWAIT) <= 0) {
+            recv(data_connection_.get(), receive_buffer_.data(), receive_buffer_.size(), MSG_DONTWAIT) <= 0) {
             return;
         }
     }

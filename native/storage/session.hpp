@@ -1,4 +1,5 @@
-// A session of one client: its queue pairs, its open files, and the thread that serves its data connection.
+// A session of the storage service, which serves one client. It owns the queue pairs to the client, the client's open
+// files, and the thread that serves the client's data connection.
 #pragma once
 
 #include <atomic>
@@ -19,16 +20,16 @@
 namespace gdrkit::storage {
 
 struct SessionLimits {
-    std::uint32_t outstanding_max = 1024;
-    std::uint64_t length_bytes_max = std::uint64_t{1} << 30;
-    std::uint32_t segment_bytes =
-        256 * 1024; // Maximum length of one transfer, and of an operation with checksum_given.
-    std::uint32_t spin_us = 50;
+    std::uint32_t outstanding_max = 1024;                    // Operations without a result.
+    std::uint64_t length_bytes_max = std::uint64_t{1} << 30; // Length of one operation.
+    // Largest length of one transfer, and of an operation with checksum_given.
+    std::uint32_t segment_bytes = 256 * 1024;
+    std::uint32_t spin_us = 50; // Time that the thread polls without any progress before it sleeps.
 };
 
 class Session {
 public:
-    // The queue pairs are connected when the constructor returns. Throws verbs::Error.
+    // Creates the queue pairs and connects each to one of the client's. Throws verbs::Error.
     Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric, const std::vector<verbs::Endpoint>& peers,
             const SessionLimits& limits);
     Session(const Session&) = delete;
@@ -45,7 +46,7 @@ public:
     // called once.
     void start(Descriptor data_connection);
     // Becomes readable when the session has stopped serving.
-    int ended_fd() const noexcept { return ended_.get(); }
+    int ended_fd() const noexcept { return ended_event_.get(); }
     // Stops serving, destroys the queue pairs and closes the files. Waits for disk I/O in progress. Thread-safe;
     // further calls do nothing.
     void close();
@@ -55,13 +56,17 @@ private:
     struct Segment;
 
     void serve() noexcept;
-    bool receive();
+    // receive_requests, parse_frames, start_segments, poll_completions and send_replies return whether they did
+    // anything.
+    bool receive_requests();
     bool parse_frames();
     void enqueue_operations();
     void finish(PendingOperation& pending);
+    // Returns 0 if the operation is valid, or -errno.
     std::int64_t check_operation(const Operation& operation, const std::shared_ptr<OpenFile>& file) const;
     bool start_segments();
-    PendingOperation& allocate_pending();
+    PendingOperation& allocate_operation();
+    // Starts the next segment of an operation. Returns false if there is no free buffer or no space in the queue pair.
     bool begin_segment(PendingOperation& pending);
     void begin_read(Segment& segment);
     bool add_transfers_between_holes(Segment& segment);
@@ -69,10 +74,11 @@ private:
     std::uint32_t allocate_segment();
     void free_segment(Segment& segment);
     bool poll_completions();
-    void complete_transfer(std::uint32_t number, TransferStatus status);
+    void complete_transfer(std::uint32_t segment_index, TransferStatus status);
     void finish_write(Segment& segment);
-    void reply();
-    bool send();
+    // Moves the results so far into one frame of the send buffer.
+    void append_reply();
+    bool send_replies();
     void wait_for_events();
     void end_with_failure();
 
@@ -85,25 +91,27 @@ private:
     std::mutex files_lock_;
     std::unordered_map<std::uint64_t, std::shared_ptr<OpenFile>> files_;
 
-    Descriptor data_connection_, stop_, ended_;
+    Descriptor data_connection_, stop_event_, ended_event_;
     std::thread thread_;
     std::mutex close_lock_;
-    std::atomic<bool> stopping_{false};
+    std::atomic<bool> is_stopping_{false};
 
-    // Only the thread of the session uses these.
-    std::vector<std::byte> in_, out_;
-    std::size_t in_begin_ = 0, in_end_ = 0, out_begin_ = 0;
-    std::deque<PendingOperation*> waiting_; // In the order of arrival. The first may be partly started.
+    // Only the thread of the session uses the members below.
+    std::vector<std::byte> receive_buffer_, send_buffer_;
+    std::size_t receive_begin_ = 0, receive_end_ = 0, send_begin_ = 0;
+    // Operations whose transfers are not all started, in the order of arrival. Only the first may be partly started.
+    std::deque<PendingOperation*> waiting_operations_;
     std::vector<std::unique_ptr<PendingOperation>>
-        operation_pool_; // All operations, reused so that none allocates memory.
-    std::vector<PendingOperation*> free_pending_;
-    std::size_t outstanding_ = 0;
+        operation_pool_; // All operation objects. They are reused, so that an operation allocates no memory.
+    std::vector<PendingOperation*> free_operations_;
+    std::size_t outstanding_count_ = 0;
     std::vector<std::unique_ptr<Segment>> segments_;
     std::vector<std::uint32_t> free_segments_;
     std::vector<Result> results_;
     std::vector<HoleExtent> holes_;
     std::vector<Operation> operations_;
-    bool connection_ended_ = false, is_rdma_broken_ = false, has_refusal_ = false;
+    bool has_connection_ended_ = false, is_rdma_broken_ = false;
+    bool has_refusal_ = false; // The client's NIC refused a transfer.
 };
 
 } // namespace gdrkit::storage

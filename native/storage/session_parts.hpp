@@ -1,4 +1,5 @@
-// Operations and segments in progress. Only the session's own files include this.
+// Private types of Session: operations and segments in progress, and the busy polling of its thread. Only session.cpp
+// and segments.cpp include this file.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +13,12 @@ namespace gdrkit::storage {
 struct Session::PendingOperation {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
-    std::uint64_t started = 0; // Bytes that have a segment.
-    std::uint64_t moved = 0;   // Bytes of the result, if there is no error.
-    std::int64_t error = 0;
-    std::uint32_t segments = 0; // Segments in progress.
-    std::uint32_t checksum = 0;
-    bool is_last = false; // No further segment starts, because of an error or the end of the file.
+    std::uint64_t started_bytes = 0; // Bytes that have a segment.
+    std::uint64_t moved_bytes = 0;   // Bytes moved so far. At the end it is the result, unless there is an error.
+    std::int64_t error = 0;          // 0 or -errno.
+    std::uint32_t segments_in_progress = 0;
+    std::uint32_t checksum = 0; // CRC32C of the bytes moved so far.
+    bool is_cut_short = false;  // No further segment starts, because of an error or the end of the file.
     bool is_finished = false;
     std::vector<HoleExtent> holes;
 
@@ -25,44 +26,46 @@ struct Session::PendingOperation {
     void reset(const Operation& next) noexcept {
         operation = next;
         file.reset();
-        started = moved = 0;
+        started_bytes = moved_bytes = 0;
         error = 0;
-        segments = checksum = 0;
-        is_last = is_finished = false;
+        segments_in_progress = checksum = 0;
+        is_cut_short = is_finished = false;
         holes.clear();
     }
-    bool is_started() const noexcept { return is_last || started == operation.length; }
+    // Returns whether every segment of the operation has started.
+    bool is_fully_started() const noexcept { return is_cut_short || started_bytes == operation.length; }
 };
 
 // A part of an operation that fits into a buffer of the staging memory.
 struct Session::Segment {
     PendingOperation* pending = nullptr; // Null if the segment is free.
     verbs::Staging::Buffer buffer;
-    std::uint32_t number = 0;
-    std::uint64_t begin = 0;     // Offset in the operation.
-    std::size_t length = 0;      // Bytes to move.
-    std::size_t skip = 0;        // Offset of the bytes in the buffer.
-    std::uint32_t transfers = 0; // Transfers in progress.
+    std::uint32_t index = 0;       // Index of this segment in the session, and id of its transfers.
+    std::uint64_t begin = 0;       // Offset in the operation.
+    std::size_t length = 0;        // Bytes to move.
+    std::size_t buffer_offset = 0; // Offset of the bytes in the buffer.
+    std::uint32_t transfers_in_progress = 0;
     bool has_failed = false;
 };
 
-// Decides how long a thread polls busily: for a time after the last progress, or a multiple of it.
+// Decides when a polling thread sleeps: when `factor` times `limit_us` have passed without progress.
 class Spin {
 public:
-    explicit Spin(std::uint32_t microseconds) : limit_(microseconds), since_(Clock::now()) {}
-    void begin() { since_ = Clock::now(); }
-    bool should_continue(bool progress, unsigned times) {
+    explicit Spin(std::uint32_t limit_us) : limit_(limit_us), last_progress_(Clock::now()) {}
+    // Starts the time again, after a sleep.
+    void restart() { last_progress_ = Clock::now(); }
+    bool should_continue(bool has_progress, unsigned factor) {
         const auto now = Clock::now();
-        if (progress) {
-            since_ = now;
+        if (has_progress) {
+            last_progress_ = now;
         }
-        return now - since_ < times * limit_;
+        return now - last_progress_ < factor * limit_;
     }
 
 private:
     using Clock = std::chrono::steady_clock;
     std::chrono::microseconds limit_;
-    Clock::time_point since_;
+    Clock::time_point last_progress_;
 };
 
 } // namespace gdrkit::storage

@@ -1,4 +1,5 @@
-// Changes of files: writes, truncation, holes and times. Each updates the checksums of the chunks that it changes.
+// The part of Inode that changes files: writes, truncation, holes and times. Each change updates the checksums ("sums")
+// of the chunks that it changes.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -31,9 +32,9 @@ int Inode::write_all(int file, std::uint64_t offset, std::span<const std::byte> 
 }
 
 void Inode::set_modification_time(int file) {
-    // The kernel's clock for file times ticks every few milliseconds, so a change by another program in the same tick
-    // would not show. A time that the server sets itself shows it. If only the owner may set times, the kernel's time
-    // must do.
+    // The kernel's clock for file times ticks every few milliseconds. A change by another program in the same tick
+    // would leave the time unchanged and not be detected. So the server sets the time itself, with a finer clock. If
+    // only the owner of the file may set times, futimens fails, and the kernel's time remains.
     timespec times[] = {{0, UTIME_OMIT}, {}};
     if (clock_gettime(CLOCK_REALTIME, &times[1]) == 0) {
         (void)futimens(file, times);
@@ -42,7 +43,7 @@ void Inode::set_modification_time(int file) {
 
 void Inode::finish_change(int file) {
     struct stat now {};
-    // fstat of an open file does not fail. If it did, the next access would find another version and trust no sum.
+    // If fstat fails, the stored version differs from that of the file, so the next access discards all sums.
     sums_.end_change(fstat(file, &now) == 0 ? Version::of(now) : Version{});
 }
 
@@ -70,22 +71,21 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
     if (const int status = sums_.reserve(first, last + 1); status != 0) {
         return status;
     }
-    // `sums` are the new sums of the chunks, `old` those before the write.
-    thread_local std::vector<Sum> old, sums;
-    thread_local std::vector<std::uint32_t> values;
+    thread_local std::vector<Sum> old_sums, new_sums;
+    thread_local std::vector<std::uint32_t> crcs; // Those of the chunks that are written completely.
     thread_local Edge edge;
-    old.resize(count);
-    sums.resize(count);
-    values.resize(count);
-    const auto whole_first = (offset + chunk_bytes - 1) / chunk_bytes;
-    const auto whole_end = std::max(end / chunk_bytes, whole_first);
-    crc32c_chunks(data.data() + (whole_first * chunk_bytes - offset), chunk_bytes, whole_end - whole_first,
-                  values.data());
+    old_sums.resize(count);
+    new_sums.resize(count);
+    crcs.resize(count);
+    const auto complete_first = (offset + chunk_bytes - 1) / chunk_bytes;
+    const auto complete_end = std::max(end / chunk_bytes, complete_first);
+    crc32c_chunks(data.data() + (complete_first * chunk_bytes - offset), chunk_bytes, complete_end - complete_first,
+                  crcs.data());
     for (std::size_t index = 0; index < count; ++index) {
         const std::uint64_t chunk = first + index, begin = chunk * chunk_bytes;
-        old[index] = sums_.get(chunk);
-        if (chunk >= whole_first && chunk < whole_end) {
-            sums[index] = {values[chunk - whole_first], static_cast<std::uint32_t>(chunk_bytes), SumState::valid};
+        old_sums[index] = sums_.get(chunk);
+        if (chunk >= complete_first && chunk < complete_end) {
+            new_sums[index] = {crcs[chunk - complete_first], static_cast<std::uint32_t>(chunk_bytes), SumState::valid};
             continue;
         }
         const std::uint64_t from = std::max(offset, begin), to = std::min<std::uint64_t>(end, begin + chunk_bytes);
@@ -98,7 +98,7 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         }
         std::memcpy(edge.bytes.data() + start, data.data() + (from - offset), stop - start);
         const std::size_t length = std::max(edge.length, stop);
-        sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
+        new_sums[index] = {crc32c(edge.bytes.data(), length), static_cast<std::uint32_t>(length), SumState::valid};
     }
     sums_.begin_change();
     for (std::size_t index = 0; index < count; ++index) {
@@ -107,9 +107,9 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
     const int status = write_all(file, offset, data, written);
     for (std::size_t index = 0; index < count; ++index) {
         const std::uint64_t begin = (first + index) * chunk_bytes;
-        const bool is_done = status == 0 || begin + chunk_bytes <= offset + written;
-        const bool is_begun = written != 0 && begin < offset + written;
-        sums_.set(first + index, is_done ? sums[index] : is_begun ? Sum{} : old[index]);
+        const bool is_complete = status == 0 || begin + chunk_bytes <= offset + written;
+        const bool is_partly_written = written != 0 && begin < offset + written;
+        sums_.set(first + index, is_complete ? new_sums[index] : is_partly_written ? Sum{} : old_sums[index]);
     }
     set_modification_time(file);
     finish_change(file);
@@ -118,12 +118,13 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
 
 int Inode::set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns) {
     const auto time_of = [](std::optional<std::int64_t> time_ns) {
-        constexpr std::int64_t second = 1'000'000'000;
+        constexpr std::int64_t ns_per_second = 1'000'000'000;
         if (!time_ns) {
             return timespec{0, UTIME_OMIT};
         }
-        const std::int64_t rest = (*time_ns % second + second) % second;
-        return timespec{(*time_ns - rest) / second, rest};
+        // tv_nsec must not be negative, also for times before 1970.
+        const std::int64_t nanoseconds = (*time_ns % ns_per_second + ns_per_second) % ns_per_second;
+        return timespec{(*time_ns - nanoseconds) / ns_per_second, nanoseconds};
     };
     const timespec times[] = {time_of(access_ns), time_of(modification_ns)};
     const std::unique_lock guard(lock_);
@@ -153,31 +154,32 @@ int Inode::truncate(int file, std::uint64_t size) {
         return -errno;
     }
     discard_sums_if_changed_outside(before);
-    const std::uint64_t tail = size / chunk_bytes;
-    const std::size_t rest = size % chunk_bytes;
+    const std::uint64_t tail_chunk = size / chunk_bytes;
+    const std::size_t tail_bytes = size % chunk_bytes;
     const bool shrinks = size < static_cast<std::uint64_t>(before.st_size);
-    const Sum old = sums_.get(tail);
-    Sum tail_sum = old;
+    const Sum old_sum = sums_.get(tail_chunk);
+    Sum new_sum = old_sum;
     thread_local Edge edge;
-    if (shrinks && rest != 0 && old.state == SumState::valid) {
-        if (const int status = load_edge(file, tail, static_cast<std::uint64_t>(before.st_size), edge); status != 0) {
+    if (shrinks && tail_bytes != 0 && old_sum.state == SumState::valid) {
+        const auto old_size = static_cast<std::uint64_t>(before.st_size);
+        if (const int status = load_edge(file, tail_chunk, old_size, edge); status != 0) {
             return status;
         }
-        tail_sum = {crc32c(edge.bytes.data(), rest), static_cast<std::uint32_t>(rest), SumState::valid};
-        if (const int status = sums_.reserve(tail, tail + 1); status != 0) {
+        new_sum = {crc32c(edge.bytes.data(), tail_bytes), static_cast<std::uint32_t>(tail_bytes), SumState::valid};
+        if (const int status = sums_.reserve(tail_chunk, tail_chunk + 1); status != 0) {
             return status;
         }
     }
     sums_.begin_change();
     if (shrinks) {
-        sums_.discard_from(tail + (rest != 0 ? 1 : 0));
-        if (rest != 0 && old.state == SumState::valid) {
-            sums_.set(tail, {0, 0, SumState::being_written});
+        sums_.discard_from(tail_chunk + (tail_bytes != 0 ? 1 : 0));
+        if (tail_bytes != 0 && old_sum.state == SumState::valid) {
+            sums_.set(tail_chunk, {0, 0, SumState::being_written});
         }
     }
     const int status = ftruncate(file, static_cast<off_t>(size)) != 0 ? -errno : 0;
-    if (shrinks && rest != 0 && old.state == SumState::valid) {
-        sums_.set(tail, status == 0 ? tail_sum : old);
+    if (shrinks && tail_bytes != 0 && old_sum.state == SumState::valid) {
+        sums_.set(tail_chunk, status == 0 ? new_sum : old_sum);
     }
     set_modification_time(file);
     finish_change(file);
@@ -208,18 +210,19 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     discard_sums_if_changed_outside(before);
     const std::uint64_t first = begin / chunk_bytes, last = (end - 1) / chunk_bytes;
     thread_local Edge edge;
-    std::array<Sum, 2> edges;
+    std::array<Sum, 2> edge_sums; // New sums of the first and of the last chunk.
     for (const std::uint64_t chunk : {first, last}) {
-        Sum& sum = edges[chunk == first ? 0 : 1];
-        const std::uint64_t at = chunk * chunk_bytes;
-        if (sums_.get(chunk).state != SumState::valid || (chunk == last && last == first && chunk != first)) {
+        Sum& sum = edge_sums[chunk == first ? 0 : 1];
+        const std::uint64_t chunk_begin = chunk * chunk_bytes;
+        if (sums_.get(chunk).state != SumState::valid) {
             continue;
         }
         if (const int status = load_edge(file, chunk, size, edge); status != 0) {
             return status;
         }
-        const auto start = static_cast<std::size_t>(std::max(begin, at) - at);
-        const auto stop = static_cast<std::size_t>(std::min<std::uint64_t>(end, at + chunk_bytes) - at);
+        const auto start = static_cast<std::size_t>(std::max(begin, chunk_begin) - chunk_begin);
+        const auto stop =
+            static_cast<std::size_t>(std::min<std::uint64_t>(end, chunk_begin + chunk_bytes) - chunk_begin);
         std::memset(edge.bytes.data() + start, 0, stop - start);
         sum = {crc32c(edge.bytes.data(), edge.length), static_cast<std::uint32_t>(edge.length), SumState::valid};
     }
@@ -232,9 +235,10 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     const int status = punch_range();
     for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
         if (sums_.get(chunk).state != SumState::unknown) {
-            // After a failure it is unknown how much was changed.
+            // The sums of the chunks between the edges become unknown. After a failure all sums do, because it is
+            // unknown which bytes were changed.
             const bool is_edge = chunk == first || chunk == last;
-            sums_.set(chunk, status == 0 && is_edge ? edges[chunk == first ? 0 : 1] : Sum{});
+            sums_.set(chunk, status == 0 && is_edge ? edge_sums[chunk == first ? 0 : 1] : Sum{});
         }
     }
     set_modification_time(file);

@@ -17,9 +17,10 @@ namespace gdrkit::storage {
 
 namespace {
 
-constexpr std::size_t chunks_at_once = 64;
+// Number of chunks whose CRCs are computed at a time.
+constexpr std::size_t chunks_per_batch = 64;
 
-// Reads as many bytes as the file has there, fewer only at its end. Returns -errno on failure.
+// Fills `into`, or reads up to the end of the file. Returns the number of bytes, or -errno.
 std::int64_t read_fully(int file, std::uint64_t offset, std::span<std::byte> into) {
     std::size_t done = 0;
     while (done < into.size()) {
@@ -51,7 +52,7 @@ Store::Store(int sums_folder, std::uint32_t chunk_bytes) : sums_folder_(sums_fol
     }
 }
 
-std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool read, bool write) {
+std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool may_read, bool may_write) {
     struct stat info {};
     if (fstat(fd.get(), &info) != 0) {
         throw std::system_error(errno, std::generic_category(), "fstat");
@@ -69,40 +70,40 @@ std::shared_ptr<OpenFile> Store::adopt(Descriptor fd, bool read, bool write) {
             inode = std::make_shared<Inode>(*this, info.st_ino);
             entry = inode;
         }
-        std::erase_if(inodes_, [](const auto& each) { return each.second.expired(); });
+        std::erase_if(inodes_, [](const auto& item) { return item.second.expired(); });
     }
     {
         const std::unique_lock guard(inode->lock_);
         if (!inode->sums_.is_open() && !inode->is_unlinked_) {
-            // There are no sums yet, or the store is read-only: every chunk is unknown.
+            // If this fails, there are no sums yet, or the store is read-only. Every sum is then unknown.
             (void)inode->open_sums(fd.get(), false);
         }
     }
     auto file = std::make_shared<OpenFile>();
     file->fd = std::move(fd);
     file->inode = std::move(inode);
-    file->may_read = read;
-    file->may_write = write;
+    file->may_read = may_read;
+    file->may_write = may_write;
     return file;
 }
 
-void Store::remove_sums(std::uint64_t number) {
+void Store::remove_sums(std::uint64_t inode_number) {
     std::shared_ptr<Inode> inode;
     {
         const std::lock_guard guard(lock_);
-        if (const auto entry = inodes_.find(number); entry != inodes_.end()) {
+        if (const auto entry = inodes_.find(inode_number); entry != inodes_.end()) {
             inode = entry->second.lock();
         }
     }
     if (!inode) {
-        inode = std::make_shared<Inode>(*this, number);
+        inode = std::make_shared<Inode>(*this, inode_number);
     }
     inode->remove_sums();
 }
 
 std::string Inode::sums_name() const {
     char name[32];
-    std::snprintf(name, sizeof name, "%02" PRIx64 "/%016" PRIx64, number_ & 255, number_);
+    std::snprintf(name, sizeof name, "%02" PRIx64 "/%016" PRIx64, inode_number_ & 255, inode_number_);
     return name;
 }
 
@@ -119,10 +120,11 @@ void Inode::remove_sums() {
     is_unlinked_ = true;
     const std::string name = sums_name();
     const std::size_t slash = name.find('/');
-    // If this inode's group has no folder, there is nothing to remove. A symbolic link in its place is not followed.
-    if (const Descriptor group(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
-        group) {
-        unlinkat(group.get(), name.c_str() + slash + 1, 0);
+    // If the subfolder does not exist, there is nothing to remove. If it was replaced by a symbolic link, the link is
+    // not followed.
+    if (const Descriptor subfolder(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
+        subfolder) {
+        unlinkat(subfolder.get(), name.c_str() + slash + 1, 0);
     }
 }
 
@@ -148,66 +150,71 @@ int Inode::report_corruption(std::uint64_t chunk) {
     std::fprintf(stderr,
                  "gdrkit serve: inode %" PRIu64 ", bytes from %" PRIu64
                  ": the data differ from those written (CRC32C)\n",
-                 number_, chunk * store_.chunk_bytes_);
+                 inode_number_, chunk * store_.chunk_bytes_);
     return -EIO;
 }
 
 Inode::ReadResult Inode::read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer) {
     const std::size_t chunk_bytes = store_.chunk_bytes_;
     const std::uint64_t first = offset / chunk_bytes;
-    const std::size_t skip = offset % chunk_bytes;
-    for (bool again = false;; again = true) {
+    const std::size_t leading_bytes = offset % chunk_bytes; // Bytes of the first chunk before the range.
+    for (bool is_second_read = false;; is_second_read = true) {
         std::uint64_t bad_chunk = 0;
         {
             const std::shared_lock guard(lock_);
             const bool has_sums = sums_.is_open();
             const std::size_t bytes_to_read =
-                has_sums ? (skip + length + chunk_bytes - 1) / chunk_bytes * chunk_bytes : skip + length;
+                has_sums ? (leading_bytes + length + chunk_bytes - 1) / chunk_bytes * chunk_bytes
+                         : leading_bytes + length;
             const std::int64_t read_bytes = read_fully(file, first * chunk_bytes, buffer.first(bytes_to_read));
             if (read_bytes < 0) {
                 return {read_bytes, 0};
             }
-            const auto present = static_cast<std::size_t>(read_bytes);
-            const std::size_t count = has_sums ? (present + chunk_bytes - 1) / chunk_bytes : 0;
-            std::size_t bad = count;
-            for (std::size_t begin = 0; begin < count && bad == count; begin += chunks_at_once) {
-                const std::size_t part = std::min(chunks_at_once, count - begin);
-                const std::size_t whole =
-                    std::min(part, present / chunk_bytes - std::min(begin, present / chunk_bytes));
-                std::array<std::uint32_t, chunks_at_once> values;
-                bool any = false;
-                for (std::size_t index = 0; index < part && !any; ++index) {
-                    any = sums_.get(first + begin + index).state == SumState::valid;
+            const auto size = static_cast<std::size_t>(read_bytes);
+            const std::size_t chunks_count = has_sums ? (size + chunk_bytes - 1) / chunk_bytes : 0;
+            const std::size_t complete_chunks_count = size / chunk_bytes;
+            std::size_t bad_index = chunks_count; // No chunk is bad.
+            for (std::size_t begin = 0; begin < chunks_count && bad_index == chunks_count; begin += chunks_per_batch) {
+                const std::size_t batch_count = std::min(chunks_per_batch, chunks_count - begin);
+                const std::size_t complete_count =
+                    std::min(batch_count, complete_chunks_count - std::min(begin, complete_chunks_count));
+                bool has_valid_sum = false;
+                for (std::size_t index = 0; index < batch_count && !has_valid_sum; ++index) {
+                    has_valid_sum = sums_.get(first + begin + index).state == SumState::valid;
                 }
-                if (!any) {
+                if (!has_valid_sum) {
                     continue;
                 }
-                crc32c_chunks(buffer.data() + begin * chunk_bytes, chunk_bytes, whole, values.data());
-                for (std::size_t index = 0; index < part && bad == count; ++index) {
-                    const std::size_t at = (begin + index) * chunk_bytes;
+                std::array<std::uint32_t, chunks_per_batch> crcs;
+                crc32c_chunks(buffer.data() + begin * chunk_bytes, chunk_bytes, complete_count, crcs.data());
+                for (std::size_t index = 0; index < batch_count && bad_index == chunks_count; ++index) {
+                    const std::size_t chunk_begin = (begin + index) * chunk_bytes;
                     const Sum sum = sums_.get(first + begin + index);
-                    const bool is_whole = index < whole && sum.length == chunk_bytes;
+                    const bool is_complete = index < complete_count && sum.length == chunk_bytes;
                     if (sum.state == SumState::valid &&
-                        (is_whole ? sum.crc != values[index]
-                                  : !matches_sum(first + begin + index,
-                                                 buffer.subspan(at, std::min(chunk_bytes, present - at))))) {
-                        bad = begin + index;
+                        (is_complete
+                             ? sum.crc != crcs[index]
+                             : !matches_sum(first + begin + index,
+                                            buffer.subspan(chunk_begin, std::min(chunk_bytes, size - chunk_begin))))) {
+                        bad_index = begin + index;
                     }
                 }
             }
-            if (bad == count) {
-                return {present <= skip ? 0 : static_cast<std::int64_t>(std::min(length, present - skip)), skip};
+            if (bad_index == chunks_count) {
+                return {size <= leading_bytes ? 0 : static_cast<std::int64_t>(std::min(length, size - leading_bytes)),
+                        leading_bytes};
             }
-            bad_chunk = first + bad;
+            bad_chunk = first + bad_index;
         }
-        // Either another program changed the file, which its times show, or the bytes are corrupt.
+        // Either another program changed the file, which its times show, or the bytes are corrupt. Bytes are reported
+        // as corrupt only after a second read.
         const std::unique_lock guard(lock_);
         struct stat now {};
         if (fstat(file, &now) != 0) {
             return {-errno, 0};
         }
         if (sums_.version() == Version::of(now)) {
-            if (again) {
+            if (is_second_read) {
                 return {report_corruption(bad_chunk), 0};
             }
         } else {
@@ -226,7 +233,8 @@ int Inode::load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& ed
         return static_cast<int>(read_bytes);
     }
     edge.length = static_cast<std::size_t>(read_bytes);
-    // Without this check, the new sum would also cover the unchanged bytes of the chunk, even if they are corrupt.
+    // The new sum will cover the unchanged bytes of the chunk, too. So they are verified first; otherwise corrupt bytes
+    // would get a valid sum.
     return matches_sum(chunk, bytes.first(edge.length)) ? 0 : report_corruption(chunk);
 }
 

@@ -1,4 +1,5 @@
-// Files of a store and the checksums of their chunks, called sums. Reads verify the sums, and writes update them.
+// The files of a storage server and the checksums of their chunks, called sums. Reads verify the sums, and writes
+// update them.
 #pragma once
 
 #include <array>
@@ -26,47 +27,53 @@ struct Counters {
 
 class Store;
 
-// An open inode, which all handles of it share.
+// An open inode. All open files (OpenFile) of the inode share it. The parameter `file` of the methods is a descriptor
+// of the inode's file.
 class Inode {
 public:
-    Inode(Store& store, std::uint64_t number) : store_(store), number_(number) {}
+    Inode(Store& store, std::uint64_t inode_number) : store_(store), inode_number_(inode_number) {}
 
     struct ReadResult {
-        // Number of bytes (fewer than requested: end of file), or -errno. -EIO: the bytes differ from those written.
+        // Number of bytes, which is less than requested at the end of the file, or -errno. -EIO: the bytes differ from
+        // those written.
         std::int64_t result;
         std::size_t buffer_offset; // Position of the first requested byte in the buffer.
     };
-    // Reads whole chunks around the range. The buffer must have space for two chunks more than `length`.
+    // Reads all chunks that the range overlaps, and verifies their sums. The buffer must have space for two chunks more
+    // than `length`.
     ReadResult read(int file, std::uint64_t offset, std::size_t length, std::span<std::byte> buffer);
     // Writes all bytes and returns their count, or returns -errno.
     std::int64_t write(int file, std::uint64_t offset, std::span<const std::byte> data);
     int truncate(int file, std::uint64_t size);
     int punch(int file, std::uint64_t begin, std::uint64_t end);
-    // Sets times as futimens(3). The sums stay valid.
+    // Sets the times with futimens(3). The sums stay valid.
     int set_times(int file, std::optional<std::int64_t> access_ns, std::optional<std::int64_t> modification_ns);
     // Removes the sums file after the last name of the file was removed.
     void remove_sums();
 
 private:
     friend class Store;
-    // The first or last chunk of a change, of which only a part changes.
+    // The bytes of a chunk of which only a part changes: the first or last chunk of a change.
     struct Edge {
         std::size_t length = 0; // Length of the chunk before the change.
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
     std::string sums_name() const;
+    // The functions that return int return 0 or -errno.
     int open_sums(int file, bool create);
     void discard_sums_if_changed_outside(const struct stat& file);
     bool matches_sum(std::uint64_t chunk, std::span<const std::byte> bytes) const;
+    // Reads a chunk of a file of `size` bytes and verifies its sum.
     int load_edge(int file, std::uint64_t chunk, std::uint64_t size, Edge& edge);
     int write_all(int file, std::uint64_t offset, std::span<const std::byte> data, std::size_t& written) const;
     static void set_modification_time(int file);
     void finish_change(int file);
+    // Counts and logs a corrupt chunk. Returns -EIO.
     int report_corruption(std::uint64_t chunk);
 
     Store& store_;
-    const std::uint64_t number_;
+    const std::uint64_t inode_number_;
     std::shared_mutex lock_;
     SumsFile sums_;
     bool is_unlinked_ = false; // The last name of the file was removed, so no sums file may be created.
@@ -81,13 +88,14 @@ struct OpenFile {
 
 class Store {
 public:
-    // The caller owns `sums_folder`. chunk_bytes is a power of two from 4096 to 65536.
+    // The caller owns the descriptor `sums_folder`. chunk_bytes is a power of two from 4096 to 65536.
     Store(int sums_folder, std::uint32_t chunk_bytes);
 
-    // Opens a file by a descriptor that permits reads (and writes, if `write`). Throws std::system_error.
-    std::shared_ptr<OpenFile> adopt(Descriptor fd, bool read, bool write);
+    // Makes an OpenFile of an open descriptor. `may_read` and `may_write` are the rights of the client. Throws
+    // std::system_error.
+    std::shared_ptr<OpenFile> adopt(Descriptor fd, bool may_read, bool may_write);
     // Removes the sums of a file whose last name was removed.
-    void remove_sums(std::uint64_t inode);
+    void remove_sums(std::uint64_t inode_number);
 
     std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
     Counters& counters() noexcept { return counters_; }

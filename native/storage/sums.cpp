@@ -18,14 +18,16 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// An mtime is taken at the start of a write, from a clock that ticks every 1 to 10 ms.
-constexpr std::int64_t before_intent_ns = 20'000'000, after_intent_ns = 200'000'000;
+// If the server is killed during a change, the mtime of the file is at most this long before or after the time at which
+// the change began. It may be before, because the kernel takes it from a clock that ticks every 1 to 10 ms.
+constexpr std::int64_t before_change_ns = 20'000'000, after_change_ns = 200'000'000;
 
-// The crc is in the lower half, then the state in two bits and the length in thirty.
+// Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
 std::uint64_t packed(const Sum& sum) {
     return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
 }
 
+// Atomic access to a field of the mapped file.
 template <typename T> void store(T& field, T value) {
     std::atomic_ref<T>(field).store(value, std::memory_order_release);
 }
@@ -45,7 +47,8 @@ struct Identity {
     bool operator==(const Identity&) const = default;
 };
 
-// The kernel reuses an inode number after its file is gone. The birth time differs then.
+// Returns the inode number and the birth time. The kernel reuses the inode number of a deleted file, and then only the
+// birth time differs.
 Identity identity_of(int file) {
     struct statx info {};
     if (syscall(SYS_statx, file, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &info) != 0) {
@@ -61,7 +64,7 @@ struct SumsFile::Header {
     std::uint32_t chunk_bytes, reserved;
     Identity identity;
     Version version;
-    std::int64_t intent_ns; // Time at which the change in progress began; 0: none is.
+    std::int64_t change_begin_ns; // Time at which the change in progress began, or 0 if no change is in progress.
 };
 
 SumsFile::~SumsFile() {
@@ -77,9 +80,9 @@ void SumsFile::unmap() noexcept {
     }
 }
 
-int SumsFile::map(std::uint64_t chunks) {
-    const std::uint64_t pages = (chunks + entries_per_page - 1) / entries_per_page;
-    const std::uint64_t bytes = page_bytes + pages * page_bytes;
+int SumsFile::map(std::uint64_t chunks_count) {
+    const std::uint64_t pages_count = (chunks_count + entries_per_page - 1) / entries_per_page;
+    const std::uint64_t bytes = page_bytes + pages_count * page_bytes; // The header has the first page.
     struct stat now {};
     if (fstat(fd_.get(), &now) != 0 ||
         (static_cast<std::uint64_t>(now.st_size) < bytes && ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0)) {
@@ -92,8 +95,8 @@ int SumsFile::map(std::uint64_t chunks) {
     unmap();
     header_ = static_cast<Header*>(mapped);
     entries_ = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(mapped) + page_bytes);
-    capacity_ = pages * entries_per_page;
-    backed_.resize(pages, false);
+    capacity_ = pages_count * entries_per_page;
+    has_disk_space_.resize(pages_count, false);
     return 0;
 }
 
@@ -103,7 +106,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         return descriptor;
     }
     fd_ = Descriptor(descriptor);
-    // The first page must be allocated before it is written to, because a full disk would raise SIGBUS.
+    // The first page is allocated before it is written to. Otherwise the write would raise SIGBUS if the disk is full.
     int status = fallocate(descriptor, 0, 0, page_bytes) != 0 ? -errno : 0;
     struct stat now {};
     if (status == 0 && fstat(descriptor, &now) != 0) {
@@ -113,7 +116,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
         status = map((static_cast<std::uint64_t>(now.st_size) - page_bytes) / sizeof(std::uint64_t));
     }
     if (status == 0) {
-        status = adopt(file, chunk_bytes);
+        status = discard_if_foreign(file, chunk_bytes);
     }
     if (status != 0) {
         unmap();
@@ -122,7 +125,7 @@ int SumsFile::open(int folder, const char* name, bool create, int file, std::uin
     return status;
 }
 
-int SumsFile::adopt(int file, std::uint32_t chunk_bytes) {
+int SumsFile::discard_if_foreign(int file, std::uint32_t chunk_bytes) {
     struct stat now {};
     if (fstat(file, &now) != 0) {
         return -errno;
@@ -135,17 +138,18 @@ int SumsFile::adopt(int file, std::uint32_t chunk_bytes) {
         header_->chunk_bytes = chunk_bytes;
         header_->reserved = 0;
         header_->identity = identity;
-        // The magic is written last, because a header without it is ignored.
+        // The magic is written last. If the process is killed before, the header is invalid and is ignored.
         std::atomic_signal_fence(std::memory_order_seq_cst);
         std::memcpy(header_->magic, magic, sizeof magic);
         return 0;
     }
-    const std::int64_t intent_ns = load(header_->intent_ns);
-    if (intent_ns != 0) {
-        // The server was killed during a change. The sums of that change are unknown anyway. If the file is as new as
-        // the change, the server itself made it newer than recorded.
-        const std::int64_t change_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
-        if (change_ns >= intent_ns - before_intent_ns && change_ns <= intent_ns + after_intent_ns) {
+    const std::int64_t change_begin_ns = load(header_->change_begin_ns);
+    if (change_begin_ns != 0) {
+        // The server was killed during a change, so the sums of the changed chunks are unknown. If the mtime of the
+        // file is near the begin of the change, the server's own change set that mtime, and the other sums stay valid.
+        const std::int64_t modification_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
+        if (modification_ns >= change_begin_ns - before_change_ns &&
+            modification_ns <= change_begin_ns + after_change_ns) {
             end_change(current);
             return 0;
         }
@@ -153,23 +157,23 @@ int SumsFile::adopt(int file, std::uint32_t chunk_bytes) {
     if (!(version() == current)) {
         reset(current);
     }
-    store(header_->intent_ns, std::int64_t{0});
+    store(header_->change_begin_ns, std::int64_t{0});
     return 0;
 }
 
-int SumsFile::reserve(std::uint64_t first, std::uint64_t chunks) {
-    if (chunks > capacity_) {
+int SumsFile::reserve(std::uint64_t first, std::uint64_t end) {
+    if (end > capacity_) {
         // The capacity grows by half each time, so that a growing file is not mapped again with every chunk.
-        if (const int status = map(std::max(chunks, capacity_ + capacity_ / 2)); status != 0) {
+        if (const int status = map(std::max(end, capacity_ + capacity_ / 2)); status != 0) {
             return status;
         }
     }
-    for (std::uint64_t page = first / entries_per_page; page * entries_per_page < chunks; ++page) {
-        if (!backed_[page]) {
+    for (std::uint64_t page = first / entries_per_page; page * entries_per_page < end; ++page) {
+        if (!has_disk_space_[page]) {
             if (fallocate(fd_.get(), 0, static_cast<off_t>((page + 1) * page_bytes), page_bytes) != 0) {
                 return -errno;
             }
-            backed_[page] = true;
+            has_disk_space_[page] = true;
         }
     }
     return 0;
@@ -194,22 +198,23 @@ void SumsFile::discard_from(std::uint64_t first) noexcept {
     if (first >= capacity_) {
         return;
     }
-    const std::uint64_t page = (first + entries_per_page - 1) / entries_per_page;
-    for (std::uint64_t chunk = first; chunk < std::min(capacity_, page * entries_per_page); ++chunk) {
+    // The entries up to the next page are set to 0. The pages after them are discarded.
+    const std::uint64_t first_page = (first + entries_per_page - 1) / entries_per_page;
+    for (std::uint64_t chunk = first; chunk < std::min(capacity_, first_page * entries_per_page); ++chunk) {
         if (load(entries_[chunk]) != 0) {
             store(entries_[chunk], std::uint64_t{0});
         }
     }
-    const std::uint64_t pages = capacity_ / entries_per_page;
-    if (page < pages) {
+    const std::uint64_t pages_count = capacity_ / entries_per_page;
+    if (first_page < pages_count) {
         if (fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                      static_cast<off_t>((page + 1) * page_bytes),
-                      static_cast<off_t>((pages - page) * page_bytes)) == 0) {
-            std::fill(backed_.begin() + static_cast<std::ptrdiff_t>(page), backed_.end(), false);
+                      static_cast<off_t>((first_page + 1) * page_bytes),
+                      static_cast<off_t>((pages_count - first_page) * page_bytes)) == 0) {
+            std::fill(has_disk_space_.begin() + static_cast<std::ptrdiff_t>(first_page), has_disk_space_.end(), false);
         } else {
-            // Not every file system can punch holes. A page that reads as zeros is not written, because it may have no
-            // space on disk.
-            for (std::uint64_t chunk = page * entries_per_page; chunk < capacity_; ++chunk) {
+            // Not every file system can punch holes. Entries that are 0 are not written, because their page may have no
+            // disk space.
+            for (std::uint64_t chunk = first_page * entries_per_page; chunk < capacity_; ++chunk) {
                 if (load(entries_[chunk]) != 0) {
                     store(entries_[chunk], std::uint64_t{0});
                 }
@@ -223,14 +228,14 @@ Version SumsFile::version() const noexcept {
 }
 
 void SumsFile::begin_change() noexcept {
-    store(header_->intent_ns, now_ns());
+    store(header_->change_begin_ns, now_ns());
 }
 
 void SumsFile::end_change(const Version& version) noexcept {
     store(header_->version.seconds, version.seconds);
     store(header_->version.nanoseconds, version.nanoseconds);
     store(header_->version.size, version.size);
-    store(header_->intent_ns, std::int64_t{0});
+    store(header_->change_begin_ns, std::int64_t{0});
 }
 
 void SumsFile::reset(const Version& version) noexcept {

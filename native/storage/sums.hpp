@@ -1,4 +1,5 @@
-// The sums file of one inode: a CRC32C per chunk, in mapped memory that outlives the process.
+// The sums file of one inode, which stores a CRC32C per chunk of its file. It is mapped into memory, so that the sums
+// survive the process.
 #pragma once
 
 #include <sys/stat.h>
@@ -13,7 +14,7 @@ namespace gdrkit::storage {
 
 enum class SumState : std::uint32_t { unknown = 0, valid = 1, being_written = 2 };
 
-// The CRC of the first `length` bytes of a chunk. Bytes behind them, if the file has grown since, are zeros.
+// The CRC of the first `length` bytes of a chunk. If the file has grown since, the bytes after them must be zeros.
 struct Sum {
     std::uint32_t crc = 0;
     std::uint32_t length = 0;
@@ -28,8 +29,8 @@ struct Version {
     static Version of(const struct stat& file) { return {file.st_mtim.tv_sec, file.st_mtim.tv_nsec, file.st_size}; }
 };
 
-// Entries are stored in program order, which survives a SIGKILL: stores before a write(2) are present after it. The
-// caller must hold the lock of the inode.
+// The class stores its entries in program order. So after a SIGKILL, the file contains all stores before the last
+// write(2). The caller must hold the lock of the inode.
 class SumsFile {
 public:
     SumsFile() = default;
@@ -37,40 +38,42 @@ public:
     SumsFile& operator=(const SumsFile&) = delete;
     ~SumsFile();
 
-    // Opens (or with `create`, creates) the file `name` in `folder` for the file behind `file`. Returns 0 or -errno.
-    // The contents of another inode or chunk size are discarded. Afterwards, version() is that of the file, or reset()
-    // was called because another program had changed it.
+    // Opens the sums file `name` in `folder`, and creates it if `create` is set. `file` is a descriptor of the inode's
+    // file. Returns 0 or -errno. If the sums belong to another inode or chunk size, or another program has changed the
+    // file, all sums are discarded. Afterwards version() is that of the file.
     int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes);
     bool is_open() const noexcept { return header_ != nullptr; }
 
-    // Allocates space for the sums of chunks below `chunks`, on disk too, so that no later store can fail. Returns 0 or
-    // -errno.
-    int reserve(std::uint64_t first, std::uint64_t chunks);
+    // Allocates memory and disk space for the sums of the chunks from `first` up to, but not including, `end`, so that
+    // no later store can fail. Returns 0 or -errno.
+    int reserve(std::uint64_t first, std::uint64_t end);
 
     Sum get(std::uint64_t chunk) const noexcept;
-    // Sets the sum of a reserved chunk. Other chunks are unknown and are ignored.
+    // Sets the sum of a chunk. Does nothing if the chunk is not reserved; its sum stays unknown.
     void set(std::uint64_t chunk, const Sum& sum) noexcept;
     // Discards the sums of the chunks from `first` on, which are then unknown.
     void discard_from(std::uint64_t first) noexcept;
 
     Version version() const noexcept;
-    // Between these two calls the file may change. A kill in between is visible in the header.
+    // The file may change only between these two calls. If the process is killed between them, the header shows that.
     void begin_change() noexcept;
     void end_change(const Version& version) noexcept;
-    // Makes every chunk unknown.
+    // Makes the sum of every chunk unknown.
     void reset(const Version& version) noexcept;
 
 private:
     struct Header;
-    int map(std::uint64_t chunks);
+    // Maps the sums file with space for this many sums. Returns 0 or -errno.
+    int map(std::uint64_t chunks_count);
     void unmap() noexcept;
-    int adopt(int file, std::uint32_t chunk_bytes);
+    // Discards the mapped sums if they do not belong to `file`. Returns 0 or -errno.
+    int discard_if_foreign(int file, std::uint32_t chunk_bytes);
 
     Descriptor fd_;
     Header* header_ = nullptr;
     std::uint64_t* entries_ = nullptr;
-    std::uint64_t capacity_ = 0; // Number of mapped entries.
-    std::vector<bool> backed_;   // Pages of entries that have space on disk.
+    std::uint64_t capacity_ = 0;       // Number of mapped entries.
+    std::vector<bool> has_disk_space_; // For each page of entries.
 };
 
 } // namespace gdrkit::storage

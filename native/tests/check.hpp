@@ -1,4 +1,5 @@
-// Checks for all native tests. They also work in release builds, and a failed check prints its location and aborts.
+// CHECK and CHECK_EQUAL, the assertions of all native tests. A failed one prints its location and aborts, also in a
+// release build.
 #pragma once
 
 #include <cstdio>

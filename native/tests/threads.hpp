@@ -1,5 +1,5 @@
-// Finds threads of this process by name, as the kernel lists them. A thread that has ended may be listed for a short
-// time. A thread that sets its own name is found after it has run.
+// Finds threads of this process by name, as the kernel lists them. A thread that has ended may still be listed for a
+// short time. A thread that names itself is found only after it has started to run.
 #pragma once
 
 #include <filesystem>

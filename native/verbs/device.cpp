@@ -44,47 +44,49 @@ std::string format_gid(const ibv_gid& gid) {
 }
 
 bool parse_gid(const std::string& text, ibv_gid& gid) {
-    if (text.size() != 39) {
+    if (text.size() != 39) { // 32 digits and 7 colons.
         return false;
     }
-    std::size_t nibble = 0;
+    std::size_t digit_index = 0;
     for (std::size_t index = 0; index < text.size(); ++index) {
-        const char c = text[index];
+        const char character = text[index];
         if (index % 5 == 4) {
-            if (c != ':') {
+            if (character != ':') {
                 return false;
             }
             continue;
         }
-        const int value = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+        const int value = character >= '0' && character <= '9'   ? character - '0'
+                          : character >= 'a' && character <= 'f' ? character - 'a' + 10
+                                                                 : -1;
         if (value < 0) {
             return false;
         }
-        auto& byte = gid.raw[nibble / 2];
-        byte = static_cast<std::uint8_t>(nibble % 2 == 0 ? value << 4 : byte | value);
-        ++nibble;
+        auto& byte = gid.raw[digit_index / 2];
+        byte = static_cast<std::uint8_t>(digit_index % 2 == 0 ? value << 4 : byte | value);
+        ++digit_index;
     }
     return true;
 }
 
 std::vector<std::string> Device::names() {
     const DeviceList list;
-    std::vector<std::string> found;
+    std::vector<std::string> names;
     for (int index = 0; index < list.count; ++index) {
-        found.emplace_back(ibv_get_device_name(list.devices[index]));
+        names.emplace_back(ibv_get_device_name(list.devices[index]));
     }
-    return found;
+    return names;
 }
 
 Device::Device(const std::string& name) : name_(name) {
     const DeviceList list;
     ibv_device** const end = list.devices + list.count;
-    ibv_device** const found =
-        std::find_if(list.devices, end, [&](ibv_device* each) { return name == ibv_get_device_name(each); });
-    if (found == end) {
-        throw Error("open RDMA device", ENODEV, name);
+    ibv_device** const match =
+        std::find_if(list.devices, end, [&](ibv_device* device) { return name == ibv_get_device_name(device); });
+    if (match == end) {
+        throw Error("no such RDMA device", ENODEV, name);
     }
-    context_.reset(ibv_open_device(*found));
+    context_.reset(ibv_open_device(*match));
     if (!context_) {
         throw Error("ibv_open_device", last_errno(), name);
     }
@@ -98,8 +100,8 @@ Device::Device(const std::string& name) : name_(name) {
 
 void Device::choose_port() {
     ibv_device_attr device{};
-    if (const int number = ibv_query_device(context_.get(), &device); number != 0) {
-        throw Error("ibv_query_device", number, name_);
+    if (const int error_number = ibv_query_device(context_.get(), &device); error_number != 0) {
+        throw Error("ibv_query_device", error_number, name_);
     }
     reads_max_ = static_cast<std::uint8_t>(std::clamp(device.max_qp_init_rd_atom, 1, 16));
     for (int port = 1; port <= device.phys_port_cnt; ++port) {
@@ -109,14 +111,15 @@ void Device::choose_port() {
             return;
         }
     }
-    throw Error("find an active port", ENETDOWN, name_);
+    throw Error("no active port", ENETDOWN, name_);
 }
 
-// Chooses the GID like gdrkit.verbs.Nic. On Ethernet: a RoCE v2 address of IPv4, then of IPv6, then link-local, then
-// RoCE v1. On InfiniBand: the first one.
+// Chooses the GID in the same way as gdrkit.verbs.Nic. On Ethernet the order of preference is: RoCE v2 with an IPv4
+// address, with an IPv6 address, with a link-local address, then RoCE v1. On InfiniBand the first GID is chosen.
 void Device::choose_gid() {
+    // The elements are: is not RoCE v2, is not IPv4, is link-local, index. The smallest rank is the best.
     using Rank = std::tuple<bool, bool, bool, int>;
-    bool found = false;
+    bool has_gid = false;
     Rank best;
     for (int index = 0; index < attributes_.gid_tbl_len; ++index) {
         ibv_gid_entry entry{};
@@ -128,15 +131,15 @@ void Device::choose_gid() {
             const bool is_ipv4 = starts_with(entry.gid, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff});
             rank = {entry.gid_type != IBV_GID_TYPE_ROCE_V2, !is_ipv4, starts_with(entry.gid, {0xfe, 0x80}), index};
         }
-        if (!found || rank < best) {
-            found = true;
+        if (!has_gid || rank < best) {
+            has_gid = true;
             best = rank;
             gid_index_ = index;
             gid_ = entry.gid;
         }
     }
-    if (!found) {
-        throw Error("find a GID", ENODATA, name_);
+    if (!has_gid) {
+        throw Error("the port has no GID", ENODATA, name_);
     }
 }
 

@@ -19,10 +19,12 @@ struct Endpoint {
     std::uint32_t mtu_bytes = 1024;
 };
 
-// The text has eight words of four hexadecimal digits, as in gdrkit.verbs.Endpoint. parse_gid returns false for others.
+// Convert a GID to and from text: eight groups of four hexadecimal digits, as in gdrkit.verbs.Endpoint. parse_gid
+// returns false for any other text.
 std::string format_gid(const ibv_gid& gid);
 bool parse_gid(const std::string& text, ibv_gid& gid);
 
+// The deleter of Owned.
 struct Release {
     void operator()(ibv_context* context) const { ibv_close_device(context); }
     void operator()(ibv_pd* domain) const { ibv_dealloc_pd(domain); }
@@ -35,10 +37,10 @@ template <typename T> using Owned = std::unique_ptr<T, Release>;
 
 class Device {
 public:
-    // Throws Error: ENODEV if there is no device of that name, ENETDOWN if none of its ports is active.
+    // Throws Error: ENODEV if there is no device with this name, ENETDOWN if the device has no active port.
     explicit Device(const std::string& name);
 
-    // Returns the devices of this machine, including those that cannot be opened.
+    // Returns the names of all devices of this machine, including devices that cannot be opened.
     static std::vector<std::string> names();
 
     const std::string& name() const noexcept { return name_; }

@@ -1,4 +1,4 @@
-// The failure of a verb: its name and the errno.
+// The exception for a failed libibverbs call: the name of the function and its errno.
 #pragma once
 
 #include <cerrno>
@@ -18,7 +18,8 @@ private:
     int number_;
 };
 
-// Returns errno after a function of libibverbs that returned a null pointer; never 0.
+// Returns errno after a libibverbs function that returned a null pointer. Returns EIO if the function did not set
+// errno.
 inline int last_errno() noexcept {
     return errno != 0 ? errno : EIO;
 }

@@ -13,108 +13,112 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t polled_at_once = 64;
-// Empty polls between two reads of the clock, after which another thread may get the processor.
-constexpr unsigned polls_between_looks = 256;
-// A completion contains its queue pair and the number of operations that it ends.
+constexpr std::size_t completions_per_poll = 64;
+// Number of polls without a completion between two reads of the clock. After each read, another thread may run.
+constexpr unsigned polls_per_clock_read = 256;
+// The wr_id of the last operation of a list is the index of its queue pair in the upper half, and the number of
+// operations in the list in the lower half.
 constexpr unsigned count_bits = 32;
 
-std::uint64_t elapsed_ns(Clock::time_point since) {
-    return static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - since).count());
+std::uint64_t elapsed_ns(Clock::time_point begin) {
+    return static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
 }
 
-Staging::Layout layout(std::size_t memory_bytes) {
-    Staging::Layout sizes{};
-    sizes.small_bytes = 0;
-    sizes.small_count = 0;
-    sizes.large_bytes = memory_bytes;
-    sizes.large_count = 1;
-    return sizes;
+// The layout of staging memory that is one buffer.
+Staging::Layout single_buffer_layout(std::size_t memory_bytes) {
+    Staging::Layout layout{};
+    layout.small_bytes = 0;
+    layout.small_count = 0;
+    layout.large_bytes = memory_bytes;
+    layout.large_count = 1;
+    return layout;
 }
 
 } // namespace
 
 Initiator::Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
                      std::uint32_t depth_max)
-    : device_(device), memory_bytes_(memory_bytes), staging_(std::array<Device*, 1>{&device_}, layout(memory_bytes)),
+    : device_(device), memory_bytes_(memory_bytes),
+      staging_(std::array<Device*, 1>{&device_}, single_buffer_layout(memory_bytes)),
       buffer_(staging_.take(memory_bytes)), depth_max_(depth_max),
-      completions_(device_, static_cast<int>(depth_max * queue_pairs)), list_(depth_max), polled_(polled_at_once) {
+      completions_(device_, static_cast<int>(depth_max * queue_pairs)), transfers_(depth_max),
+      polled_completions_(completions_per_poll) {
     for (std::size_t index = 0; index < queue_pairs; ++index) {
         pairs_.push_back(std::make_unique<QueuePair>(device_, completions_, depth_max));
     }
-    under_way_.resize(queue_pairs);
+    in_progress_counts_.resize(queue_pairs);
 }
 
 std::vector<Endpoint> Initiator::endpoints() const {
-    std::vector<Endpoint> found;
+    std::vector<Endpoint> endpoints;
     for (const auto& pair : pairs_) {
-        found.push_back(pair->endpoint());
+        endpoints.push_back(pair->endpoint());
     }
-    return found;
+    return endpoints;
 }
 
 void Initiator::connect(std::span<const Endpoint> peers, std::uint8_t reads_max) {
     if (peers.size() != pairs_.size()) {
-        throw Error("connect", EINVAL, "another number of peers than of queue pairs");
+        throw Error("connect", EINVAL, "the number of peers must be the number of queue pairs");
     }
     for (std::size_t index = 0; index < peers.size(); ++index) {
         pairs_[index]->connect(peers[index], std::min(reads_max, device_.reads_max()));
     }
 }
 
-void Initiator::check(const Burst& burst) const {
-    const auto refuse = [](const char* what) { throw Error("burst", EINVAL, what); };
+void Initiator::check_burst(const Burst& burst) const {
+    const auto refuse = [](const char* reason) { throw Error("burst", EINVAL, reason); };
     if (burst.length_bytes == 0 || burst.slots == 0 || burst.operations == 0 || burst.depth == 0 ||
         burst.list_length == 0) {
-        refuse("a number is 0");
+        refuse("length_bytes, slots, operations, depth and list_length must be at least 1");
     }
     if (burst.slots > memory_bytes_ / burst.length_bytes) {
-        refuse("the slots are more than the memory");
+        refuse("slots * length_bytes must be at most memory_bytes");
     }
     if (burst.depth > depth_max_ * pairs_.size() || burst.list_length > burst.depth || burst.list_length > depth_max_) {
-        refuse("depth or list_length");
+        refuse("depth must be at most depth_max * queue_pairs, and list_length at most depth and depth_max");
     }
 }
 
-void Initiator::post(const Burst& burst, std::size_t pair, std::uint64_t first, std::uint32_t count) {
+void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation, std::uint32_t count) {
     for (std::uint32_t index = 0; index < count; ++index) {
-        const std::uint64_t at = (first + index) % burst.slots * burst.length_bytes;
-        Transfer& each = list_[index];
-        each.direction = burst.direction;
-        each.signaled = index + 1 == count;
-        each.length_bytes = burst.length_bytes;
-        each.local = buffer_.data + at;
-        each.local_key = staging_.local_key(0);
-        each.remote_key = burst.remote_key;
-        each.remote_address = burst.remote_address + at;
-        each.id = static_cast<std::uint64_t>(pair) << count_bits | count;
+        const std::uint64_t slot_offset = (first_operation + index) % burst.slots * burst.length_bytes;
+        Transfer& transfer = transfers_[index];
+        transfer.direction = burst.direction;
+        transfer.signaled = index + 1 == count;
+        transfer.length_bytes = burst.length_bytes;
+        transfer.local = buffer_.data + slot_offset;
+        transfer.local_key = staging_.local_key(0);
+        transfer.remote_key = burst.remote_key;
+        transfer.remote_address = burst.remote_address + slot_offset;
+        transfer.id = static_cast<std::uint64_t>(pair_index) << count_bits | count;
     }
     std::size_t posted = 0;
-    if (const int number = pairs_[pair]->post({list_.data(), count}, posted); number != 0) {
-        throw Error("ibv_post_send", number, device_.name());
+    if (const int error_number = pairs_[pair_index]->post({transfers_.data(), count}, posted); error_number != 0) {
+        throw Error("ibv_post_send", error_number, device_.name());
     }
-    under_way_[pair] += count;
+    in_progress_counts_[pair_index] += count;
 }
 
-bool Initiator::reap(const Burst& burst, Outcome& outcome) {
+bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
     const auto begin = Clock::now();
-    for (unsigned empty = 1;; ++empty) {
-        const int count = completions_.poll(polled_);
+    for (unsigned polls_count = 1;; ++polls_count) {
+        const int count = completions_.poll(polled_completions_);
         for (int index = 0; index < count; ++index) {
-            const ibv_wc& each = polled_[static_cast<std::size_t>(index)];
-            if (each.status != IBV_WC_SUCCESS) {
-                outcome.status = each.status;
-                outcome.vendor_error = each.vendor_err;
+            const ibv_wc& completion = polled_completions_[static_cast<std::size_t>(index)];
+            if (completion.status != IBV_WC_SUCCESS) {
+                outcome.status = completion.status;
+                outcome.vendor_error = completion.vendor_err;
                 return false;
             }
-            const auto operations = static_cast<std::uint32_t>(each.wr_id);
-            under_way_[each.wr_id >> count_bits] -= operations;
-            outcome.done += operations;
+            const auto operations_count = static_cast<std::uint32_t>(completion.wr_id);
+            in_progress_counts_[completion.wr_id >> count_bits] -= operations_count;
+            outcome.done += operations_count;
         }
         if (count > 0) {
             return true;
         }
-        if (empty % polls_between_looks == 0) {
+        if (polls_count % polls_per_clock_read == 0) {
             if (Clock::now() - begin > burst.time_limit) {
                 outcome.timed_out = true;
                 return false;
@@ -125,32 +129,32 @@ bool Initiator::reap(const Burst& burst, Outcome& outcome) {
 }
 
 Outcome Initiator::run(const Burst& burst) {
-    check(burst);
+    check_burst(burst);
     Outcome outcome;
     std::uint64_t posted = 0;
-    std::size_t turn = 0;
-    std::fill(under_way_.begin(), under_way_.end(), 0);
+    std::size_t pair_index = 0; // The queue pairs take turns.
+    std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
     const auto begin = Clock::now();
     while (outcome.done < burst.operations) {
-        std::size_t refused = 0; // Consecutive queue pairs without space.
-        while (posted < burst.operations && posted - outcome.done < burst.depth && refused < pairs_.size()) {
+        std::size_t full_pairs_count = 0; // Consecutive queue pairs without space.
+        while (posted < burst.operations && posted - outcome.done < burst.depth && full_pairs_count < pairs_.size()) {
             const auto postable = std::min<std::uint64_t>(
                 {burst.list_length, burst.operations - posted, burst.depth - (posted - outcome.done)});
             const auto count = static_cast<std::uint32_t>(postable);
-            // A list that would be cut short waits for space, unless it is the last.
+            // Wait until a complete list fits into the depth, unless it is the last list.
             if (count < burst.list_length && posted + count < burst.operations) {
                 break;
             }
-            if (under_way_[turn] + count > depth_max_) {
-                ++refused;
+            if (in_progress_counts_[pair_index] + count > depth_max_) {
+                ++full_pairs_count;
             } else {
-                refused = 0;
-                post(burst, turn, posted, count);
+                full_pairs_count = 0;
+                post(burst, pair_index, posted, count);
                 posted += count;
             }
-            turn = (turn + 1) % pairs_.size();
+            pair_index = (pair_index + 1) % pairs_.size();
         }
-        if (!reap(burst, outcome)) {
+        if (!poll_completions(burst, outcome)) {
             break;
         }
     }
@@ -159,20 +163,20 @@ Outcome Initiator::run(const Burst& burst) {
 }
 
 Outcome Initiator::run_singly(const Burst& burst, std::span<std::uint64_t> times_ns) {
-    check(burst);
+    check_burst(burst);
     if (times_ns.size() != burst.operations) {
-        throw Error("burst", EINVAL, "another number of times than of operations");
+        throw Error("burst", EINVAL, "times_ns must have one element per operation");
     }
     Outcome outcome;
-    std::fill(under_way_.begin(), under_way_.end(), 0);
+    std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
     const auto begin = Clock::now();
     for (std::uint64_t index = 0; index < burst.operations; ++index) {
-        const auto each = Clock::now();
+        const auto operation_begin = Clock::now();
         post(burst, 0, index, 1);
-        if (!reap(burst, outcome)) {
+        if (!poll_completions(burst, outcome)) {
             break;
         }
-        times_ns[index] = elapsed_ns(each);
+        times_ns[index] = elapsed_ns(operation_begin);
     }
     outcome.elapsed_ns = elapsed_ns(begin);
     return outcome;

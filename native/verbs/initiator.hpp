@@ -1,5 +1,5 @@
-// A measuring initiator: RDMA WRITEs and READs between its own memory and a range of a passive peer, as fast as the
-// device permits. One thread drives all queue pairs. Nothing here uses Python.
+// An RDMA initiator that measures throughput and latency. It posts RDMA WRITEs and READs between its own memory and the
+// memory of a passive peer, as fast as the device permits. The calling thread drives all queue pairs.
 #pragma once
 
 #include <chrono>
@@ -16,24 +16,24 @@
 
 namespace gdrkit::verbs {
 
-// The operations of a measurement. Operation i moves slot i % slots of both sides. The slots follow each other from the
-// first byte on, so that the data can be checked afterwards.
+// The operations of a measurement. The memory of both sides is divided into slots of length_bytes. Operation i moves
+// slot i % slots, so the caller can check the data of every slot afterwards.
 struct Burst {
     Transfer::Direction direction = Transfer::Direction::to_peer;
     std::uint32_t length_bytes = 0;
-    std::uint32_t slots = 1;
-    std::uint64_t operations = 0;
-    std::uint32_t depth = 1;       // Operations in progress at once, over all queue pairs.
-    std::uint32_t list_length = 1; // Operations that one call posts; only the last of them is signaled.
+    std::uint32_t slots = 1;       // Number of slots.
+    std::uint64_t operations = 0;  // Number of operations.
+    std::uint32_t depth = 1;       // Number of operations in progress at the same time, over all queue pairs.
+    std::uint32_t list_length = 1; // Number of operations per ibv_post_send. Only the last one is signaled.
     std::uint64_t remote_address = 0;
     std::uint32_t remote_key = 0;
     std::chrono::nanoseconds time_limit{0}; // Longest time without a completion.
 };
 
-// The result. After a status other than IBV_WC_SUCCESS, the queue pairs are broken.
+// The result of a measurement. After a status other than IBV_WC_SUCCESS, the queue pairs are broken.
 struct Outcome {
     std::uint64_t elapsed_ns = 0;
-    std::uint64_t done = 0; // Operations known to be complete.
+    std::uint64_t done = 0; // Number of operations that have completed.
     ibv_wc_status status = IBV_WC_SUCCESS;
     std::uint32_t vendor_error = 0;
     bool timed_out = false;
@@ -45,23 +45,24 @@ public:
     Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs, std::uint32_t depth_max);
 
     std::vector<Endpoint> endpoints() const;
-    // Connects one peer per queue pair, in the order of endpoints(). Throws Error: EINVAL for another number of peers.
+    // Connects each queue pair to one peer, in the order of endpoints(). Throws Error: EINVAL if there are more or
+    // fewer peers than queue pairs.
     void connect(std::span<const Endpoint> peers, std::uint8_t reads_max);
     std::uint8_t reads_max() const noexcept { return device_.reads_max(); }
     std::span<std::byte> memory() const noexcept { return {buffer_.data, memory_bytes_}; }
     const std::string& name() const noexcept { return device_.name(); }
 
-    // Throws Error: EINVAL for a burst that does not fit, or the errno of ibv_post_send.
+    // Runs all operations. Throws Error: EINVAL for an invalid burst, or the errno of ibv_post_send.
     Outcome run(const Burst& burst);
-    // Runs one operation after the other, and writes the time of each to `times_ns`, which has burst.operations
-    // elements.
+    // Runs one operation after another on the first queue pair, and writes the time of each operation to `times_ns`,
+    // which has burst.operations elements.
     Outcome run_singly(const Burst& burst, std::span<std::uint64_t> times_ns);
 
 private:
-    void check(const Burst& burst) const;
-    void post(const Burst& burst, std::size_t pair, std::uint64_t first, std::uint32_t count);
+    void check_burst(const Burst& burst) const;
+    void post(const Burst& burst, std::size_t pair_index, std::uint64_t first_operation, std::uint32_t count);
     // Waits for at least one completion. Returns false on a timeout or a failed completion.
-    bool reap(const Burst& burst, Outcome& outcome);
+    bool poll_completions(const Burst& burst, Outcome& outcome);
 
     Device device_;
     std::size_t memory_bytes_;
@@ -70,9 +71,9 @@ private:
     std::uint32_t depth_max_;
     CompletionQueue completions_;
     std::vector<std::unique_ptr<QueuePair>> pairs_;
-    std::vector<std::uint32_t> under_way_; // Operations in progress of each queue pair.
-    std::vector<Transfer> list_;
-    std::vector<ibv_wc> polled_;
+    std::vector<std::uint32_t> in_progress_counts_; // Operations in progress of each queue pair.
+    std::vector<Transfer> transfers_;               // The list to post.
+    std::vector<ibv_wc> polled_completions_;
 };
 
 } // namespace gdrkit::verbs

@@ -1,4 +1,5 @@
-// gdrkit.verbs._initiator: the measuring initiator for Python. It releases the GIL while it posts and polls.
+// gdrkit.verbs._initiator: the RDMA initiator of initiator.hpp for Python. It releases the GIL while it posts and
+// polls.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -15,25 +16,25 @@ namespace gdrkit::verbs {
 
 namespace {
 
-// Raises a native failure as an OSError with errno and operation.
-[[noreturn]] void raise(int number, const std::string& what) {
-    PyErr_SetObject(PyExc_OSError, nb::make_tuple(number, what).ptr());
+[[noreturn]] void raise_os_error(int error_number, const std::string& text) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, text).ptr());
     throw nb::python_error();
 }
 
-template <typename Function> auto unlocked(const Function& function) {
-    int number = 0;
-    std::string what;
+// Runs a function without the GIL and returns its result. An Error becomes an OSError with the errno.
+template <typename Function> auto without_gil(const Function& function) {
+    int error_number = 0;
+    std::string text;
     {
         nb::gil_scoped_release release;
         try {
             return function();
         } catch (const Error& error) {
-            number = error.number();
-            what = error.what();
+            error_number = error.number();
+            text = error.what();
         }
     }
-    raise(number, what);
+    raise_os_error(error_number, text);
 }
 
 Endpoint endpoint_of(const nb::dict& data) {
@@ -43,7 +44,7 @@ Endpoint endpoint_of(const nb::dict& data) {
     endpoint.lid = nb::cast<std::uint16_t>(data["lid"]);
     endpoint.mtu_bytes = nb::cast<std::uint32_t>(data["mtu_bytes"]);
     if (!parse_gid(nb::cast<std::string>(data["gid"]), endpoint.gid)) {
-        raise(EINVAL, "gid");
+        raise_os_error(EINVAL, "gid must be eight groups of four hexadecimal digits with colons between them");
     }
     return endpoint;
 }
@@ -85,21 +86,21 @@ nb::dict dict_of(const Outcome& outcome) {
 }
 
 void bind(nb::module_& module) {
-    nb::class_<Initiator>(module, "Initiator", "Queue pairs and memory of their own, driven without the lock.")
+    nb::class_<Initiator>(module, "Initiator", "Queue pairs and their local memory. The methods run without the GIL.")
         .def(
             "__init__",
             [](Initiator* self, const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
                std::uint32_t depth_max) {
-                unlocked([&] { return new (self) Initiator(device, memory_bytes, queue_pairs, depth_max); });
+                without_gil([&] { return new (self) Initiator(device, memory_bytes, queue_pairs, depth_max); });
             },
             "device"_a, nb::kw_only(), "memory_bytes"_a, "queue_pairs"_a, "depth_max"_a)
         .def_prop_ro("endpoints",
                      [](const Initiator& self) {
-                         nb::list found;
-                         for (const Endpoint& each : self.endpoints()) {
-                             found.append(dict_of(each));
+                         nb::list endpoints;
+                         for (const Endpoint& endpoint : self.endpoints()) {
+                             endpoints.append(dict_of(endpoint));
                          }
-                         return found;
+                         return endpoints;
                      })
         .def_prop_ro("reads_max", &Initiator::reads_max)
         .def_prop_ro("address",
@@ -108,10 +109,10 @@ void bind(nb::module_& module) {
             "connect",
             [](Initiator& self, const std::vector<nb::dict>& peers, std::uint8_t reads_max) {
                 std::vector<Endpoint> endpoints;
-                for (const nb::dict& each : peers) {
-                    endpoints.push_back(endpoint_of(each));
+                for (const nb::dict& peer : peers) {
+                    endpoints.push_back(endpoint_of(peer));
                 }
-                unlocked([&] { self.connect(endpoints, reads_max); });
+                without_gil([&] { self.connect(endpoints, reads_max); });
             },
             "peers"_a, nb::kw_only(), "reads_max"_a)
         .def(
@@ -122,7 +123,8 @@ void bind(nb::module_& module) {
                                                                static_cast<Py_ssize_t>(memory.size()), PyBUF_WRITE);
                 return nb::steal<nb::object>(view);
             },
-            "Its bytes; the view must be gone before this object is.")
+            nb::sig("def memory(self) -> memoryview"),
+            "Return a view of the memory. The view must be deleted before this object is.")
         .def(
             "run",
             [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,
@@ -130,7 +132,7 @@ void bind(nb::module_& module) {
                std::uint32_t list_length, double time_limit_s) {
                 const Burst burst = burst_of(to_peer, remote_address, remote_key, length_bytes, slots, operations,
                                              depth, list_length, time_limit_s);
-                return dict_of(unlocked([&] { return self.run(burst); }));
+                return dict_of(without_gil([&] { return self.run(burst); }));
             },
             nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
             "depth"_a, "list_length"_a, "time_limit_s"_a)
@@ -141,7 +143,7 @@ void bind(nb::module_& module) {
                 const Burst burst =
                     burst_of(to_peer, remote_address, remote_key, length_bytes, slots, operations, 1, 1, time_limit_s);
                 std::vector<std::uint64_t> times_ns(operations);
-                nb::dict data = dict_of(unlocked([&] { return self.run_singly(burst, times_ns); }));
+                nb::dict data = dict_of(without_gil([&] { return self.run_singly(burst, times_ns); }));
                 data["times_ns"] = times_ns;
                 return data;
             },

@@ -11,9 +11,10 @@ namespace gdrkit::verbs {
 
 namespace {
 
-// An unacknowledged packet is sent again after 67 ms, up to 7 times, so a dead peer is detected within a second.
+// A packet without an acknowledgement is sent again after 67 ms (exponent 14), up to 7 times. So the failure of a peer
+// is detected within a second.
 constexpr std::uint8_t timeout_exponent = 14, retry_count = 7, rnr_retry_count = 6, rnr_timer_code = 12, hop_limit = 64;
-constexpr unsigned events_at_once = 64;
+constexpr unsigned events_per_ack = 64;
 
 std::uint32_t mtu_bytes(ibv_mtu mtu) {
     return 128U << mtu;
@@ -45,9 +46,9 @@ CompletionQueue::CompletionQueue(const Device& device, int depth)
 }
 
 CompletionQueue::~CompletionQueue() {
-    // ibv_destroy_cq waits for events that were taken and not acknowledged.
-    if (unacknowledged_ != 0) {
-        ibv_ack_cq_events(queue_.get(), unacknowledged_);
+    // ibv_destroy_cq waits until all events that were read are acknowledged.
+    if (unacknowledged_count_ != 0) {
+        ibv_ack_cq_events(queue_.get(), unacknowledged_count_);
     }
 }
 
@@ -60,8 +61,8 @@ int CompletionQueue::poll(std::span<ibv_wc> completions) {
 }
 
 void CompletionQueue::arm() {
-    if (const int number = ibv_req_notify_cq(queue_.get(), 0); number != 0) {
-        throw Error("ibv_req_notify_cq", number);
+    if (const int error_number = ibv_req_notify_cq(queue_.get(), 0); error_number != 0) {
+        throw Error("ibv_req_notify_cq", error_number);
     }
 }
 
@@ -69,10 +70,10 @@ void CompletionQueue::take_events() {
     ibv_cq* queue = nullptr;
     void* context = nullptr;
     while (ibv_get_cq_event(channel_.get(), &queue, &context) == 0) {
-        // An acknowledgement takes a lock, so many events are acknowledged at once.
-        if (++unacknowledged_ == events_at_once) {
-            ibv_ack_cq_events(queue_.get(), unacknowledged_);
-            unacknowledged_ = 0;
+        // ibv_ack_cq_events takes a lock, so one call acknowledges many events.
+        if (++unacknowledged_count_ == events_per_ack) {
+            ibv_ack_cq_events(queue_.get(), unacknowledged_count_);
+            unacknowledged_count_ = 0;
         }
     }
 }
@@ -94,7 +95,7 @@ QueuePair::QueuePair(const Device& device, CompletionQueue& completions, std::ui
     }
     psn_ &= 0xffffff;
     requests_.resize(transfers_max);
-    pieces_.resize(transfers_max);
+    scatter_gather_entries_.resize(transfers_max);
 }
 
 Endpoint QueuePair::endpoint() const {
@@ -104,17 +105,16 @@ Endpoint QueuePair::endpoint() const {
 
 void QueuePair::connect(const Endpoint& peer, std::uint8_t reads_max) {
     const auto modify = [this](ibv_qp_attr& attributes, int mask, const char* step) {
-        if (const int number = ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE); number != 0) {
-            throw Error("ibv_modify_qp", number, step);
+        if (const int error_number = ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE); error_number != 0) {
+            throw Error("ibv_modify_qp", error_number, step);
         }
     };
     const auto& port = device_->port_attributes();
-    ibv_qp_attr initialize{};
-    initialize.qp_state = IBV_QPS_INIT;
-    initialize.port_num = device_->port();
-    // The peer must not access the memory of this side, which is the initiator.
-    initialize.qp_access_flags = 0;
-    modify(initialize, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
+    ibv_qp_attr init{};
+    init.qp_state = IBV_QPS_INIT;
+    init.port_num = device_->port();
+    init.qp_access_flags = 0; // The peer has no access to the memory of this side.
+    modify(init, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
 
     ibv_qp_attr ready{};
     ready.qp_state = IBV_QPS_RTR;
@@ -151,26 +151,29 @@ int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted) {
         return ENOMEM;
     }
     for (std::size_t index = 0; index < count; ++index) {
-        const Transfer& each = transfers[index];
-        pieces_[index] = {reinterpret_cast<std::uint64_t>(each.local), each.length_bytes, each.local_key};
+        const Transfer& transfer = transfers[index];
+        scatter_gather_entries_[index] = {reinterpret_cast<std::uint64_t>(transfer.local), transfer.length_bytes,
+                                          transfer.local_key};
         ibv_send_wr& request = requests_[index];
         request = {};
-        request.wr_id = each.id;
+        request.wr_id = transfer.id;
         request.next = index + 1 < count ? &requests_[index + 1] : nullptr;
-        request.sg_list = &pieces_[index];
+        request.sg_list = &scatter_gather_entries_[index];
         request.num_sge = 1;
-        request.opcode = each.direction == Transfer::Direction::to_peer ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
-        request.send_flags = each.signaled ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0U;
-        request.wr.rdma.remote_addr = each.remote_address;
-        request.wr.rdma.rkey = each.remote_key;
+        request.opcode = transfer.direction == Transfer::Direction::to_peer ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
+        request.send_flags = transfer.signaled ? static_cast<unsigned>(IBV_SEND_SIGNALED) : 0U;
+        request.wr.rdma.remote_addr = transfer.remote_address;
+        request.wr.rdma.rkey = transfer.remote_key;
     }
     if (count == 0) {
         return 0;
     }
-    ibv_send_wr* refused = nullptr;
-    const int number = ibv_post_send(pair_.get(), requests_.data(), &refused);
-    posted = number == 0 ? count : refused == nullptr ? 0 : static_cast<std::size_t>(refused - requests_.data());
-    return number;
+    ibv_send_wr* bad_request = nullptr;
+    const int error_number = ibv_post_send(pair_.get(), requests_.data(), &bad_request);
+    posted = error_number == 0        ? count
+             : bad_request == nullptr ? 0
+                                      : static_cast<std::size_t>(bad_request - requests_.data());
+    return error_number;
 }
 
 } // namespace gdrkit::verbs

@@ -1,4 +1,4 @@
-// Completion queues with a channel, and reliable connections that read and write the memory of a peer.
+// Completion queues, and queue pairs of reliable connections that read and write the memory of a peer.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 
 namespace gdrkit::verbs {
 
+// A completion queue with a completion channel.
 class CompletionQueue {
 public:
     CompletionQueue(const Device& device, int depth);
@@ -16,11 +17,12 @@ public:
     CompletionQueue& operator=(const CompletionQueue&) = delete;
     ~CompletionQueue();
 
-    // Returns the number of completions taken. Throws if the queue is broken (overrun).
+    // Stores completions and returns their number. Throws Error if the queue is broken (overrun).
     int poll(std::span<ibv_wc> completions);
-    // Makes fd() readable with the next completion. Earlier completions need one more poll().
+    // Requests an event of the next completion, which makes fd() readable. Completions before arm() cause no event, so
+    // the caller must call poll() afterwards.
     void arm();
-    // Takes the events of fd() without blocking.
+    // Reads the events of fd() without blocking, so that it is no longer readable.
     void take_events();
     int fd() const noexcept { return channel_->fd; }
     ibv_cq* get() const noexcept { return queue_.get(); }
@@ -28,7 +30,7 @@ public:
 private:
     Owned<ibv_comp_channel> channel_;
     Owned<ibv_cq> queue_;
-    unsigned unacknowledged_ = 0;
+    unsigned unacknowledged_count_ = 0; // Number of events that were read and not acknowledged.
 };
 
 // One RDMA WRITE into, or READ from, the memory of the peer.
@@ -51,7 +53,8 @@ public:
     Endpoint endpoint() const;
     // Moves the queue pair from RESET to ready-to-send. Throws Error with the errno of ibv_modify_qp.
     void connect(const Endpoint& peer, std::uint8_t reads_max);
-    // Posts the transfers as one list, in order. Returns 0, or the errno. `posted` is then the number that was posted.
+    // Posts the transfers as one list, in order. Returns 0 or an errno, and sets `posted` to the number of posted
+    // transfers.
     int post(std::span<const Transfer> transfers, std::size_t& posted);
     std::uint32_t transfers_max() const noexcept { return transfers_max_; }
 
@@ -61,7 +64,7 @@ private:
     std::uint32_t psn_;
     std::uint32_t transfers_max_;
     std::vector<ibv_send_wr> requests_;
-    std::vector<ibv_sge> pieces_;
+    std::vector<ibv_sge> scatter_gather_entries_;
 };
 
 } // namespace gdrkit::verbs

@@ -1,4 +1,4 @@
-// Memory that is registered once with several devices, and divided into buffers of two sizes.
+// Staging memory for RDMA. It is registered once with several devices, and divided into buffers of two sizes.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ public:
         std::size_t small_bytes, small_count;
         std::size_t large_bytes, large_count;
     };
-    // A buffer of the staging memory. `data` is null if none was free.
+    // A buffer of the staging memory. `data` is null if no buffer was free.
     struct Buffer {
         std::byte* data = nullptr;
         std::size_t size = 0;
-        std::uint32_t number = 0;
+        std::uint32_t index = 0;
         explicit operator bool() const noexcept { return data != nullptr; }
     };
 
@@ -29,20 +29,20 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // Returns a free buffer of the smallest size that fits. The buffer returned last is used first, because it is still
-    // in the cache.
+    // Returns a free buffer of the smaller size that fits. Reuses the buffer that was released last, because its memory
+    // is still in the processor cache.
     Buffer take(std::size_t size_bytes);
     void release(const Buffer& buffer);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }
-    // Returns the lkey of the device with this index in the constructor's list.
-    std::uint32_t local_key(std::size_t device) const { return regions_.at(device)->lkey; }
+    // Returns the lkey of the memory on the device with this index in the constructor's list.
+    std::uint32_t local_key(std::size_t device_index) const { return regions_.at(device_index)->lkey; }
 
 private:
     Layout layout_;
     std::size_t size_;
     std::byte* memory_;
     std::vector<Owned<ibv_mr>> regions_;
-    std::vector<std::uint32_t> small_, large_; // Numbers of the free buffers.
+    std::vector<std::uint32_t> free_small_, free_large_; // Indices of the free buffers.
 };
 
 } // namespace gdrkit::verbs

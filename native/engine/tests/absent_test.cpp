@@ -1,4 +1,5 @@
-// Without libcuda, transfers of host memory work, and those of a device fail with one clear error.
+// Tests of the copy engine without libcuda: transfers of host memory work, and transfers of device memory fail with
+// ENOENT of dlopen.
 #include <cerrno>
 
 #include "engine/tests/fixture.hpp"
@@ -9,7 +10,7 @@ using namespace gdrkit::engine::test;
 int main() {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
-    const Descriptor fd = create_file(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.path_of("file"), data);
     const auto file = std::make_shared<File>(fd.get());
     Engine engine(small_tuning(), -1);
     Bytes memory(data.size());
@@ -17,9 +18,9 @@ int main() {
                       data.size()));
     CHECK(memory == data);
     for (int round = 0; round < 2; ++round) {
-        const Progress refused = transfer(engine, Direction::read, 0, file, 0, 4096, data.size());
-        CHECK(refused.failure && refused.failure->number == ENOENT && refused.bytes == 0);
-        CHECK(std::string(refused.failure->operation) == "dlopen");
+        const Progress progress = transfer(engine, Direction::read, 0, file, 0, 4096, data.size());
+        CHECK(progress.failure && progress.failure->number == ENOENT && progress.bytes == 0);
+        CHECK(std::string(progress.failure->operation) == "dlopen");
     }
     try {
         engine.transfer_small(Direction::read, *file, 0, 4096, 10, 0);

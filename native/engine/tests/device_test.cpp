@@ -1,4 +1,5 @@
-// Jobs between files and device memory: every byte, unaligned ends, cached and cold files, several devices and callers.
+// Tests of jobs between files and device memory: every byte arrives, with unaligned ends, cached and uncached files,
+// several devices and several callers.
 #include <algorithm>
 #include <fstream>
 #include <random>
@@ -19,7 +20,7 @@ std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
 
 void check_reads(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(5 * mib + 777, 1);
-    const Descriptor fd = create_file(folder.at("read"), data);
+    const Descriptor fd = create_file(folder.path_of("read"), data);
     Memory memory(0, 6 * mib);
     for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{4095}, mib + 1}) {
@@ -43,7 +44,7 @@ void check_reads(const Folder& folder, Engine& engine) {
 
 void check_writes(const Folder& folder, Engine& engine) {
     Bytes data = pattern(5 * mib, 2);
-    const Descriptor fd = create_file(folder.at("written"), data);
+    const Descriptor fd = create_file(folder.path_of("written"), data);
     Memory memory(0, 4 * mib);
     for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{511}, 2 * mib + 5}) {
@@ -60,11 +61,11 @@ void check_writes(const Folder& folder, Engine& engine) {
     }
 }
 
-// Thousands of ranges take a few copies and arrive in the given order.
+// Thousands of short ranges arrive at the right positions.
 void check_many_ranges(const Folder& folder, Engine& engine) {
     std::mt19937_64 random(3);
     const Bytes data = pattern(2 * mib, 3);
-    const Descriptor fd = create_file(folder.at("ranges"), data);
+    const Descriptor fd = create_file(folder.path_of("ranges"), data);
     Memory memory(0, 8 * mib);
     std::vector<Extent> extents;
     Bytes expected;
@@ -84,26 +85,26 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
 // Bytes that a file does not have leave the memory unchanged.
 void check_a_short_file(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib + 5, 4);
-    const Descriptor fd = create_file(folder.at("short"), data);
+    const Descriptor fd = create_file(folder.path_of("short"), data);
     Memory memory(0, 2 * mib);
     const auto job =
         start_job(engine, Direction::read, 0, {descriptor_file(fd)}, {Extent{0, 0, memory.address(), 2 * mib}});
     CHECK(job->wait(-1) && !job->progress().failure && job->progress().bytes == data.size());
-    CHECK(job->arrived()[0] == data.size() && memory.read(0, data.size()) == data);
+    CHECK(job->arrived_bytes()[0] == data.size() && memory.read(0, data.size()) == data);
     CHECK(memory.read(data.size(), mib - 5) == Bytes(mib - 5, std::byte{0xa5}));
 }
 
 void check_short_transfers(const Folder& folder, Engine& engine) {
     const Bytes data = pattern(mib, 5);
-    const Descriptor fd = create_file(folder.at("small"), data);
+    const Descriptor fd = create_file(folder.path_of("small"), data);
     std::vector<std::thread> callers;
-    for (int number = 0; number < 3; ++number) {
-        callers.emplace_back([&, number] {
-            const int device = number % 2;
+    for (int caller_index = 0; caller_index < 3; ++caller_index) {
+        callers.emplace_back([&, caller_index] {
+            const int device = caller_index % 2;
             File file(fd.get());
             Memory memory(device, 64 * kib);
             for (u64 round = 0; round < 40; ++round) {
-                const u64 length = 1 + round * 1009, offset = round * 7777 + static_cast<u64>(number);
+                const u64 length = 1 + round * 1009, offset = round * 7777 + static_cast<u64>(caller_index);
                 const IoResult result =
                     engine.transfer_small(Direction::read, file, offset, memory.address(), length, device);
                 CHECK(!result.failure && result.bytes == length &&
@@ -111,21 +112,21 @@ void check_short_transfers(const Folder& folder, Engine& engine) {
             }
         });
     }
-    for (std::thread& each : callers) {
-        each.join();
+    for (std::thread& caller : callers) {
+        caller.join();
     }
 }
 
 // The same threads serve two devices and the host at the same time; some callers cancel.
 void check_many_callers(const Folder& folder, Engine& engine) {
     std::vector<std::thread> callers;
-    for (int number = 0; number < 4; ++number) {
-        callers.emplace_back([&, number] {
-            const Bytes data = pattern(2 * mib, 50 + static_cast<unsigned>(number));
-            const Descriptor fd = create_file(folder.at("caller" + std::to_string(number)), data);
+    for (int caller_index = 0; caller_index < 4; ++caller_index) {
+        callers.emplace_back([&, caller_index] {
+            const Bytes data = pattern(2 * mib, 50 + static_cast<unsigned>(caller_index));
+            const Descriptor fd = create_file(folder.path_of("caller" + std::to_string(caller_index)), data);
             const auto source = descriptor_file(fd);
-            const Descriptor copy = open_file(folder.at("copy" + std::to_string(number)));
-            Memory memory(number % 2, data.size());
+            const Descriptor copy = open_file(folder.path_of("copy" + std::to_string(caller_index)));
+            Memory memory(caller_index % 2, data.size());
             for (int round = 0; round < 4; ++round) {
                 memory.fill();
                 const auto job = start_job(engine, Direction::read, memory.device(), {source},
@@ -134,8 +135,8 @@ void check_many_callers(const Folder& folder, Engine& engine) {
                     job->cancel();
                 }
                 CHECK(job->wait(-1));
-                const u64 arrived = job->arrived()[0];
-                CHECK(arrived == data.size() || job->progress().cancelled);
+                const u64 arrived = job->arrived_bytes()[0];
+                CHECK(arrived == data.size() || job->progress().is_cancelled);
                 CHECK(memory.read(0, arrived) == sub_range(data, 0, arrived));
             }
             CHECK(is_complete(transfer(engine, Direction::write, memory.device(), descriptor_file(copy), 0,
@@ -144,29 +145,31 @@ void check_many_callers(const Folder& folder, Engine& engine) {
             CHECK(contents(copy) == data);
         });
     }
-    for (std::thread& each : callers) {
-        each.join();
+    for (std::thread& caller : callers) {
+        caller.join();
     }
 }
 
 // A device that does not exist fails only its own job.
 void check_no_such_device(const Folder& folder, Engine& engine) {
-    const Descriptor fd = create_file(folder.at("nowhere"), pattern(mib, 6));
-    const Progress refused = transfer(engine, Direction::read, 77, descriptor_file(fd), 0, 4096, mib);
-    CHECK(refused.failure && refused.failure->api == Api::cuda && refused.failure->number == 101 && refused.bytes == 0);
+    const Descriptor fd = create_file(folder.path_of("nowhere"), pattern(mib, 6));
+    const Progress progress = transfer(engine, Direction::read, 77, descriptor_file(fd), 0, 4096, mib);
+    CHECK(progress.failure && progress.failure->api == Api::cuda && progress.failure->number == 101 &&
+          progress.bytes == 0);
     Memory memory(1, mib);
     CHECK(is_complete(transfer(engine, Direction::read, 1, descriptor_file(fd), 0, memory.address(), mib), mib));
 }
 
-// Returns the bytes that each thread of an engine has read, the largest first; empty if the kernel does not count them.
+// Returns the number of bytes that each thread of an engine has read, largest first. Returns an empty list if the
+// kernel does not count them.
 std::vector<u64> bytes_by_thread() {
     std::vector<u64> bytes_read;
-    for (const auto& each : std::filesystem::directory_iterator("/proc/self/task")) {
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
         std::string name;
-        std::ifstream(each.path() / "comm") >> name;
-        std::string word;
+        std::ifstream(task.path() / "comm") >> name;
+        std::string counter_name; // The first line is "rchar: <bytes>".
         u64 bytes = 0;
-        if (std::ifstream counters(each.path() / "io"); name == "gdrkit-engine" && counters >> word >> bytes) {
+        if (std::ifstream counters(task.path() / "io"); name == "gdrkit-engine" && counters >> counter_name >> bytes) {
             bytes_read.push_back(bytes);
         }
     }
@@ -174,7 +177,8 @@ std::vector<u64> bytes_by_thread() {
     return bytes_read;
 }
 
-// Two threads read from the disk, as configured. The threads do not take turns, because each has its own memory.
+// The same two threads do most of the reads from the disk, because the configuration allows two concurrent reads and a
+// thread that has read keeps its reservation.
 void check_direct_readers(const Folder& folder) {
     Tuning tuning = small_tuning();
     tuning.workers_count = 8;
@@ -182,14 +186,15 @@ void check_direct_readers(const Folder& folder) {
     tuning.direct_read_bytes = tuning.direct_min_bytes = 64U << 10U;
     Engine engine(tuning, -1);
     const Bytes data = pattern(16 * mib, 8);
-    const Descriptor fd = create_file(folder.at("disk"), data);
+    const Descriptor fd = create_file(folder.path_of("disk"), data);
     Memory memory(0, data.size());
-    const Progress read =
+    const Progress progress =
         transfer(engine, Direction::read, 0, descriptor_file(fd), 0, memory.address(), data.size(), Access::direct);
-    CHECK(is_complete(read, data.size()) && memory.read(0, data.size()) == data);
+    CHECK(is_complete(progress, data.size()) && memory.read(0, data.size()) == data);
     const std::vector<u64> bytes = bytes_by_thread();
-    if (read.direct_bytes == data.size() && !bytes.empty()) {
-        CHECK(bytes[0] + bytes[1] > data.size() / 2); // A thread that wakes up late may have taken over.
+    if (progress.direct_bytes == data.size() && !bytes.empty()) {
+        // Half is enough, because another thread may take over when one of the two wakes up late.
+        CHECK(bytes[0] + bytes[1] > data.size() / 2);
     }
 }
 
@@ -198,7 +203,7 @@ void check_direct_readers(const Folder& folder) {
 int main() {
     const Folder folder;
     check_direct_readers(folder); // This must run while no other engine has threads.
-    std::size_t before = 0;
+    std::size_t open_files_before = 0;
     for (int round = 0; round < 2; ++round) {
         {
             Engine engine(small_tuning(), -1);
@@ -210,7 +215,8 @@ int main() {
             check_many_callers(folder, engine);
             check_no_such_device(folder, engine);
         }
-        CHECK(round == 0 || open_files() == before);
-        before = open_files(); // The driver keeps some files open after the first round.
+        // The driver keeps some files open after the first round.
+        CHECK(round == 0 || count_open_files() == open_files_before);
+        open_files_before = count_open_files();
     }
 }

@@ -1,5 +1,6 @@
-// The result of a job when a driver call or an allocation fails. Nothing is leaked, and the next job works. The tests
-// need the software twin of libcuda, whose fault plan selects the failing call; each plan runs in its own process.
+// Tests of jobs when a driver call or an allocation fails. Nothing is leaked, and a later job works. The tests need the
+// software twin of libcuda, which reads from a file, the fault plan, which call fails. Each plan runs in its own
+// process.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -14,7 +15,7 @@ using namespace gdrkit::engine::test;
 
 namespace {
 
-// Counts down at each allocation of the engine on this thread. The allocation at 0 fails; below 0, none fails.
+// Number of allocations of the engine on this thread that still succeed; the next one fails. -1: all succeed.
 thread_local int allocations_left = -1;
 
 // Returns whether the caller is in this program, which contains the engine, and not in a library.
@@ -47,10 +48,10 @@ void operator delete(void* memory, std::size_t) noexcept {
 
 namespace {
 
-constexpr int out_of_memory = 2, unknown = 999;
+constexpr int out_of_memory = 2, unknown = 999; // CUresult.
 
-// Rounds in which the driver may fail before everything works again: one per thread.
-constexpr int rounds_max = 8;
+// Transfers with one engine. A call may fail once in each of its threads.
+constexpr int rounds_count = 8;
 
 void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory& memory, bool is_write, int status,
                  int& failures) {
@@ -59,7 +60,7 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
                                {std::make_shared<File>(fd.get())}, {Extent{0, 0, memory.address(), data.size()}});
     CHECK(job->wait(-1));
     const Progress progress = job->progress();
-    const u64 arrived = job->arrived()[0];
+    const u64 arrived = job->arrived_bytes()[0];
     if (progress.failure) {
         ++failures;
         CHECK(progress.failure->api == Api::cuda && progress.failure->number == status && arrived < data.size());
@@ -80,45 +81,45 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
 int run_large_transfers(bool is_write, int status) {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
-    const Descriptor fd = create_file(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.path_of("file"), data);
     Memory memory(0, data.size());
-    const std::size_t before = open_files();
-    for (int engines = 0; engines < 3; ++engines) {
+    const std::size_t open_files_before = count_open_files();
+    for (int engine_index = 0; engine_index < 3; ++engine_index) {
         Engine engine(small_tuning(), -1);
         int failures = 0;
-        for (int round = 0; round < rounds_max; ++round) {
+        for (int round = 0; round < rounds_count; ++round) {
             check_round(engine, fd, data, memory, is_write, status, failures);
         }
-        CHECK(engines != 0 || failures >= 1);
-        CHECK(engines != 2 || failures == 0);
+        CHECK(engine_index != 0 || failures >= 1);
+        CHECK(engine_index != 2 || failures == 0);
     }
-    CHECK(open_files() == before);
+    CHECK(count_open_files() == open_files_before);
     return 0;
 }
 
-constexpr u64 small = 64 * kib;
+constexpr u64 small_bytes = 64 * kib;
 
 // The copy of a failed small transfer is over when the call returns: the caller may free its memory, and the next
 // transfer uses the staging memory.
 int run_small_transfers(bool is_write, int status) {
     const Folder folder;
-    const Bytes data = pattern(small, 1);
-    const Descriptor fd = create_file(folder.at("file"), data);
-    Memory memory(0, small);
+    const Bytes data = pattern(small_bytes, 1);
+    const Descriptor fd = create_file(folder.path_of("file"), data);
+    Memory memory(0, small_bytes);
     Engine engine(small_tuning(), -1);
     File file(fd.get());
-    const IoResult failed =
-        engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0, memory.address(), small, 0);
-    CHECK(failed.failure && failed.failure->number == status && failed.bytes == 0);
+    const IoResult failed_result =
+        engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0, memory.address(), small_bytes, 0);
+    CHECK(failed_result.failure && failed_result.failure->number == status && failed_result.bytes == 0);
     CHECK(contents(fd) == data);
     if (!is_write) {
         memory.fill();
         memory.synchronize();
-        CHECK(memory.read(0, small) == Bytes(small, std::byte{0xa5}));
+        CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, std::byte{0xa5}));
     }
-    const IoResult done = engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0);
-    CHECK(!done.failure && done.bytes == small);
-    CHECK(memory.read(0, small) == data);
+    const IoResult next_result = engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0);
+    CHECK(!next_result.failure && next_result.bytes == small_bytes);
+    CHECK(memory.read(0, small_bytes) == data);
     CHECK(current_context() == nullptr);
     return 0;
 }
@@ -126,9 +127,9 @@ int run_small_transfers(bool is_write, int status) {
 // Each allocation of a small transfer fails in turn. No context stays current, and the next transfer works.
 void check_allocations() {
     const Folder folder;
-    const Bytes data = pattern(small, 2);
-    const Descriptor fd = create_file(folder.at("file"), data);
-    Memory memory(0, small);
+    const Bytes data = pattern(small_bytes, 2);
+    const Descriptor fd = create_file(folder.path_of("file"), data);
+    Memory memory(0, small_bytes);
     File file(fd.get());
     int failures = 0;
     for (bool is_last = false; !is_last; ++failures) {
@@ -137,19 +138,21 @@ void check_allocations() {
         memory.fill();
         allocations_left = failures;
         try {
-            CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0).bytes == small);
+            CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes ==
+                  small_bytes);
             is_last = allocations_left >= 0;
         } catch (const std::bad_alloc&) {
         }
         allocations_left = -1;
         CHECK(current_context() == nullptr);
-        CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small, 0).bytes == small);
-        CHECK(memory.read(0, small) == data);
+        CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes == small_bytes);
+        CHECK(memory.read(0, small_bytes) == data);
     }
     CHECK(failures >= 3);
 }
 
-// Executes this program again, because the fault plan is read when the library is loaded.
+// Executes this program in a child process and returns its exit status. A new process is needed because the twin reads
+// the fault plan when it is loaded.
 int run_child(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();
@@ -170,11 +173,11 @@ int run_child(std::vector<std::string> arguments) {
 
 struct Fault {
     const char* call;
-    const char* which; // A count from 1. The first calls are those of the test itself.
+    const char* call_number; // Which call fails, counted from 1, or a range of calls.
     int status;
     bool is_write;
     bool is_small = false;
-    int runs = 1; // More than one if it is random which thread makes the call.
+    int runs_count = 1; // More than one if it is random which thread makes the call.
 };
 
 constexpr Fault faults[] = {
@@ -209,22 +212,22 @@ int main(int count, char** arguments) {
     }
     check_allocations();
     const Folder folder;
-    const std::string plan = folder.at("plan");
+    const std::string plan = folder.path_of("plan");
     for (const Fault& fault : faults) {
-        const char* const late_us = fault.is_small ? "500000" : fault.runs > 1 ? "20000" : "100";
+        const char* const late_us = fault.is_small ? "500000" : fault.runs_count > 1 ? "20000" : "100";
         std::ofstream(plan) << "gdrkit-faults 1\n"
-                            << fault.call << " call=" << fault.which << " status=" << fault.status << "\n";
+                            << fault.call << " call=" << fault.call_number << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
-        // The delay makes a copy that no thread waits for end after everything else.
+        // The twin delays each copy by this time, so that a copy that no thread waits for ends after the test's checks.
         CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
         const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.is_write ? "write" : "read",
                                                  std::to_string(fault.status)};
         int status = 0;
-        for (int run = 0; status == 0 && run < fault.runs; ++run) {
+        for (int run = 0; status == 0 && run < fault.runs_count; ++run) {
             status = run_child(arguments);
         }
         if (status != 0) {
-            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n",
+            std::fprintf(stderr, "%s with %s failing (CUresult %d): the child process exited with %d\n",
                          fault.is_write ? "write" : "read", fault.call, fault.status, status);
         }
         CHECK(status == 0);

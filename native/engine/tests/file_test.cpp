@@ -28,20 +28,20 @@ struct AlignedMemory {
 };
 
 // Returns memory for a range of `length` bytes, with space for one more block at both ends.
-AlignedMemory blocks(u64 length) {
+AlignedMemory aligned_memory_for(u64 length) {
     return AlignedMemory((length + 4 * 4096) / 4096 * 4096);
 }
 
 void check_unaligned_reads(const Folder& folder) {
     const Bytes data = pattern(300001, 1);
-    const Descriptor fd = create_file(folder.at("odd"), data);
+    const Descriptor fd = create_file(folder.path_of("odd"), data);
     File file(fd.get());
-    file.direct();
+    file.direct_fd();
     CHECK(file.alignment_bytes() <= 4096);
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
             drop_cache(fd);
-            const AlignedMemory memory = blocks(length);
+            const AlignedMemory memory = aligned_memory_for(length);
             const IoResult result = read_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
             CHECK(std::memcmp(memory.bytes.get() + leading_bytes(file, offset), data.data() + offset, length) == 0);
@@ -51,14 +51,14 @@ void check_unaligned_reads(const Folder& folder) {
 
 void check_unaligned_writes(const Folder& folder) {
     Bytes data = pattern(300001, 2);
-    const Descriptor fd = create_file(folder.at("written"), data);
+    const Descriptor fd = create_file(folder.path_of("written"), data);
     File file(fd.get());
-    file.direct();
+    file.direct_fd();
     unsigned seed = 3;
     for (const u64 offset : offsets) {
         for (const u64 length : lengths) {
             const Bytes written = pattern(length, ++seed);
-            const AlignedMemory memory = blocks(length);
+            const AlignedMemory memory = aligned_memory_for(length);
             std::memcpy(memory.bytes.get() + leading_bytes(file, offset), written.data(), length);
             const IoResult result = write_direct(file, offset, length, memory.bytes.get());
             CHECK(!result.failure && result.bytes == length);
@@ -68,14 +68,14 @@ void check_unaligned_writes(const Folder& folder) {
     }
 }
 
-// Reads that reach the end of the file, also inside a block, or start behind it.
-void check_the_end_of_a_file(const Folder& folder) {
+// Reads that reach the end of the file, also inside a block, or that start after it, return the bytes that exist.
+void check_end_of_file(const Folder& folder) {
     const Bytes data = pattern(2 * 4096 + 77, 5);
-    const Descriptor fd = create_file(folder.at("short"), data);
+    const Descriptor fd = create_file(folder.path_of("short"), data);
     File file(fd.get());
     for (const u64 offset : {u64{0}, u64{1}, u64{4096}, u64{8192}, u64{8200}, u64{data.size()}, u64{1} << 40U}) {
         drop_cache(fd);
-        const AlignedMemory memory = blocks(65536);
+        const AlignedMemory memory = aligned_memory_for(65536);
         const u64 expected_bytes = offset < data.size() ? data.size() - offset : 0;
         const IoResult result = read_direct(file, offset, 65536, memory.bytes.get());
         CHECK(!result.failure && result.bytes == expected_bytes);
@@ -88,7 +88,7 @@ void check_the_end_of_a_file(const Folder& folder) {
 }
 
 void check_residency(const Folder& folder) {
-    const Descriptor fd = create_file(folder.at("cached"), pattern(mib, 6));
+    const Descriptor fd = create_file(folder.path_of("cached"), pattern(mib, 6));
     CHECK(query_residency(fd.get(), 0, mib).state == CacheState::all);
     CHECK(query_residency(fd.get(), 1, 1).pages == 1 && query_residency(fd.get(), 4095, 2).pages == 2);
     drop_cache(fd, 0, mib / 2);
@@ -104,26 +104,26 @@ void check_residency(const Folder& folder) {
 
 // The descriptors of a path are closed when its last pending byte is removed. A borrowed descriptor stays open.
 void check_descriptors(const Folder& folder) {
-    const Descriptor fd = create_file(folder.at("held"), pattern(mib, 7));
-    const std::size_t before = open_files();
+    const Descriptor fd = create_file(folder.path_of("held"), pattern(mib, 7));
+    const std::size_t open_files_before = count_open_files();
     {
-        File named(folder.at("held"), O_RDONLY, 0);
+        File named(folder.path_of("held"), O_RDONLY, 0);
         named.add_pending(10);
-        CHECK(named.buffered() >= 0);
-        named.direct();
+        CHECK(named.buffered_fd() >= 0);
+        named.direct_fd();
         named.remove_pending(4);
-        CHECK(open_files() > before);
+        CHECK(count_open_files() > open_files_before);
         named.remove_pending(6);
-        CHECK(open_files() == before);
+        CHECK(count_open_files() == open_files_before);
         File borrowed(fd.get());
-        borrowed.direct();
+        borrowed.direct_fd();
         borrowed.end();
-        CHECK(borrowed.buffered() == fd.get());
+        CHECK(borrowed.buffered_fd() == fd.get());
     }
-    CHECK(open_files() == before && fcntl(fd.get(), F_GETFD) >= 0);
-    File missing(folder.at("missing"), O_RDONLY, 0);
+    CHECK(count_open_files() == open_files_before && fcntl(fd.get(), F_GETFD) >= 0);
+    File missing(folder.path_of("missing"), O_RDONLY, 0);
     try {
-        missing.buffered();
+        missing.buffered_fd();
         CHECK(false);
     } catch (const Error& error) {
         CHECK(error.failure().number == ENOENT && std::string(error.failure().operation) == "open");
@@ -134,10 +134,10 @@ void check_descriptors(const Folder& folder) {
 void check_without_direct() {
     const Descriptor fd(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
     File file(fd.get());
-    const AlignedMemory memory = blocks(65536);
+    const AlignedMemory memory = aligned_memory_for(65536);
     const IoResult result = read_direct(file, 0, 100, memory.bytes.get());
-    CHECK(!result.failure && result.bytes == 100 && !result.direct);
-    CHECK(file.direct_refusal() != 0 && file.direct() < 0);
+    CHECK(!result.failure && result.bytes == 100 && !result.used_direct);
+    CHECK(file.direct_refusal() != 0 && file.direct_fd() < 0);
 }
 
 } // namespace
@@ -146,7 +146,7 @@ int main() {
     const Folder folder;
     check_unaligned_reads(folder);
     check_unaligned_writes(folder);
-    check_the_end_of_a_file(folder);
+    check_end_of_file(folder);
     check_residency(folder);
     check_descriptors(folder);
     check_without_direct();

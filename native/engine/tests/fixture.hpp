@@ -26,7 +26,7 @@ using Bytes = std::vector<std::byte>;
 
 constexpr u64 kib = 1024, mib = 1024 * kib;
 
-// The sizes are small, so that a few MiB are many chunks.
+// Returns settings with small sizes, so that a job of a few MiB has many chunks.
 inline Tuning small_tuning() {
     Tuning tuning;
     tuning.workers_count = 3;
@@ -38,13 +38,13 @@ inline Tuning small_tuning() {
     return tuning;
 }
 
-// Each byte differs from its neighbours, and from the byte at the same position of another seed.
-inline Bytes pattern(u64 bytes, unsigned seed) {
-    Bytes all(bytes);
-    for (u64 at = 0; at < bytes; ++at) {
-        all[at] = static_cast<std::byte>(at * 131 + at / 251 + at / 65521 + seed);
+// Returns test data. Each byte differs from its neighbours, and from the byte at the same position with another seed.
+inline Bytes pattern(u64 length, unsigned seed) {
+    Bytes data(length);
+    for (u64 index = 0; index < length; ++index) {
+        data[index] = static_cast<std::byte>(index * 131 + index / 251 + index / 65521 + seed);
     }
-    return all;
+    return data;
 }
 
 inline Bytes sub_range(const Bytes& bytes, u64 begin, u64 length) {
@@ -56,6 +56,7 @@ inline u64 address_of(Bytes& memory) {
     return reinterpret_cast<std::uintptr_t>(memory.data());
 }
 
+// A temporary folder, which the destructor removes.
 class Folder {
 public:
     Folder() {
@@ -65,7 +66,7 @@ public:
     Folder(const Folder&) = delete;
     Folder& operator=(const Folder&) = delete;
     ~Folder() { std::filesystem::remove_all(path_); }
-    std::string at(const std::string& name) const { return path_ + "/" + name; }
+    std::string path_of(const std::string& name) const { return path_ + "/" + name; }
 
 private:
     std::string path_;
@@ -85,21 +86,22 @@ inline Descriptor create_file(const std::string& path, const Bytes& bytes) {
     return descriptor;
 }
 
-// Drops a range from the page cache. A file system in memory cannot do that.
+// Drops a range from the page cache; length 0 means up to the end of the file. Has no effect on tmpfs.
 inline void drop_cache(const Descriptor& file, u64 offset = 0, u64 length = 0) {
     CHECK(fdatasync(file.get()) == 0);
     CHECK(posix_fadvise(file.get(), static_cast<off_t>(offset), static_cast<off_t>(length), POSIX_FADV_DONTNEED) == 0);
 }
 
+// Returns all bytes of a file.
 inline Bytes contents(const Descriptor& file) {
     struct stat info {};
     CHECK(fstat(file.get(), &info) == 0);
-    Bytes all(static_cast<u64>(info.st_size));
-    CHECK(pread(file.get(), all.data(), all.size(), 0) == static_cast<ssize_t>(all.size()));
-    return all;
+    Bytes data(static_cast<u64>(info.st_size));
+    CHECK(pread(file.get(), data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
+    return data;
 }
 
-inline std::size_t open_files() {
+inline std::size_t count_open_files() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
@@ -119,8 +121,9 @@ inline Progress transfer(Engine& engine, Direction direction, int device, const 
     return job->progress();
 }
 
+// Returns whether a job moved exactly `bytes` without a failure or a cancellation.
 inline bool is_complete(const Progress& progress, u64 bytes) {
-    return !progress.failure && !progress.cancelled && progress.bytes == bytes;
+    return !progress.failure && !progress.is_cancelled && progress.bytes == bytes;
 }
 
 } // namespace gdrkit::engine::test

@@ -1,5 +1,5 @@
-// Jobs between files and host memory: chunks, ranges, failures, cancellation, many callers, and the close of the
-// engine.
+// Tests of jobs between files and host memory: chunks, ranges, failures, cancellation, many callers, and the close of
+// the engine.
 #include <pthread.h>
 
 #include <algorithm>
@@ -21,8 +21,8 @@ namespace {
 
 constexpr Access access_modes[] = {Access::automatic, Access::buffered, Access::direct};
 
-// Returns the number of threads. A joined thread is listed until the kernel has removed it.
-std::size_t threads_now() {
+// Returns the number of threads of this process. A joined thread is counted until the kernel has removed it.
+std::size_t count_threads() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/task"), {}));
 }
 
@@ -32,7 +32,7 @@ std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
 
 void check_reads_and_writes(const Folder& folder) {
     Bytes data = pattern(5 * mib + 777, 1);
-    const Descriptor fd = create_file(folder.at("file"), data);
+    const Descriptor fd = create_file(folder.path_of("file"), data);
     Engine engine(small_tuning(), -1);
     for (const Access access : access_modes) {
         for (const u64 offset : {u64{0}, u64{1}, u64{4096}, mib - 1}) {
@@ -60,7 +60,7 @@ void check_reads_and_writes(const Folder& folder) {
 // Ranges of random sizes, some of them empty, arrive in one memory at the right positions.
 void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
     const Bytes data = pattern(4 * mib, 9);
-    const Descriptor fd = create_file(folder.at("ranges"), data);
+    const Descriptor fd = create_file(folder.path_of("ranges"), data);
     Engine engine(small_tuning(), -1);
     for (int round = 0; round < 8; ++round) {
         std::vector<Extent> extents;
@@ -76,7 +76,7 @@ void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
         CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
         memory.resize(expected.size());
         CHECK(memory == expected);
-        const std::vector<u64> arrived = job->arrived();
+        const std::vector<u64> arrived = job->arrived_bytes();
         for (std::size_t index = 0; index < extents.size(); ++index) {
             CHECK(arrived[index] == extents[index].length);
         }
@@ -85,23 +85,23 @@ void check_many_ranges(const Folder& folder, std::mt19937_64& random) {
     CHECK(nothing->wait(0) && is_complete(nothing->progress(), 0));
 }
 
-// The file is shorter than the request: its bytes arrive, and the position of the end is reported.
-void check_a_short_file(const Folder& folder) {
+// If the file is shorter than the request, all of its bytes arrive, and the job reports how many arrived.
+void check_short_file(const Folder& folder) {
     const Bytes data = pattern(2 * mib + 5, 11);
-    const Descriptor fd = create_file(folder.at("short"), data);
+    const Descriptor fd = create_file(folder.path_of("short"), data);
     Engine engine(small_tuning(), -1);
     Bytes memory(4 * mib);
     const auto job =
         start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
                   {Extent{0, 0, address_of(memory), 3 * mib}, Extent{0, 9 * mib, address_of(memory) + 3 * mib, mib}});
     CHECK(job->wait(-1) && !job->progress().failure);
-    CHECK(job->arrived() == (std::vector<u64>{data.size(), 0}) && job->progress().bytes == data.size());
+    CHECK(job->arrived_bytes() == (std::vector<u64>{data.size(), 0}) && job->progress().bytes == data.size());
     CHECK(sub_range(memory, 0, data.size()) == data);
 }
 
-// Whole files by path: each is opened and closed, even if one of them is missing.
+// A job opens and closes the files that are given by path, even if one of them is missing.
 void check_paths(const Folder& folder) {
-    const std::size_t before = open_files();
+    const std::size_t open_files_before = count_open_files();
     std::vector<std::shared_ptr<File>> files;
     std::vector<Extent> extents;
     Bytes expected, memory(3 * mib);
@@ -109,30 +109,31 @@ void check_paths(const Folder& folder) {
         Engine engine(small_tuning(), -1);
         for (unsigned index = 0; index < 40; ++index) {
             const Bytes data = pattern(1 + index * 3001, index);
-            create_file(folder.at("part" + std::to_string(index)), data);
-            files.push_back(std::make_shared<File>(folder.at("part" + std::to_string(index)), O_RDONLY, 0));
+            create_file(folder.path_of("part" + std::to_string(index)), data);
+            files.push_back(std::make_shared<File>(folder.path_of("part" + std::to_string(index)), O_RDONLY, 0));
             extents.push_back(Extent{index, 0, address_of(memory) + expected.size(), data.size()});
             expected.insert(expected.end(), data.begin(), data.end());
         }
         const auto job = start_job(engine, Direction::read, host_memory, files, extents);
         CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
-        CHECK(sub_range(memory, 0, expected.size()) == expected && open_files() == before);
+        CHECK(sub_range(memory, 0, expected.size()) == expected && count_open_files() == open_files_before);
         for (const u64 length : {u64{100}, 2 * mib}) {
-            const auto missing = std::make_shared<File>(folder.at("missing"), O_RDONLY, 0);
-            const auto refused = start_job(engine, Direction::read, host_memory, {files[39], missing},
-                                           {Extent{0, 0, address_of(memory), extents[39].length},
-                                            Extent{1, 0, address_of(memory) + mib, std::min(length, mib)}});
-            CHECK(refused->wait(-1) && refused->progress().failure->number == ENOENT);
-            CHECK(refused->progress().failed_extent == 1 && refused->arrived()[1] == 0 && open_files() == before);
+            const auto missing = std::make_shared<File>(folder.path_of("missing"), O_RDONLY, 0);
+            const auto failed_job = start_job(engine, Direction::read, host_memory, {files[39], missing},
+                                              {Extent{0, 0, address_of(memory), extents[39].length},
+                                               Extent{1, 0, address_of(memory) + mib, std::min(length, mib)}});
+            CHECK(failed_job->wait(-1) && failed_job->progress().failure->number == ENOENT);
+            CHECK(failed_job->progress().failed_extent == 1 && failed_job->arrived_bytes()[1] == 0);
+            CHECK(count_open_files() == open_files_before);
         }
     }
 }
 
-// The file is not writable: the first errno is kept, and no bytes are reported as arrived.
-void check_a_refusal(const Folder& folder) {
+// A write to a file that is open only for reading reports the errno of the first failure, and no bytes as arrived.
+void check_failed_write(const Folder& folder) {
     Bytes data = pattern(2 * mib, 12);
-    create_file(folder.at("read-only"), data);
-    const Descriptor fd = open_file(folder.at("read-only"), O_RDONLY);
+    create_file(folder.path_of("read-only"), data);
+    const Descriptor fd = open_file(folder.path_of("read-only"), O_RDONLY);
     Engine engine(small_tuning(), -1);
     const Progress progress =
         transfer(engine, Direction::write, host_memory, descriptor_file(fd), 0, address_of(data), data.size());
@@ -144,10 +145,10 @@ void check_a_refusal(const Folder& folder) {
 void check_many_callers(const Folder& folder) {
     Engine engine(small_tuning(), -1);
     std::vector<std::thread> callers;
-    for (unsigned number = 0; number < 4; ++number) {
-        callers.emplace_back([&, number] {
-            const Bytes data = pattern(mib + number, 20 + number);
-            const Descriptor fd = create_file(folder.at("caller" + std::to_string(number)), data);
+    for (unsigned caller_index = 0; caller_index < 4; ++caller_index) {
+        callers.emplace_back([&, caller_index] {
+            const Bytes data = pattern(mib + caller_index, 20 + caller_index);
+            const Descriptor fd = create_file(folder.path_of("caller" + std::to_string(caller_index)), data);
             const auto file = descriptor_file(fd);
             std::vector<Bytes> memory(120, Bytes(64 * kib));
             std::vector<std::shared_ptr<Job>> jobs;
@@ -160,21 +161,21 @@ void check_many_callers(const Folder& folder) {
             }
             for (std::size_t index = 0; index < memory.size(); ++index) {
                 CHECK(jobs[index]->wait(-1));
-                const u64 arrived = jobs[index]->arrived()[0];
-                CHECK(arrived == memory[index].size() || jobs[index]->progress().cancelled);
+                const u64 arrived = jobs[index]->arrived_bytes()[0];
+                CHECK(arrived == memory[index].size() || jobs[index]->progress().is_cancelled);
                 CHECK(sub_range(memory[index], 0, arrived) == sub_range(data, index * 8192, arrived));
             }
         });
     }
-    for (std::thread& each : callers) {
-        each.join();
+    for (std::thread& caller : callers) {
+        caller.join();
     }
 }
 
-// Cancellation half-way: all reported bytes have arrived, and nothing behind them was started.
+// After a cancellation in the middle of a job, the bytes that are reported as arrived have arrived.
 void check_cancellation(const Folder& folder) {
     const Bytes data = pattern(8 * mib, 30);
-    const Descriptor fd = create_file(folder.at("cancelled"), data);
+    const Descriptor fd = create_file(folder.path_of("cancelled"), data);
     Engine engine(small_tuning(), -1);
     Bytes memory(data.size());
     const auto job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
@@ -185,31 +186,31 @@ void check_cancellation(const Folder& folder) {
     job->cancel();
     CHECK(job->wait(-1));
     const Progress progress = job->progress();
-    CHECK(!progress.failure && progress.bytes == job->arrived()[0]);
-    CHECK(progress.cancelled == (progress.bytes < data.size()));
+    CHECK(!progress.failure && progress.bytes == job->arrived_bytes()[0]);
+    CHECK(progress.is_cancelled == (progress.bytes < data.size()));
     CHECK(sub_range(memory, 0, progress.bytes) == sub_range(data, 0, progress.bytes));
     job->cancel(); // Cancelling a finished job does nothing.
-    CHECK(job->progress().cancelled == progress.cancelled);
-    const auto early =
+    CHECK(job->progress().is_cancelled == progress.is_cancelled);
+    const auto unsubmitted =
         std::make_shared<Job>(Direction::read, Access::automatic, host_memory, std::vector{descriptor_file(fd)},
                               std::vector{Extent{0, 0, address_of(memory), mib}}, engine.tuning());
-    early->cancel(); // The job is cancelled before it is queued and is over at once.
-    engine.submit(early);
-    CHECK(early->wait(-1) && early->progress().cancelled && early->progress().bytes == 0);
+    unsubmitted->cancel(); // A job that is cancelled before it is queued is over at once.
+    engine.submit(unsubmitted);
+    CHECK(unsubmitted->wait(-1) && unsubmitted->progress().is_cancelled && unsubmitted->progress().bytes == 0);
 }
 
-// Queued jobs complete before the threads end. Afterwards jobs are refused, and nothing is leaked.
-void check_the_end(const Folder& folder) {
+// close() completes the queued jobs before the threads end. Afterwards submit() fails, and nothing is leaked.
+void check_close(const Folder& folder) {
     const Bytes data = pattern(2 * mib, 31);
-    const Descriptor fd = create_file(folder.at("last"), data);
+    const Descriptor fd = create_file(folder.path_of("last"), data);
     while (gdrkit::test::has_thread("gdrkit-engine")) {
         std::this_thread::yield(); // The threads of the previous engine must be gone before they are counted below.
     }
-    const std::size_t files = open_files(), threads = threads_now();
+    const std::size_t open_files_before = count_open_files(), threads_before = count_threads();
     Bytes memory(data.size());
     {
         Engine engine(small_tuning(), -1);
-        CHECK(threads_now() == threads); // There are no threads before the first job.
+        CHECK(count_threads() == threads_before); // The engine starts no threads before the first job.
         const auto job = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
                                    {Extent{0, 0, address_of(memory), data.size()}});
         engine.close();
@@ -222,23 +223,23 @@ void check_the_end(const Folder& folder) {
         }
         engine.close();
     }
-    while (threads_now() > threads) {
+    while (count_threads() > threads_before) {
         std::this_thread::yield();
     }
-    CHECK(open_files() == files && threads_now() == threads);
+    CHECK(count_open_files() == open_files_before && count_threads() == threads_before);
 }
 
-// A signal is delivered to the threads of the program.
+// A signal is delivered to a thread of the program, not to a thread of the engine.
 void check_signals(const Folder& folder) {
-    static std::atomic<pthread_t> taken;
-    const Descriptor fd = create_file(folder.at("signal"), pattern(mib, 32));
+    static std::atomic<pthread_t> signal_thread;
+    const Descriptor fd = create_file(folder.path_of("signal"), pattern(mib, 32));
     Engine engine(small_tuning(), -1);
     Bytes memory(mib);
     CHECK(is_complete(transfer(engine, Direction::read, host_memory, descriptor_file(fd), 0, address_of(memory), mib),
                       mib));
-    std::signal(SIGUSR1, [](int) { taken = pthread_self(); });
+    std::signal(SIGUSR1, [](int) { signal_thread = pthread_self(); });
     CHECK(kill(getpid(), SIGUSR1) == 0);
-    CHECK(taken.load() == pthread_self());
+    CHECK(signal_thread.load() == pthread_self());
 }
 
 } // namespace
@@ -248,11 +249,11 @@ int main() {
     std::mt19937_64 random(1);
     check_reads_and_writes(folder);
     check_many_ranges(folder, random);
-    check_a_short_file(folder);
+    check_short_file(folder);
     check_paths(folder);
-    check_a_refusal(folder);
+    check_failed_write(folder);
     check_many_callers(folder);
     check_cancellation(folder);
-    check_the_end(folder);
+    check_close(folder);
     check_signals(folder);
 }

@@ -15,7 +15,7 @@ void write(const std::string& path, const std::string& line) {
 }
 
 void check_nodes(const Folder& folder) {
-    const std::string sysfs = folder.at("nodes");
+    const std::string sysfs = folder.path_of("nodes");
     CHECK(node_of_device("0000:1c:00.0", sysfs) == -1); // The tree is empty.
     write(sysfs + "/devices/system/node/online", "0");
     write(sysfs + "/bus/pci/devices/0000:1c:00.0/numa_node", "0");
@@ -37,14 +37,14 @@ void check_processors(const Folder& folder) {
     while (!CPU_ISSET(cpu, &allowed)) {
         ++cpu;
     }
-    const std::string list = folder.at("cpus") + "/devices/system/node/node1/cpulist";
-    CHECK(!cpus_of_node(1, cpus, folder.at("cpus")) && !cpus_of_node(-1, cpus));
+    const std::string list = folder.path_of("cpus") + "/devices/system/node/node1/cpulist";
+    CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")) && !cpus_of_node(-1, cpus));
     write(list, std::to_string(cpu) + ",1000-1023");
-    CHECK(cpus_of_node(1, cpus, folder.at("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
+    CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_COUNT(&cpus) == 1 && CPU_ISSET(cpu, &cpus));
     write(list, "0-1023,5000-999999");
-    CHECK(cpus_of_node(1, cpus, folder.at("cpus")) && CPU_EQUAL(&cpus, &allowed));
+    CHECK(cpus_of_node(1, cpus, folder.path_of("cpus")) && CPU_EQUAL(&cpus, &allowed));
     write(list, "");
-    CHECK(!cpus_of_node(1, cpus, folder.at("cpus")));
+    CHECK(!cpus_of_node(1, cpus, folder.path_of("cpus")));
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// CRC32C against known values (RFC 3720, B.4), and each implementation against the others.
+// Tests of CRC32C against known values (RFC 3720, B.4), and of the implementations against each other.
 #include <cstring>
 #include <random>
 #include <vector>
@@ -20,19 +20,21 @@ int main() {
     CHECK(crc32c("123456789", 9) == 0xe3069283 && crc32c_portable("123456789", 9) == 0xe3069283);
     CHECK(crc32c(nullptr, 0) == 0);
 
-    std::mt19937 chance(7);
+    std::mt19937 random(7);
     bytes.resize(7 * 4096 + 13);
     for (auto& byte : bytes) {
-        byte = static_cast<unsigned char>(chance());
+        byte = static_cast<unsigned char>(random());
     }
     for (int round = 0; round < 2000; ++round) {
-        const std::size_t begin = chance() % bytes.size(), length = chance() % (bytes.size() - begin + 1);
-        const std::size_t middle = length == 0 ? 0 : chance() % length;
-        const std::uint32_t whole = crc32c(&bytes[begin], length);
-        CHECK(whole == crc32c_portable(&bytes[begin], length));
-        const std::uint32_t first = crc32c(&bytes[begin], middle);
-        CHECK(whole == crc32c(&bytes[begin] + middle, length - middle, first));
-        CHECK(whole == crc32c_combine(first, crc32c(&bytes[begin] + middle, length - middle), length - middle));
+        const std::size_t begin = random() % bytes.size(), length = random() % (bytes.size() - begin + 1);
+        const std::size_t split_offset = length == 0 ? 0 : random() % length;
+        const std::uint32_t whole_checksum = crc32c(&bytes[begin], length);
+        CHECK(whole_checksum == crc32c_portable(&bytes[begin], length));
+        const std::uint32_t first_checksum = crc32c(&bytes[begin], split_offset);
+        CHECK(whole_checksum == crc32c(&bytes[begin] + split_offset, length - split_offset, first_checksum));
+        CHECK(whole_checksum == crc32c_combine(first_checksum,
+                                               crc32c(&bytes[begin] + split_offset, length - split_offset),
+                                               length - split_offset));
     }
     for (std::size_t count = 0; count <= 7; ++count) {
         std::uint32_t values[7] = {};

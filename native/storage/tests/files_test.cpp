@@ -1,4 +1,4 @@
-// Files with sums, without a network. The tests of a kill end a process in the middle of a change.
+// Tests of the files of a storage server and their checksums ("sums"), without a network.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -24,8 +24,9 @@ using namespace gdrkit::storage;
 
 namespace {
 
-constexpr std::size_t chunk = 4096;
+constexpr std::size_t chunk_bytes = 4096;
 
+// A temporary folder of a store, with the folder of its sums.
 struct Folder {
     std::string path = "/tmp/gdrkit-files-XXXXXX";
     Descriptor fd, sums;
@@ -41,7 +42,7 @@ struct Folder {
     }
 };
 
-std::vector<std::byte> pattern(std::size_t size, unsigned seed) {
+std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
     std::mt19937 chance(seed);
     std::vector<std::byte> bytes(size);
     for (auto& byte : bytes) {
@@ -51,7 +52,7 @@ std::vector<std::byte> pattern(std::size_t size, unsigned seed) {
 }
 
 std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& into) {
-    std::vector<std::byte> buffer(into.size() + 2 * chunk);
+    std::vector<std::byte> buffer(into.size() + 2 * chunk_bytes);
     const auto result = file.inode->read(file.fd.get(), offset, into.size(), buffer);
     if (result.result > 0) {
         std::memcpy(into.data(), buffer.data() + result.buffer_offset, static_cast<std::size_t>(result.result));
@@ -59,10 +60,10 @@ std::int64_t read(OpenFile& file, std::uint64_t offset, std::vector<std::byte>& 
     return result.result;
 }
 
-// Random changes through the server are compared with a copy in memory.
+// A file with random changes has the same bytes as a copy in memory with the same changes.
 void test_random_changes_match_a_model() {
     const Folder folder;
-    Store store(folder.sums.get(), chunk);
+    Store store(folder.sums.get(), chunk_bytes);
     const auto file = folder.open_file(store);
     std::vector<std::byte> model;
     std::mt19937 chance(3);
@@ -76,14 +77,14 @@ void test_random_changes_match_a_model() {
         }
         case 1: {
             const std::size_t end = offset + chance() % 20000;
-            for (std::size_t at = offset; at < std::min(end, model.size()); ++at) {
-                model[at] = std::byte{0};
+            for (std::size_t index = offset; index < std::min(end, model.size()); ++index) {
+                model[index] = std::byte{0};
             }
             CHECK(file->inode->punch(file->fd.get(), offset, end) == 0);
             break;
         }
         default: {
-            const auto data = pattern(1 + chance() % 12000, round);
+            const auto data = random_bytes(1 + chance() % 12000, round);
             model.resize(std::max(model.size(), offset + data.size()));
             std::copy(data.begin(), data.end(), model.begin() + static_cast<std::ptrdiff_t>(offset));
             CHECK(file->inode->write(file->fd.get(), offset, data) == static_cast<std::int64_t>(data.size()));
@@ -92,50 +93,52 @@ void test_random_changes_match_a_model() {
         std::vector<std::byte> data_read(1 + chance() % 70000);
         const std::size_t begin = chance() % 60000;
         const std::int64_t count = read(*file, begin, data_read);
-        const std::size_t expected = begin >= model.size() ? 0 : std::min(data_read.size(), model.size() - begin);
-        CHECK(count == static_cast<std::int64_t>(expected));
+        const std::size_t expected_bytes = begin >= model.size() ? 0 : std::min(data_read.size(), model.size() - begin);
+        CHECK(count == static_cast<std::int64_t>(expected_bytes));
         CHECK(std::equal(data_read.begin(), data_read.begin() + count,
                          model.begin() + static_cast<std::ptrdiff_t>(begin)));
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 0);
 }
 
-void corrupt(const Folder& folder, off_t offset) {
-    const Descriptor plain(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
+// Changes one bit of the file and restores the modification time, as a faulty disk would.
+void flip_bit(const Folder& folder, off_t offset) {
+    const Descriptor file(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
     struct stat before {};
-    CHECK(fstat(plain.get(), &before) == 0);
+    CHECK(fstat(file.get(), &before) == 0);
     std::byte byte;
-    CHECK(pread(plain.get(), &byte, 1, offset) == 1);
+    CHECK(pread(file.get(), &byte, 1, offset) == 1);
     byte ^= std::byte{4};
-    CHECK(pwrite(plain.get(), &byte, 1, offset) == 1);
+    CHECK(pwrite(file.get(), &byte, 1, offset) == 1);
     const timespec times[] = {before.st_atim, before.st_mtim};
-    CHECK(futimens(plain.get(), times) == 0);
+    CHECK(futimens(file.get(), times) == 0);
 }
 
-// A change by another program is detected, however soon it follows one of the server. On a plain mount, applications
-// write files themselves.
+// A change by another program is detected even if it directly follows a change by the server. Applications write to the
+// store without the server if they use it as a mounted file system.
 void test_change_by_another_program_is_not_corruption() {
     const Folder folder;
-    Store store(folder.sums.get(), chunk);
+    Store store(folder.sums.get(), chunk_bytes);
     const auto file = folder.open_file(store);
-    const Descriptor plain(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
+    const Descriptor other_fd(openat(folder.fd.get(), "file", O_RDWR | O_CLOEXEC));
     for (unsigned round = 0; round < 100; ++round) {
-        const auto ours = pattern(4 * chunk, round), theirs = pattern(chunk, round + 1000);
-        CHECK(file->inode->write(file->fd.get(), 0, ours) == static_cast<std::int64_t>(ours.size()));
-        CHECK(pwrite(plain.get(), theirs.data(), chunk, chunk) == static_cast<ssize_t>(chunk));
-        std::vector<std::byte> data_read(chunk);
-        CHECK(read(*file, chunk, data_read) == static_cast<std::int64_t>(chunk) && data_read == theirs);
+        const auto server_data = random_bytes(4 * chunk_bytes, round),
+                   other_data = random_bytes(chunk_bytes, round + 1000);
+        CHECK(file->inode->write(file->fd.get(), 0, server_data) == static_cast<std::int64_t>(server_data.size()));
+        CHECK(pwrite(other_fd.get(), other_data.data(), chunk_bytes, chunk_bytes) == static_cast<ssize_t>(chunk_bytes));
+        std::vector<std::byte> data_read(chunk_bytes);
+        CHECK(read(*file, chunk_bytes, data_read) == static_cast<std::int64_t>(chunk_bytes) && data_read == other_data);
     }
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
 }
 
-// A process that is killed at any moment of a write causes no false corruption, and hides none.
+// After a process is killed during a write, no correct chunk is reported as corrupt, and a corrupt chunk is.
 void test_killed_write_leaves_valid_sums() {
     for (unsigned round = 0; round < 20; ++round) {
         const Folder folder;
-        const auto first = pattern(64 * chunk, round);
+        const auto first = random_bytes(64 * chunk_bytes, round);
         {
-            Store store(folder.sums.get(), chunk);
+            Store store(folder.sums.get(), chunk_bytes);
             const auto file = folder.open_file(store);
             CHECK(file->inode->write(file->fd.get(), 0, first) == static_cast<std::int64_t>(first.size()));
         }
@@ -144,12 +147,12 @@ void test_killed_write_leaves_valid_sums() {
         const pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) {
-            Store store(folder.sums.get(), chunk);
+            Store store(folder.sums.get(), chunk_bytes);
             const auto file = folder.open_file(store);
-            for (unsigned again = 0;; ++again) {
-                const auto data = pattern(20 * chunk + 100, again + 1000);
-                file->inode->write(file->fd.get(), 10 * chunk + 7, data);
-                if (again == round) {
+            for (unsigned write_index = 0;; ++write_index) {
+                const auto data = random_bytes(20 * chunk_bytes + 100, write_index + 1000);
+                file->inode->write(file->fd.get(), 10 * chunk_bytes + 7, data);
+                if (write_index == round) {
                     CHECK(::write(ready[1], "x", 1) == 1);
                 }
             }
@@ -161,67 +164,67 @@ void test_killed_write_leaves_valid_sums() {
         CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
         close(ready[0]);
         close(ready[1]);
-        Store store(folder.sums.get(), chunk);
-        std::vector<std::byte> all(first.size());
+        Store store(folder.sums.get(), chunk_bytes);
+        std::vector<std::byte> data_read(first.size());
         {
             const auto file = folder.open_file(store);
-            CHECK(read(*file, 0, all) == static_cast<std::int64_t>(all.size()));
-            CHECK(std::equal(all.begin(), all.begin() + 10 * chunk, first.begin()));
+            CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()));
+            CHECK(std::equal(data_read.begin(), data_read.begin() + 10 * chunk_bytes, first.begin()));
         }
-        corrupt(folder, 50 * chunk);
+        flip_bit(folder, 50 * chunk_bytes);
         const auto file = folder.open_file(store);
-        std::vector<std::byte> part(chunk);
-        CHECK(read(*file, 50 * chunk, part) == -EIO);
+        std::vector<std::byte> chunk_read(chunk_bytes);
+        CHECK(read(*file, 50 * chunk_bytes, chunk_read) == -EIO);
         CHECK(store.counters().corruptions == 1);
     }
 }
 
-// The disk is full in the middle of a chunk. The chunks before it have the new sums, those behind it the old ones, and
-// that chunk has none.
+// A write fails in the middle of a chunk. Then the chunks before that chunk have new sums, the chunks after it have
+// their old sums, and that chunk has none. So corrupt bytes are detected in all chunks but that one.
 void test_partly_written_chunk_has_no_sum() {
-    constexpr std::size_t limit = 5 * chunk + 100;
+    constexpr std::size_t file_bytes_max = 5 * chunk_bytes + 100;
     const Folder folder;
-    Store store(folder.sums.get(), chunk);
+    Store store(folder.sums.get(), chunk_bytes);
     const auto file = folder.open_file(store);
-    const auto before = pattern(16 * chunk, 1), after = pattern(16 * chunk, 2);
+    const auto before = random_bytes(16 * chunk_bytes, 1), after = random_bytes(16 * chunk_bytes, 2);
     CHECK(file->inode->write(file->fd.get(), 0, before) == static_cast<std::int64_t>(before.size()));
-    rlimit allowed{};
-    CHECK(std::signal(SIGXFSZ, SIG_IGN) != SIG_ERR && getrlimit(RLIMIT_FSIZE, &allowed) == 0);
-    const rlimit smaller{limit, allowed.rlim_max};
-    CHECK(setrlimit(RLIMIT_FSIZE, &smaller) == 0);
+    rlimit previous_limit{};
+    CHECK(std::signal(SIGXFSZ, SIG_IGN) != SIG_ERR && getrlimit(RLIMIT_FSIZE, &previous_limit) == 0);
+    const rlimit small_limit{file_bytes_max, previous_limit.rlim_max};
+    CHECK(setrlimit(RLIMIT_FSIZE, &small_limit) == 0);
     CHECK(file->inode->write(file->fd.get(), 0, after) == -EFBIG);
-    CHECK(setrlimit(RLIMIT_FSIZE, &allowed) == 0);
+    CHECK(setrlimit(RLIMIT_FSIZE, &previous_limit) == 0);
     auto expected = before;
-    std::copy(after.begin(), after.begin() + limit, expected.begin());
+    std::copy(after.begin(), after.begin() + file_bytes_max, expected.begin());
     std::vector<std::byte> data_read(expected.size());
     CHECK(read(*file, 0, data_read) == static_cast<std::int64_t>(data_read.size()) && data_read == expected);
     CHECK(store.counters().corruptions == 0);
-    std::vector<std::byte> part(chunk);
+    std::vector<std::byte> chunk_read(chunk_bytes);
     for (const std::size_t index : {4U, 5U, 6U}) {
-        corrupt(folder, static_cast<off_t>(index * chunk + 17));
-        const std::int64_t count = read(*file, index * chunk, part);
-        CHECK(count == (index == 5 ? static_cast<std::int64_t>(chunk) : -EIO));
+        flip_bit(folder, static_cast<off_t>(index * chunk_bytes + 17));
+        const std::int64_t count = read(*file, index * chunk_bytes, chunk_read);
+        CHECK(count == (index == 5 ? static_cast<std::int64_t>(chunk_bytes) : -EIO));
     }
 }
 
-// Sums are not written through a symbolic link in the place of their folder.
+// If a symbolic link replaces the subfolder of the sums file, no sums are written or removed through the link.
 void test_sums_are_not_written_through_a_link() {
     const Folder folder;
     CHECK(mkdirat(folder.fd.get(), "elsewhere", 0700) == 0);
-    Store store(folder.sums.get(), chunk);
+    Store store(folder.sums.get(), chunk_bytes);
     const auto file = folder.open_file(store);
     struct stat info {};
     CHECK(fstat(file->fd.get(), &info) == 0);
-    char group[3], name[17];
-    std::snprintf(group, sizeof group, "%02x", static_cast<unsigned>(info.st_ino & 255));
+    char subfolder[3], name[17];
+    std::snprintf(subfolder, sizeof subfolder, "%02x", static_cast<unsigned>(info.st_ino & 255));
     std::snprintf(name, sizeof name, "%016llx", static_cast<unsigned long long>(info.st_ino));
-    CHECK(symlinkat("../elsewhere", folder.sums.get(), group) == 0);
-    CHECK(file->inode->write(file->fd.get(), 0, pattern(chunk, 1)) == -ELOOP);
-    const std::string there = std::string("elsewhere/") + name;
-    CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) != 0);
-    CHECK(close(openat(folder.fd.get(), there.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
+    CHECK(symlinkat("../elsewhere", folder.sums.get(), subfolder) == 0);
+    CHECK(file->inode->write(file->fd.get(), 0, random_bytes(chunk_bytes, 1)) == -ELOOP);
+    const std::string sums_path = std::string("elsewhere/") + name;
+    CHECK(faccessat(folder.fd.get(), sums_path.c_str(), F_OK, 0) != 0);
+    CHECK(close(openat(folder.fd.get(), sums_path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
     store.remove_sums(info.st_ino);
-    CHECK(faccessat(folder.fd.get(), there.c_str(), F_OK, 0) == 0);
+    CHECK(faccessat(folder.fd.get(), sums_path.c_str(), F_OK, 0) == 0);
 }
 
 void test_open_stays_below_the_folder() {
@@ -229,18 +232,16 @@ void test_open_stays_below_the_folder() {
     CHECK(mkdirat(folder.fd.get(), "a", 0700) == 0 && symlinkat("a", folder.fd.get(), "link") == 0);
     CHECK(close(openat(folder.fd.get(), "a/file", O_CREAT | O_WRONLY | O_CLOEXEC, 0600)) == 0);
     for (const auto open_function : {&open_beneath, &open_beneath_by_steps}) {
-        const auto number = [&](const char* path, int flags = O_RDONLY) {
-            const Descriptor opened(open_function(folder.fd.get(), path, flags, 0600));
-            return opened ? 0 : [&] {
-                const int again = open_function(folder.fd.get(), path, flags, 0600);
-                CHECK(again < 0);
-                return -again;
-            }();
+        // Returns 0 if the path can be opened, or the errno.
+        const auto open_errno = [&](const char* path, int flags = O_RDONLY) {
+            const int result = open_function(folder.fd.get(), path, flags, 0600);
+            const Descriptor opened(result);
+            return opened ? 0 : -result;
         };
-        CHECK(number("a/file") == 0 && number("", O_DIRECTORY) == 0 && number("a", O_DIRECTORY) == 0);
-        CHECK(number("link/file") == ELOOP && number("link") == ELOOP);
-        CHECK(number("../x") == EXDEV && number("/etc") == EXDEV && number("a/../../etc") == EXDEV);
-        CHECK(number("b") == ENOENT && number("a/file/x") == ENOTDIR);
+        CHECK(open_errno("a/file") == 0 && open_errno("", O_DIRECTORY) == 0 && open_errno("a", O_DIRECTORY) == 0);
+        CHECK(open_errno("link/file") == ELOOP && open_errno("link") == ELOOP);
+        CHECK(open_errno("../x") == EXDEV && open_errno("/etc") == EXDEV && open_errno("a/../../etc") == EXDEV);
+        CHECK(open_errno("b") == ENOENT && open_errno("a/file/x") == ENOTDIR);
     }
 }
 

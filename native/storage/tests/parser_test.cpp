@@ -1,5 +1,5 @@
-// The parser with the vectors that it shares with Python, and with randomly changed frames. No input causes a read out
-// of bounds (the sanitizers check that), and every accepted frame is valid.
+// Tests of the frame parser with the frames of suites/vectors, which the Python tests use too, and with randomly
+// changed frames. No input causes a read out of bounds (the sanitizers check that), and every accepted frame is valid.
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -17,7 +17,7 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
-// Returns whether it is a complete frame of operations or results.
+// Returns whether the bytes are one valid frame.
 bool parse(const Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return false;
@@ -28,7 +28,7 @@ bool parse(const Bytes& frame) {
         CHECK(refusal != nullptr);
         return false;
     }
-    // The copy has exactly this size, so that the sanitizers detect a read behind it.
+    // The payload is copied into a vector of exactly its size, so that the sanitizers detect a read beyond its end.
     const Bytes payload(frame.begin() + sizeof(FrameHeader), frame.end());
     std::vector<Operation> operations;
     std::vector<Result> results;
@@ -37,20 +37,20 @@ bool parse(const Bytes& frame) {
     const bool is_reply = parse_results(*header, payload, results, holes, refusal);
     CHECK(is_request == !operations.empty());
     CHECK(!(is_request && is_reply));
-    for (const Operation& each : operations) {
-        CHECK(each.opcode == 1 || each.opcode == 2);
-        CHECK(each.reserved0 == 0 && each.reserved1 == 0);
+    for (const Operation& operation : operations) {
+        CHECK(operation.opcode == 1 || operation.opcode == 2);
+        CHECK(operation.reserved0 == 0 && operation.reserved1 == 0);
     }
     const auto type = static_cast<FrameType>(header->type);
     const bool is_control = type == FrameType::control_request || type == FrameType::control_reply;
-    const bool is_whole =
+    const bool is_payload_intact =
         payload.size() == header->length && crc32c(payload.data(), payload.size()) == header->payload_crc32c;
-    return is_request || is_reply || (is_control && is_whole);
+    return is_request || is_reply || (is_control && is_payload_intact);
 }
 
-// Random changes practically never have valid CRCs. So this sets them, and the code behind the CRC check is reached,
-// too.
-void seal(Bytes& frame) {
+// Sets the CRCs of a changed frame. Otherwise the parser would refuse nearly every changed frame at the CRC check, and
+// the checks after it would not be tested.
+void set_crcs(Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return;
     }
@@ -64,58 +64,59 @@ void seal(Bytes& frame) {
 std::vector<Bytes> check_vectors(const char* path) {
     std::ifstream file(path);
     CHECK(file);
-    std::vector<Bytes> valid;
+    std::vector<Bytes> valid_frames;
     std::string line;
     while (std::getline(file, line)) {
-        std::istringstream words(line);
+        std::istringstream fields(line);
         std::string verdict, name, digits;
-        if (line.empty() || line[0] == '#' || !(words >> verdict >> name >> digits)) {
+        if (line.empty() || line[0] == '#' || !(fields >> verdict >> name >> digits)) {
             continue;
         }
         Bytes frame;
-        for (std::size_t at = 0; at + 1 < digits.size(); at += 2) {
-            frame.push_back(static_cast<std::byte>(std::stoi(digits.substr(at, 2), nullptr, 16)));
+        for (std::size_t index = 0; index + 1 < digits.size(); index += 2) {
+            frame.push_back(static_cast<std::byte>(std::stoi(digits.substr(index, 2), nullptr, 16)));
         }
         if (parse(frame) != (verdict == "right")) {
             std::fprintf(stderr, "%s is not %s\n", name.c_str(), verdict.c_str());
             std::abort();
         }
         if (verdict == "right") {
-            valid.push_back(frame);
+            valid_frames.push_back(frame);
         }
     }
-    CHECK(valid.size() >= 4);
-    return valid;
+    CHECK(valid_frames.size() >= 4);
+    return valid_frames;
 }
 
 } // namespace
 
 int main() {
-    const std::vector<Bytes> valid = check_vectors(GDRKIT_VECTORS);
-    const char* const wanted = std::getenv("GDRKIT_FUZZ_ROUNDS");
-    const long rounds = wanted == nullptr ? 200000 : std::atol(wanted);
+    const std::vector<Bytes> valid_frames = check_vectors(GDRKIT_VECTORS);
+    const char* const rounds_text = std::getenv("GDRKIT_FUZZ_ROUNDS");
+    const long rounds = rounds_text == nullptr ? 200000 : std::atol(rounds_text);
     std::mt19937_64 chance(1);
     long accepted = 0;
     for (long round = 0; round < rounds; ++round) {
-        Bytes frame = valid[chance() % valid.size()];
-        for (std::uint64_t changes = chance() % 4; changes != 0 && !frame.empty(); --changes) {
-            const std::size_t at = chance() % frame.size();
+        Bytes frame = valid_frames[chance() % valid_frames.size()];
+        for (std::uint64_t changes_left = chance() % 4; changes_left != 0 && !frame.empty(); --changes_left) {
+            const std::size_t index = chance() % frame.size();
             switch (chance() % 4) {
             case 0:
-                frame[at] ^= static_cast<std::byte>(1U << chance() % 8);
+                frame[index] ^= static_cast<std::byte>(1U << chance() % 8);
                 break;
             case 1:
-                frame[at] = static_cast<std::byte>(chance() % 2 == 0 ? 0xff : 0);
+                frame[index] = static_cast<std::byte>(chance() % 2 == 0 ? 0xff : 0);
                 break;
             case 2:
-                frame.resize(at);
+                frame.resize(index);
                 break;
             default:
-                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(at), 1 + chance() % 64, std::byte(chance()));
+                frame.insert(frame.begin() + static_cast<std::ptrdiff_t>(index), 1 + chance() % 64,
+                             std::byte(chance()));
             }
         }
         if (chance() % 8 != 0) {
-            seal(frame);
+            set_crcs(frame);
         }
         accepted += parse(frame) ? 1 : 0;
     }

@@ -1,5 +1,5 @@
-// A session of the storage service with its queue pairs, threads and files, against a minimal client, for the
-// sanitizers. It uses the libibverbs.so.1 that the loader finds. Both ends are in this process.
+// Tests of a session of the storage service with its queue pairs, threads and files, against a minimal client in the
+// same process. They use the libibverbs.so.1 that the loader finds, and also run with the sanitizers.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -24,9 +24,10 @@ using namespace gdrkit::storage;
 
 namespace {
 
-constexpr std::size_t chunk = 4096, memory_bytes = 4 << 20;
+constexpr std::size_t chunk_bytes = 4096, memory_bytes = 4 << 20;
 constexpr std::uint64_t handle = 7;
 
+// A temporary folder of a store, with the folder of its checksums.
 struct Folder {
     std::string path = "/tmp/gdrkit-session-XXXXXX";
     Descriptor fd, sums;
@@ -39,10 +40,10 @@ struct Folder {
     ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
 };
 
-// A queue pair that permits its peer to read and write, and the memory for it.
+// The RDMA part of a client: a queue pair, and the memory that the server reads and writes through it.
 class Target {
 public:
-    explicit Target(const std::string& name) : device(name), memory(memory_bytes) {
+    explicit Target(const std::string& device_name) : device(device_name), memory(memory_bytes) {
         queue_.reset(ibv_create_cq(device.context(), 16, nullptr, nullptr, 0));
         CHECK(queue_ != nullptr);
         ibv_qp_init_attr attributes{};
@@ -51,7 +52,7 @@ public:
         attributes.qp_type = IBV_QPT_RC;
         pair_.reset(ibv_create_qp(device.domain(), &attributes));
         CHECK(pair_ != nullptr);
-        region.reset(ibv_reg_mr(device.domain(), memory.data(), memory.size(), access));
+        region.reset(ibv_reg_mr(device.domain(), memory.data(), memory.size(), access_flags));
         CHECK(region != nullptr);
     }
     verbs::Endpoint endpoint() const { return {pair_->qp_num, 0, device.gid(), device.port_attributes().lid, 1024}; }
@@ -59,7 +60,7 @@ public:
         ibv_qp_attr attributes{};
         attributes.qp_state = IBV_QPS_INIT;
         attributes.port_num = device.port();
-        attributes.qp_access_flags = access;
+        attributes.qp_access_flags = access_flags;
         modify(attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
         attributes = {};
         attributes.qp_state = IBV_QPS_RTR;
@@ -76,14 +77,14 @@ public:
         modify(attributes, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                                IBV_QP_MIN_RNR_TIMER);
     }
-    std::uint64_t address(std::size_t at) const { return reinterpret_cast<std::uintptr_t>(memory.data()) + at; }
+    std::uint64_t address(std::size_t offset) const { return reinterpret_cast<std::uintptr_t>(memory.data()) + offset; }
 
     verbs::Device device;
     std::vector<std::byte> memory;
     verbs::Owned<ibv_mr> region; // Declared after the memory, so that it is deregistered first.
 
 private:
-    static constexpr int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+    static constexpr int access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
     void modify(ibv_qp_attr& attributes, int mask) {
         CHECK(ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE) == 0);
     }
@@ -91,7 +92,7 @@ private:
     verbs::Owned<ibv_qp> pair_;
 };
 
-// A client with one queue pair, an open file of this folder, and the data connection.
+// A client with one queue pair and a data connection, and the session that serves it. The session has one open file.
 struct Client {
     Client(const Folder& folder, const std::shared_ptr<Store>& store, const std::shared_ptr<Fabric>& fabric,
            const SessionLimits& limits = {})
@@ -102,17 +103,17 @@ struct Client {
             store->adopt(Descriptor(openat(folder.fd.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600)), true, true));
         std::array<int, 2> ends{};
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends.data()) == 0);
-        data = Descriptor(ends[0]);
+        connection = Descriptor(ends[0]);
         session.start(Descriptor(ends[1]));
     }
 
-    Operation operation(Opcode opcode, std::uint64_t file_offset, std::size_t at, std::uint64_t length) {
+    Operation operation(Opcode opcode, std::uint64_t file_offset, std::size_t memory_offset, std::uint64_t length) {
         Operation operation{};
         operation.tag = ++tag;
         operation.handle = handle;
         operation.file_offset = file_offset;
         operation.length = length;
-        operation.remote_address = target.address(at);
+        operation.remote_address = target.address(memory_offset);
         operation.rkey = target.region->rkey;
         operation.opcode = static_cast<std::uint8_t>(opcode);
         return operation;
@@ -121,29 +122,30 @@ struct Client {
         std::vector<std::byte> frame;
         append_frame(frame, FrameType::io_request, static_cast<std::uint32_t>(operations.size()), 1,
                      std::as_bytes(std::span(operations)));
-        CHECK(::send(data.get(), frame.data(), frame.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(frame.size()));
+        CHECK(::send(connection.get(), frame.data(), frame.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(frame.size()));
     }
-    // Receives `count` results, and returns them in the order of their tags, from `first` on.
-    std::vector<Result> receive(std::size_t count, std::uint64_t first) {
+    // Receives `count` results, and returns them in the order of their tags, which begin with `first_tag`.
+    std::vector<Result> receive(std::size_t count, std::uint64_t first_tag) {
         std::vector<Result> by_tag(count);
         for (std::size_t received = 0; received < count;) {
             std::array<std::byte, sizeof(FrameHeader)> head;
-            CHECK(recv(data.get(), head.data(), head.size(), MSG_WAITALL) == static_cast<ssize_t>(head.size()));
+            CHECK(recv(connection.get(), head.data(), head.size(), MSG_WAITALL) == static_cast<ssize_t>(head.size()));
             const char* refusal = nullptr;
             const auto header = parse_header(head, refusal);
             CHECK(header.has_value());
             std::vector<std::byte> payload(header->length);
-            CHECK(recv(data.get(), payload.data(), payload.size(), MSG_WAITALL) ==
+            CHECK(recv(connection.get(), payload.data(), payload.size(), MSG_WAITALL) ==
                   static_cast<ssize_t>(payload.size()));
             std::vector<Result> results;
             CHECK(parse_results(*header, payload, results, holes, refusal));
-            for (const Result& each : results) {
-                by_tag.at(each.tag - first) = each;
+            for (const Result& result : results) {
+                by_tag.at(result.tag - first_tag) = result;
                 ++received;
             }
         }
         return by_tag;
     }
+    // Sends the operations in one frame and returns their results in the same order.
     std::vector<Result> run(const std::vector<Operation>& operations) {
         send(operations);
         return receive(operations.size(), operations.front().tag);
@@ -151,14 +153,14 @@ struct Client {
 
     Target target;
     Session session;
-    Descriptor data;
-    std::uint64_t tag = 0;
-    std::vector<HoleExtent> holes;
+    Descriptor connection;
+    std::uint64_t tag = 0;         // Tag of the last operation.
+    std::vector<HoleExtent> holes; // Holes of the last reply.
 };
 
 struct Fixture {
     Folder folder;
-    std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums.get(), chunk);
+    std::shared_ptr<Store> store = std::make_shared<Store>(folder.sums.get(), chunk_bytes);
     std::shared_ptr<Fabric> fabric = std::make_shared<Fabric>(std::vector<std::string>{});
 };
 
@@ -169,83 +171,85 @@ void fill(std::vector<std::byte>& bytes, unsigned seed) {
     }
 }
 
-// Small and large, aligned and unaligned: written bytes are read back, and the bytes around them are unchanged.
+// Written bytes are read with small and large, aligned and unaligned lengths. The memory around them stays unchanged.
 void test_written_bytes_are_read_back(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     fill(client.target.memory, 1);
     const std::vector<std::byte> model = client.target.memory;
     constexpr std::size_t whole = 3 * (1 << 20) + 17;
     CHECK(client.run({client.operation(Opcode::write, 0, 0, whole)})[0].result == whole);
-    for (const std::size_t length : {std::size_t{1}, chunk - 1, chunk, 65537UL, std::size_t{1} << 20}) {
+    for (const std::size_t length : {std::size_t{1}, chunk_bytes - 1, chunk_bytes, 65537UL, std::size_t{1} << 20}) {
         std::fill(client.target.memory.begin(), client.target.memory.end(), std::byte{0xa5});
-        constexpr std::size_t offset = 4097, at = 33;
-        Operation operation = client.operation(Opcode::read, offset, at, length);
+        constexpr std::size_t file_offset = 4097, memory_offset = 33;
+        Operation operation = client.operation(Opcode::read, file_offset, memory_offset, length);
         operation.flags = checksum_wanted;
         const Result result = client.run({operation})[0];
         CHECK(result.result == static_cast<std::int64_t>(length) && result.flags == checksum_valid);
-        CHECK(result.checksum == crc32c(model.data() + offset, length, 0));
-        CHECK(std::memcmp(client.target.memory.data() + at, model.data() + offset, length) == 0);
-        CHECK(client.target.memory[at - 1] == std::byte{0xa5} && client.target.memory[at + length] == std::byte{0xa5});
+        CHECK(result.checksum == crc32c(model.data() + file_offset, length, 0));
+        CHECK(std::memcmp(client.target.memory.data() + memory_offset, model.data() + file_offset, length) == 0);
+        CHECK(client.target.memory[memory_offset - 1] == std::byte{0xa5});
+        CHECK(client.target.memory[memory_offset + length] == std::byte{0xa5});
     }
-    // Reads at the end of the file and behind it.
+    // Reads that begin before the end of the file and after it.
     CHECK(client.run({client.operation(Opcode::read, whole - 5, 0, 100)})[0].result == 5);
     CHECK(client.run({client.operation(Opcode::read, whole + 5, 0, 100)})[0].result == 0);
 }
 
-// More operations than staging buffers, in frames of many operations, in both directions at once.
+// Frames with more operations than there are staging buffers, in both directions, have one result per operation.
 void test_each_of_many_operations_gets_its_result(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     for (unsigned round = 0; round < 20; ++round) {
         std::vector<Operation> operations;
-        for (std::size_t number = 0; number < 500; ++number) {
-            const auto opcode = number % 2 == 0 ? Opcode::write : Opcode::read;
-            operations.push_back(client.operation(opcode, number * 4096, number * 8192, 1 + number * 7 % 8000));
+        for (std::size_t index = 0; index < 500; ++index) {
+            const auto opcode = index % 2 == 0 ? Opcode::write : Opcode::read;
+            operations.push_back(client.operation(opcode, index * 4096, index * 8192, 1 + index * 7 % 8000));
         }
         const std::vector<Result> results = client.run(operations);
-        for (std::size_t number = 0; number < results.size(); ++number) {
-            CHECK(results[number].result >= 0);
-            CHECK(number % 2 != 0 || results[number].result == static_cast<std::int64_t>(operations[number].length));
+        for (std::size_t index = 0; index < results.size(); ++index) {
+            CHECK(results[index].result >= 0);
+            CHECK(index % 2 != 0 || results[index].result == static_cast<std::int64_t>(operations[index].length));
         }
     }
 }
 
 void test_invalid_operations_get_an_errno(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
-    std::vector<Operation> wrong(4, client.operation(Opcode::read, 0, 0, 10));
-    for (std::size_t number = 0; number < wrong.size(); ++number) {
-        wrong[number].tag = client.tag + number;
+    std::vector<Operation> operations(4, client.operation(Opcode::read, 0, 0, 10));
+    for (std::size_t index = 0; index < operations.size(); ++index) {
+        operations[index].tag = client.tag + index;
     }
-    wrong[0].handle = handle + 1;
-    wrong[1].queue_pair = 9;
-    wrong[2].length = std::uint64_t{1} << 40;
-    wrong[3].opcode = static_cast<std::uint8_t>(Opcode::write);
-    wrong[3].flags = checksum_given;
-    wrong[3].checksum = 1;
-    const std::vector<Result> results = client.run(wrong);
+    operations[0].handle = handle + 1;
+    operations[1].queue_pair = 9;
+    operations[2].length = std::uint64_t{1} << 40;
+    operations[3].opcode = static_cast<std::uint8_t>(Opcode::write);
+    operations[3].flags = checksum_given;
+    operations[3].checksum = 1;
+    const std::vector<Result> results = client.run(operations);
     CHECK(results[0].result == -EBADF && results[1].result == -EINVAL && results[2].result == -EINVAL);
     CHECK(results[3].result == -EBADMSG);
 }
 
-// Operations reuse the objects of earlier ones and must not see their state.
+// The session reuses its PendingOperation objects. The result of an operation must not depend on an earlier one.
 void test_operation_does_not_see_state_of_an_earlier_one(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
-    constexpr std::size_t hole = 65536, data = 8192;
-    CHECK(client.run({client.operation(Opcode::write, hole, 0, data)})[0].result == data);
-    Operation with_holes = client.operation(Opcode::read, 0, 0, hole + data);
-    with_holes.flags = report_holes;
-    CHECK(client.run({with_holes})[0].holes == 1);
-    Operation refused = client.operation(Opcode::write, hole, 0, data);
-    refused.flags = checksum_given;
-    refused.checksum = ~crc32c(client.target.memory.data(), data);
-    CHECK(client.run({refused})[0].result == -EBADMSG);
-    const Result whole = client.run({client.operation(Opcode::read, hole, 0, data)})[0];
-    CHECK(whole.result == data && whole.holes == 0 && whole.checksum == 0);
-    // The second segment of a long operation follows a short operation, which had started and moved other bytes.
-    CHECK(client.run({client.operation(Opcode::read, 0, 0, 3 * hole)})[0].result == hole + data);
-    Operation nothing = client.operation(Opcode::read, 0, 0, 0);
-    nothing.flags = checksum_wanted;
-    const Result empty = client.run({nothing})[0];
-    CHECK(empty.result == 0 && empty.flags == checksum_valid && empty.checksum == 0);
+    // The file has a hole, and then data.
+    constexpr std::size_t hole_bytes = 65536, data_bytes = 8192;
+    CHECK(client.run({client.operation(Opcode::write, hole_bytes, 0, data_bytes)})[0].result == data_bytes);
+    Operation read_with_hole = client.operation(Opcode::read, 0, 0, hole_bytes + data_bytes);
+    read_with_hole.flags = report_holes;
+    CHECK(client.run({read_with_hole})[0].holes == 1);
+    Operation wrong_checksum = client.operation(Opcode::write, hole_bytes, 0, data_bytes);
+    wrong_checksum.flags = checksum_given;
+    wrong_checksum.checksum = ~crc32c(client.target.memory.data(), data_bytes);
+    CHECK(client.run({wrong_checksum})[0].result == -EBADMSG);
+    const Result data_result = client.run({client.operation(Opcode::read, hole_bytes, 0, data_bytes)})[0];
+    CHECK(data_result.result == data_bytes && data_result.holes == 0 && data_result.checksum == 0);
+    // A read that ends at the end of the file follows a shorter read, whose byte counts must not be added.
+    CHECK(client.run({client.operation(Opcode::read, 0, 0, 3 * hole_bytes)})[0].result == hole_bytes + data_bytes);
+    Operation empty_read = client.operation(Opcode::read, 0, 0, 0);
+    empty_read.flags = checksum_wanted;
+    const Result empty_result = client.run({empty_read})[0];
+    CHECK(empty_result.result == 0 && empty_result.flags == checksum_valid && empty_result.checksum == 0);
 }
 
 void wait_for_end(Session& session) {
@@ -253,12 +257,12 @@ void wait_for_end(Session& session) {
     CHECK(poll(&polled, 1, 30000) == 1);
 }
 
-// An invalidated key ends the session. Operations in progress get no result, and nothing crashes.
+// A deregistered region (a stale rkey) ends the session. Operations in progress get no result, and nothing crashes.
 void test_stale_rkey_ends_the_session(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     CHECK(client.run({client.operation(Opcode::write, 0, 0, 1 << 20)})[0].result == 1 << 20);
     std::vector<Operation> operations;
-    for (int number = 0; number < 64; ++number) {
+    for (int index = 0; index < 64; ++index) {
         operations.push_back(client.operation(Opcode::read, 0, 0, 1 << 20));
     }
     client.target.region.reset();
@@ -270,31 +274,31 @@ void test_stale_rkey_ends_the_session(const Fixture& fixture) {
 void test_garbage_ends_the_session(const Fixture& fixture) {
     Client client(fixture.folder, fixture.store, fixture.fabric);
     const std::array<char, 64> garbage{"this is not a frame"};
-    CHECK(::send(client.data.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL) > 0);
+    CHECK(::send(client.connection.get(), garbage.data(), garbage.size(), MSG_NOSIGNAL) > 0);
     wait_for_end(client.session);
     CHECK(fixture.store->counters().refused_frames == 1);
 }
 
-// A close ends operations in progress, from any thread, while others add and remove files.
+// Two threads close a session with operations in progress, while a third thread removes files.
 void test_close_with_operations_in_progress(const Fixture& fixture) {
     for (unsigned round = 0; round < 20; ++round) {
         Client client(fixture.folder, fixture.store, fixture.fabric);
         std::vector<Operation> operations;
-        for (int number = 0; number < 100; ++number) {
-            const auto opcode = number % 2 == 0 ? Opcode::write : Opcode::read;
+        for (int index = 0; index < 100; ++index) {
+            const auto opcode = index % 2 == 0 ? Opcode::write : Opcode::read;
             operations.push_back(client.operation(opcode, 0, 0, 300000));
         }
         client.send(operations);
-        std::thread files([&] {
-            for (std::uint64_t number = 100; number < 200; ++number) {
-                client.session.remove_file(number);
+        std::thread file_remover([&] {
+            for (std::uint64_t unknown_handle = 100; unknown_handle < 200; ++unknown_handle) {
+                client.session.remove_file(unknown_handle);
             }
             client.session.remove_file(handle);
         });
-        std::thread closing([&] { client.session.close(); });
+        std::thread closer([&] { client.session.close(); });
         client.session.close();
-        closing.join();
-        files.join();
+        closer.join();
+        file_remover.join();
     }
 }
 

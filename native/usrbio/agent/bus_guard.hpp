@@ -1,5 +1,7 @@
-// Guards for mapped files that another process can truncate. An access beyond the new end raises SIGBUS, which would
-// end the agent. In a guarded range, the handler replaces the missing page by zeros and marks the range.
+// Guards for mapped files that another process can truncate.
+//
+// An access to a mapped page beyond the new end of the file raises SIGBUS, which would end the agent. BusGuard installs
+// a SIGBUS handler. In a guarded range, this handler replaces the missing page by zeros and marks the range.
 #pragma once
 
 #include <atomic>
@@ -11,18 +13,19 @@ namespace gdrkit::usrbio::agent {
 struct GuardedRange {
     std::atomic<std::uintptr_t> begin{0}; // 0: the entry is free.
     std::atomic<std::uintptr_t> end{0};
-    std::atomic<bool> is_hit{false};
+    std::atomic<bool> has_bus_error{false}; // An access in the range raised SIGBUS.
 };
 
+// Guards the range [base, base + length) while this object exists.
 class BusGuard {
 public:
-    // Throws std::bad_alloc if too many ranges are guarded, std::system_error if the handler cannot be installed.
+    // Throws std::bad_alloc if too many ranges are guarded, and std::system_error if the handler cannot be installed.
     BusGuard(void* base, std::size_t length);
     ~BusGuard();
     BusGuard(const BusGuard&) = delete;
     BusGuard& operator=(const BusGuard&) = delete;
 
-    bool is_hit() const noexcept { return range_->is_hit.load(std::memory_order_relaxed); }
+    bool has_bus_error() const noexcept { return range_->has_bus_error.load(std::memory_order_relaxed); }
 
 private:
     GuardedRange* range_;

@@ -1,4 +1,5 @@
-// The agent's end of a data connection: sends frames and receives results, and never blocks.
+// The agent's end of a data connection to the storage server: sends operations and receives results, in frames of
+// native/storage/frames.hpp. No function blocks.
 #pragma once
 
 #include <cstddef>
@@ -18,28 +19,29 @@ public:
     explicit Connection(Descriptor socket);
 
     int fd() const noexcept { return socket_.get(); }
-    bool has_backlog() const noexcept { return sent_ < output_.size(); }
+    // Returns whether queued frames are not sent completely.
+    bool has_backlog() const noexcept { return sent_bytes_ < output_.size(); }
 
-    // Appends frames to the unsent bytes, and returns the number of frames.
+    // Packs the operations into frames and queues the frames for flush(). Returns the number of frames.
     std::size_t queue(std::span<const storage::Operation> operations);
-    // Sends as much as possible. Returns false if the connection has ended or failed.
+    // Sends as many queued bytes as the socket accepts. Returns false if the connection has ended or failed.
     bool flush();
-    // Passes each result of each complete frame to `handle`. Returns false if the connection has ended or failed, sent
-    // an invalid frame, or `handle` returned false.
-    bool receive(const std::function<bool(const storage::Result&)>& handle);
+    // Passes each result of each complete frame to `handle_result`. Returns false if the connection has ended or
+    // failed, if the server sent an invalid frame, or if `handle_result` returned false.
+    bool receive(const std::function<bool(const storage::Result&)>& handle_result);
 
 private:
-    bool parse(const std::function<bool(const storage::Result&)>& handle);
+    bool parse(const std::function<bool(const storage::Result&)>& handle_result);
     bool parse_results(std::span<const std::byte> payload, std::uint32_t count,
-                       const std::function<bool(const storage::Result&)>& handle);
+                       const std::function<bool(const storage::Result&)>& handle_result);
 
     Descriptor socket_;
     std::uint64_t sequence_ = 0;
-    std::vector<std::byte> output_;
-    std::size_t sent_ = 0;
-    std::vector<std::byte> input_;
-    std::size_t begin_ = 0;
-    std::size_t end_ = 0;
+    std::vector<std::byte> output_; // Queued frames.
+    std::size_t sent_bytes_ = 0;    // Bytes of output_ that are sent.
+    std::vector<std::byte> input_;  // Received bytes; [input_begin_, input_end_) is not parsed yet.
+    std::size_t input_begin_ = 0;
+    std::size_t input_end_ = 0;
 };
 
 } // namespace gdrkit::usrbio::agent

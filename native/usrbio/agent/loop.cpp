@@ -14,34 +14,35 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
+// While the loop is idle, only every 4th pass checks the socket.
 constexpr unsigned passes_per_receive = 4;
-// Factor by which the loop spins longer with operations in flight, one of which will end soon.
+// With operations in flight the loop spins four times longer, because one of them will soon end.
 constexpr int spin_factor_in_flight = 4;
 
 std::int64_t nanoseconds_of(std::chrono::steady_clock::time_point time) noexcept {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-[[noreturn]] void throw_error(int number, const char* what) {
-    throw std::system_error(number, std::generic_category(), what);
+[[noreturn]] void throw_error(int error_number, const char* message) {
+    throw std::system_error(error_number, std::generic_category(), message);
 }
 
 } // namespace
 
-// The agent has a thread for each client. malloc gives the threads up to eight arenas per processor, and each arena
-// grows by fragments that clients leave behind. Two arenas are enough, because the loop allocates rarely.
+// The agent has a thread for each client. By default malloc uses up to eight arenas per processor for these threads,
+// and free fragments accumulate in each arena. Two arenas are enough, because the loop allocates rarely.
 void limit_arenas() noexcept {
     mallopt(M_ARENA_MAX, 2);
 }
 
-Loop::Loop(const Options& options, const std::array<std::string, priority_classes>& semaphores)
-    : options_(options), event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (!event_)
+Loop::Loop(const Options& options, const std::array<std::string, priority_class_count>& semaphores)
+    : options_(options), wake_event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!wake_event_)
         throw_error(errno, "eventfd failed");
     in_flight_.resize(options_.outstanding_max);
     for (std::size_t index = in_flight_.size(); index-- > 0;)
         free_indices_.push_back(static_cast<std::uint32_t>(index));
-    watcher_ = std::make_unique<SemaphoreWatcher>(semaphores, event_.get());
+    watcher_ = std::make_unique<SemaphoreWatcher>(semaphores, wake_event_.get());
     thread_ = std::thread(&Loop::run, this);
 }
 
@@ -65,11 +66,11 @@ void Loop::stop() {
 
 void Loop::wake() noexcept {
     const std::uint64_t one = 1;
-    // The write fails only if the counter is full, and then the event is already raised.
-    [[maybe_unused]] const ssize_t written = ::write(event_.get(), &one, sizeof one);
+    // The write fails only if the counter of the eventfd is at its maximum, and then poll() returns anyway.
+    [[maybe_unused]] const ssize_t written = ::write(wake_event_.get(), &one, sizeof one);
 }
 
-template <class Function> auto Loop::call(Function function) -> std::invoke_result_t<Function> {
+template <class Function> auto Loop::run_in_thread(Function function) -> std::invoke_result_t<Function> {
     auto task = std::make_shared<std::packaged_task<std::invoke_result_t<Function>()>>(std::move(function));
     auto result = task->get_future();
     {
@@ -97,33 +98,33 @@ bool Loop::run_commands() {
     return !commands.empty();
 }
 
-Client& Loop::find_client(std::uint64_t number) {
-    const auto found = clients_.find(number);
-    if (found == clients_.end())
+Client& Loop::find_client(std::uint64_t client_number) {
+    const auto entry = clients_.find(client_number);
+    if (entry == clients_.end())
         throw_error(ENOENT, "the client does not exist");
-    return *found->second;
+    return *entry->second;
 }
 
 void Loop::add_client(std::uint64_t client) {
-    call([&] {
-        auto added = std::make_unique<Client>();
-        added->number = client;
-        if (!clients_.emplace(client, std::move(added)).second)
+    run_in_thread([&] {
+        auto new_client = std::make_unique<Client>();
+        new_client->number = client;
+        if (!clients_.emplace(client, std::move(new_client)).second)
             throw_error(EEXIST, "the client exists already");
     });
 }
 
 void Loop::remove_client(std::uint64_t client) {
-    call([&] {
-        const Client& found = find_client(client);
-        if (!found.buffers.empty() || !found.files.empty() || !found.rings.empty())
+    run_in_thread([&] {
+        const Client& removed = find_client(client);
+        if (!removed.buffers.empty() || !removed.files.empty() || !removed.rings.empty())
             throw_error(EBUSY, "the client still has buffers, files or rings");
         clients_.erase(client);
     });
 }
 
 void Loop::add_buffer(std::uint64_t client, const BufferSpec& spec) {
-    call([&] {
+    run_in_thread([&] {
         auto buffer = std::make_unique<Buffer>();
         buffer->spec = spec;
         if (!find_client(client).buffers.emplace(spec.id, std::move(buffer)).second)
@@ -132,7 +133,7 @@ void Loop::add_buffer(std::uint64_t client, const BufferSpec& spec) {
 }
 
 void Loop::set_file(std::uint64_t client, const FileSpec& spec) {
-    call([&] {
+    run_in_thread([&] {
         auto& file = find_client(client).files[spec.inode];
         if (file && file->is_closing)
             throw_error(EBUSY, "the file is being removed");
@@ -143,7 +144,7 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec) {
 }
 
 void Loop::add_ring(std::uint64_t client, const RingSpec& spec, int fd) {
-    call([&] {
+    run_in_thread([&] {
         Client& owner = find_client(client);
         if (owner.rings.contains(spec.id))
             throw_error(EEXIST, "the ring exists already");
@@ -154,22 +155,23 @@ void Loop::add_ring(std::uint64_t client, const RingSpec& spec, int fd) {
     });
 }
 
-bool Loop::wait_drained(const std::function<Drained()>& request, std::chrono::milliseconds timeout) {
-    const Drained drained = call(request);
-    return !drained || drained->get_future().wait_for(timeout) == std::future_status::ready;
+// Executes `remove` in the loop's thread. If `remove` returns a promise, waits until it is fulfilled.
+bool Loop::remove_and_wait(const std::function<DrainPromise()>& remove, std::chrono::milliseconds timeout) {
+    const DrainPromise promise = run_in_thread(remove);
+    return !promise || promise->get_future().wait_for(timeout) == std::future_status::ready;
 }
 
 bool Loop::remove_buffer(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout) {
-    return wait_drained(
-        [&]() -> Drained {
+    return remove_and_wait(
+        [&]() -> DrainPromise {
             auto& buffers = find_client(client).buffers;
-            const auto found = buffers.find(id);
-            if (found == buffers.end())
+            const auto entry = buffers.find(id);
+            if (entry == buffers.end())
                 return nullptr;
-            Buffer& buffer = *found->second;
+            Buffer& buffer = *entry->second;
             buffer.is_closing = true;
             if (buffer.in_flight == 0) {
-                buffers.erase(found);
+                buffers.erase(entry);
                 return nullptr;
             }
             return buffer.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
@@ -178,16 +180,16 @@ bool Loop::remove_buffer(std::uint64_t client, const Id& id, std::chrono::millis
 }
 
 bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::milliseconds timeout) {
-    return wait_drained(
-        [&]() -> Drained {
+    return remove_and_wait(
+        [&]() -> DrainPromise {
             auto& files = find_client(client).files;
-            const auto found = files.find(inode);
-            if (found == files.end())
+            const auto entry = files.find(inode);
+            if (entry == files.end())
                 return nullptr;
-            File& file = *found->second;
+            File& file = *entry->second;
             file.is_closing = true;
             if (file.in_flight == 0) {
-                files.erase(found);
+                files.erase(entry);
                 return nullptr;
             }
             return file.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
@@ -196,32 +198,32 @@ bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::m
 }
 
 bool Loop::remove_ring(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout) {
-    return wait_drained(
-        [&]() -> Drained {
+    return remove_and_wait(
+        [&]() -> DrainPromise {
             auto& rings = find_client(client).rings;
-            const auto found = rings.find(id);
-            if (found == rings.end())
+            const auto entry = rings.find(id);
+            if (entry == rings.end())
                 return nullptr;
-            Ring& ring = *found->second.ring;
+            Ring& ring = *entry->second.ring;
             ring.is_closing = true;
             stop_draining(ring);
             if (ring.side->outstanding() == 0) {
-                rings.erase(found);
+                rings.erase(entry);
                 return nullptr;
             }
-            return found->second.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
+            return entry->second.drain_waiters.emplace_back(std::make_shared<std::promise<void>>());
         },
         timeout);
 }
 
-// The loop stops draining the ring. Operations in flight still complete in its memory.
+// Stops draining the ring. The operations in flight still complete in its memory.
 void Loop::stop_draining(Ring& ring) {
     std::erase(rings_[static_cast<std::size_t>(ring.spec.priority)], &ring);
 }
 
 void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::uint64_t generation) {
     auto connection = std::make_unique<Connection>(Descriptor(socket));
-    call([&] {
+    run_in_thread([&] {
         if (connection_)
             throw_error(EBUSY, "the loop is already connected");
         if (queue_pair_nics.empty())
@@ -234,48 +236,48 @@ void Loop::connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::
         last_result_time_ = Clock::now();
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr)
-                send(index);
-        if (!unsent_.empty())
-            statistics_.batches += connection_->queue(unsent_);
-        unsent_.clear();
+                add_request(index);
+        if (!unsent_requests_.empty())
+            statistics_.batches += connection_->queue(unsent_requests_);
+        unsent_requests_.clear();
     });
 }
 
 bool Loop::disconnect() {
-    return call([&] {
+    return run_in_thread([&] {
         if (is_connected_)
             ++statistics_.disconnects;
         is_connected_ = false;
         connection_.reset();
-        unsent_.clear();
+        unsent_requests_.clear();
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr && (!has_refusal_ || in_flight_[index].buffer->is_refused))
-                complete(index, -EREMOTEIO);
+                complete_operation(index, -EREMOTEIO);
         publish_completions();
         return has_refusal_;
     });
 }
 
 void Loop::abandon() {
-    call([&] {
+    run_in_thread([&] {
         if (!has_refusal_)
             return;
         has_refusal_ = false;
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr)
-                complete(index, -EREMOTEIO);
+                complete_operation(index, -EREMOTEIO);
         publish_completions();
     });
 }
 
 Statistics Loop::statistics() {
-    return call([&] {
+    return run_in_thread([&] {
         statistics_.outstanding = in_flight_.size() - free_indices_.size();
         return statistics_;
     });
 }
 
-void Loop::report(const Event& event) {
+void Loop::add_event(const Event& event) {
     {
         const std::lock_guard lock(events_lock_);
         events_.push_back(event);
@@ -293,33 +295,33 @@ void Loop::run() {
     pthread_setname_np(pthread_self(), "gdrkit-loop");
     Clock::time_point last_work = Clock::now();
     for (unsigned idle_passes = 0; !is_stopping_;) {
-        bool worked = run_commands();
-        worked |= drain_rings();
+        bool has_worked = run_commands();
+        has_worked |= drain_rings();
         // Checking the socket costs a system call, checking the rings does not.
-        if (worked || idle_passes % passes_per_receive == 0)
-            worked |= send_and_receive();
+        if (has_worked || idle_passes % passes_per_receive == 0)
+            has_worked |= send_and_receive();
         publish_completions();
-        idle_passes = worked ? 0 : idle_passes + 1;
+        idle_passes = has_worked ? 0 : idle_passes + 1;
         const Clock::time_point now = Clock::now();
-        worked |= is_silent(now);
-        if (worked) {
+        has_worked |= report_silent_server(now);
+        if (has_worked) {
             last_work = now;
         } else if (now - last_work >= options_.spin * (has_in_flight() ? spin_factor_in_flight : 1)) {
             sleep();
             last_work = Clock::now();
             idle_passes = 0;
         } else {
-            // The process that brings the next work may need this processor.
+            // The process that submits the next work may need this processor.
             sched_yield();
         }
     }
-    // Objects that were not removed are destroyed here, in the loop's thread, before their memory is unmapped.
+    // Destroy the objects that were not removed here, because only the loop's thread may use them.
     for (auto& rings : rings_)
         rings.clear();
     clients_.clear();
 }
 
-// Returns false if there is work, so that the loop must not sleep.
+// Announces in every ring that the loop sleeps. Returns false if there is work, so that the loop must not sleep.
 bool Loop::announce_sleep() {
     for (const auto& rings : rings_) {
         for (Ring* ring : rings) {
@@ -332,39 +334,39 @@ bool Loop::announce_sleep() {
 }
 
 void Loop::sleep() {
-    // A loop that can accept nothing waits only for the server. Submissions wait meanwhile.
+    // A full loop waits only for the server, so submissions need not wake it and it announces no sleep.
     const bool may_sleep = is_full() || announce_sleep();
     if (may_sleep && !has_commands_.load(std::memory_order_seq_cst)) {
         ++statistics_.sleeps;
         std::array<pollfd, 2> polled{};
-        polled[0] = {event_.get(), POLLIN, 0};
-        nfds_t count = 1;
+        polled[0] = {wake_event_.get(), POLLIN, 0};
+        nfds_t polled_count = 1;
         if (is_connected_) {
             polled[1] = {connection_->fd(), POLLIN, 0};
             if (connection_->has_backlog())
                 polled[1].events |= POLLOUT;
-            count = 2;
+            polled_count = 2;
         }
-        std::int64_t deadline = -1;
+        std::int64_t deadline_ns = -1;
         for (const auto& rings : rings_)
             for (const Ring* ring : rings)
-                if (const std::int64_t held = ring->side->held_until_ns();
-                    held >= 0 && (deadline < 0 || held < deadline))
-                    deadline = held;
+                if (const std::int64_t held_until_ns = ring->side->held_until_ns();
+                    held_until_ns >= 0 && (deadline_ns < 0 || held_until_ns < deadline_ns))
+                    deadline_ns = held_until_ns;
         if (is_connected_ && has_in_flight()) {
-            const std::int64_t silent_at = nanoseconds_of(last_result_time_ + options_.silence);
-            deadline = deadline < 0 ? silent_at : std::min(deadline, silent_at);
+            const std::int64_t silent_at_ns = nanoseconds_of(last_result_time_ + options_.silence);
+            deadline_ns = deadline_ns < 0 ? silent_at_ns : std::min(deadline_ns, silent_at_ns);
         }
-        timespec limit{};
-        if (deadline >= 0) {
-            const std::int64_t remaining = std::max<std::int64_t>(deadline - nanoseconds_of(Clock::now()), 0);
-            limit = {remaining / 1'000'000'000, remaining % 1'000'000'000};
+        timespec timeout{};
+        if (deadline_ns >= 0) {
+            const std::int64_t remaining_ns = std::max<std::int64_t>(deadline_ns - nanoseconds_of(Clock::now()), 0);
+            timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
         }
-        // The result is not needed: the next pass checks everything.
-        ppoll(polled.data(), count, deadline >= 0 ? &limit : nullptr, nullptr);
+        // The result is not needed, because the next pass checks the rings and the socket.
+        ppoll(polled.data(), polled_count, deadline_ns >= 0 ? &timeout : nullptr, nullptr);
     }
-    std::uint64_t events = 0;
-    [[maybe_unused]] const ssize_t bytes_read = ::read(event_.get(), &events, sizeof events);
+    std::uint64_t wake_count = 0;
+    [[maybe_unused]] const ssize_t bytes_read = ::read(wake_event_.get(), &wake_count, sizeof wake_count);
     for (const auto& rings : rings_)
         for (Ring* ring : rings)
             if (std::exchange(ring->is_asleep, false))

@@ -1,4 +1,4 @@
-// A ring as the agent has it: its mapping, its client and its state.
+// A ring as the agent's loop keeps it: the mapping, the agent's side of the ring, the client and the status.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Client;
 // A mapping of shared memory that a client created and can truncate.
 class SharedMapping {
 public:
-    // Maps the whole file. Throws std::system_error; EINVAL if no ring has that size.
+    // Maps the whole file. Throws std::system_error; its code is EINVAL if no ring has the size of the file.
     explicit SharedMapping(int fd);
     ~SharedMapping();
     SharedMapping(const SharedMapping&) = delete;
@@ -23,7 +23,7 @@ public:
 
     void* base() const noexcept { return base_; }
     std::size_t length() const noexcept { return length_; }
-    bool was_truncated() const noexcept { return guard_->is_hit(); }
+    bool was_truncated() const noexcept { return guard_->has_bus_error(); }
 
 private:
     void* base_ = nullptr;
@@ -32,16 +32,16 @@ private:
 };
 
 struct Ring {
-    // Throws std::system_error.
+    // Maps the shared memory `fd` and attaches the agent's side. Throws std::system_error.
     Ring(Client& owner, const RingSpec& ring_spec, int fd);
 
     Client& client;
     RingSpec spec;
-    SharedMapping memory; // Declared first, because `side` uses it until its end.
+    SharedMapping memory; // Declared before `side`, so that `side` is destroyed while the memory is still mapped.
     std::unique_ptr<AgentRing> side;
-    bool is_closing = false;
-    bool is_broken = false;
-    bool has_unpublished = false; // It has completions that were not published yet.
+    bool is_closing = false;      // The ring is removed when its operations in flight have ended.
+    bool is_broken = false;       // The client wrote an invalid value or truncated the memory.
+    bool has_unpublished = false; // The ring has completions that were not published yet.
     bool is_asleep = false;       // The loop has announced its sleep in this ring.
 };
 

@@ -1,4 +1,4 @@
-// Values that the agent passes to its loop, and that the loop reports.
+// Types of the agent's loop: what the agent (in Python) passes to the loop, and what the loop reports.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace gdrkit::usrbio::agent {
 
-using Id = std::array<std::uint8_t, 16>;
+using Id = std::array<std::uint8_t, 16>; // UUID of a buffer or of a ring.
 
 struct IdHash {
     std::size_t operator()(const Id& id) const noexcept {
@@ -19,7 +19,7 @@ struct IdHash {
     }
 };
 
-// Address of the first byte of a buffer at one NIC, and the key for it.
+// The remote key of a buffer at one NIC, and the address of the first byte of the buffer for that key.
 struct Key {
     std::uint64_t address = 0;
     std::uint32_t rkey = 0;
@@ -27,14 +27,14 @@ struct Key {
 
 struct BufferSpec {
     Id id{};
-    std::uint64_t length = 0;
-    std::uint64_t block_bytes = 0;             // No operation may cross a multiple of it; 0: no such limit.
-    std::vector<Key> keys;                     // Indexed by the number of the NIC.
-    std::vector<std::uint16_t> preferred_nics; // Numbers of the preferred NICs; empty: no preference.
+    std::uint64_t length = 0;                  // In bytes.
+    std::uint64_t block_bytes = 0;             // No operation may cross a multiple of block_bytes; 0: no such limit.
+    std::vector<Key> keys;                     // One for each NIC of the agent, in the order of the agent's NICs.
+    std::vector<std::uint16_t> preferred_nics; // Indices into `keys`; empty: no preference.
 };
 
-// The server knows a file by one handle for each permission, so that both the handle and the agent enforce a
-// permission.
+// A file that rings of a client may use. The storage server has one handle for reading and one for writing, so that the
+// server enforces the permission too.
 struct FileSpec {
     std::uint64_t inode = 0;
     std::uint64_t read_handle = 0;
@@ -43,46 +43,47 @@ struct FileSpec {
     bool writable = false;
 };
 
-inline constexpr int priority_classes = 3; // high, normal, low
+inline constexpr int priority_class_count = 3; // high, normal, low
 
 struct RingSpec {
     Id id{};
     bool for_read = true;
-    // > 0: batches of exactly that many; 0: all that is there; < 0: at most that many, held until the timeout.
+    // > 0: batches of exactly io_depth entries. 0: all available entries. < 0: batches of at most -io_depth entries; an
+    // incomplete batch waits for `timeout`.
     int io_depth = 0;
     int priority = 1; // 0 high, 1 normal, 2 low
     std::chrono::milliseconds timeout{0};
-    std::uint64_t flags = 0;
+    std::uint64_t flags = 0; // HF3FS_IOR_* of hf3fs_usrbio.h.
 };
 
 struct Options {
-    std::chrono::microseconds spin{50};
-    std::size_t outstanding_max = 4096;
+    std::chrono::microseconds spin{50}; // Time without work after which the loop sleeps.
+    std::size_t outstanding_max = 4096; // Largest number of operations in flight.
     // A server that has operations and returns no result for this time counts as hung.
     std::chrono::milliseconds silence{60000};
 };
 
 struct Statistics {
-    std::uint64_t operations = 0; // Sent to the server.
+    std::uint64_t operations = 0; // Operations sent to the server.
     std::uint64_t completions = 0;
-    std::uint64_t bytes = 0;
-    std::uint64_t refused = 0; // Entries that were completed with an error, without the server.
-    std::uint64_t failed = 0;  // Results that are an errno.
+    std::uint64_t bytes = 0;   // Bytes that the server read or wrote.
+    std::uint64_t refused = 0; // Invalid ring entries, which the loop completed with an error and did not send.
+    std::uint64_t failed = 0;  // Operations whose result is a negative errno.
     std::uint64_t batches = 0; // Frames sent to the server.
     std::uint64_t sleeps = 0;
     std::uint64_t broken_rings = 0;
     std::uint64_t disconnects = 0;
-    std::uint64_t outstanding = 0; // In flight now.
+    std::uint64_t outstanding = 0; // Operations in flight now.
 };
 
-// An event that the agent must handle. The loop serves a broken ring no more. After `disconnected` or `silent`, the
-// operations of the connection stay in flight until the agent has ensured that the server cannot access memory, and
-// calls disconnect().
+// An event that the agent must handle. After `ring_broken`, the loop does not serve the ring `id` any more. After
+// `disconnected` or `silent`, the operations of the connection stay in flight. First the agent ensures that the server
+// cannot access memory, and then it calls disconnect(), which ends them.
 struct Event {
     enum class Kind : std::uint8_t { ring_broken = 1, disconnected = 2, silent = 3 } kind{};
-    std::uint64_t client = 0;
-    Id id{};
-    std::uint64_t generation = 0; // Generation of the connection.
+    std::uint64_t client = 0;     // Number of the client of the broken ring.
+    Id id{};                      // Id of the broken ring.
+    std::uint64_t generation = 0; // The generation that the agent gave to the ended connection.
 };
 
 } // namespace gdrkit::usrbio::agent

@@ -10,12 +10,13 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// Longest delay of a wake-up that a client has swallowed by writing to the semaphore, in milliseconds.
+// Longest wait for a post, in milliseconds. A client that overwrites the semaphore can delay the wake-up of other
+// clients by this time.
 constexpr int wait_ms_max = 1000;
 
 } // namespace
 
-SemaphoreWatcher::SemaphoreWatcher(const std::array<std::string, priority_classes>& names, int event_fd)
+SemaphoreWatcher::SemaphoreWatcher(const std::array<std::string, priority_class_count>& names, int event_fd)
     : event_fd_(event_fd) {
     try {
         for (std::size_t index = 0; index < names.size(); ++index) {
@@ -36,7 +37,7 @@ SemaphoreWatcher::~SemaphoreWatcher() {
 }
 
 void SemaphoreWatcher::close() noexcept {
-    stopping_ = true;
+    is_stopping_ = true;
     for (std::size_t index = 0; index < semaphores_.size(); ++index) {
         if (threads_[index].joinable()) {
             semaphores_[index].post();
@@ -47,11 +48,11 @@ void SemaphoreWatcher::close() noexcept {
 
 void SemaphoreWatcher::watch(NamedSemaphore& semaphore) {
     semaphore.restore();
-    while (!stopping_) {
+    while (!is_stopping_) {
         if (!semaphore.wait_and_reset(wait_ms_max))
             semaphore.restore();
-        // One event stands for all posts, because the loop checks every ring when it wakes up. The event is also raised
-        // after a timeout, because a client that overwrites the semaphore can swallow the post of another client.
+        // One event is enough for all posts, because the loop checks every ring when it wakes up. Raise the event after
+        // a timeout too, because a client that overwrites the semaphore can erase the post of another client.
         const std::uint64_t one = 1;
         // The write fails only if the counter is full, and then the event is already raised.
         [[maybe_unused]] const ssize_t written = ::write(event_fd_, &one, sizeof one);

@@ -1,4 +1,5 @@
-// Watches the submit semaphores with one thread each, and reports their posts by an event that poll() can wait for.
+// Waits for posts of the submit semaphores, with one thread for each semaphore. Each thread reports a post by an
+// eventfd, because the agent's loop waits in poll() for several descriptors at once.
 #pragma once
 
 #include <array>
@@ -13,8 +14,8 @@ namespace gdrkit::usrbio::agent {
 
 class SemaphoreWatcher {
 public:
-    // `names`: "/NAME" as for sem_open, high priority first; the semaphores must exist. Throws std::system_error.
-    SemaphoreWatcher(const std::array<std::string, priority_classes>& names, int event_fd);
+    // `names`: names "/NAME" of existing semaphores as for sem_open, high priority first. Throws std::system_error.
+    SemaphoreWatcher(const std::array<std::string, priority_class_count>& names, int event_fd);
     ~SemaphoreWatcher();
     SemaphoreWatcher(const SemaphoreWatcher&) = delete;
     SemaphoreWatcher& operator=(const SemaphoreWatcher&) = delete;
@@ -24,9 +25,9 @@ private:
     void close() noexcept;
 
     int event_fd_;
-    std::atomic<bool> stopping_{false};
-    std::array<NamedSemaphore, priority_classes> semaphores_;
-    std::array<std::thread, priority_classes> threads_;
+    std::atomic<bool> is_stopping_{false};
+    std::array<NamedSemaphore, priority_class_count> semaphores_;
+    std::array<std::thread, priority_class_count> threads_;
 };
 
 } // namespace gdrkit::usrbio::agent

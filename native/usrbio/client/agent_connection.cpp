@@ -30,54 +30,56 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr timeval reply_timeout{.tv_sec = 30, .tv_usec = 0};
-constexpr int close_ms_max = 30000;
-constexpr int exit_ms_max = 10000;
+constexpr int agent_close_ms_max = 30000; // Longest wait until an ending agent closes its end of the socket.
+constexpr int agent_exit_ms_max = 10000;  // Longest wait until the process of an exiting agent has ended.
 constexpr std::size_t payload_parts_max = 4;
 
 struct Connections {
-    // Publications, rings and registered files hold the connection. It closes with the last of them.
+    // Publications, rings and registered files hold the references. The connection closes with the last of them.
     std::map<std::string, std::weak_ptr<AgentConnection>, std::less<>> by_mount;
     std::set<AgentConnection*> all; // Includes connections that rings still hold after the mount got a new one.
 };
 
 Connections& connections() {
     static auto* table = [] {
-        auto* created = new Connections;
-        in_forked_child([] {
+        auto* new_table = new Connections;
+        call_in_forked_child([] {
             for (AgentConnection* connection : connections().all) {
                 connection->close_descriptors();
             }
         });
-        return created;
+        return new_table;
     }();
     return *table;
 }
 
-// Reads field 9 of /proc/<pid>/stat (proc(5)). The kernel sets the flag before the process closes anything.
+// Returns whether the process has begun to exit: PF_EXITING in field 9 of /proc/<pid>/stat (proc(5)). The kernel sets
+// this flag before it closes the descriptors of the process.
 bool is_exiting(pid_t process) noexcept {
-    constexpr unsigned long exiting = 0x4; // PF_EXITING
+    constexpr unsigned long exiting_flag = 0x4; // PF_EXITING
     char path[32];
     std::snprintf(path, sizeof(path), "/proc/%d/stat", static_cast<int>(process));
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
     char text[512];
-    const ssize_t count = file < 0 ? -1 : read(file, text, sizeof(text) - 1);
-    if (file >= 0) {
-        close(file);
+    const ssize_t text_bytes = fd < 0 ? -1 : read(fd, text, sizeof(text) - 1);
+    if (fd >= 0) {
+        close(fd);
     }
-    if (count <= 0) {
+    if (text_bytes <= 0) {
         return false;
     }
-    text[count] = 0;
-    const char* name_end = std::strrchr(text, ')'); // The name may contain any character; the last bracket ends it.
+    text[text_bytes] = 0;
+    // The name of the process is in brackets and may contain any character, so search the last bracket.
+    const char* name_end = std::strrchr(text, ')');
     unsigned long flags = 0;
     return name_end != nullptr && std::sscanf(name_end + 1, " %*c %*d %*d %*d %*d %*d %lu", &flags) == 1 &&
-           (flags & exiting) != 0;
+           (flags & exiting_flag) != 0;
 }
 
-bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::size_t bytes) noexcept {
+bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::size_t payload_bytes) noexcept {
     return reply.magic == agent_magic && reply.version == agent_version && reply.type == request.type &&
-           reply.sequence == request.sequence && reply.length == bytes && reply.status >= 0 && reply.status < 4096 &&
-           reply.descriptors == 0;
+           reply.sequence == request.sequence && reply.length == payload_bytes && reply.status >= 0 &&
+           reply.status < 4096 && reply.descriptors == 0;
 }
 
 } // namespace
@@ -85,7 +87,8 @@ bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::s
 AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
     ucred peer{};
     socklen_t bytes = sizeof(peer);
-    // The process that listens; 0 if it is in another PID namespace, so that its exit cannot be watched.
+    // SO_PEERCRED reports the process that listens. The number is 0 if that process is in another PID namespace, and
+    // then its exit cannot be watched.
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.pid > 0) {
         agent_pid_ = peer.pid;
         agent_pidfd_.store(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
@@ -93,9 +96,9 @@ AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
 }
 
 AgentConnection::~AgentConnection() {
-    if (is_watched_) { // No other thread uses the connection any more.
+    if (has_watch_thread_) { // No other thread uses the connection any more.
         shutdown(fd_.load(), SHUT_RDWR);
-        watch_done_->acquire();
+        watch_thread_ended_->acquire();
     }
     {
         const std::lock_guard lock(library_mutex());
@@ -105,9 +108,9 @@ AgentConnection::~AgentConnection() {
 }
 
 void AgentConnection::close_descriptors() noexcept {
-    failed_.store(true, std::memory_order_release);
-    peer_closed_.store(true, std::memory_order_release);
-    is_watched_ = false; // A child does not have the threads of its parent.
+    has_failed_.store(true, std::memory_order_release);
+    is_closed_by_agent_.store(true, std::memory_order_release);
+    has_watch_thread_ = false; // A child does not have the threads of its parent.
     for (std::atomic<int>* descriptor : {&fd_, &agent_pidfd_}) {
         if (const int fd = descriptor->exchange(-1); fd >= 0) {
             close(fd);
@@ -116,53 +119,53 @@ void AgentConnection::close_descriptors() noexcept {
 }
 
 int AgentConnection::fail(const char* reason, int close_timeout_ms) noexcept {
-    if (!failed_.exchange(true, std::memory_order_acq_rel)) {
+    if (!has_failed_.exchange(true, std::memory_order_acq_rel)) {
         log_line(LogLevel::warning, "the connection to the agent failed: %s", reason);
     }
-    // An agent that exits accepts no further request while it withdraws its publications, and closes its end of the
-    // socket afterwards. An agent that only hangs may continue.
-    wait_peer_closed(close_timeout_ms);
+    // An agent that exits first withdraws its publications, and then closes its end of the socket. Wait for that,
+    // because the agent's NIC may access the memory until then. An agent that hangs does not close the socket.
+    wait_closed_by_agent(close_timeout_ms);
     return -EREMOTEIO;
 }
 
-// The kernel closes the descriptors of a dying process in an unspecified order: this socket may be closed while the NIC
-// still is open, and data arrives. The process counts as dead only after all of that.
+// If the agent is exiting, waits until its process has ended. The kernel closes the descriptors of a dying process in
+// an unspecified order. This socket may therefore be closed while the NIC is still open and data still arrives.
 void AgentConnection::wait_agent_exit() noexcept {
     pollfd pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
     if (pidfd.fd < 0 || poll(&pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
         return;
     }
-    if (poll(&pidfd, 1, exit_ms_max) <= 0) {
+    if (poll(&pidfd, 1, agent_exit_ms_max) <= 0) {
         log_line(LogLevel::warning, "the agent (process %d) is exiting, but has not ended after 10 s",
                  static_cast<int>(agent_pid_));
     }
 }
 
-bool AgentConnection::wait_peer_closed(int timeout_ms) noexcept {
-    if (peer_closed()) {
+bool AgentConnection::wait_closed_by_agent(int timeout_ms) noexcept {
+    if (is_closed_by_agent()) {
         return true;
     }
     pollfd socket_state{.fd = fd_.load(), .events = POLLRDHUP, .revents = 0};
     if (poll(&socket_state, 1, timeout_ms) > 0 &&
         (socket_state.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0) {
         wait_agent_exit();
-        peer_closed_.store(true, std::memory_order_release);
-        failed_.store(true, std::memory_order_release);
+        is_closed_by_agent_.store(true, std::memory_order_release);
+        has_failed_.store(true, std::memory_order_release);
     }
-    return peer_closed();
+    return is_closed_by_agent();
 }
 
 bool AgentConnection::watch(Semaphore& semaphore) noexcept {
     const std::lock_guard lock(library_mutex());
-    if (!is_watched_ && !peer_closed() && !start_watch_thread()) {
+    if (!has_watch_thread_ && !is_closed_by_agent() && !start_watch_thread()) {
         return false;
     }
     try {
-        watched_.push_back(&semaphore);
+        watched_semaphores_.push_back(&semaphore);
     } catch (const std::bad_alloc&) {
         return false;
     }
-    if (peer_closed()) { // The thread may have posted all semaphores before this one was added.
+    if (is_closed_by_agent()) { // The thread may have posted all semaphores before this one was added.
         post(semaphore);
     }
     return true;
@@ -170,26 +173,26 @@ bool AgentConnection::watch(Semaphore& semaphore) noexcept {
 
 void AgentConnection::unwatch(Semaphore& semaphore) noexcept {
     const std::lock_guard lock(library_mutex());
-    std::erase(watched_, &semaphore);
+    std::erase(watched_semaphores_, &semaphore);
 }
 
 struct AgentConnection::WatchThread {
     AgentConnection* connection;
-    std::shared_ptr<std::binary_semaphore> done; // It outlives the connection until release() has returned.
+    std::shared_ptr<std::binary_semaphore> ended; // Shared, because release() may return after the connection ended.
 };
 
 bool AgentConnection::start_watch_thread() noexcept {
     std::unique_ptr<WatchThread> watch;
     try {
-        watch_done_ = std::make_shared<std::binary_semaphore>(0);
-        watch.reset(new WatchThread{this, watch_done_});
+        watch_thread_ended_ = std::make_shared<std::binary_semaphore>(0);
+        watch.reset(new WatchThread{this, watch_thread_ended_});
     } catch (const std::bad_alloc&) {
         return false;
     }
-    sigset_t all, before;
-    sigfillset(&all);
-    // Signals must be handled by threads of the application.
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigset_t all_signals, previous_mask;
+    sigfillset(&all_signals);
+    // The new thread inherits this mask, so that only threads of the application handle signals.
+    pthread_sigmask(SIG_SETMASK, &all_signals, &previous_mask);
     pthread_t watcher{};
     const int status = pthread_create(
         &watcher, nullptr,
@@ -197,29 +200,30 @@ bool AgentConnection::start_watch_thread() noexcept {
             pthread_setname_np(pthread_self(), "hf3fs-watch");
             const std::unique_ptr<WatchThread> context(static_cast<WatchThread*>(argument));
             context->connection->watch_socket();
-            context->done->release();
+            context->ended->release();
             return nullptr;
         },
         watch.get());
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr);
     if (status != 0) {
         log_line(LogLevel::warning, "pthread_create() failed: %s. Waits check the agent by timers instead",
                  ErrnoText(status).c_str());
     }
-    is_watched_ = status == 0;
-    if (is_watched_) { // The thread is detached: a publication that cannot be withdrawn keeps its connection until the
-                       // process ends, and then no thread joins it.
-        watch.release();
+    has_watch_thread_ = status == 0;
+    // Detach the thread. It cannot always be joined, because a publication that cannot be withdrawn keeps its
+    // connection until the process ends.
+    if (has_watch_thread_) {
+        static_cast<void>(watch.release()); // The thread owns it now.
         pthread_detach(watcher);
     }
-    return is_watched_;
+    return has_watch_thread_;
 }
 
 void AgentConnection::watch_socket() noexcept {
-    while (!wait_peer_closed(-1)) {
+    while (!wait_closed_by_agent(-1)) {
     }
     const std::lock_guard lock(library_mutex());
-    for (Semaphore* semaphore : watched_) {
+    for (Semaphore* semaphore : watched_semaphores_) {
         post(*semaphore);
     }
 }
@@ -247,7 +251,7 @@ int AgentConnection::send(const AgentHeader& header, std::span<const iovec> payl
             return -EBADF;
         }
         if (errno != EINTR) {
-            return fail(ErrnoText(errno).c_str(), errno == EPIPE ? close_ms_max : 0);
+            return fail(ErrnoText(errno).c_str(), errno == EPIPE ? agent_close_ms_max : 0);
         }
     }
     return 0;
@@ -263,12 +267,12 @@ int AgentConnection::receive(const AgentHeader& request, std::span<std::byte> re
     ssize_t bytes = 0;
     while ((bytes = recvmsg(fd_.load(), &message, 0)) < 0) {
         if (errno != EINTR) {
-            // A late reply would be taken for that of the next request.
+            // A late reply would be mistaken for the reply to the next request, so the connection fails.
             return fail(errno == EAGAIN ? "no reply within 30 s" : ErrnoText(errno).c_str(), 0);
         }
     }
     if (bytes == 0) {
-        return fail("the agent closed it", close_ms_max);
+        return fail("the agent closed the socket", agent_close_ms_max);
     }
     const auto length = static_cast<std::size_t>(bytes) - sizeof(header);
     if (static_cast<std::size_t>(bytes) < sizeof(header) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 ||
@@ -283,7 +287,7 @@ int AgentConnection::receive(const AgentHeader& request, std::span<std::byte> re
     if (length != reply.size()) {
         return fail("the reply has the wrong length", 0);
     }
-    std::copy_n(payload.begin(), length, reply.begin()); // It may have 0 bytes, for which memcpy must not be called.
+    std::copy_n(payload.begin(), length, reply.begin()); // Not memcpy: an empty reply may have a null pointer.
     return 0;
 }
 
@@ -313,16 +317,18 @@ int AgentConnection::exchange(AgentRequest type, std::span<const iovec> payload,
 
 int AgentConnection::call(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
                           std::span<std::byte> reply) noexcept {
-    if (failed()) { // Check before the lock: in a forked child, the mutex may be locked by a thread of the parent.
+    // Check before locking: in a forked child, a thread that exists only in the parent may have locked the mutex.
+    if (has_failed()) {
         return -EREMOTEIO;
     }
     const std::lock_guard lock(mutex_);
-    return failed() ? -EREMOTEIO : exchange(type, payload, descriptors, reply);
+    return has_failed() ? -EREMOTEIO : exchange(type, payload, descriptors, reply);
 }
 
 namespace {
 
-// Connects to the socket. The path of a mount may be longer than a socket address, so the folder is opened first.
+// Connects to the socket of the mount's agent. The path may be too long for a socket address, so connect through a
+// descriptor of the folder.
 int connect_to(const std::string& mount, int& socket_fd) noexcept {
     const int folder = open((mount + "/3fs-virt").c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (folder < 0) {
@@ -365,19 +371,19 @@ int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& 
     if (const int status = connect_to(mount, fd); status != 0) {
         return status;
     }
-    std::unique_ptr<AgentConnection> created(new (std::nothrow) AgentConnection(fd));
-    if (created == nullptr) {
+    std::unique_ptr<AgentConnection> new_connection(new (std::nothrow) AgentConnection(fd));
+    if (new_connection == nullptr) {
         close(fd);
         return -ENOMEM;
     }
     {
         const std::lock_guard lock(library_mutex());
-        connections().all.insert(created.get());
+        connections().all.insert(new_connection.get());
     }
-    if (const int status = exchange_hello(*created); status != 0) {
+    if (const int status = exchange_hello(*new_connection); status != 0) {
         return status;
     }
-    connection = std::move(created);
+    connection = std::move(new_connection);
     return 0;
 }
 
@@ -392,24 +398,25 @@ int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connec
     try {
         const std::string path(resolved);
         std::shared_ptr<AgentConnection> existing;
-        connections();
+        connections(); // Creates the table, which locks library_mutex().
         {
             const std::lock_guard lock(library_mutex());
             existing = connections().by_mount[path].lock();
         }
-        if (existing == nullptr || existing->failed() || existing->poll_peer_closed()) {
-            std::shared_ptr<AgentConnection> created;
-            if (const int status = make_connection(path, created); status != 0) {
+        if (existing == nullptr || existing->has_failed() || existing->check_closed_by_agent()) {
+            std::shared_ptr<AgentConnection> new_connection;
+            if (const int status = make_connection(path, new_connection); status != 0) {
                 return status;
             }
-            // Two threads may have created one connection each: the first stays, unless it failed in the meantime. The
-            // destructor of the other runs after the lock was released.
+            // Two threads may have created one connection each: the first stays, unless it failed in the meantime.
+            // The destructor of the unused connection runs after the lock was released.
             std::shared_ptr<AgentConnection> selected, current;
             {
                 const std::lock_guard lock(library_mutex());
                 std::weak_ptr<AgentConnection>& entry = connections().by_mount[path];
                 current = entry.lock();
-                selected = current == nullptr || current == existing || current->failed() ? created : current;
+                selected =
+                    current == nullptr || current == existing || current->has_failed() ? new_connection : current;
                 entry = selected;
             }
             connection = std::move(selected);

@@ -1,5 +1,8 @@
-// The connection of this process to the agent of a mount. There is one per mount. It is created when it is first
-// needed, and again after a fork and after the agent died. What the process publishes over it lives as long as it does.
+// The connection of this process to the agent of a mount: one socket per mount, over which the library publishes memory
+// and rings and registers files.
+//
+// agent_connection() creates the connection when a function first needs it, and again after a fork or after the agent
+// died. A publication ends with the connection over which it was made.
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -26,29 +29,29 @@ public:
     AgentConnection(const AgentConnection&) = delete;
     AgentConnection& operator=(const AgentConnection&) = delete;
 
-    // Sends one request and receives its reply of exactly reply.size() bytes. Returns 0; the agent's -errno; -EREMOTEIO
-    // if the agent has ended, did not reply within half a minute, or sent an invalid reply; or -E2BIG if the request is
-    // too long. After -EREMOTEIO no further request is possible over this connection, but publications over it may
-    // still be served until peer_closed().
+    // Sends one request and receives its reply of exactly reply.size() bytes. Returns 0 or the agent's -errno. Also
+    // returns -E2BIG if the request is too long, and -EREMOTEIO if the agent has ended, did not reply within half a
+    // minute, or sent an invalid reply. After -EREMOTEIO this connection accepts no further request. The agent may
+    // still serve publications of this connection until is_closed_by_agent().
     int call(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
              std::span<std::byte> reply) noexcept;
 
-    // No further request is possible.
-    bool failed() const noexcept { return failed_.load(std::memory_order_acquire); }
-    // Checks by a system call whether the agent has closed its end: it has then withdrawn what was published over the
-    // connection, or is dead.
-    bool poll_peer_closed() noexcept { return wait_peer_closed(0); }
-    // Returns what the last check found. Makes no system call.
-    bool peer_closed() const noexcept { return peer_closed_.load(std::memory_order_acquire); }
+    // Returns true if the connection accepts no further request.
+    bool has_failed() const noexcept { return has_failed_.load(std::memory_order_acquire); }
+    // Checks by a system call whether the agent has closed its end of the socket. The agent has then withdrawn the
+    // publications of this connection, or is dead.
+    bool check_closed_by_agent() noexcept { return wait_closed_by_agent(0); }
+    // Returns the result of the last check, without a system call.
+    bool is_closed_by_agent() const noexcept { return is_closed_by_agent_.load(std::memory_order_acquire); }
 
-    // Posts `semaphore` once the agent has ended, or at once if it has, so that a wait on it needs no timer. The first
-    // call starts a thread, which watches the socket until the connection ends. Returns false if the thread cannot be
-    // started; the caller must then poll. The memory of the semaphore must stay until unwatch().
+    // Posts `semaphore` when the agent ends (at once if it has ended already), so that a wait on the semaphore needs no
+    // timer. The first call starts a thread that watches the socket until the connection ends. Returns false if the
+    // thread cannot be started; the caller must then poll. The semaphore must stay mapped until unwatch().
     bool watch(Semaphore& semaphore) noexcept;
     void unwatch(Semaphore& semaphore) noexcept;
 
-    // Call it in a child after fork(): a copy of the socket would keep the parent's publications alive after the
-    // parent's death.
+    // Closes the socket. Call it in a child after fork(), because the child's copy of the socket would keep the
+    // parent's publications alive after the parent's death.
     void close_descriptors() noexcept;
 
 private:
@@ -57,7 +60,7 @@ private:
     int send(const AgentHeader& header, std::span<const iovec> payload, std::span<const int> descriptors) noexcept;
     int receive(const AgentHeader& request, std::span<std::byte> reply) noexcept;
     int fail(const char* reason, int close_timeout_ms) noexcept;
-    bool wait_peer_closed(int timeout_ms) noexcept;
+    bool wait_closed_by_agent(int timeout_ms) noexcept;
     void wait_agent_exit() noexcept;
     struct WatchThread;
     bool start_watch_thread() noexcept;
@@ -67,20 +70,21 @@ private:
     std::atomic<int> fd_;
     std::atomic<int> agent_pidfd_{-1};
     pid_t agent_pid_ = 0;
-    std::atomic<bool> failed_{false};
-    std::atomic<bool> peer_closed_{false};
+    std::atomic<bool> has_failed_{false};
+    std::atomic<bool> is_closed_by_agent_{false};
     std::uint64_t sequence_ = 0;
 
-    // Guarded by library_mutex(), except in the destructor.
-    std::vector<Semaphore*> watched_;
-    bool is_watched_ = false;
-    // Shared with the thread, which releases it when it uses this object no more.
-    std::shared_ptr<std::binary_semaphore> watch_done_;
+    // The two members below are guarded by library_mutex(), except in the destructor.
+    std::vector<Semaphore*> watched_semaphores_;
+    bool has_watch_thread_ = false;
+    // The watch thread releases this semaphore after its last use of this object. It is shared, because the thread
+    // still uses the semaphore while this object is destroyed.
+    std::shared_ptr<std::binary_semaphore> watch_thread_ended_;
 };
 
-// Returns the connection for a mount, open as of now. Returns 0; -ENOENT: the mount has no agent's socket (it may still
-// be a FUSE mount of 3FS); -EREMOTEIO: no process listens on the socket; -EACCES: it belongs to another user; or
-// another -errno.
+// Sets `connection` to the open connection of a mount, and creates it if necessary. Returns 0; -ENOENT: the mount has
+// no agent's socket (it may still be a FUSE mount of 3FS); -EREMOTEIO: no process listens on the socket; -EACCES: the
+// socket belongs to another user; or another -errno.
 int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -1,6 +1,7 @@
-// Messages on <mount>/3fs-virt/agent.sock (SOCK_SEQPACKET). A message is one header and its payload. A reply has the
-// type and the sequence of its request. Both ends are on one host, so numbers have the byte order of the host.
-// gdrkit/usrbio/agent/protocol.py is the other end.
+// Messages between the client library and the agent on <mount>/3fs-virt/agent.sock (SOCK_SEQPACKET).
+//
+// A message is one header and its payload. A reply has the type and the sequence of its request. Both ends are on one
+// host, so numbers have the byte order of the host. gdrkit/usrbio/agent/protocol.py is the agent's implementation.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +14,8 @@ inline constexpr std::uint16_t agent_version = 1;
 inline constexpr std::size_t agent_message_bytes_max = 32768;
 inline constexpr std::size_t agent_descriptors_max = 2;
 
+// The types of requests. The comments have the form: payload of the request; descriptors -> payload of the reply.
+// "(status)" means that the reply has only the status in its header.
 enum class AgentRequest : std::uint16_t {
     hello = 1,           // Hello -> Hello
     publish = 2,         // Publish, name, target, share handle; descriptors -> (status)
@@ -42,15 +45,16 @@ static_assert(sizeof(AgentHeader) == 32 && offsetof(AgentHeader, sequence) == 16
 
 struct AgentHello {
     std::uint64_t features; // Reserved for feature bits: 0.
-    std::uint32_t pid;      // For the log only; the kernel's credentials count.
+    std::uint32_t pid;      // For the log only. The agent trusts the credentials that the kernel reports.
     std::uint32_t reserved;
     char library[32]; // Name and version, padded with zeros.
 };
 static_assert(sizeof(AgentHello) == 48);
 
 // The name, the target and the share handle follow without gaps. The share handle (gdrkit/registration/handle.py)
-// describes device memory and its descriptors. It has 0 bytes for host memory, whose target is a path in /dev/shm. Host
-// memory may come with one descriptor, of memory that has no name yet; the agent then gives it the name of the target.
+// describes device memory and the descriptors that come with it. For host memory, the share handle has 0 bytes and the
+// target is a path in /dev/shm. If such a message carries a descriptor, the memory has no name yet, and the agent gives
+// it the name of the target.
 struct AgentPublish {
     std::uint16_t name_bytes;
     std::uint16_t target_bytes;

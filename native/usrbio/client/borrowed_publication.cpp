@@ -53,9 +53,10 @@ void BorrowedPublication::end() noexcept {
     auto length = static_cast<std::uint16_t>(name_.size());
     const iovec payload[] = {{&length, sizeof(length)}, {name_.data(), name_.size()}};
     const int status = agent->call(AgentRequest::return_borrowed, payload, {}, {});
-    // -ENOENT: the owner has ended the borrow before. -EREMOTEIO: the borrow ended with the agent or the connection.
+    // -ENOENT: the owner withdrew the publication before. -EREMOTEIO: the borrow ended with the agent or the
+    // connection.
     if (status != 0 && status != -ENOENT && status != -EREMOTEIO) {
-        log_line(LogLevel::error, "return %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
+        log_line(LogLevel::error, "return of the borrowed %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
     }
 }
 

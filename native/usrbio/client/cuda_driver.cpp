@@ -47,8 +47,8 @@ std::optional<Driver> open_driver() {
 } // namespace
 
 const Driver* driver() noexcept {
-    static const std::optional<Driver> opened = open_driver();
-    return opened ? &*opened : nullptr;
+    static const std::optional<Driver> loaded_driver = open_driver();
+    return loaded_driver ? &*loaded_driver : nullptr;
 }
 
 int errno_of(Result result) noexcept {

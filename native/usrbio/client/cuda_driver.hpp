@@ -1,4 +1,4 @@
-// The CUDA driver of the client library, whose errors are negative errno values.
+// The CUDA driver as the client library uses it: loaded once, and with errors as negative errno values.
 #pragma once
 
 #include "common/cuda_driver.hpp"
@@ -7,8 +7,9 @@ namespace gdrkit::usrbio::cuda {
 
 using namespace gdrkit::cuda;
 
-// Returns the initialized driver of this process, or null: libcuda.so.1 is not installed or cannot be initialized, or
-// the library was built without ENABLE_GDR. The result never changes. The reason for null is logged once.
+// Returns the initialized driver of this process. Returns null if libcuda.so.1 is not installed or cannot be
+// initialized, or if this library was built without ENABLE_GDR. The result never changes, and the first call logs the
+// reason for null.
 const Driver* driver() noexcept;
 
 // Converts a result of the driver to -ENOMEM, -ENODEV, -ENOTSUP or -EIO; 0 for success.

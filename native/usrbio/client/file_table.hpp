@@ -1,5 +1,5 @@
-// The table of registered files, in which hf3fs_prep_io finds a file by the number of its descriptor. A look-up takes
-// no lock and follows no pointer that could be freed meanwhile.
+// The table of registered files, in which hf3fs_prep_io looks up a file by its descriptor. A look-up takes no lock, and
+// follows no pointer that another thread could free.
 #pragma once
 
 #include <fcntl.h>
@@ -33,46 +33,47 @@ public:
         FileAccess access;
     };
 
-    // Returns false if no file is registered under that number, which must be 0 or above.
-    bool find(int number, File& file) const noexcept {
-        const Page* page = pages_[static_cast<unsigned>(number) / page_entries].load(std::memory_order_acquire);
+    // Finds the file registered for the descriptor `fd`, which must be 0 or above. Returns false if there is none.
+    bool find(int fd, File& file) const noexcept {
+        const Page* page = pages_[static_cast<unsigned>(fd) / entries_per_page].load(std::memory_order_acquire);
         if (page == nullptr) {
             return false;
         }
-        const Entry& entry = page->entries[static_cast<unsigned>(number) % page_entries];
+        const Entry& entry = page->entries[static_cast<unsigned>(fd) % entries_per_page];
         for (;;) {
-            const std::uint32_t before = entry.state.load(std::memory_order_acquire);
-            if ((before & registered) == 0) {
+            const std::uint32_t state = entry.state.load(std::memory_order_acquire);
+            if ((state & registered_bit) == 0) {
                 return false;
             }
             file.inode = entry.inode.load(std::memory_order_acquire);
-            file.access = static_cast<FileAccess>(before & access_mask);
-            // The inode belongs to this generation, because it is the same before and after.
-            if (entry.state.load(std::memory_order_relaxed) == before) {
+            file.access = static_cast<FileAccess>(state & access_mask);
+            // If the state, which includes the generation, has not changed, the inode belongs to this registration.
+            if (entry.state.load(std::memory_order_relaxed) == state) {
                 return true;
             }
         }
     }
 
-    // Only one thread may write at a time. Returns false if memory is exhausted.
-    bool set(int number, const File& file) noexcept;
-    void clear(int number) noexcept;
+    // Only one thread at a time may call set() and clear(). set() returns false if memory is exhausted.
+    bool set(int fd, const File& file) noexcept;
+    void clear(int fd) noexcept;
 
 private:
+    // Entry::state has the FileAccess, a bit for registered files, and the generation: a count of the registrations.
     static constexpr std::uint32_t access_mask = 3;
-    static constexpr std::uint32_t registered = 4;
-    static constexpr std::uint32_t generation = 8;
+    static constexpr std::uint32_t registered_bit = 4;
+    static constexpr std::uint32_t generation_step = 8; // The generation is in the bits from this one on.
     struct Entry {
         std::atomic<std::uint64_t> inode{0};
         std::atomic<std::uint32_t> state{0};
     };
-    static constexpr std::size_t page_entries = 4096;
+    static constexpr std::size_t entries_per_page = 4096;
     struct Page {
-        std::array<Entry, page_entries> entries;
+        std::array<Entry, entries_per_page> entries;
     };
     static constexpr std::size_t descriptors_max = std::size_t{1} << 31;
-    // These are zero pages of the binary until the process has that many descriptors.
-    std::array<std::atomic<Page*>, descriptors_max / page_entries> pages_{};
+    // Zero-initialized, so the unused parts of this array occupy no physical memory.
+    std::array<std::atomic<Page*>, descriptors_max / entries_per_page> pages_{};
 };
 
 extern constinit FileTable global_file_table;

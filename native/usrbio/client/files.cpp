@@ -1,4 +1,5 @@
-// Functions for files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole.
+// The C functions for files: hf3fs_reg_fd, hf3fs_dereg_fd, hf3fs_hardlink, hf3fs_punchhole. As hf3fs_usrbio.h says,
+// they return 0 or a positive errno, and so do the helper functions here.
 #include "common/descriptor.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/file_table.hpp"
@@ -27,15 +28,16 @@ namespace gdrkit::usrbio {
 
 namespace {
 
+// A registered file. The table has it under both descriptors.
 struct Registration {
-    int number;    // The caller's descriptor.
-    int duplicate; // The library's duplicate.
+    int fd;        // The caller's descriptor.
+    int duplicate; // The library's duplicate of it, whose negative hf3fs_reg_fd returns.
     std::uint64_t inode;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
 };
 
 struct Registrations {
-    std::map<int, Registration> by_number;
+    std::map<int, Registration> by_fd;
 };
 
 // Locked during requests to an agent, so that one thread does not deregister a file while another registers it.
@@ -45,10 +47,10 @@ struct RequestMutex {
 
 RequestMutex& request_mutex() {
     static auto* instance = [] {
-        auto* created = new RequestMutex;
-        // The thread that had locked it does not exist in the child.
-        in_forked_child([] { new (&request_mutex()) RequestMutex; });
-        return created;
+        auto* new_mutex = new RequestMutex;
+        // A child gets a new mutex, because a thread that exists only in the parent may have locked the old one.
+        call_in_forked_child([] { new (&request_mutex()) RequestMutex; });
+        return new_mutex;
     }();
     return *instance;
 }
@@ -58,8 +60,8 @@ Registrations& registrations() {
     return *table;
 }
 
-// Returns 0 or a positive errno. The mount was found by its agent's socket; if the socket no longer exists, the agent
-// has ended.
+// Returns the connection to the agent of a mount that was found by the agent's socket. If the socket no longer exists,
+// the agent has ended.
 int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
     const int error = -agent_connection(mount.c_str(), agent);
     return error == ENOENT ? EREMOTEIO : error;
@@ -77,7 +79,9 @@ void deregister_with(AgentConnection& agent, std::uint64_t inode) noexcept {
     agent.call(AgentRequest::deregister_file, {&payload, 1}, {}, {});
 }
 
-int identify(int fd, Registration& file) {
+// Registers the file with the agent, and sets `file.inode` and `file.agent`. In a FUSE mount of 3FS without an agent,
+// the inode is that of the file.
+int register_file(int fd, Registration& file) {
     std::string mount;
     if (find_agent_mount(fd, mount)) {
         if (const int error = find_agent(mount, file.agent); error != 0) {
@@ -96,8 +100,8 @@ int identify(int fd, Registration& file) {
     return 0;
 }
 
-// The agent counts the registrations of a file, and deregisters it with the last one.
-void release(const Registration& file) noexcept {
+// Ends one registration. The agent counts the registrations of a file, and deregisters the file with the last one.
+void deregister_file(const Registration& file) noexcept {
     if (file.agent != nullptr) {
         deregister_with(*file.agent, file.inode);
     }
@@ -105,23 +109,23 @@ void release(const Registration& file) noexcept {
 
 int add_registration(int fd, int duplicate, FileAccess access, const Registration& file) {
     const std::lock_guard lock(library_mutex());
-    Registrations& all = registrations();
-    if (all.by_number.contains(fd) || all.by_number.contains(duplicate)) {
+    Registrations& table = registrations();
+    if (table.by_fd.contains(fd) || table.by_fd.contains(duplicate)) {
         return EINVAL;
     }
     const FileTable::File entry{file.inode, access};
-    all.by_number[fd] = all.by_number[duplicate] = {fd, duplicate, file.inode, file.agent};
+    table.by_fd[fd] = table.by_fd[duplicate] = {fd, duplicate, file.inode, file.agent};
     if (!file_table().set(fd, entry) || !file_table().set(duplicate, entry)) {
         file_table().clear(fd);
-        all.by_number.erase(fd);
-        all.by_number.erase(duplicate);
+        table.by_fd.erase(fd);
+        table.by_fd.erase(duplicate);
         return ENOMEM;
     }
     return 0;
 }
 
-// Duplicates to a number that no registration has, not even one of a descriptor that was closed meanwhile. Returns -1
-// and sets errno on failure.
+// Duplicates `fd` to a number that no registration uses. A number that the kernel considers free may still be
+// registered if the application closed the descriptor before deregistering it. Returns -1 and sets errno on failure.
 int duplicate_unregistered(int fd) {
     for (int fd_min = 0;;) {
         const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, fd_min);
@@ -130,7 +134,7 @@ int duplicate_unregistered(int fd) {
         }
         {
             const std::lock_guard lock(library_mutex());
-            if (!registrations().by_number.contains(duplicate)) {
+            if (!registrations().by_fd.contains(duplicate)) {
                 return duplicate;
             }
         }
@@ -147,54 +151,54 @@ int register_descriptor(int fd) {
     }
     {
         const std::lock_guard lock(library_mutex());
-        if (registrations().by_number.contains(fd)) {
+        if (registrations().by_fd.contains(fd)) {
             return EINVAL;
         }
     }
     Registration file{};
-    if (const int error = identify(fd, file); error != 0) {
+    if (const int error = register_file(fd, file); error != 0) {
         return error;
     }
     Descriptor duplicate(duplicate_unregistered(fd));
     const int error =
         duplicate.get() < 0 ? errno : add_registration(fd, duplicate.get(), access_of(status_flags), file);
     if (error != 0) {
-        release(file);
+        deregister_file(file);
         return error;
     }
     return -duplicate.release();
 }
 
-void deregister_descriptor(int number) {
+void deregister_descriptor(int fd) {
     const std::lock_guard request_lock(request_mutex().mutex);
     Registration file{};
     {
         const std::lock_guard lock(library_mutex());
-        Registrations& all = registrations();
-        const auto entry = all.by_number.find(number);
-        if (entry == all.by_number.end()) {
+        Registrations& table = registrations();
+        const auto entry = table.by_fd.find(fd);
+        if (entry == table.by_fd.end()) {
             return;
         }
         file = entry->second;
-        for (const int name : {file.number, file.duplicate}) {
-            file_table().clear(name);
-            all.by_number.erase(name);
+        for (const int descriptor : {file.fd, file.duplicate}) {
+            file_table().clear(descriptor);
+            table.by_fd.erase(descriptor);
         }
     }
-    release(file);
+    deregister_file(file);
     close(file.duplicate);
 }
 
-int punch_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int n, const std::size_t* begin,
-                   const std::size_t* end) {
+int punch_holes_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int range_count, const std::size_t* begin,
+                         const std::size_t* end) {
     struct {
         std::uint64_t flags;
         std::uint32_t count;
         std::uint32_t reserved;
-    } head{flags, static_cast<std::uint32_t>(n), 0};
+    } head{flags, static_cast<std::uint32_t>(range_count), 0};
     std::vector<std::uint64_t> ranges;
-    ranges.reserve(2 * static_cast<std::size_t>(n));
-    for (int i = 0; i < n; ++i) {
+    ranges.reserve(2 * static_cast<std::size_t>(range_count));
+    for (int i = 0; i < range_count; ++i) {
         ranges.push_back(begin[i]);
         ranges.push_back(end[i]);
     }
@@ -202,18 +206,18 @@ int punch_by_agent(AgentConnection& agent, int fd, std::uint64_t flags, int n, c
     return -agent.call(AgentRequest::punch_hole, payload, {&fd, 1}, {});
 }
 
-int punch(int fd, int n, const std::size_t* begin, const std::size_t* end, std::size_t flags) {
+int punch_holes(int fd, int range_count, const std::size_t* begin, const std::size_t* end, std::size_t flags) {
     std::string mount;
     if (find_agent_mount(fd, mount)) {
         std::shared_ptr<AgentConnection> agent;
         const int error = find_agent(mount, agent);
-        return error != 0 ? error : punch_by_agent(*agent, fd, flags, n, begin, end);
+        return error != 0 ? error : punch_holes_by_agent(*agent, fd, flags, range_count, begin, end);
     }
     const auto request = std::make_unique<FusePunchHole>();
-    request->count = n;
+    request->count = range_count;
     request->flags = flags;
-    std::copy_n(begin, n, request->begin);
-    std::copy_n(end, n, request->end);
+    std::copy_n(begin, range_count, request->begin);
+    std::copy_n(end, range_count, request->end);
     return ioctl(fd, fuse_punch_hole, request.get()) == 0 ? 0 : errno;
 }
 
@@ -259,12 +263,12 @@ int hard_link(const char* target, const std::string& link) {
     }
     std::string file_mount;
     std::string folder_mount;
-    const bool file_served = find_agent_mount(file.get(), file_mount);
-    const bool folder_served = find_agent_mount(folder.get(), folder_mount);
-    if (file_served != folder_served || file_mount != folder_mount) {
+    const bool file_has_agent = find_agent_mount(file.get(), file_mount);
+    const bool folder_has_agent = find_agent_mount(folder.get(), folder_mount);
+    if (file_has_agent != folder_has_agent || file_mount != folder_mount) {
         return EXDEV;
     }
-    if (!file_served) {
+    if (!file_has_agent) {
         return link_by_ioctl(target, folder.get(), name);
     }
     std::shared_ptr<AgentConnection> agent;
@@ -311,7 +315,7 @@ int hf3fs_punchhole(int fd, int n, const size_t* start, const size_t* end, size_
         return EBADF;
     }
     try {
-        return punch(fd, n, start, end, flags);
+        return punch_holes(fd, n, start, end, flags);
     } catch (const std::bad_alloc&) {
         return ENOMEM;
     }

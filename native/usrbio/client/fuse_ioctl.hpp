@@ -1,4 +1,4 @@
-// The ioctls of a FUSE mount of 3FS, with the numbers and layouts of its daemon.
+// The ioctls of a FUSE mount of 3FS, with the numbers and layouts that the daemon of 3FS defines.
 #pragma once
 
 #include <linux/ioctl.h>

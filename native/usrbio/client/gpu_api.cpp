@@ -1,4 +1,4 @@
-// The C functions of hf3fs_usrbio_gdr.h. They check that CUDA is present, and let no exception reach a C program.
+// The C functions of hf3fs_usrbio_gdr.h. They check that CUDA is available, and convert exceptions to errno values.
 #include <cerrno>
 #include <cstddef>
 #include <new>
@@ -17,7 +17,8 @@ static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
 static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
               offsetof(hf3fs_iov, size) == 288 && offsetof(hf3fs_iov, numa) == 304);
 
-template <typename Body> int without_exceptions(Body&& body) noexcept {
+// Calls `body` and returns its result. Returns -ENOTSUP without CUDA, and a negative errno if `body` throws.
+template <typename Body> int call_with_cuda(Body&& body) noexcept {
     try {
         return cuda::driver() == nullptr ? -ENOTSUP : body();
     } catch (const std::bad_alloc&) {
@@ -37,11 +38,12 @@ int device_count() {
 
 GDRKIT_GPU_ENTRY bool hf3fs_gdr_available(void) {
     for (int device = 0, count = device_count(); device < count; ++device) {
-        int unified = 0, mode = 0;
+        int has_unified_addressing = 0, compute_mode = 0;
         const cuda::Driver& driver = *cuda::driver();
-        if (driver.device_attribute(&unified, cuda::device_unified_addressing, device) == cuda::success &&
-            driver.device_attribute(&mode, cuda::device_compute_mode, device) == cuda::success && unified != 0 &&
-            mode != cuda::compute_mode_prohibited) {
+        if (driver.device_attribute(&has_unified_addressing, cuda::device_unified_addressing, device) ==
+                cuda::success &&
+            driver.device_attribute(&compute_mode, cuda::device_compute_mode, device) == cuda::success &&
+            has_unified_addressing != 0 && compute_mode != cuda::compute_mode_prohibited) {
             return true;
         }
     }
@@ -54,28 +56,28 @@ GDRKIT_GPU_ENTRY int hf3fs_gdr_device_count(void) {
 
 GDRKIT_GPU_ENTRY int hf3fs_iovcreate_gpu(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
                                          int device) {
-    return without_exceptions([&] { return create_gpu_iov(iov, mount, size, block_size, device); });
+    return call_with_cuda([&] { return create_gpu_iov(iov, mount, size, block_size, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovopen_gpu(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, std::size_t size,
                                        std::size_t block_size, int device) {
-    return without_exceptions([&] { return open_gpu_iov(iov, id, mount, size, block_size, device); });
+    return call_with_cuda([&] { return open_gpu_iov(iov, id, mount, size, block_size, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovwrap_gpu(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount,
                                        std::size_t size, std::size_t block_size, int device) {
-    return without_exceptions([&] { return wrap_gpu_iov(iov, pointer, id, mount, size, block_size, device); });
+    return call_with_cuda([&] { return wrap_gpu_iov(iov, pointer, id, mount, size, block_size, device); });
 }
 
 GDRKIT_GPU_ENTRY void hf3fs_iovunlink_gpu(hf3fs_iov* iov) {
-    without_exceptions([&] {
+    call_with_cuda([&] {
         unlink_gpu_iov(iov);
         return 0;
     });
 }
 
 GDRKIT_GPU_ENTRY void hf3fs_iovdestroy_gpu(hf3fs_iov* iov) {
-    without_exceptions([&] {
+    call_with_cuda([&] {
         destroy_gpu_iov(iov);
         return 0;
     });
@@ -90,31 +92,30 @@ GDRKIT_GPU_ENTRY int hf3fs_iov_gpu_device(const hf3fs_iov* iov) {
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovsync_gpu(const hf3fs_iov* iov, int direction) {
-    return without_exceptions([&] { return synchronize_gpu_iov(iov, direction); });
+    return call_with_cuda([&] { return synchronize_gpu_iov(iov, direction); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_export_gpu(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
-    return without_exceptions([&] { return export_gpu_iov(iov, handle); });
+    return call_with_cuda([&] { return export_gpu_iov(iov, handle); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_import_gpu(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const char* mount) {
-    return without_exceptions([&] { return import_gpu_iov(iov, handle, mount); });
+    return call_with_cuda([&] { return import_gpu_iov(iov, handle, mount); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovcreate_device(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
                                             int device) {
-    return without_exceptions([&] { return block_size != 0 ? -EINVAL : create_gpu_iov(iov, mount, size, 0, device); });
+    return call_with_cuda([&] { return block_size != 0 ? -EINVAL : create_gpu_iov(iov, mount, size, 0, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovopen_device(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount,
                                           std::size_t size, std::size_t block_size, int device) {
-    return without_exceptions(
-        [&] { return block_size != 0 ? -EINVAL : open_gpu_iov(iov, id, mount, size, 0, device); });
+    return call_with_cuda([&] { return block_size != 0 ? -EINVAL : open_gpu_iov(iov, id, mount, size, 0, device); });
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovwrap_device(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount,
                                           std::size_t size, std::size_t block_size, int device) {
-    return without_exceptions(
+    return call_with_cuda(
         [&] { return block_size != 0 ? -EINVAL : wrap_gpu_iov(iov, pointer, id, mount, size, 0, device); });
 }
 
@@ -134,9 +135,9 @@ GDRKIT_GPU_ENTRY int hf3fs_iovsync(const hf3fs_iov* iov, int direction) {
 }
 
 GDRKIT_GPU_ENTRY int gdrkit_iov_export_share(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
-    return without_exceptions([&] { return export_shared_gpu_iov(iov, handle); });
+    return call_with_cuda([&] { return export_shared_gpu_iov(iov, handle); });
 }
 
 GDRKIT_GPU_ENTRY int gdrkit_iov_import_share(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, const char* mount) {
-    return without_exceptions([&] { return import_shared_gpu_iov(iov, handle, mount); });
+    return call_with_cuda([&] { return import_shared_gpu_iov(iov, handle, mount); });
 }

@@ -10,7 +10,7 @@
 #include "usrbio/client/publication.hpp"
 
 namespace gdrkit::usrbio {
-GpuIov::GpuIov(const cuda::Driver& driver, int device) : driver(driver), device(device), process_(getpid()) {}
+GpuIov::GpuIov(const cuda::Driver& driver, int device) : driver(driver), device(device), creator_pid_(getpid()) {}
 
 GpuIov::~GpuIov() {
     if (belongs_to_this_process()) {
@@ -21,13 +21,13 @@ GpuIov::~GpuIov() {
 }
 
 bool GpuIov::belongs_to_this_process() const noexcept {
-    return process_ == getpid();
+    return creator_pid_ == getpid();
 }
 
 void GpuIov::unlink(hf3fs_iov&) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
-        // The log has the reason of a failure, and the name stays for another attempt.
+        // unpublish() logs a failure, and keeps the name for another attempt.
         unpublish();
     }
 }
@@ -47,17 +47,18 @@ bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
 }
 
 void GpuIov::release_memory() noexcept {
-    const Memory kind = std::exchange(memory, Memory::wrapped);
-    if (kind == Memory::wrapped) {
+    const Memory origin = std::exchange(memory, Memory::wrapped);
+    if (origin == Memory::wrapped) {
         return;
     }
     const CurrentContext current(driver, context);
     if (current.error() != 0) {
         return;
     }
-    const bool allocated = kind == Memory::allocated;
-    if (const cuda::Result result = allocated ? driver.free(base) : driver.ipc_close(base); result != cuda::success) {
-        log_line(LogLevel::error, "%s() failed: %s (%d)", allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
+    const bool is_allocated = origin == Memory::allocated;
+    if (const cuda::Result result = is_allocated ? driver.free(base) : driver.ipc_close(base);
+        result != cuda::success) {
+        log_line(LogLevel::error, "%s() failed: %s (%d)", is_allocated ? "cuMemFree" : "cuIpcCloseMemHandle",
                  cuda::result_name(driver, result), result);
     }
 }
@@ -67,7 +68,7 @@ int GpuIov::unpublish() noexcept {
         return 0;
     }
     const int error = usrbio::unpublish(mount.c_str(), publication_name);
-    // An agent that has ended has no memory region any more, and a link that does not exist needs no removal.
+    // -EREMOTEIO: the agent has ended, and so has its memory region. -ENOENT: there is no link to remove.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
         log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),
                  ErrnoText(-error).c_str());

@@ -1,4 +1,4 @@
-// A GPU iov of this process: its memory and its publication, and their end.
+// The object of a GPU iov of this process. It holds the device memory and the publication, and releases both.
 #pragma once
 
 #include <sys/types.h>
@@ -18,18 +18,20 @@ namespace gdrkit::usrbio {
 
 class GpuIov final : public IovBacking {
 public:
-    // Origin of the memory, which decides how it is released. The publication is independent of it.
+    // Origin of the memory. Allocated memory is freed at the end, opened memory is unmapped, and wrapped memory belongs
+    // to the application.
     enum class Memory { allocated, wrapped, opened };
 
     GpuIov(const cuda::Driver& driver, int device);
     GpuIov(const GpuIov&) = delete;
     GpuIov& operator=(const GpuIov&) = delete;
-    ~GpuIov() override; // Releases the memory, if that was not done.
+    ~GpuIov() override; // Releases the memory, if destroy() did not.
 
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
 
-    // False in a child that was forked since: a child can neither use the driver nor withdraw the publication.
+    // Returns false in a child that was forked after the iov was created. A child can neither use the CUDA driver nor
+    // withdraw the publication.
     [[nodiscard]] bool belongs_to_this_process() const noexcept;
 
     const cuda::Driver& driver;
@@ -37,25 +39,25 @@ public:
     PrimaryContext primary;
     cuda::Context context = nullptr; // The context that holds the memory.
     Memory memory = Memory::wrapped;
-    cuda::DevicePointer base = 0;    // Base of the allocation or mapping that is released at the end.
+    cuda::DevicePointer base = 0;    // Address to free or unmap at the end; unused for wrapped memory.
     cuda::DevicePointer pointer = 0; // Address of the first byte of the iov.
     std::size_t size_bytes = 0;
     Allocation allocation;       // The allocation that contains the first byte.
     std::optional<IpcBytes> ipc; // IPC handle of `allocation`, if this type of memory has one.
     std::string mount;
-    BorrowedPublication borrowed; // The publication of another process, for opened memory.
-    std::string publication_name; // Name of its link; empty: it is not published.
+    BorrowedPublication borrowed; // For opened memory: the publication of the process that owns the memory.
+    std::string publication_name; // Name of the link; empty: this process has not published the memory.
 
 private:
     int unpublish() noexcept;       // Returns 0 also if there is no publication.
-    void release_memory() noexcept; // After it, this object does not own the memory, even if the driver failed.
+    void release_memory() noexcept; // Gives up the memory even if the driver fails to free or unmap it.
 
     std::mutex end_mutex_; // Locked during unlink and destroy.
-    pid_t process_;
+    pid_t creator_pid_;
 };
 
-// Returns null if the struct is not of a GPU iov, or of one that was destroyed, or if this is a child that was forked
-// since.
+// Returns the object of the GPU iov. Returns null if the struct belongs to no GPU iov or to a destroyed one, or if this
+// process is a forked child of the one that created the iov.
 std::shared_ptr<GpuIov> find_gpu_iov(const hf3fs_iov* iov) noexcept;
 
 } // namespace gdrkit::usrbio

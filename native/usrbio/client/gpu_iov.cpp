@@ -17,24 +17,25 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr std::size_t size_max = INT64_MAX;
-// A NIC pins whole pages of this size, so the library allocates whole pages, which contain no other data.
+// nvidia-peermem pins device memory in pages of this size. The library allocates whole pages, so that a NIC can access
+// no other data.
 constexpr std::size_t rdma_page_bytes = 65536;
 
-// Creates a GPU iov of the device with its primary context.
+// Creates a GpuIov without memory, with the primary context of the device.
 int new_gpu_iov(int device, const char* mount, std::size_t size_bytes, std::shared_ptr<GpuIov>* gpu) {
-    auto created = std::make_shared<GpuIov>(*cuda::driver(), device);
-    if (const int error = created->primary.retain(created->driver, device); error != 0) {
+    auto new_gpu = std::make_shared<GpuIov>(*cuda::driver(), device);
+    if (const int error = new_gpu->primary.retain(new_gpu->driver, device); error != 0) {
         return error;
     }
-    created->context = created->primary.get();
-    created->mount = mount;
-    created->size_bytes = size_bytes;
-    *gpu = std::move(created);
+    new_gpu->context = new_gpu->primary.get();
+    new_gpu->mount = mount;
+    new_gpu->size_bytes = size_bytes;
+    *gpu = std::move(new_gpu);
     return 0;
 }
 
 void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id, std::size_t block_size) {
-    // Register first, because it may throw.
+    // Register before changing `iov`, because register_iov() may throw.
     const hf3fs_iov_handle handle = register_iov(gpu);
     *iov = {};
     iov->base = reinterpret_cast<std::uint8_t*>(gpu->pointer);
@@ -46,8 +47,8 @@ void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uin
     iov->iovh = handle;
 }
 
-// Checks the memory, enables SYNC_MEMOPS and publishes it, for create and wrap. The context of the memory must be
-// current.
+// Checks the memory, enables SYNC_MEMOPS on it and publishes it. create_gpu_iov and wrap_gpu_iov call it, with the
+// context of the memory current.
 int check_and_publish(GpuIov& gpu, const std::uint8_t id[16]) {
     if (const int error = check_device_memory(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &gpu.allocation);
         error != 0) {
@@ -84,13 +85,14 @@ int allocate(GpuIov& gpu) {
     return 0;
 }
 
-// Maps the memory of another process, and checks it against its description. `allocation_bytes` 0: the size of the
-// allocation is unknown.
+// Maps the memory of another process by its IPC handle, and checks that the mapping has the size that the handle or
+// link states. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns `driver_error` if the driver
+// refuses the handle.
 int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
             int driver_error) {
-    const CurrentContext current(gpu.driver, gpu.context);
-    if (current.error() != 0) {
-        return current.error();
+    const CurrentContext current_context(gpu.driver, gpu.context);
+    if (current_context.error() != 0) {
+        return current_context.error();
     }
     if (const cuda::Result result = open_ipc(gpu.driver, ipc, &gpu.base); result != cuda::success) {
         return result == cuda::out_of_memory ? -ENOMEM : driver_error;
@@ -114,6 +116,7 @@ int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, st
     return enable_sync_memops(gpu.driver, gpu.pointer);
 }
 
+// Returns the number of the device with this UUID in this process, or -1.
 int find_device(const cuda::Driver& driver, const std::array<std::uint8_t, 16>& uuid) {
     int count = 0;
     if (driver.device_count(&count) != cuda::success) {
@@ -151,9 +154,9 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
         return error;
     }
     const Uuid id = random_uuid();
-    const CurrentContext current(gpu->driver, gpu->context);
-    if (current.error() != 0) {
-        return current.error();
+    const CurrentContext current_context(gpu->driver, gpu->context);
+    if (current_context.error() != 0) {
+        return current_context.error();
     }
     if (const int error = allocate(*gpu); error != 0) {
         return error;
@@ -177,9 +180,9 @@ int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const
     }
     gpu->pointer = reinterpret_cast<cuda::DevicePointer>(pointer);
     gpu->context = find_context(gpu->driver, gpu->pointer, gpu->context);
-    const CurrentContext current(gpu->driver, gpu->context);
-    if (current.error() != 0) {
-        return current.error();
+    const CurrentContext current_context(gpu->driver, gpu->context);
+    if (current_context.error() != 0) {
+        return current_context.error();
     }
     if (const int error = check_and_publish(*gpu, id); error != 0) {
         return error;
@@ -229,17 +232,17 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
     if (iov == nullptr || !is_valid_mount(mount) || handle == nullptr) {
         return -EINVAL;
     }
-    const auto parsed = parse_gdr_handle(handle->data);
-    if (!parsed) {
-        log_line(LogLevel::error, "the 80 bytes are not a valid handle of GPU memory");
+    const auto parsed_handle = parse_gdr_handle(handle->data);
+    if (!parsed_handle) {
+        log_line(LogLevel::error, "hf3fs_iov_import_gpu: the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
     }
     std::shared_ptr<GpuIov> gpu;
-    const auto device = static_cast<int>(parsed->device);
-    if (const int error = new_gpu_iov(device, mount, parsed->length_bytes, &gpu); error != 0) {
+    const auto device = static_cast<int>(parsed_handle->device);
+    if (const int error = new_gpu_iov(device, mount, parsed_handle->length_bytes, &gpu); error != 0) {
         return error;
     }
-    if (const int error = map_ipc(*gpu, parsed->ipc, 0, 0, -EINVAL); error != 0) {
+    if (const int error = map_ipc(*gpu, parsed_handle->ipc, 0, 0, -EINVAL); error != 0) {
         return error;
     }
     std::uint8_t id[16];
@@ -254,30 +257,32 @@ int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, c
     if (iov == nullptr || !is_valid_mount(mount) || handle == nullptr) {
         return -EINVAL;
     }
-    const auto parsed = parse_share_handle(handle->data);
-    if (!parsed) {
+    const auto parsed_handle = parse_share_handle(handle->data);
+    if (!parsed_handle) {
         log_line(LogLevel::error, "the 192 bytes are not a valid share handle");
         return -EINVAL;
     }
-    if (parsed->kind != ShareKind::ipc) {
-        log_line(LogLevel::error, "the share handle needs descriptors, which this function does not take");
+    if (parsed_handle->kind != ShareKind::ipc) {
+        log_line(LogLevel::error,
+                 "gdrkit_iov_import_share takes only share handles of type IPC, which need no descriptors");
         return -ENOTSUP;
     }
-    const int device = find_device(*cuda::driver(), parsed->device_uuid);
+    const int device = find_device(*cuda::driver(), parsed_handle->device_uuid);
     std::shared_ptr<GpuIov> gpu;
-    if (const int error = new_gpu_iov(device, mount, parsed->length_bytes, &gpu); error != 0) {
+    if (const int error = new_gpu_iov(device, mount, parsed_handle->length_bytes, &gpu); error != 0) {
         return error;
     }
-    if (is_running(parsed->owner) == false) {
-        log_line(LogLevel::error, "the owner of the memory (process %u) has ended", parsed->owner.process_id);
+    if (is_running(parsed_handle->owner) == false) {
+        log_line(LogLevel::error, "the owner of the memory (process %u) has ended", parsed_handle->owner.process_id);
         return -ESRCH;
     }
-    if (const int error = map_ipc(*gpu, parsed->ipc, parsed->allocation_bytes, parsed->offset_bytes, -EINVAL);
+    if (const int error =
+            map_ipc(*gpu, parsed_handle->ipc, parsed_handle->allocation_bytes, parsed_handle->offset_bytes, -EINVAL);
         error != 0) {
         return error;
     }
     std::uint8_t id[16];
-    if (const int status = borrow_publication(*gpu, parsed->offset_bytes, id); status != 0) {
+    if (const int status = borrow_publication(*gpu, parsed_handle->offset_bytes, id); status != 0) {
         return status;
     }
     fill_iov(iov, gpu, id, gpu->size_bytes);
@@ -294,9 +299,8 @@ int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
         return -EINVAL;
     }
     if (gpu->pointer != gpu->allocation.base) {
-        log_line(LogLevel::error,
-                 "the iov begins inside its allocation, and the 80-byte handle has no offset, so that its "
-                 "importer would get other bytes: use gdrkit_iov_export_share, which has one");
+        log_line(LogLevel::error, "the iov begins inside its allocation, but the 80-byte handle has no offset. "
+                                  "Use gdrkit_iov_export_share, whose handle has an offset");
         return -EINVAL;
     }
     const auto bytes = pack(GdrHandle{*gpu->ipc, gpu->size_bytes, static_cast<std::uint64_t>(gpu->device)});
@@ -313,7 +317,8 @@ int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
         return -EINVAL;
     }
     if (!gpu->ipc || gpu->memory == GpuIov::Memory::opened) {
-        log_line(LogLevel::error, "only the owner can share memory, and only memory that has an IPC handle");
+        log_line(LogLevel::error,
+                 "gdrkit_iov_export_share: only the owner can share memory, and the memory must have an IPC handle");
         return -ENOTSUP;
     }
     ShareHandle share;
@@ -338,14 +343,16 @@ int synchronize_gpu_iov(const hf3fs_iov* iov, int direction) {
     if (!gpu || (direction != 0 && direction != 1)) {
         return -EINVAL;
     }
-    const CurrentContext current(gpu->driver, gpu->context);
-    if (current.error() != 0) {
-        return current.error();
+    const CurrentContext current_context(gpu->driver, gpu->context);
+    if (current_context.error() != 0) {
+        return current_context.error();
     }
     if (const cuda::Result result = gpu->driver.context_synchronize(); result != cuda::success) {
         log_line(LogLevel::error, "cuCtxSynchronize() failed: %s (%d)", cuda::result_name(gpu->driver, result), result);
         return -EIO;
     }
+    // Direction 1: the GPU is about to read what a NIC wrote. Flush these writes if the device needs that and can do
+    // it.
     int ordering = 0, options = 0;
     if (direction == 0 || gpu->driver.flush_writes == nullptr ||
         gpu->driver.device_attribute(&ordering, cuda::device_writes_ordering, gpu->device) != cuda::success ||
@@ -364,7 +371,7 @@ void unlink_gpu_iov(hf3fs_iov* iov) {
 }
 
 void destroy_gpu_iov(hf3fs_iov* iov) {
-    // This reference keeps the iov alive, because destroy() removes the table's reference to it.
+    // `gpu` keeps the object alive, because destroy() removes the reference of the iov table.
     if (const auto gpu = find_gpu_iov(iov)) {
         gpu->destroy(*iov);
     }

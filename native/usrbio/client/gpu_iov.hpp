@@ -1,5 +1,5 @@
-// GPU iovs: the implementation of the C functions of hf3fs_usrbio_gdr.h. All functions return 0 or -errno as that
-// header says, may be called from any thread, and preserve the CUDA context of the calling thread.
+// GPU iovs: the implementation of the C functions of hf3fs_usrbio_gdr.h. All functions return 0 or -errno as documented
+// there. They may be called from any thread, and preserve the CUDA context of the calling thread.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 namespace gdrkit::usrbio {
 
 bool is_gpu_iov(const hf3fs_iov* iov) noexcept;
-int gpu_device(const hf3fs_iov* iov) noexcept; // Returns -1 if it is not a GPU iov.
+int gpu_device(const hf3fs_iov* iov) noexcept; // Returns -1 if `iov` is not a GPU iov.
 
 int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size, int device);
 int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount, std::size_t size,
@@ -25,7 +25,7 @@ int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle);
 int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle);
 int synchronize_gpu_iov(const hf3fs_iov* iov, int direction);
 
-// Implement hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu. They do nothing if it is not a GPU iov.
+// These implement hf3fs_iovunlink_gpu and hf3fs_iovdestroy_gpu. They do nothing if `iov` is not a GPU iov.
 void unlink_gpu_iov(hf3fs_iov* iov);
 void destroy_gpu_iov(hf3fs_iov* iov);
 

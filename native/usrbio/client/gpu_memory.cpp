@@ -20,14 +20,15 @@ int log_failure(const cuda::Driver& driver, const char* call, cuda::DevicePointe
 template <typename Value>
 cuda::Result query_pointer(const cuda::Driver& driver, cuda::PointerAttribute attribute, cuda::DevicePointer pointer,
                            Value* value) {
-    return driver.pointer_get(value, attribute, pointer);
+    return driver.pointer_get(static_cast<void*>(value), attribute, pointer);
 }
 
-// Returns why the byte at this address is not memory of the device that a NIC can access, or null if it is.
-const char* find_obstacle(const cuda::Driver& driver, int device, cuda::DevicePointer pointer) {
+// Returns null if the byte at `pointer` is memory of `device` that a NIC can access, otherwise the reason why it is
+// not.
+const char* obstacle_to_dma(const cuda::Driver& driver, int device, cuda::DevicePointer pointer) {
     std::uint32_t type = 0, managed = 0;
     int owner_device = -1;
-    // The driver does not know addresses of ordinary host memory.
+    // For an address of ordinary host memory, the driver returns an error.
     if (query_pointer(driver, cuda::pointer_memory_type, pointer, &type) != cuda::success ||
         type != cuda::memory_device) {
         return "the address is host memory, or not mapped";
@@ -90,8 +91,8 @@ CurrentContext::CurrentContext(const cuda::Driver& driver, cuda::Context context
 }
 
 CurrentContext::~CurrentContext() {
-    cuda::Context popped = nullptr;
-    if (error_ == 0 && driver_.context_pop(&popped) != cuda::success) {
+    cuda::Context previous_top = nullptr;
+    if (error_ == 0 && driver_.context_pop(&previous_top) != cuda::success) {
         log_line(LogLevel::error, "cuCtxPopCurrent() failed");
     }
 }
@@ -104,23 +105,23 @@ cuda::Context find_context(const cuda::Driver& driver, cuda::DevicePointer point
 
 int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePointer pointer, std::size_t size_bytes,
                         Allocation* allocation) {
-    const auto refuse = [&](const char* obstacle) {
+    const auto log_refusal = [&](const char* obstacle) {
         log_line(LogLevel::error, "%zu bytes at 0x%" PRIx64 " are not memory of CUDA device %d: %s", size_bytes,
                  pointer, device, obstacle);
         return -EINVAL;
     };
     if (size_bytes - 1 > UINT64_MAX - pointer) {
-        return refuse("the range extends beyond the last address");
+        return log_refusal("the range extends beyond the last address");
     }
-    // The driver reports one chunk of VMM memory at a time.
+    // Check one allocation or VMM chunk after the other, because the driver reports only the one at an address.
     const cuda::DevicePointer last = pointer + (size_bytes - 1);
     for (cuda::DevicePointer position = pointer;;) {
-        if (const char* const obstacle = find_obstacle(driver, device, position); obstacle != nullptr) {
-            return refuse(obstacle);
+        if (const char* const obstacle = obstacle_to_dma(driver, device, position); obstacle != nullptr) {
+            return log_refusal(obstacle);
         }
         Allocation chunk;
         if (driver.address_range(&chunk.base, &chunk.bytes, position) != cuda::success || chunk.bytes == 0) {
-            return refuse("the memory ends before the end of the range");
+            return log_refusal("the memory ends before the end of the range");
         }
         if (position == pointer) {
             *allocation = chunk;
@@ -161,7 +162,7 @@ int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer) 
 int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes* ipc) {
     cuda::IpcHandle handle{};
     const cuda::Result result = driver.ipc_get(&handle, pointer);
-    // The driver returns INVALID_VALUE for pools, VMM and imported memory.
+    // The driver returns CUDA_ERROR_INVALID_VALUE for memory of pools, VMM memory and imported memory.
     if (result == cuda::invalid_value || result == cuda::not_supported) {
         return -ENOTSUP;
     }
@@ -176,8 +177,8 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
     if (driver.range_handle == nullptr) {
         return -ENOTSUP;
     }
-    // Small allocations share pages (they are aligned to 512 bytes), but only whole pages can be exported. So export
-    // the pages around the bytes.
+    // The driver can export only whole pages, but small allocations share pages (they are aligned to 512 bytes).
+    // Therefore export all pages that contain a byte of the range.
     const std::uint64_t page_bytes = host_page_bytes();
     const cuda::DevicePointer base = pointer / page_bytes * page_bytes;
     const cuda::DevicePointer last = pointer + (size_bytes - 1);
@@ -199,9 +200,11 @@ cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::Dev
     std::ranges::copy(ipc, handle.bytes);
     const cuda::Result result = driver.ipc_open(base, handle, cuda::ipc_lazy_enable_peer_access);
     if (result != cuda::success) {
-        log_line(LogLevel::error,
-                 "cuIpcOpenMemHandle() failed: %s (%d). The owner is this process, has ended, or has freed the memory",
-                 cuda::result_name(driver, result), result);
+        log_line(
+            LogLevel::error,
+            "cuIpcOpenMemHandle() failed: %s (%d). Possible causes: the owner is this process, the owner has ended, or "
+            "the owner has freed the memory",
+            cuda::result_name(driver, result), result);
     }
     return result;
 }

@@ -1,5 +1,5 @@
-// Functions of the CUDA driver for GPU iovs: contexts, the memory behind a pointer, and handles for other processes.
-// They return 0 or -errno and log the error of the driver.
+// Wrappers of the CUDA driver for GPU iovs: contexts, checks of the memory at an address, and handles for other
+// processes. The functions return 0 or -errno and log the error of the driver.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ namespace gdrkit::usrbio {
 
 using IpcBytes = std::array<std::uint8_t, 64>;
 
-// A reference to the primary context of a device, which the runtime API, torch and others use too.
+// A reference to the primary context of a device, which the CUDA runtime API and torch use too.
 class PrimaryContext {
 public:
     PrimaryContext() = default;
@@ -26,7 +26,7 @@ public:
     // Returns -ENODEV if the device does not exist.
     int retain(const cuda::Driver& driver, int device);
     [[nodiscard]] cuda::Context get() const { return context_; }
-    // Drops the reference without a call: a forked child has no contexts.
+    // Drops the reference without a call of the driver. For a forked child, in which the driver does not work.
     void disown() noexcept { driver_ = nullptr; }
 
 private:
@@ -42,7 +42,7 @@ public:
     CurrentContext(const CurrentContext&) = delete;
     CurrentContext& operator=(const CurrentContext&) = delete;
     ~CurrentContext();
-    // 0, or -ENODEV: the context cannot be made current.
+    // Returns 0, or -ENODEV if the context could not be made current.
     [[nodiscard]] int error() const { return error_; }
 
 private:
@@ -55,33 +55,36 @@ struct Allocation {
     std::size_t bytes = 0;
 };
 
-// Returns the context that holds the memory; `fallback` for memory without a context (VMM, pools).
+// Returns the context that holds the memory, or `fallback` for memory without a context (VMM, pools).
 cuda::Context find_context(const cuda::Driver& driver, cuda::DevicePointer pointer, cuda::Context fallback);
 
-// Checks that the whole range is memory of this device, and returns the allocation that contains its first byte.
-// -EINVAL: it is memory of the host, managed or of another device, or the memory ends earlier. A context must be
-// current.
+// Checks that the whole range is memory of `device`, and sets `allocation` to the allocation that contains the first
+// byte. Returns -EINVAL if the range is host memory, managed memory or memory of another device, or if the memory ends
+// before the range does. A context must be current.
 int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePointer pointer, std::size_t size_bytes,
                         Allocation* allocation);
 
-// Makes synchronous copies of this memory complete before they return, so that a NIC reads what was copied. VMM memory
-// has no such attribute; for it, the function sets the flag of the current context, which applies to all of its memory.
+// Makes synchronous copies to this memory complete before they return, so that a NIC reads what was copied. For VMM
+// memory, which does not have this attribute, the function sets the flag of the current context. That flag applies to
+// all memory of the context.
 int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer);
 
-// Exports the IPC handle of the allocation around the pointer. -ENOTSUP: this type of memory has none.
+// Exports the IPC handle of the allocation that contains `pointer`. -ENOTSUP: this type of memory has no IPC handle.
 int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes* ipc);
 
 struct Dmabuf {
     Descriptor descriptor;
     std::uint64_t size_bytes = 0;
-    // Offset of the exported bytes in the dma-buf, because the driver exports whole pages.
+    // Offset of the first requested byte in the dma-buf. It is not 0 if that byte is inside a page, because the driver
+    // exports whole pages.
     std::uint64_t offset_bytes = 0;
 };
 
-// Exports a dma-buf. -ENOTSUP: this driver or this type of memory does not support it.
+// Exports a dma-buf of the range. -ENOTSUP: this driver or this type of memory does not support dma-bufs.
 int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::size_t size_bytes, Dmabuf* dmabuf);
 
-// Maps memory of another process and returns its base. Returns the result of the driver, because callers need it.
+// Maps memory of another process and sets `base` to its address. Returns the result of the driver instead of an errno,
+// because callers convert it differently.
 cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::DevicePointer* base);
 
 } // namespace gdrkit::usrbio

@@ -39,13 +39,23 @@ ShareHandle make_share_handle(const GpuIov& gpu, const Dmabuf& dmabuf) {
     return handle;
 }
 
+// Returns the target of the link. The target contains no address, because an address of this process has no meaning in
+// other processes.
+GpuTarget link_target(const GpuIov& gpu, const Dmabuf& dmabuf) {
+    if (gpu.ipc) {
+        return {gpu.device, gpu.allocation.bytes, gpu.pointer - gpu.allocation.base, gpu.size_bytes, gpu.ipc};
+    }
+    return {gpu.device, dmabuf.size_bytes, dmabuf.offset_bytes, gpu.size_bytes, std::nullopt};
+}
+
 int publish_to_agent(GpuIov& gpu, const std::string& name) {
     Dmabuf dmabuf;
     if (const int error = export_dmabuf(gpu.driver, gpu.pointer, gpu.size_bytes, &dmabuf); error != 0) {
         if (error != -ENOTSUP || !gpu.ipc) {
             return error;
         }
-        log_line(LogLevel::warning, "%s has no dma-buf: the agent can only try its IPC handle and peer memory",
+        log_line(LogLevel::warning,
+                 "%s has no dma-buf. The agent can only try to register its IPC handle through a peer-memory module",
                  name.c_str());
     }
     ShareHandle handle = make_share_handle(gpu, dmabuf);
@@ -66,7 +76,7 @@ int publish_by_link(GpuIov& gpu, const std::string& name) {
     if (!gpu.ipc) {
         log_line(
             LogLevel::error,
-            "%s has no IPC handle, which a publication without an agent needs. Start an agent, which accepts a dma-buf",
+            "%s has no IPC handle. Without an agent, a publication needs one; start an agent, which accepts a dma-buf",
             name.c_str());
         return -ENOTSUP;
     }
@@ -103,17 +113,17 @@ int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[
     for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
          entry.increment(error)) {
         const std::string name = entry->path().filename().native();
-        const auto cuda_uuid = parse_gpu_link_name(name, gpu.device);
-        if (!cuda_uuid) {
+        const auto publication_id = parse_gpu_link_name(name, gpu.device);
+        if (!publication_id) {
             continue;
         }
-        // Another process may remove its link meanwhile.
+        // Ignore errors, because another process may remove its link meanwhile.
         std::error_code read_error;
         const std::string text = std::filesystem::read_symlink(entry->path(), read_error).native();
         const auto target = parse_target(text);
         if (target && target->device == gpu.device && target->ipc == gpu.ipc && target->offset_bytes == offset_bytes &&
             target->size_bytes == gpu.size_bytes) {
-            std::ranges::copy(*cuda_uuid, id);
+            std::ranges::copy(*publication_id, id);
             return gpu.borrowed.begin(gpu.mount.c_str(), name, text);
         }
     }

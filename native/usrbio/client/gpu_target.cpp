@@ -7,19 +7,20 @@
 namespace gdrkit::usrbio {
 namespace {
 
-constexpr std::string_view digits = "0123456789abcdef";
+constexpr std::string_view hex_digits = "0123456789abcdef";
 constexpr std::size_t uuid_characters = 36;
 
 void append_hex(std::string& text, std::uint8_t byte) {
-    text += digits[byte >> 4];
-    text += digits[byte & 0xf];
+    text += hex_digits[byte >> 4];
+    text += hex_digits[byte & 0xf];
 }
 
-bool consume(std::string_view& text, std::string_view word) {
-    if (!text.starts_with(word)) {
+// Removes `prefix` from the beginning of the text. Returns false if the text does not begin with it.
+bool consume(std::string_view& text, std::string_view prefix) {
+    if (!text.starts_with(prefix)) {
         return false;
     }
-    text.remove_prefix(word.size());
+    text.remove_prefix(prefix.size());
     return true;
 }
 
@@ -39,7 +40,7 @@ bool consume_hex(std::string_view& text, std::uint8_t& byte) {
     if (text.size() < 2) {
         return false;
     }
-    const auto high = digits.find(text[0]), low = digits.find(text[1]);
+    const auto high = hex_digits.find(text[0]), low = hex_digits.find(text[1]);
     if (high == std::string_view::npos || low == std::string_view::npos) {
         return false;
     }
@@ -48,6 +49,7 @@ bool consume_hex(std::string_view& text, std::uint8_t& byte) {
     return true;
 }
 
+// Returns whether the text of a UUID has a hyphen before this byte.
 bool has_hyphen_before(std::size_t byte) {
     return byte == 4 || byte == 6 || byte == 8 || byte == 10;
 }
@@ -85,10 +87,11 @@ std::optional<GpuTarget> parse_target(std::string_view text) {
         return std::nullopt;
     }
     constexpr std::uint64_t size_max = std::numeric_limits<std::int64_t>::max();
-    const bool fits = target.allocation_bytes <= size_max && target.offset_bytes <= target.allocation_bytes &&
-                      target.size_bytes != 0 && target.size_bytes <= target.allocation_bytes - target.offset_bytes;
-    const bool is_empty_handle = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
-    return text.empty() && fits && !is_empty_handle ? std::optional(target) : std::nullopt;
+    const bool are_sizes_valid = target.allocation_bytes <= size_max &&
+                                 target.offset_bytes <= target.allocation_bytes && target.size_bytes != 0 &&
+                                 target.size_bytes <= target.allocation_bytes - target.offset_bytes;
+    const bool is_ipc_zero = target.ipc && std::ranges::count(*target.ipc, 0) == 64;
+    return text.empty() && are_sizes_valid && !is_ipc_zero ? std::optional(target) : std::nullopt;
 }
 
 std::string gpu_link_name(const std::uint8_t id[16], int device) {

@@ -1,4 +1,4 @@
-// Name and target of the symbolic link of a GPU iov. Other processes write them, so parsing is strict.
+// Name and target of the symbolic link of a GPU iov. Other processes write names and targets, so parsing is strict.
 #pragma once
 
 #include <array>
@@ -9,9 +9,10 @@
 
 namespace gdrkit::usrbio {
 
-// gdr://v2/device/<d>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>. For memory without
-// an IPC handle (VMM, pools), /dmabuf replaces /ipc/<digits>: only the agent that received the dma-buf can access it.
-// The target never contains an address.
+// The target of a link. Its text is
+//   gdr://v2/device/<d>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>
+// For memory without an IPC handle (VMM, pools), "/dmabuf" replaces "/ipc/<digits>". Only the agent, which received the
+// dma-buf, can access such memory. The target never contains an address.
 struct GpuTarget {
     int device = 0;
     std::uint64_t allocation_bytes = 0;
@@ -23,14 +24,15 @@ struct GpuTarget {
 
 std::string format_target(const GpuTarget& target);
 
-// Returns nothing unless `text` is exactly what format_target writes for a valid target: offset <= allocation, 0 < size
-// <= allocation - offset, and an IPC handle that is not all zeros.
+// Parses a text of exactly the form that format_target writes. Returns nothing for any other text, and if the target is
+// invalid. In a valid target, offset <= allocation, 0 < size <= allocation - offset, and an IPC handle is not all
+// zeros.
 std::optional<GpuTarget> parse_target(std::string_view text);
 
-// Returns <uuid>.gdr.d<device>, the UUID with hyphens.
+// Returns the name <uuid>.gdr.d<device>, in which the UUID has hyphens.
 std::string gpu_link_name(const std::uint8_t id[16], int device);
 
-// Returns the 16 bytes of the UUID in such a name, if it is of this device.
+// Returns the 16 bytes of the UUID in a name of this form, if the name is for `device`.
 std::optional<std::array<std::uint8_t, 16>> parse_gpu_link_name(std::string_view name, int device);
 
 } // namespace gdrkit::usrbio

@@ -1,4 +1,4 @@
-// An iov in shared host memory, which contains data or a ring.
+// The object of an iov in shared host memory. The memory contains data or a ring.
 #pragma once
 
 #include "usrbio/client/borrowed_publication.hpp"
@@ -12,24 +12,25 @@ namespace gdrkit::usrbio {
 
 class HostIov final : public IovBacking {
 public:
-    HostIov(bool created, std::string mount, std::string name);
+    // `is_creator`: this process publishes the memory as `name`, and did not open a publication of another process.
+    HostIov(bool is_creator, std::string mount, std::string name);
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
 
     SharedMemory memory;
-    BorrowedPublication borrowed; // For an iov that was opened.
+    BorrowedPublication borrowed; // For memory that another process published and this process opened.
 
 private:
-    bool created_;
-    int process_; // A forked child does not withdraw publications of its parent.
+    bool is_creator_;
+    int creator_pid_; // Another pid means a forked child, which must not withdraw the publication of its parent.
     std::string mount_;
     std::string name_; // Name of the publication.
 };
 
 bool is_valid_mount(const char* mount) noexcept;
 
-// ring: null for data. Returns 0 or -errno as hf3fs_iovcreate and hf3fs_iorcreate say. The caller has checked the
-// arguments.
+// Creates shared memory and publishes it. `ring`: the attributes of the ring in the memory, or null for data. Returns 0
+// or -errno as hf3fs_usrbio.h documents for hf3fs_iovcreate and hf3fs_iorcreate. Does not check its arguments.
 int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::size_t block_size, int numa,
                     const RingAttributes* ring) noexcept;
 

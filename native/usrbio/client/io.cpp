@@ -1,6 +1,6 @@
-// The functions on the path of an operation: hf3fs_prep_io, hf3fs_submit_ios, hf3fs_wait_for_ios.
+// The C functions that an application calls for each operation or batch: hf3fs_prep_io, hf3fs_submit_ios,
+// hf3fs_wait_for_ios.
 #include "usrbio/client/file_table.hpp"
-#include "usrbio/client/range.hpp"
 #include "usrbio/client/ring_handle.hpp"
 
 #include <cerrno>
@@ -19,8 +19,8 @@ namespace {
 constexpr long second_ns = 1000000000;
 constexpr unsigned spins_min = 16;
 constexpr unsigned spins_max = 2048;
-// If spinning never helped on a ring, it is tried again after so many waits, because the agent may have become faster.
-constexpr unsigned retry_interval = 64;
+// After spinning has not helped on a ring, every 64th wait spins again, because the agent may have become faster.
+constexpr unsigned waits_per_spin_retry = 64;
 
 inline void pause() noexcept {
 #if defined(__x86_64__)
@@ -30,12 +30,21 @@ inline void pause() noexcept {
 #endif
 }
 
+// Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
+// the iov. All values come from the application and may be invalid.
+bool is_inside(const hf3fs_iov& iov, const void* memory, std::uint64_t length) noexcept {
+    // Compare offsets, because a sum of address and length could overflow.
+    const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - reinterpret_cast<std::uintptr_t>(iov.base);
+    return iov.base != nullptr && length != 0 && offset < iov.size && length <= iov.size - offset &&
+           (iov.block_size == 0 || length <= iov.block_size - offset % iov.block_size);
+}
+
 RingHandle* ring_handle(const hf3fs_ior* ior) noexcept {
     return ior == nullptr ? nullptr : static_cast<RingHandle*>(ior->iorh);
 }
 
-bool before(const timespec& a, const timespec& b) noexcept {
-    return a.tv_sec < b.tv_sec || (a.tv_sec == b.tv_sec && a.tv_nsec < b.tv_nsec);
+bool is_before(const timespec& left, const timespec& right) noexcept {
+    return left.tv_sec < right.tv_sec || (left.tv_sec == right.tv_sec && left.tv_nsec < right.tv_nsec);
 }
 
 timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
@@ -45,23 +54,26 @@ timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
     return time;
 }
 
+// Returns the longest sleep that the environment variable configures, or 0.
 long configured_sleep_ns() noexcept {
     static const long configured_ns = [] {
-        const char* text = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
-        const int milliseconds = text == nullptr ? 0 : std::atoi(text);
+        const char* value = std::getenv("HF3FS_USRBIO_WAIT_JITTER_MS");
+        const int milliseconds = value == nullptr ? 0 : std::atoi(value);
         return (milliseconds > 0 ? milliseconds : 0L) * 1000000L;
     }();
     return configured_ns;
 }
 
-// With an agent that supports the extension, a timer only serves to notice the agent's death, because that agent wakes
-// sleepers. With another agent, the timeout is that of 3FS. A short timer is expensive, because it must be programmed
-// into the processor.
+// Returns the longest sleep before a wait checks the ring and the agent again. An agent that supports the extension of
+// rings wakes sleepers reliably, so the check only detects the agent's death. Without the extension, the time is that
+// of 3FS's client. Short timers are expensive, because the kernel must program the timer of the processor for each
+// sleep.
 long sleep_max_ns(bool agent_has_extension) noexcept {
     return configured_sleep_ns() != 0 ? configured_sleep_ns() : agent_has_extension ? 20000000L : 1000000L;
 }
 
-// Waits while another thread waits on the ring, at most until the deadline of this wait.
+// Locks the mutex of a ring for reaping. Waits while another thread reaps, at most until the deadline. Returns false if
+// the mutex was not locked.
 bool lock_until(std::unique_lock<std::timed_mutex>& lock, std::uint32_t count_min, const timespec* deadline) {
     if (lock.try_lock()) {
         return true;
@@ -77,6 +89,8 @@ bool lock_until(std::unique_lock<std::timed_mutex>& lock, std::uint32_t count_mi
     return lock.try_lock_until(std::chrono::system_clock::time_point(since_epoch));
 }
 
+// One call of hf3fs_wait_for_ios: reaps completions, spins, and sleeps until `count_min` completions are there or the
+// deadline has passed.
 class Wait {
 public:
     Wait(RingHandle& handle, hf3fs_cqe* cqes, std::uint32_t count_max, std::uint32_t count_min,
@@ -86,16 +100,16 @@ public:
 
     int run() noexcept {
         reap();
-        if (count_ < count_min_ && ring_.agent_has_extension() && !handle_.agent_closed()) {
+        if (reaped_count_ < count_min_ && ring_.agent_has_extension() && !handle_.has_agent_ended()) {
             spin();
         }
-        while (count_ < count_min_) {
-            // The ring also records that its agent has ended, in case the post for that was consumed. Or the ring is
-            // broken.
-            if (ring_.agent_ended()) {
-                handle_.closed.store(true, std::memory_order_relaxed);
+        while (reaped_count_ < count_min_) {
+            // Check the ring too: the agent records its end there, and an earlier wait may have consumed the post that
+            // reported it. A broken ring also counts as ended.
+            if (ring_.has_agent_ended()) {
+                handle_.has_ended.store(true, std::memory_order_relaxed);
             }
-            if (handle_.agent_closed()) {
+            if (handle_.has_agent_ended()) {
                 return fail_outstanding();
             }
             if (!sleep()) {
@@ -103,82 +117,82 @@ public:
             }
             reap();
         }
-        ring_.record_wait(posts_);
-        return static_cast<int>(count_);
+        ring_.record_wait(post_count_);
+        return static_cast<int>(reaped_count_);
     }
 
 private:
     void reap() noexcept {
         const std::uint32_t count = ring_.reap(
-            count_max_ - count_, [this](auto index, auto result, auto user) { append(index, result, user); });
-        // A daemon of 3FS may wait for space in the completion queue.
+            count_max_ - reaped_count_, [this](auto index, auto result, auto user) { append(index, result, user); });
+        // A daemon of 3FS may wait for the space in the completion queue that this has freed.
         if (count != 0 && !ring_.agent_has_extension()) {
             handle_.submit_semaphore.post();
         }
     }
 
     void append(std::int32_t index, std::int64_t result, std::uint64_t userdata) noexcept {
-        cqes_[count_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
+        cqes_[reaped_count_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
     }
 
     void spin() noexcept {
         if (handle_.agent_was_asleep.load(std::memory_order_relaxed) ||
-            (handle_.spin_limit < spins_min && ++handle_.wait_count % retry_interval != 0)) {
+            (handle_.spin_limit < spins_min && ++handle_.wait_count % waits_per_spin_retry != 0)) {
             return;
         }
-        const unsigned limit = handle_.spin_limit < spins_min ? spins_min : handle_.spin_limit;
-        for (unsigned i = 0; i < limit; ++i) {
+        const unsigned spin_limit = handle_.spin_limit < spins_min ? spins_min : handle_.spin_limit;
+        for (unsigned i = 0; i < spin_limit; ++i) {
             if (ring_.has_completions()) {
                 reap();
-                if (count_ >= count_min_) {
-                    handle_.spin_limit = limit < spins_max / 2 ? limit * 2 : spins_max;
+                if (reaped_count_ >= count_min_) {
+                    handle_.spin_limit = spin_limit < spins_max / 2 ? spin_limit * 2 : spins_max;
                     return;
                 }
             }
             pause();
         }
-        handle_.spin_limit = limit / 2;
+        handle_.spin_limit = spin_limit / 2;
     }
 
     // Returns false if the deadline has passed.
     bool sleep() noexcept {
-        // Call is_watched() before the announcement, because the first call takes long.
-        const bool is_timed =
-            deadline_ != nullptr || !ring_.agent_has_extension() || configured_sleep_ns() != 0 || !handle_.is_watched();
+        // Call start_watching() before the announcement, because the first call takes long.
+        const bool is_timed = deadline_ != nullptr || !ring_.agent_has_extension() || configured_sleep_ns() != 0 ||
+                              !handle_.start_watching();
         if (!ring_.prepare_to_sleep()) {
             return true;
         }
         if (is_timed) {
             return sleep_with_timer();
         }
-        // A timer costs each sleep about 200 ns, although it rarely expires.
+        // Sleep without a timer, which would cost each sleep about 200 ns.
         if (wait_until(ring_.completion_semaphore(), nullptr)) {
-            ++posts_;
+            ++post_count_;
         } else {
             ring_.end_sleep();
         }
         return true;
     }
 
-    // Sleeps with a timer. The clock is only read if no post came in time: the time of the next check, computed for an
-    // earlier wait, serves later waits until it has passed.
+    // Sleeps until a post, the deadline or the next check of the agent. To save reading the clock for each sleep, the
+    // time of the next check is computed only after the previous one has passed.
     bool sleep_with_timer() noexcept {
-        const bool deadline_first = deadline_ != nullptr && before(*deadline_, handle_.next_agent_check);
-        if (wait_until(ring_.completion_semaphore(), deadline_first ? deadline_ : &handle_.next_agent_check)) {
-            ++posts_; // The side that posted has withdrawn the announcement, if it was for one sleep.
+        const bool is_deadline_first = deadline_ != nullptr && is_before(*deadline_, handle_.next_agent_check);
+        if (wait_until(ring_.completion_semaphore(), is_deadline_first ? deadline_ : &handle_.next_agent_check)) {
+            ++post_count_; // The side that posted has withdrawn the announcement, if it was for one sleep.
             return true;
         }
         ring_.end_sleep();
         timespec now{};
         clock_gettime(CLOCK_REALTIME, &now);
-        if (!before(now, handle_.next_agent_check)) {
+        if (!is_before(now, handle_.next_agent_check)) {
             if (handle_.agent != nullptr) {
-                handle_.agent->poll_peer_closed();
+                handle_.agent->check_closed_by_agent();
             }
             handle_.next_agent_check = add_nanoseconds(now, sleep_max_ns(ring_.agent_has_extension()));
         }
-        if (deadline_ != nullptr && !before(now, *deadline_)) {
-            reap(); // Completions may have come while this thread did not run.
+        if (deadline_ != nullptr && !is_before(now, *deadline_)) {
+            reap(); // Completions may have come before this thread ran again.
             return false;
         }
         return true;
@@ -186,9 +200,9 @@ private:
 
     int fail_outstanding() noexcept {
         reap(); // Return what the agent completed before its end.
-        ring_.fail_outstanding(count_max_ - count_, -EREMOTEIO,
+        ring_.fail_outstanding(count_max_ - reaped_count_, -EREMOTEIO,
                                [this](auto index, auto result, auto user) { append(index, result, user); });
-        return count_ == 0 ? -EREMOTEIO : static_cast<int>(count_);
+        return reaped_count_ == 0 ? -EREMOTEIO : static_cast<int>(reaped_count_);
     }
 
     RingHandle& handle_;
@@ -197,8 +211,8 @@ private:
     std::uint32_t count_max_;
     std::uint32_t count_min_;
     const timespec* deadline_;
-    std::uint32_t count_ = 0;
-    std::uint32_t posts_ = 0; // Number of posts that ended a sleep.
+    std::uint32_t reaped_count_ = 0;
+    std::uint32_t post_count_ = 0; // Number of posts that ended a sleep.
 };
 
 } // namespace
@@ -224,7 +238,7 @@ int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* p
     if ((static_cast<std::uint32_t>(file.access) & required_access) == 0) [[unlikely]] {
         return -EACCES;
     }
-    if (handle->agent_closed()) [[unlikely]] {
+    if (handle->has_agent_ended()) [[unlikely]] {
         return -EREMOTEIO;
     }
     const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(ptr) - reinterpret_cast<std::uintptr_t>(iov->base);
@@ -237,13 +251,13 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
     if (handle == nullptr) {
         return -EINVAL;
     }
-    if (handle->agent_closed() || handle->ring->agent_ended()) [[unlikely]] {
-        handle->closed.store(true, std::memory_order_relaxed);
+    if (handle->has_agent_ended() || handle->ring->has_agent_ended()) [[unlikely]] {
+        handle->has_ended.store(true, std::memory_order_relaxed);
         return -EREMOTEIO;
     }
-    const bool agent_sleeps = handle->ring->submit();
-    handle->agent_was_asleep.store(agent_sleeps, std::memory_order_relaxed);
-    if (agent_sleeps) {
+    const bool must_wake_agent = handle->ring->submit();
+    handle->agent_was_asleep.store(must_wake_agent, std::memory_order_relaxed);
+    if (must_wake_agent) {
         handle->submit_semaphore.post();
     }
     return 0;
@@ -258,7 +272,7 @@ int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_
     const auto count_max = static_cast<std::uint32_t>(cqec);
     const std::uint32_t count_min =
         min_results < 0 ? 0 : static_cast<std::uint32_t>(min_results < cqec ? min_results : cqec);
-    if (handle->inherited.load(std::memory_order_relaxed)) [[unlikely]] {
+    if (handle->is_inherited.load(std::memory_order_relaxed)) [[unlikely]] {
         return -EREMOTEIO;
     }
     std::unique_lock lock(handle->reap_mutex, std::defer_lock);

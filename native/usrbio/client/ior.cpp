@@ -1,4 +1,5 @@
-// Functions for rings: hf3fs_ior*.
+// The C functions for rings: hf3fs_ior_size, hf3fs_io_entries, hf3fs_iorcreate to hf3fs_iorcreate4, hf3fs_iorwrap and
+// hf3fs_iordestroy.
 #include "common/errno_text.hpp"
 #include "usrbio/client/host_iov.hpp"
 #include "usrbio/client/log.hpp"
@@ -40,9 +41,9 @@ int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semap
         return -error;
     }
     const std::string_view target(buffer, static_cast<std::size_t>(length));
-    constexpr std::string_view folder_prefix = "/dev/shm/sem.";
-    if (!target.starts_with(folder_prefix) || target.size() == folder_prefix.size() ||
-        target.find('/', folder_prefix.size()) != std::string_view::npos) {
+    constexpr std::string_view semaphore_prefix = "/dev/shm/sem.";
+    if (!target.starts_with(semaphore_prefix) || target.size() == semaphore_prefix.size() ||
+        target.find('/', semaphore_prefix.size()) != std::string_view::npos) {
         log_line(LogLevel::error, "%s does not point to a semaphore in /dev/shm", link.c_str());
         return -EIO;
     }
@@ -54,8 +55,9 @@ bool is_valid(const RingAttributes& attributes, std::size_t entries) noexcept {
     return entries != 0 && attributes.timeout_ms >= 0 && depth <= entries;
 }
 
-// Does the steps that can fail before shared memory is created.
-int connect_ring(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
+// Creates a RingHandle, opens the submit semaphore and connects to the agent. The caller creates shared memory only
+// after these steps have succeeded.
+int make_handle(const char* mount, const RingAttributes& attributes, std::unique_ptr<RingHandle>& handle) {
     handle = std::make_unique<RingHandle>();
     if (const int status = open_submit_semaphore(mount, attributes.priority, handle->submit_semaphore); status != 0) {
         return status;
@@ -84,7 +86,7 @@ int create_ring(hf3fs_ior* ior, const char* mount, int entries, int numa, const 
     }
     try {
         std::unique_ptr<RingHandle> handle;
-        if (const int status = connect_ring(mount, attributes, handle); status != 0) {
+        if (const int status = make_handle(mount, attributes, handle); status != 0) {
             return status;
         }
         hf3fs_iov iov{};
@@ -149,7 +151,7 @@ int hf3fs_iorwrap(hf3fs_ior* ior, void* buf, const char* mount, size_t size, boo
     }
     try {
         std::unique_ptr<RingHandle> handle;
-        if (const int status = connect_ring(mount, attributes, handle); status != 0) {
+        if (const int status = make_handle(mount, attributes, handle); status != 0) {
             return status;
         }
         if (const int status = ApplicationRing::attach(buf, size, handle->ring); status != 0) {

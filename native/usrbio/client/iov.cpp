@@ -1,4 +1,5 @@
-// Functions for buffers in host memory: hf3fs_iov*.
+// The C functions for buffers in host memory: hf3fs_iovcreate, hf3fs_iovopen, hf3fs_iovwrap, hf3fs_iovunlink and
+// hf3fs_iovdestroy.
 #include "usrbio/client/host_iov.hpp"
 
 #include "common/errno_text.hpp"
@@ -48,7 +49,8 @@ void fill_struct(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid
     iov.numa = numa;
 }
 
-// Returns the name for shm_open of the file in /dev/shm that a link points to; empty: it points to another folder.
+// Returns the shm_open name of the file in /dev/shm that is the target of a link. Returns an empty string if the target
+// is not directly in /dev/shm.
 std::string shared_memory_name_in(std::string_view target) {
     const std::string_view folder = shared_memory_folder;
     if (!target.starts_with(folder) || target.size() < folder.size() + 2 || target[folder.size()] != '/' ||
@@ -70,17 +72,18 @@ int read_link(const std::string& link, std::string& target) {
 
 } // namespace
 
-HostIov::HostIov(bool created, std::string mount, std::string name)
-    : created_(created), process_(getpid()), mount_(std::move(mount)), name_(std::move(name)) {}
+HostIov::HostIov(bool is_creator, std::string mount, std::string name)
+    : is_creator_(is_creator), creator_pid_(getpid()), mount_(std::move(mount)), name_(std::move(name)) {}
 
 void HostIov::unlink(hf3fs_iov&) noexcept {
     memory.remove_name();
 }
 
 bool HostIov::destroy(hf3fs_iov& iov) noexcept {
-    // Remove the name first: while the memory is published, the agent cleans up after a process that is killed.
+    // Remove the name while the memory is still published. If this process is killed between the two steps, the agent
+    // cleans up.
     memory.remove_name();
-    if (created_ && process_ == getpid()) {
+    if (is_creator_ && creator_pid_ == getpid()) {
         const int status = unpublish(mount_.c_str(), name_);
         if (status != 0) {
             log_line(LogLevel::info, "unpublish %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
@@ -95,13 +98,13 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// Publishes new memory. The agent gives the memory its name after it has recorded the owner, so that no unknown file
-// stays if the process is killed at any moment.
-int publish_created(const char* mount, const std::string& name, SharedMemory& memory, const std::string& target) {
+// Publishes new memory. The agent records the owner first and then gives the memory its name. Therefore no file without
+// an owner stays in /dev/shm if this process is killed at any time.
+int publish_new_memory(const char* mount, const std::string& name, SharedMemory& memory, const std::string& target) {
     std::shared_ptr<AgentConnection> agent;
     if (const int fd = memory.unnamed_fd(); fd >= 0 && agent_connection(mount, agent) == 0) {
         const int status = publish(mount, name, target, {}, {&fd, 1});
-        memory.adopt_name(); // Also if the agent died before it could reply.
+        memory.adopt_name(); // Even after an error, because the agent may have died between naming and replying.
         return status;
     }
     const int status = memory.unnamed_fd() >= 0 ? memory.create_name() : 0;
@@ -116,23 +119,23 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
         const Uuid id = random_uuid();
         const std::string name = link_name(id, block_size, ring);
         const std::string shared_name = shared_memory_name(id);
-        const auto created = std::make_shared<HostIov>(true, mount, name);
-        if (const int status = created->memory.create_unnamed(shared_name, size, numa); status != 0) {
+        const auto new_iov = std::make_shared<HostIov>(true, mount, name);
+        if (const int status = new_iov->memory.create_unnamed(shared_name, size, numa); status != 0) {
             log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size,
                      ErrnoText(-status).c_str());
             return -EIO;
         }
-        hf3fs_iov_handle const handle = register_iov(created);
-        if (const int status = publish_created(mount, name, created->memory, shared_memory_folder + shared_name);
+        hf3fs_iov_handle const handle = register_iov(new_iov);
+        if (const int status = publish_new_memory(mount, name, new_iov->memory, shared_memory_folder + shared_name);
             status != 0) {
             unregister_iov(handle);
             return status;
         }
-        // Both sides have mapped the ring now, and no other process opens it.
+        // The agent and this process have mapped the ring now, and no other process opens it by its name.
         if (ring != nullptr) {
-            created->memory.remove_name();
+            new_iov->memory.remove_name();
         }
-        fill_struct(iov, created->memory.base(), handle, id, mount, size, block_size, numa);
+        fill_struct(iov, new_iov->memory.base(), handle, id, mount, size, block_size, numa);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -153,20 +156,20 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
         log_line(LogLevel::error, "%s points to %s, which is not in /dev/shm", name.c_str(), target.c_str());
         return -EINVAL;
     }
-    const auto opened = std::make_shared<HostIov>(false, mount, name);
-    if (const int status = opened->memory.open(shared_name, size, numa); status != 0) {
+    const auto opened_iov = std::make_shared<HostIov>(false, mount, name);
+    if (const int status = opened_iov->memory.open(shared_name, size, numa); status != 0) {
         log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
-    if (const int status = opened->borrowed.begin(mount, name, target); status != 0) {
+    if (const int status = opened_iov->borrowed.begin(mount, name, target); status != 0) {
         return status;
     }
-    fill_struct(iov, opened->memory.base(), register_iov(opened), id, mount, size, block_size, numa);
+    fill_struct(iov, opened_iov->memory.base(), register_iov(opened_iov), id, mount, size, block_size, numa);
     return 0;
 }
 
-// Returns true if the mount has an agent and is not a FUSE mount. Such a mount does not notice links, so the library
-// must report the caller's link to the agent.
+// Returns true if the mount has an agent and is not a FUSE mount. The agent of such a mount does not notice links that
+// an application makes, so the library must publish them to the agent.
 bool must_notify_agent(const char* mount) noexcept {
     struct statfs attributes {};
     std::shared_ptr<AgentConnection> agent;
@@ -221,7 +224,7 @@ int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* 
         if (const int status = publish_wrapped(mount, link_name(uuid, block_size, nullptr)); status != 0) {
             return status;
         }
-        prefer_node(base, size, numa);
+        bind_to_numa_node(base, size, numa);
         fill_struct(*iov, base, nullptr, uuid, mount, size, block_size, numa);
         return 0;
     } catch (const std::bad_alloc&) {

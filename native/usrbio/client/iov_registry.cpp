@@ -12,39 +12,40 @@ namespace {
 
 struct Registry {
     std::unordered_map<std::uintptr_t, std::shared_ptr<IovBacking>> backings;
-    std::uintptr_t last_number = 0;
+    std::uintptr_t last_handle = 0;
 };
 
-// It is never destroyed: destructors of other libraries may still use iovs at the end of the process.
+// Returns the only Registry. It is never destroyed, because destructors of other libraries may still use iovs when the
+// process exits.
 Registry& registry() {
-    static auto* table = new Registry;
-    return *table;
+    static auto* instance = new Registry;
+    return *instance;
 }
 
 } // namespace
 
 hf3fs_iov_handle register_iov(std::shared_ptr<IovBacking> backing) {
-    Registry& all = registry();
+    Registry& table = registry();
     const std::lock_guard lock(library_mutex());
-    all.backings.emplace(all.last_number + 1, std::move(backing));
-    return reinterpret_cast<hf3fs_iov_handle>(++all.last_number);
+    table.backings.emplace(table.last_handle + 1, std::move(backing));
+    return reinterpret_cast<hf3fs_iov_handle>(++table.last_handle);
 }
 
 std::shared_ptr<IovBacking> find_iov(hf3fs_iov_handle handle) noexcept {
-    Registry& all = registry();
+    Registry& table = registry();
     const std::lock_guard lock(library_mutex());
-    const auto entry = all.backings.find(reinterpret_cast<std::uintptr_t>(handle));
-    return entry == all.backings.end() ? nullptr : entry->second;
+    const auto entry = table.backings.find(reinterpret_cast<std::uintptr_t>(handle));
+    return entry == table.backings.end() ? nullptr : entry->second;
 }
 
 void unregister_iov(hf3fs_iov_handle handle) noexcept {
-    Registry& all = registry();
-    std::shared_ptr<IovBacking> removed; // Its destructor runs after the lock was released.
+    Registry& table = registry();
+    std::shared_ptr<IovBacking> removed; // Declared before the lock, so that it is destroyed after the unlock.
     const std::lock_guard lock(library_mutex());
-    const auto entry = all.backings.find(reinterpret_cast<std::uintptr_t>(handle));
-    if (entry != all.backings.end()) {
+    const auto entry = table.backings.find(reinterpret_cast<std::uintptr_t>(handle));
+    if (entry != table.backings.end()) {
         removed = std::move(entry->second);
-        all.backings.erase(entry);
+        table.backings.erase(entry);
     }
 }
 

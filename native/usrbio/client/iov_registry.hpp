@@ -1,5 +1,5 @@
-// The objects behind `iovh` of struct hf3fs_iov. A handle is a number that is used only once, and not an address, so
-// that a stale or invalid struct is never dereferenced.
+// The table of the objects to which `iovh` of struct hf3fs_iov refers. `iovh` is a number that is used only once, not
+// an address, so that a stale or invalid struct is never dereferenced.
 #pragma once
 
 #include "usrbio/include/hf3fs_usrbio.h"
@@ -8,16 +8,17 @@
 
 namespace gdrkit::usrbio {
 
+// The memory and the publication of one iov. HostIov and GpuIov implement this.
 class IovBacking {
 public:
     virtual ~IovBacking() = default;
     // Implements hf3fs_iovunlink.
     virtual void unlink(hf3fs_iov& iov) noexcept = 0;
-    // Implements hf3fs_iovdestroy. Returns false if it failed; the handle then stays valid for another attempt.
+    // Implements hf3fs_iovdestroy. Returns false on failure; the handle then stays valid for another attempt.
     virtual bool destroy(hf3fs_iov& iov) noexcept = 0;
 };
 
-// Any thread may call these. register_iov throws std::bad_alloc.
+// Any thread may call these functions. register_iov throws std::bad_alloc.
 hf3fs_iov_handle register_iov(std::shared_ptr<IovBacking> backing);
 std::shared_ptr<IovBacking> find_iov(hf3fs_iov_handle handle) noexcept; // Returns null if the handle is not registered.
 void unregister_iov(hf3fs_iov_handle handle) noexcept;

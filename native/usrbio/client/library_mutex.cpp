@@ -11,21 +11,21 @@ namespace {
 
 struct Library {
     std::mutex mutex;
-    std::array<void (*)(), 4> calls{};
-    std::size_t count = 0;
+    std::array<void (*)(), 4> child_functions{};
+    std::size_t child_function_count = 0;
 };
 
 Library& library() noexcept {
     static Library* instance = [] {
-        auto* created = new Library;
+        auto* new_library = new Library;
         pthread_atfork([] { library_mutex().lock(); }, [] { library_mutex().unlock(); },
                        [] {
-                           for (std::size_t i = 0; i < library().count; ++i) {
-                               library().calls[i]();
+                           for (std::size_t i = 0; i < library().child_function_count; ++i) {
+                               library().child_functions[i]();
                            }
                            library_mutex().unlock();
                        });
-        return created;
+        return new_library;
     }();
     return *instance;
 }
@@ -36,9 +36,9 @@ std::mutex& library_mutex() noexcept {
     return library().mutex;
 }
 
-void in_forked_child(void (*call)()) noexcept {
+void call_in_forked_child(void (*function)()) noexcept {
     const std::lock_guard lock(library_mutex());
-    library().calls.at(library().count++) = call;
+    library().child_functions.at(library().child_function_count++) = function;
 }
 
 } // namespace gdrkit::usrbio

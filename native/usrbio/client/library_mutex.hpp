@@ -1,5 +1,6 @@
-// The mutex of the library's tables. It is locked for look-ups only, never during a wait. It is also locked across
-// fork(), so that a child never inherits it locked by a thread that the child does not have.
+// The mutex of the library's tables. A thread holds it only for a look-up or a change of a table, never while it waits.
+// The library also locks it during fork(). Otherwise a child could inherit it locked by a thread that exists only in
+// the parent.
 #pragma once
 
 #include <mutex>
@@ -8,8 +9,8 @@ namespace gdrkit::usrbio {
 
 std::mutex& library_mutex() noexcept;
 
-// Calls `call` in a child right after fork(), with library_mutex() locked. It must neither allocate nor free. Register
-// it once.
-void in_forked_child(void (*call)()) noexcept;
+// Registers `function`, which every forked child then calls right after fork(), with library_mutex() locked. It must
+// neither allocate nor free memory.
+void call_in_forked_child(void (*function)()) noexcept;
 
 } // namespace gdrkit::usrbio

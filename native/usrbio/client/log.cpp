@@ -12,19 +12,20 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// 3FS accepts longer values here too ("DBG3:default=..."). They begin with the level.
-LogLevel parse_level(const char* setting) noexcept {
-    const std::string_view word = setting == nullptr ? "" : setting;
-    if (word.starts_with("DBG") || word.starts_with("DEBUG")) {
+// Parses the value of HF3FS_USRBIO_LIB_LOG. 3FS also accepts longer values ("DBG3:default=..."), which begin with the
+// level.
+LogLevel parse_level(const char* value) noexcept {
+    const std::string_view text = value == nullptr ? "" : value;
+    if (text.starts_with("DBG") || text.starts_with("DEBUG")) {
         return LogLevel::debug;
     }
-    if (word.starts_with("INFO")) {
+    if (text.starts_with("INFO")) {
         return LogLevel::info;
     }
-    if (word.starts_with("ERR") || word.starts_with("CRITICAL") || word.starts_with("FATAL")) {
+    if (text.starts_with("ERR") || text.starts_with("CRITICAL") || text.starts_with("FATAL")) {
         return LogLevel::error;
     }
-    return word == "OFF" ? LogLevel::off : LogLevel::warning;
+    return text == "OFF" ? LogLevel::off : LogLevel::warning;
 }
 
 } // namespace
@@ -38,9 +39,9 @@ void log_line(LogLevel level, const char* format, ...) noexcept {
     if (!log_enabled(level)) {
         return;
     }
-    static constexpr const char* names[] = {"DBG", "INFO", "WARN", "ERR"};
+    static constexpr const char* level_names[] = {"DBG", "INFO", "WARN", "ERR"};
     char line[1024];
-    int length = std::snprintf(line, sizeof(line), "hf3fs_usrbio %s: ", names[static_cast<int>(level)]);
+    int length = std::snprintf(line, sizeof(line), "hf3fs_usrbio %s: ", level_names[static_cast<int>(level)]);
     std::va_list arguments;
     va_start(arguments, format);
     const int message_length =
@@ -48,7 +49,7 @@ void log_line(LogLevel level, const char* format, ...) noexcept {
     va_end(arguments);
     length = std::min(length + std::max(message_length, 0), static_cast<int>(sizeof(line)) - 2);
     line[length] = '\n';
-    // If stderr is closed, there is no other way to report it.
+    // The result is ignored, because a failure of the log cannot be logged.
     [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line, static_cast<std::size_t>(length) + 1);
 }
 

@@ -1,4 +1,4 @@
-// Functions for mounts: hf3fs_is_hf3fs, hf3fs_extract_mount_point.
+// The C functions for mounts: hf3fs_is_hf3fs, hf3fs_extract_mount_point.
 #include "usrbio/client/mounts.hpp"
 
 #include "usrbio/client/fuse_ioctl.hpp"
@@ -40,7 +40,7 @@ bool find_agent_mount(int fd, std::string& mount) {
     std::snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
     char path[PATH_MAX];
     const ssize_t length = readlink(link, path, sizeof(path));
-    // A descriptor that is not a file of a file system has a name like "socket:[1]".
+    // The link of a descriptor that is not a file has a target like "socket:[1]".
     return length > 0 && path[0] == '/' &&
            find_agent_mount_above(std::string(path, static_cast<std::size_t>(length)), mount);
 }
@@ -78,21 +78,23 @@ std::string unescape(std::string_view text) {
     return decoded;
 }
 
-// Returns true if `path` is the folder, or below it.
-bool is_below(std::string_view path, std::string_view folder) noexcept {
+// Returns true if `path` is `folder` or a path below it.
+bool is_in_folder(std::string_view path, std::string_view folder) noexcept {
     return path.starts_with(folder) && (folder == "/" || path.size() == folder.size() || path[folder.size()] == '/');
 }
 
-// Returns the mount point of a line of mountinfo if it is 3FS and contains `path`; otherwise the empty string. A mount
-// may be the whole of 3FS, or 3fs-virt or another part of it. Mounts that do not contain the path are not accessed,
-// because their daemons may hang.
-std::string match_mount_line(const std::string& line, bool any_type, std::string_view path) {
+// Returns the mount point in a line of mountinfo if the line describes a mount of 3FS that contains `path`; otherwise
+// the empty string. The mount may show all of 3FS, or only its folder 3fs-virt; the result is then the parent of that
+// folder. With `is_any_type_allowed`, the file system may have another type than fuse.hf3fs. Mounts that do not contain
+// `path` are not accessed, because their daemons may hang.
+std::string match_mount_line(const std::string& line, bool is_any_type_allowed, std::string_view path) {
     const auto words = split_words(line);
+    // Optional fields begin at index 6, and a dash ends them (proc(5)).
     std::size_t dash = 6;
     while (dash < words.size() && words[dash] != "-") {
         ++dash;
     }
-    if (dash + 1 >= words.size() || (!any_type && words[dash + 1] != "fuse.hf3fs")) {
+    if (dash + 1 >= words.size() || (!is_any_type_allowed && words[dash + 1] != "fuse.hf3fs")) {
         return {};
     }
     std::string mount_point = unescape(words[4]);
@@ -100,11 +102,12 @@ std::string match_mount_line(const std::string& line, bool any_type, std::string
     if (mount_point.ends_with(virtual_folder)) {
         mount_point.resize(mount_point.size() - virtual_folder.size());
         mount_point = mount_point.empty() ? "/" : mount_point;
-        return is_below(path, mount_point) ? mount_point : std::string();
+        return is_in_folder(path, mount_point) ? mount_point : std::string();
     }
     struct stat attributes {};
-    return is_below(path, mount_point) && stat((mount_point + "/3fs-virt").c_str(), &attributes) == 0 ? mount_point
-                                                                                                      : std::string();
+    return is_in_folder(path, mount_point) && stat((mount_point + "/3fs-virt").c_str(), &attributes) == 0
+               ? mount_point
+               : std::string();
 }
 
 std::string find_mount_point(const char* path) {
@@ -113,12 +116,12 @@ std::string find_mount_point(const char* path) {
         return {};
     }
     const char* variable = std::getenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP");
-    const bool any_type = variable != nullptr && std::strcmp(variable, "yes") == 0;
+    const bool is_any_type_allowed = variable != nullptr && std::strcmp(variable, "yes") == 0;
     std::string innermost;
     find_agent_mount_above(resolved.get(), innermost);
     std::ifstream mounts("/proc/self/mountinfo");
     for (std::string line; std::getline(mounts, line);) {
-        const std::string mount = match_mount_line(line, any_type, resolved.get());
+        const std::string mount = match_mount_line(line, is_any_type_allowed, resolved.get());
         if (mount.size() > innermost.size()) {
             innermost = mount;
         }

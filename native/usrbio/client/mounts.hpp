@@ -1,4 +1,4 @@
-// Finds the mount of a path or of an open file.
+// Finds the mount that contains a path or an open file.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace gdrkit::usrbio {
 
-// Finds the innermost folder above `path` (absolute, without links) that has an agent's socket. Returns false if there
-// is none.
+// Finds the innermost folder that contains `path` and has an agent's socket. `path` must be absolute and without
+// symbolic links. Returns false if there is no such folder.
 bool find_agent_mount_above(std::string path, std::string& mount);
-// Same for an open file. Returns false also if fd is not open.
+// Same for an open file. Also returns false if `fd` is not open.
 bool find_agent_mount(int fd, std::string& mount);
 // Returns true if the file system of the open file identifies itself as 3FS.
 bool is_3fs_file(int fd) noexcept;

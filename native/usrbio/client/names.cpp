@@ -2,19 +2,34 @@
 
 #include <sys/random.h>
 
+#include <bit>
 #include <cerrno>
 #include <cstdlib>
 
 namespace gdrkit::usrbio {
 
+namespace {
+
+// Returns the flags in base 2 without leading zeros, as in the name of a ring.
+std::string binary_digits(std::uint64_t flags) {
+    std::string digits;
+    for (int bit = std::bit_width(flags) - 1; bit >= 0; --bit) {
+        digits += (flags >> bit & 1) != 0 ? '1' : '0';
+    }
+    return digits;
+}
+
+} // namespace
+
 Uuid random_uuid() noexcept {
     Uuid id;
-    // getrandom returns 16 bytes all at once or fails; it only fails in kernels that do not have it.
+    // getrandom returns all 16 bytes or fails. Apart from EINTR, it fails only in kernels without this system call.
     while (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
         if (errno != EINTR) {
             std::abort();
         }
     }
+    // Set the version (4) and the variant of RFC 9562.
     id[6] = static_cast<std::uint8_t>((id[6] & 0x0f) | 0x40);
     id[8] = static_cast<std::uint8_t>((id[8] & 0x3f) | 0x80);
     return id;
@@ -46,7 +61,7 @@ std::string link_name(const Uuid& id, std::size_t block_size, const RingAttribut
         }
         name += ".t" + std::to_string(ring->timeout_ms);
         if (ring->flags != 0) {
-            name += ".f" + flag_digits(ring->flags);
+            name += ".f" + binary_digits(ring->flags);
         }
     }
     return name;

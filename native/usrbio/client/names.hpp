@@ -1,4 +1,4 @@
-// Names of publications and of their shared memory.
+// Names of publications (which are the names of their symbolic links) and of their shared memory.
 #pragma once
 
 #include <array>
@@ -23,11 +23,9 @@ struct RingAttributes {
     std::uint64_t flags;
 };
 
-// Returns flags in the form of a link's name: base 2, from the highest bit that is set.
-std::string flag_digits(std::uint64_t flags);
-// Returns `<uuid>[.b<block>][.r|w<io_depth>][.ph|.pl][.t<ms>][.f<flags base 2>]`; ring: null for data.
+// Returns `<uuid>[.b<block>][.r|w<io_depth>][.ph|.pl][.t<ms>][.f<flags base 2>]`. `ring` is null for data.
 std::string link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring);
-// Returns the name for shm_open.
+// Returns the name of the shared memory for shm_open.
 std::string shared_memory_name(const Uuid& id);
 // Returns the path of the link of a publication.
 std::string link_path(const char* mount, const std::string& name);

@@ -13,7 +13,7 @@
 namespace gdrkit::usrbio {
 namespace {
 
-constexpr int fields_before_start = 19; // Fields of /proc/<pid>/stat between the name and field 22 (proc(5)).
+constexpr int fields_before_start = 19; // Fields of /proc/<pid>/stat after the name and before field 22 (proc(5)).
 
 // Returns the 16 bytes of the boot's UUID; zeros if the kernel does not report a UUID.
 std::array<std::uint8_t, 16> boot_id() {
@@ -45,7 +45,7 @@ std::optional<ProcessStart> read_start(const std::string& process) {
     std::ifstream file("/proc/" + process + "/stat");
     std::stringstream text;
     text << file.rdbuf();
-    // The name may contain any character, also blanks and brackets; the last bracket ends it.
+    // The name of the process is in brackets and may contain any character, so search the last bracket.
     const std::string line = text.str();
     const auto name_end = line.rfind(')');
     if (!file || name_end == std::string::npos) {
@@ -71,17 +71,17 @@ ProcessIdentity this_process() {
 
 std::optional<bool> is_running(const ProcessIdentity& identity) {
     constexpr std::array<std::uint8_t, 16> zeros{};
-    const auto own_boot = boot_id();
-    if (own_boot != zeros && identity.boot_id != zeros && own_boot != identity.boot_id) {
+    const auto this_boot = boot_id();
+    if (this_boot != zeros && identity.boot_id != zeros && this_boot != identity.boot_id) {
         return false;
     }
-    const std::uint32_t own_namespace = pid_namespace();
-    if (own_namespace == 0 || own_namespace != identity.pid_namespace) {
+    const std::uint32_t this_namespace = pid_namespace();
+    if (this_namespace == 0 || this_namespace != identity.pid_namespace) {
         return std::nullopt;
     }
     if (const auto start = read_start(std::to_string(identity.process_id))) {
-        const bool ended = start->state == 'Z' || start->state == 'X' || start->state == 'x';
-        return start->ticks == identity.started_ticks && !ended;
+        const bool has_ended = start->state == 'Z' || start->state == 'X' || start->state == 'x';
+        return start->ticks == identity.started_ticks && !has_ended;
     }
     if (kill(static_cast<pid_t>(identity.process_id), 0) != 0 && errno == ESRCH) {
         return false;

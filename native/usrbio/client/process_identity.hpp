@@ -1,4 +1,5 @@
-// Identity of a process that another process can verify: its number, its start time and the boot.
+// Identity of a process, which another process can verify: the pid, the start time and the boot. Share handles contain
+// it, so that an importer detects that the owner has ended although another process has the same pid.
 #pragma once
 
 #include <array>
@@ -9,7 +10,7 @@ namespace gdrkit::usrbio {
 
 struct ProcessIdentity {
     std::array<std::uint8_t, 16> boot_id{}; // Zeros if the kernel does not report it.
-    std::uint32_t process_id = 0;           // Number in its own PID namespace.
+    std::uint32_t process_id = 0;           // The pid in the PID namespace of the process.
     std::uint32_t pid_namespace = 0;        // Inode number of that namespace; 0 if the kernel does not report it.
     std::uint64_t started_ticks = 0;        // Start time in clock ticks since the boot.
     bool operator==(const ProcessIdentity&) const = default;
@@ -17,8 +18,8 @@ struct ProcessIdentity {
 
 ProcessIdentity this_process();
 
-// Returns whether the process still runs; nothing if that cannot be determined from here (another PID namespace, or a
-// /proc that hides processes of other users).
+// Returns whether the process still runs. Returns nothing if this process cannot determine that, because the other one
+// is in another PID namespace, or because /proc hides processes of other users.
 std::optional<bool> is_running(const ProcessIdentity& identity);
 
 } // namespace gdrkit::usrbio

@@ -3,7 +3,6 @@
 #include "common/errno_text.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/library_mutex.hpp"
-#include "usrbio/client/link.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/names.hpp"
 
@@ -24,43 +23,50 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// The connection over which each name was published. A publication lives as long as its connection, so this table holds
-// references.
-struct Connections {
+// The connection over which each name was published. The agent withdraws a publication when its connection closes, so
+// this table keeps the connections open.
+struct PublicationConnections {
     // The key is mount and name.
     std::map<std::pair<std::string, std::string>, std::shared_ptr<AgentConnection>> by_name;
 };
 
-Connections& connections() {
-    static auto* table = new Connections;
+PublicationConnections& publication_connections() {
+    static auto* table = new PublicationConnections;
     return *table;
+}
+
+// Creates the symbolic link of a publication in a mount without an agent. Returns 0 or the -errno of symlink(2);
+// -EEXIST: the link belongs to another publication.
+int make_link(const std::string& target, const std::string& path) noexcept {
+    return symlink(target.c_str(), path.c_str()) == 0 ? 0 : -errno;
 }
 
 void store_connection(const char* mount, std::string_view name, std::shared_ptr<AgentConnection> agent) {
     {
         const std::lock_guard lock(library_mutex());
-        connections().by_name[{mount, std::string(name)}].swap(agent);
+        publication_connections().by_name[{mount, std::string(name)}].swap(agent);
     }
-} // The previous connection, of an agent that died, closes after the lock was released.
+} // `agent` is now the connection to a previous agent that died. It closes here, after the unlock.
 
 std::shared_ptr<AgentConnection> find_connection(const char* mount, std::string_view name) {
     const std::lock_guard lock(library_mutex());
-    const auto entry = connections().by_name.find({mount, std::string(name)});
-    return entry == connections().by_name.end() ? nullptr : entry->second;
+    const auto entry = publication_connections().by_name.find({mount, std::string(name)});
+    return entry == publication_connections().by_name.end() ? nullptr : entry->second;
 }
 
 void drop_connection(const char* mount, std::string_view name) {
-    std::shared_ptr<AgentConnection> removed; // It closes after the lock was released.
+    std::shared_ptr<AgentConnection> removed; // Declared before the lock, so that it closes after the unlock.
     const std::lock_guard lock(library_mutex());
-    if (const auto entry = connections().by_name.find({mount, std::string(name)});
-        entry != connections().by_name.end()) {
+    if (const auto entry = publication_connections().by_name.find({mount, std::string(name)});
+        entry != publication_connections().by_name.end()) {
         removed = std::move(entry->second);
-        connections().by_name.erase(entry);
+        publication_connections().by_name.erase(entry);
     }
 }
 
-// An open descriptor of the folder with the links, for each mount in which this process has links. A daemon of 3FS
-// removes the publications of a process when that process's descriptor of the folder is released, by exit or SIGKILL.
+// The folder of the links in one mount, and the links that this process made there. The descriptor of the folder stays
+// open while there are links: a daemon of 3FS removes the publications of a process when this descriptor is closed,
+// which the kernel also does at exit or SIGKILL.
 struct Folder {
     int fd = -1;
     std::set<std::string, std::less<>> links;
@@ -72,8 +78,8 @@ struct Folders {
 
 Folders& folders() {
     static auto* table = [] {
-        auto* created = new Folders;
-        in_forked_child([] { // A copy would keep the parent's publications alive.
+        auto* new_table = new Folders;
+        call_in_forked_child([] { // The child's copies of the descriptors would keep the parent's publications alive.
             for (const auto& [mount, folder] : folders().by_mount) {
                 if (folder.fd >= 0) {
                     close(folder.fd);
@@ -81,7 +87,7 @@ Folders& folders() {
             }
             folders().by_mount.clear();
         });
-        return created;
+        return new_table;
     }();
     return *table;
 }
@@ -128,8 +134,8 @@ int publish_by_link(const char* mount, std::string_view name, std::string_view t
     return 0;
 }
 
-int publish_over(AgentConnection& agent, std::string_view name, std::string_view target,
-                 std::span<const std::byte> share_handle, std::span<const int> descriptors) {
+int publish_to_agent(AgentConnection& agent, std::string_view name, std::string_view target,
+                     std::span<const std::byte> share_handle, std::span<const int> descriptors) {
     if (name.size() > UINT16_MAX || target.size() > UINT16_MAX || share_handle.size() > UINT16_MAX) {
         return -EINVAL;
     }
@@ -152,7 +158,7 @@ int publish(const char* mount, std::string_view name, std::string_view target, s
         std::shared_ptr<AgentConnection> agent;
         int status = agent_connection(mount, agent);
         if (status == 0) {
-            status = publish_over(*agent, name, target, share_handle, descriptors);
+            status = publish_to_agent(*agent, name, target, share_handle, descriptors);
             if (status == 0) {
                 store_connection(mount, name, std::move(agent));
             }
@@ -171,9 +177,10 @@ int publish(const char* mount, std::string_view name, std::string_view target, s
 
 int unpublish(const char* mount, std::string_view name) noexcept {
     try {
-        // Use the connection of the publication while its agent lives: another agent does not know the name.
+        // Use the connection over which the name was published, unless its agent has ended. Another agent does not know
+        // the name.
         std::shared_ptr<AgentConnection> agent = find_connection(mount, name);
-        int status = agent != nullptr && !agent->poll_peer_closed() ? 0 : agent_connection(mount, agent);
+        int status = agent != nullptr && !agent->check_closed_by_agent() ? 0 : agent_connection(mount, agent);
         if (status == 0) {
             auto length = static_cast<std::uint16_t>(name.size());
             const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
@@ -183,27 +190,28 @@ int unpublish(const char* mount, std::string_view name) noexcept {
                 release_folder(mount, name);
                 return 0;
             }
-            // An agent that does not reply may still access the memory.
-            if (status == -EREMOTEIO && !agent->poll_peer_closed()) {
+            // An agent that does not reply but has not ended may still access the memory.
+            if (status == -EREMOTEIO && !agent->check_closed_by_agent()) {
                 return -ETIMEDOUT;
             }
-            // The agent was started after the link had been made, so it does not know the publication.
+            // The agent does not know the name. Only if this process made the link itself, before the agent was
+            // started, the link remains to be removed.
             if (status == -ENOENT && !has_link(mount, name)) {
                 return status;
             }
         }
-        // Without an agent, this library removes the link. An agent that has ended may have left the link behind.
+        // Without an agent, this library removes the link. An agent that was killed has not removed its links either.
         if (status != -ENOENT && status != -EREMOTEIO) {
             return status;
         }
         drop_connection(mount, name);
-        const bool removed = unlink(link_path(mount, std::string(name)).c_str()) == 0;
-        const int error = removed ? 0 : -errno;
-        // If another process has removed the link, that is no error.
-        if (removed || error == -ENOENT) {
+        const bool is_removed = unlink(link_path(mount, std::string(name)).c_str()) == 0;
+        const int error = is_removed ? 0 : -errno;
+        // -ENOENT: another process has removed the link.
+        if (is_removed || error == -ENOENT) {
             release_folder(mount, name);
         }
-        return removed ? 0 : status == -EREMOTEIO ? -EREMOTEIO : error;
+        return is_removed ? 0 : status == -EREMOTEIO ? -EREMOTEIO : error;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     }

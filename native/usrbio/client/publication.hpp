@@ -1,4 +1,5 @@
-// Publication of memory and rings, under a name in <mount>/3fs-virt/iovs.
+// Publication of memory and rings under a name in <mount>/3fs-virt/iovs, so that the agent or the daemon of 3FS serves
+// them and other processes find them.
 #pragma once
 
 #include <cstddef>
@@ -7,16 +8,16 @@
 
 namespace gdrkit::usrbio {
 
-// Publishes `name` with the target of its link. If an agent listens, its verdict is the result. Otherwise the result is
-// that of symlink(2), and the share handle is not used, because a link cannot carry it. The descriptors stay the
-// caller's. Returns 0 or -errno: -EEXIST, -EACCES, -EINVAL ... of the agent or the file system; -ENOENT: not a mount of
-// 3FS; -EREMOTEIO: the agent has ended; -ENOMEM.
+// Publishes `name` with the link target `target`. If an agent listens, the agent decides and creates the link.
+// Otherwise this function creates the link by symlink(2), which ignores the share handle and the descriptors. The
+// caller keeps the descriptors. Returns 0; -EEXIST, -EACCES, -EINVAL or another -errno of the agent or the file system;
+// -ENOENT: `mount` is not a mount of 3FS; -EREMOTEIO: the agent has ended; or -ENOMEM.
 int publish(const char* mount, std::string_view name, std::string_view target,
             std::span<const std::byte> share_handle = {}, std::span<const int> descriptors = {}) noexcept;
 
-// Withdraws a publication. After 0 or -EREMOTEIO no NIC can access the memory: the agent has deregistered it, or is
-// dead. Other errors: -ENOENT: the name is not published; -EBUSY, -ETIMEDOUT: the agent could not confirm that no
-// operation is in flight, so the memory must not be freed.
+// Withdraws a publication. After 0 or -EREMOTEIO no NIC can access the memory, because the agent has deregistered it or
+// is dead. Also returns -ENOENT: the name is not published; or -EBUSY, -ETIMEDOUT: operations may be in flight, so the
+// caller must not free the memory.
 int unpublish(const char* mount, std::string_view name) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -10,14 +10,14 @@ namespace {
 
 std::set<RingHandle*>& handles() {
     static auto* table = [] {
-        auto* created = new std::set<RingHandle*>;
-        in_forked_child([] {
+        auto* new_table = new std::set<RingHandle*>;
+        call_in_forked_child([] {
             for (RingHandle* handle : handles()) {
-                handle->inherited.store(true, std::memory_order_relaxed);
-                handle->closed.store(true, std::memory_order_relaxed);
+                handle->is_inherited.store(true, std::memory_order_relaxed);
+                handle->has_ended.store(true, std::memory_order_relaxed);
             }
         });
-        return created;
+        return new_table;
     }();
     return *table;
 }
@@ -25,7 +25,7 @@ std::set<RingHandle*>& handles() {
 } // namespace
 
 RingHandle::RingHandle() {
-    std::set<RingHandle*>& all = handles(); // The first call locks the mutex.
+    std::set<RingHandle*>& all = handles(); // Not under the lock, because the first call locks library_mutex() itself.
     const std::lock_guard lock(library_mutex());
     all.insert(this);
 }
@@ -37,7 +37,7 @@ RingHandle::~RingHandle() {
     all.erase(this);
 }
 
-bool RingHandle::is_watched() noexcept {
+bool RingHandle::start_watching() noexcept {
     if (watch_state == Watch::unknown) {
         watch_state = agent != nullptr && agent->watch(ring->completion_semaphore()) ? Watch::yes : Watch::no;
     }

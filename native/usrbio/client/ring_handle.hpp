@@ -1,5 +1,5 @@
-// The object behind `iorh` of struct hf3fs_ior. Here the handle is an address, because hf3fs_prep_io has no time for a
-// table.
+// RingHandle, the object to which `iorh` of struct hf3fs_ior points. `iorh` is the address of the object, while the
+// handle of an iov is a number in a table: hf3fs_prep_io uses `iorh` for each operation and has no time for a look-up.
 #pragma once
 
 #include "usrbio/client/agent_connection.hpp"
@@ -23,32 +23,33 @@ public:
     RingHandle& operator=(const RingHandle&) = delete;
     ~RingHandle();
 
-    // Returns what the last check found. Makes no system call.
-    bool agent_closed() const noexcept {
-        return closed.load(std::memory_order_relaxed) || (agent != nullptr && agent->peer_closed());
+    // Returns whether the agent has ended according to the last check. Makes no system call.
+    bool has_agent_ended() const noexcept {
+        return has_ended.load(std::memory_order_relaxed) || (agent != nullptr && agent->is_closed_by_agent());
     }
 
-    // Asks for a post when the agent ends. The thread that reaps calls it before it sleeps without a deadline. Returns
-    // false if no post will come.
-    bool is_watched() noexcept;
-    // Call it before the memory of the ring is freed.
+    // Makes the agent's connection post the completion semaphore when the agent ends. The thread that reaps calls it
+    // before it sleeps without a deadline. Returns false if no post will come, so that the thread must poll.
+    bool start_watching() noexcept;
+    // Ends the effect of start_watching(). Call it before the memory of the ring is freed.
     void stop_watching() noexcept;
 
     std::unique_ptr<ApplicationRing> ring;
     NamedSemaphore submit_semaphore;
     std::shared_ptr<AgentConnection> agent; // Null: a FUSE mount without an agent's socket.
-    std::atomic<bool> closed{false};
-    // Set in a child after fork(): the ring's memory and its semaphore belong to the parent and must not be accessed.
-    std::atomic<bool> inherited{false};
-    // The last submit() had to wake the agent. That takes long, so spinning for its completions is useless.
+    std::atomic<bool> has_ended{false};     // The agent serves this ring no more, or this is a forked child.
+    // Set in a child after fork(). The memory of the ring and its semaphore belong to the parent, so a child must not
+    // access them.
+    std::atomic<bool> is_inherited{false};
+    // The last submit() had to wake the agent. A wake-up takes so long that spinning for the completions is useless.
     std::atomic<bool> agent_was_asleep{false};
 
-    std::timed_mutex reap_mutex; // Locked by the thread that reaps. Other threads then have nothing to reap.
-    // Length of the spinning of a wait. It is halved if it did not help, and doubled if it did.
+    std::timed_mutex reap_mutex; // Locked by the thread that reaps.
+    // Number of times that a wait checks for completions before it sleeps. It is doubled when spinning made the sleep
+    // unnecessary, and halved when it did not.
     unsigned spin_limit = 64;
-    unsigned wait_count = 0;
-    timespec next_agent_check{}; // Time at which a wait checks the agent again, unless a completion comes before;
-                                 // CLOCK_REALTIME.
+    unsigned wait_count = 0; // Number of waits while spin_limit was too small to spin; every 64th spins all the same.
+    timespec next_agent_check{}; // CLOCK_REALTIME at which a sleeping wait checks again whether the agent has ended.
     enum class Watch : std::uint8_t { unknown, no, yes } watch_state = Watch::unknown;
 };
 

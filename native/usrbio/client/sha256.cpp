@@ -7,7 +7,7 @@ namespace gdrkit::usrbio {
 namespace {
 
 // The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
-constexpr std::array<std::uint32_t, 64> constants = {
+constexpr std::array<std::uint32_t, 64> round_constants = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
     0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
@@ -24,28 +24,29 @@ constexpr std::size_t block_bytes = 64;
 void add_block(State& state, const std::uint8_t* block) {
     std::array<std::uint32_t, 64> words{};
     for (std::size_t index = 0; index < 16; ++index) {
-        const std::uint8_t* const four = block + 4 * index;
+        const std::uint8_t* const word = block + 4 * index; // Big-endian.
         words[index] =
-            std::uint32_t{four[0]} << 24 | std::uint32_t{four[1]} << 16 | std::uint32_t{four[2]} << 8 | four[3];
+            std::uint32_t{word[0]} << 24 | std::uint32_t{word[1]} << 16 | std::uint32_t{word[2]} << 8 | word[3];
     }
     for (std::size_t index = 16; index < 64; ++index) {
-        const std::uint32_t early = words[index - 15], late = words[index - 2];
-        const std::uint32_t first = std::rotr(early, 7) ^ std::rotr(early, 18) ^ (early >> 3);
-        const std::uint32_t second = std::rotr(late, 17) ^ std::rotr(late, 19) ^ (late >> 10);
-        words[index] = words[index - 16] + first + words[index - 7] + second;
+        const std::uint32_t word_15 = words[index - 15], word_2 = words[index - 2];
+        const std::uint32_t sigma0 = std::rotr(word_15, 7) ^ std::rotr(word_15, 18) ^ (word_15 >> 3);
+        const std::uint32_t sigma1 = std::rotr(word_2, 17) ^ std::rotr(word_2, 19) ^ (word_2 >> 10);
+        words[index] = words[index - 16] + sigma0 + words[index - 7] + sigma1;
     }
+    // The names a to h, t1 and t2 are those of FIPS 180-4.
     auto [a, b, c, d, e, f, g, h] = state;
     for (std::size_t index = 0; index < 64; ++index) {
         const std::uint32_t choice = (e & f) ^ (~e & g);
         const std::uint32_t majority = (a & b) ^ (a & c) ^ (b & c);
-        const std::uint32_t first =
-            h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) + choice + constants[index] + words[index];
-        const std::uint32_t second = (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + majority;
-        h = g, g = f, f = e, e = d + first, d = c, c = b, b = a, a = first + second;
+        const std::uint32_t t1 = h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) + choice +
+                                 round_constants[index] + words[index];
+        const std::uint32_t t2 = (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + majority;
+        h = g, g = f, f = e, e = d + t1, d = c, c = b, b = a, a = t1 + t2;
     }
-    const State changed = {a, b, c, d, e, f, g, h};
+    const State result = {a, b, c, d, e, f, g, h};
     for (std::size_t index = 0; index < state.size(); ++index) {
-        state[index] += changed[index];
+        state[index] += result[index];
     }
 }
 
@@ -57,8 +58,8 @@ std::array<std::uint8_t, 32> sha256(std::span<const std::uint8_t> message) noexc
     for (; message.size() - index >= block_bytes; index += block_bytes) {
         add_block(state, message.data() + index);
     }
-    // The last bytes, a one bit, zeros, and the length in bits: one block, or two if the length does not fit into the
-    // first.
+    // The padding: the remaining bytes, a one bit, zeros, and the length in bits. It has one block, or two if the
+    // length does not fit into the first.
     std::array<std::uint8_t, 2 * block_bytes> tail{};
     const std::size_t remaining = message.size() - index;
     std::copy_n(message.data() + index, remaining, tail.data());

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4), for the checksum of share handles. It is not optimized for speed.
+// SHA-256 (FIPS 180-4), for the checksum of share handles. This implementation is not optimized for speed.
 #pragma once
 
 #include <array>

@@ -16,10 +16,11 @@ static_assert(std::endian::native == std::endian::little, "the structs below are
 constexpr char share_magic[8] = {'G', 'D', 'R', 'S', 'H', 'A', 'R', 'E'};
 constexpr std::uint16_t share_version = 1;
 constexpr std::size_t digest_bytes = 16;
-constexpr std::uint64_t size_max = INT64_MAX;
+constexpr std::uint64_t length_max = INT64_MAX;
 // SCM_MAX_FD: the most descriptors that one message of a socket can carry.
 constexpr std::uint32_t descriptors_max = 253;
 
+// The 192 bytes of a ShareHandle.
 struct ShareBytes {
     char magic[8];
     std::uint16_t version;
@@ -46,6 +47,7 @@ static_assert(sizeof(ShareBytes) == share_handle_bytes && offsetof(ShareBytes, a
               offsetof(ShareBytes, owner_started_ticks) == 104 && offsetof(ShareBytes, ipc) == 112 &&
               offsetof(ShareBytes, digest) == 176);
 
+// The 80 bytes of a GdrHandle.
 struct GdrBytes {
     std::uint8_t ipc[64];
     std::uint64_t length_bytes;
@@ -61,18 +63,18 @@ bool has_nonzero(std::span<const std::uint8_t> bytes) {
 bool are_chunks_valid(const ShareHandle& handle) {
     const std::uint64_t chunk_bytes = handle.chunk_bytes, count = handle.descriptor_count;
     if (chunk_bytes == 0 || chunk_bytes % host_page_bytes() != 0 || count < 1 || count > descriptors_max ||
-        chunk_bytes > size_max / count) {
+        chunk_bytes > length_max / count) {
         return false;
     }
-    // Every chunk contains some of the shared bytes.
+    // Every chunk must contain some of the shared bytes.
     return handle.allocation_bytes == chunk_bytes * count && handle.offset_bytes < chunk_bytes &&
            handle.offset_bytes + handle.length_bytes > chunk_bytes * (count - 1);
 }
 
 bool is_address_valid(const ShareHandle& handle) {
     // The last byte may be at the last address, so that the address after it wraps to zero.
-    const bool fits = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
-    return fits && (handle.address - handle.offset_bytes) % host_page_bytes() == 0;
+    const bool is_in_address_space = handle.address != 0 && handle.length_bytes - 1 <= UINT64_MAX - handle.address;
+    return is_in_address_space && (handle.address - handle.offset_bytes) % host_page_bytes() == 0;
 }
 
 bool is_kind_valid(const ShareHandle& handle) {
@@ -91,7 +93,7 @@ bool is_kind_valid(const ShareHandle& handle) {
 }
 
 bool is_valid(const ShareHandle& handle) {
-    if (handle.allocation_bytes == 0 || handle.allocation_bytes > size_max || handle.length_bytes == 0 ||
+    if (handle.allocation_bytes == 0 || handle.allocation_bytes > length_max || handle.length_bytes == 0 ||
         handle.offset_bytes > handle.allocation_bytes ||
         handle.length_bytes > handle.allocation_bytes - handle.offset_bytes) {
         return false;
@@ -100,7 +102,7 @@ bool is_valid(const ShareHandle& handle) {
 }
 
 bool is_valid(const GdrHandle& handle) {
-    return has_nonzero(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= size_max &&
+    return has_nonzero(handle.ipc) && handle.length_bytes != 0 && handle.length_bytes <= length_max &&
            handle.device <= INT_MAX;
 }
 
@@ -142,11 +144,11 @@ std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> data
     }
     ShareBytes bytes;
     std::memcpy(&bytes, data.data(), sizeof bytes);
-    ShareBytes with_digest = bytes;
-    set_digest(with_digest);
+    ShareBytes with_valid_digest = bytes;
+    set_digest(with_valid_digest);
     if (std::memcmp(bytes.magic, share_magic, sizeof share_magic) != 0 || bytes.version != share_version ||
-        std::memcmp(bytes.digest, with_digest.digest, digest_bytes) != 0 || bytes.handle_bytes != share_handle_bytes ||
-        bytes.reserved != 0 || bytes.kind < 1 || bytes.kind > 3) {
+        std::memcmp(bytes.digest, with_valid_digest.digest, digest_bytes) != 0 ||
+        bytes.handle_bytes != share_handle_bytes || bytes.reserved != 0 || bytes.kind < 1 || bytes.kind > 3) {
         return std::nullopt;
     }
     ShareHandle handle;

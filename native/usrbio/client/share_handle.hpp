@@ -1,5 +1,6 @@
-// The two formats of handles by which a process shares its device memory with another. The tests compare them with the
-// Python implementation by suites/vectors. A handle comes from another process, so parsing checks every field.
+// The two formats of handles by which a process shares its device memory with another process. A handle comes from
+// another process, so parsing checks every field. gdrkit/registration implements both formats in Python, and tests
+// compare the implementations by the vectors of suites/vectors.
 #pragma once
 
 #include <array>
@@ -17,12 +18,12 @@ inline constexpr std::size_t gdr_handle_bytes = 80;
 
 enum class ShareKind : std::uint16_t { ipc = 1, vmm = 2, dmabuf = 3 };
 
-// The versioned handle (gdrkit/registration/handle.py): magic, version, an offset into the allocation, the device by
-// its UUID, the owner by number, start time and boot, and a checksum against damage. It is not signed.
+// The versioned handle (gdrkit/registration/handle.py). Its bytes also contain a magic number, a version, and a
+// checksum that detects damage but is no signature.
 struct ShareHandle {
     ShareKind kind = ShareKind::ipc;
     std::uint64_t allocation_bytes = 0; // Size of the allocation (IPC), of all chunks (VMM) or of the dma-buf.
-    std::uint64_t offset_bytes = 0;     // Offset of the shared bytes in it.
+    std::uint64_t offset_bytes = 0;     // Offset of the shared bytes in the allocation.
     std::uint64_t length_bytes = 0;
     std::uint64_t address = 0;     // For a dma-buf: the owner's device address of the first shared byte; otherwise 0.
     std::uint64_t chunk_bytes = 0; // VMM only.
@@ -33,12 +34,12 @@ struct ShareHandle {
     bool operator==(const ShareHandle&) const = default;
 };
 
-// Returns nothing if the fields contradict each other or are out of range.
+// These functions return nothing if the fields contradict each other or are out of range.
 std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHandle& handle);
 std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> bytes);
 
-// The handle of the first generation (gdrkit/registration/gdr_handle.py): without offset, version and checksum. It
-// names the device by a number, which may differ between two processes.
+// The older handle (gdrkit/registration/gdr_handle.py), without offset, version and checksum. It identifies the device
+// by its index, which may differ between two processes.
 struct GdrHandle {
     std::array<std::uint8_t, 64> ipc{};
     std::uint64_t length_bytes = 0;

@@ -18,22 +18,24 @@
 
 namespace gdrkit::usrbio {
 
-void prefer_node(void* memory, std::size_t bytes, int numa) noexcept {
+void bind_to_numa_node(void* memory, std::size_t bytes, int numa) noexcept {
     if (numa < 0) {
         return;
     }
-    // Use the system call, because libnuma would be a dependency for this line only.
+    // Make the system call directly, because libnuma would be a dependency for this line only.
+    constexpr std::size_t nodes_max = 1024;
     constexpr std::size_t word_bits = 8 * sizeof(unsigned long);
-    std::array<unsigned long, 1024 / word_bits> nodes{};
+    std::array<unsigned long, nodes_max / word_bits> node_mask{};
     const auto node = static_cast<std::size_t>(numa);
-    const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-    const auto begin = reinterpret_cast<std::uintptr_t>(memory) & ~(page - 1);
+    const auto page_bytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+    const auto begin = reinterpret_cast<std::uintptr_t>(memory) & ~(page_bytes - 1);
     const std::size_t length = reinterpret_cast<std::uintptr_t>(memory) + bytes - begin;
     errno = EINVAL;
-    if (node < 1024) {
-        nodes[node / word_bits] = 1UL << node % word_bits;
+    if (node < nodes_max) {
+        node_mask[node / word_bits] = 1UL << node % word_bits;
     }
-    if (node >= 1024 || syscall(SYS_mbind, begin, length, MPOL_BIND, nodes.data(), 1024UL + 1, 0U) != 0) {
+    // The kernel reads one bit less than its argument maxnode.
+    if (node >= nodes_max || syscall(SYS_mbind, begin, length, MPOL_BIND, node_mask.data(), nodes_max + 1, 0U) != 0) {
         log_line(LogLevel::warning, "mbind() to NUMA node %d failed: %s", numa, ErrnoText(errno).c_str());
     }
 }
@@ -46,7 +48,7 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::remove_name() noexcept {
-    if (!name_.empty() && process_ == getpid()) {
+    if (!name_.empty() && creator_pid_ == getpid()) {
         shm_unlink(name_.c_str());
     }
     name_.clear();
@@ -59,7 +61,7 @@ int SharedMemory::map(int fd, std::size_t bytes, int numa) noexcept {
     }
     base_ = static_cast<std::uint8_t*>(memory);
     bytes_ = bytes;
-    prefer_node(memory, bytes, numa);
+    bind_to_numa_node(memory, bytes, numa);
     return 0;
 }
 
@@ -69,26 +71,26 @@ int SharedMemory::create(std::string name, std::size_t bytes, int numa) noexcept
         return -errno;
     }
     name_ = std::move(name);
-    process_ = getpid();
+    creator_pid_ = getpid();
     const int status = allocate(fd, bytes, numa);
     close(fd);
     return status;
 }
 
 int SharedMemory::create_unnamed(std::string name, std::size_t bytes, int numa) noexcept {
-    unnamed_ = Descriptor(::open(shared_memory_folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
-    if (unnamed_.get() < 0) {
+    unnamed_descriptor_ = Descriptor(::open(shared_memory_folder, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+    if (unnamed_descriptor_.get() < 0) {
         return create(std::move(name), bytes, numa);
     }
     pending_name_ = std::move(name);
-    return allocate(unnamed_.get(), bytes, numa);
+    return allocate(unnamed_descriptor_.get(), bytes, numa);
 }
 
 int SharedMemory::create_name() noexcept {
-    char self[32];
-    std::snprintf(self, sizeof(self), "/proc/self/fd/%d", unnamed_.get());
+    char descriptor_path[32];
+    std::snprintf(descriptor_path, sizeof(descriptor_path), "/proc/self/fd/%d", unnamed_descriptor_.get());
     const std::string path = shared_memory_folder + pending_name_;
-    if (linkat(AT_FDCWD, self, AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0) {
+    if (linkat(AT_FDCWD, descriptor_path, AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) != 0) {
         return -errno;
     }
     adopt_name();
@@ -97,11 +99,11 @@ int SharedMemory::create_name() noexcept {
 
 void SharedMemory::adopt_name() noexcept {
     struct stat attributes {};
-    if (fstat(unnamed_.get(), &attributes) == 0 && attributes.st_nlink != 0) {
+    if (fstat(unnamed_descriptor_.get(), &attributes) == 0 && attributes.st_nlink != 0) {
         name_ = std::move(pending_name_);
-        process_ = getpid();
+        creator_pid_ = getpid();
     }
-    unnamed_ = Descriptor();
+    unnamed_descriptor_ = Descriptor();
 }
 
 int SharedMemory::allocate(int fd, std::size_t bytes, int numa) noexcept {
@@ -112,14 +114,14 @@ int SharedMemory::allocate(int fd, std::size_t bytes, int numa) noexcept {
     if (status == 0) {
         status = map(fd, bytes, numa);
     }
-    // Allocate last, so that the pages are on the node.
+    // Allocate the pages after map() has bound the memory to the NUMA node.
     if (status == 0) {
         status = -posix_fallocate(fd, 0, static_cast<off_t>(bytes));
     }
     return status;
 }
 
-int SharedMemory::open(std::string name, std::size_t bytes, int numa) noexcept {
+int SharedMemory::open(const std::string& name, std::size_t bytes, int numa) noexcept {
     const int fd = shm_open(name.c_str(), O_RDWR, 0);
     if (fd < 0) {
         return -errno;

@@ -1,4 +1,4 @@
-// A mapping of POSIX shared memory.
+// A mapping of POSIX shared memory in /dev/shm, for iovs and rings in host memory.
 #pragma once
 
 #include "common/descriptor.hpp"
@@ -15,22 +15,23 @@ public:
     SharedMemory() = default;
     SharedMemory(const SharedMemory&) = delete;
     SharedMemory& operator=(const SharedMemory&) = delete;
-    ~SharedMemory(); // Unmaps the memory, and removes the name if this process created it and did not remove it before.
+    ~SharedMemory(); // Unmaps the memory. Removes the name if it exists and this process is responsible for it.
 
-    // `name` as for shm_open. numa: NUMA node, -1: any. All pages are allocated, so that a write raises no SIGBUS when
-    // /dev/shm is full. Returns 0 or -errno.
+    // Creates and maps memory. `name`: as for shm_open. `numa`: NUMA node, or -1 for any. Allocates all pages, so that
+    // a write raises no SIGBUS when /dev/shm is full. Returns 0 or -errno.
     int create(std::string name, std::size_t bytes, int numa) noexcept;
-    // Same without a name: the kernel frees the memory with its last user, even if that is killed. If the kernel does
-    // not support it, same as create().
+    // Same, but `name` does not exist yet, so that the kernel frees the memory when its last user ends or is killed. If
+    // the kernel does not support memory without a name, this is the same as create().
     int create_unnamed(std::string name, std::size_t bytes, int numa) noexcept;
     // Returns the descriptor of memory that has no name yet, otherwise -1.
-    int unnamed_fd() const noexcept { return unnamed_.get(); }
-    // Gives the memory the name of create_unnamed(). Returns 0 or -errno.
+    int unnamed_fd() const noexcept { return unnamed_descriptor_.get(); }
+    // Gives the memory the name passed to create_unnamed(). Returns 0 or -errno.
     int create_name() noexcept;
-    // Checks whether another process has given the memory its name, which the destructor then removes.
+    // Checks whether the agent has given the memory its name. If so, the destructor removes the name.
     void adopt_name() noexcept;
-    // Returns 0 or -errno; -EIO: the memory is smaller than `bytes`.
-    int open(std::string name, std::size_t bytes, int numa) noexcept;
+    // Maps existing memory. Returns 0 or -errno; -EIO: the memory is smaller than `bytes`.
+    int open(const std::string& name, std::size_t bytes, int numa) noexcept;
+    // Removes the name if this process is responsible for it. The memory stays mapped.
     void remove_name() noexcept;
 
     std::uint8_t* base() const noexcept { return base_; }
@@ -39,15 +40,16 @@ private:
     int allocate(int fd, std::size_t bytes, int numa) noexcept;
     int map(int fd, std::size_t bytes, int numa) noexcept;
 
-    Descriptor unnamed_;
-    std::string pending_name_;
-    std::string name_; // Name to remove; empty: none.
+    Descriptor unnamed_descriptor_;
+    std::string pending_name_; // Name for memory that has no name yet.
+    std::string name_;         // Name to remove; empty: none.
     std::uint8_t* base_ = nullptr;
     std::size_t bytes_ = 0;
-    int process_ = 0; // The process that created the name; a forked child removes nothing.
+    int creator_pid_ = 0; // The process that removes the name. A forked child has another pid and removes nothing.
 };
 
-// Requests pages on that NUMA node; a failure is logged. -1: any.
-void prefer_node(void* memory, std::size_t bytes, int numa) noexcept;
+// Binds the memory to a NUMA node, so that the kernel allocates its pages there. Does nothing if `numa` is -1. Logs a
+// failure.
+void bind_to_numa_node(void* memory, std::size_t bytes, int numa) noexcept;
 
 } // namespace gdrkit::usrbio

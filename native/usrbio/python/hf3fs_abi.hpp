@@ -1,4 +1,5 @@
-// The binary interface of libhf3fs_api_shared.so, with which every client library must agree.
+// The structs and functions of libhf3fs_api_shared.so, as hf3fs_usrbio.h declares them. The Python module loads a
+// client library at run time, which may be gdrkit's or another one, so it does not link against one.
 #pragma once
 
 #include <cstddef>
@@ -44,8 +45,8 @@ struct GpuHandle {
     std::uint8_t data[80];
 };
 
-// The functions of the library as NAME(function, result, parameters). A missing function is an error only when it is
-// called.
+// The functions of the library, in the form NAME(function, result type, parameter types). A library need not have all
+// of them; a call of a missing function raises an error.
 #define GDRKIT_HF3FS_FUNCTIONS(NAME)                                                                                   \
     NAME(hf3fs_extract_mount_point, int, char*, int, const char*)                                                      \
     NAME(hf3fs_is_hf3fs, bool, int)                                                                                    \

@@ -17,8 +17,8 @@ void set_module(nb::handle loaded_module) noexcept {
     module = loaded_module;
 }
 
-void raise_failed(const char* operation, int number, nb::dict arguments) {
-    raise(module.attr("failed")(operation, number, arguments));
+void raise_failed(const char* operation, int error_number, nb::dict arguments) {
+    raise(module.attr("failed")(operation, error_number, arguments));
 }
 
 void raise_missing(const char* operation) {

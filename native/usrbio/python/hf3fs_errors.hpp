@@ -1,5 +1,5 @@
-// Raises Python errors. gdrkit/usrbio/_library.py knows the error classes and the advice for each error, and sets a
-// function of this module for each type of error.
+// Functions that raise Python errors. gdrkit/usrbio/_library.py has the error classes and the advice for each error. It
+// assigns three functions that make errors to attributes of this module: `failed`, `missing` and `refused`.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -8,16 +8,16 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// Stores a borrowed reference to the module, which outlives every call into it.
+// Stores a borrowed reference to the module. The module exists during every call into it.
 void set_module(nb::handle module) noexcept;
 
-// Raises the error of a failed call; `number` is its positive errno.
-[[noreturn]] void raise_failed(const char* operation, int number, nb::dict arguments = nb::dict());
+// Raises the error of a failed call of a library function. `error_number` is a positive errno.
+[[noreturn]] void raise_failed(const char* operation, int error_number, nb::dict arguments = nb::dict());
 
-// Raises the error of a function that the library does not have.
+// Raises the error of a call of a function that the library does not have.
 [[noreturn]] void raise_missing(const char* operation);
 
-// Raises the error of a refused call, which has changed nothing; `reason` is the value of a gdrkit.errors.Reason.
+// Raises the error of a call that was refused and has changed nothing. `reason` is a value of gdrkit.errors.Reason.
 [[noreturn]] void raise_refused(const char* message, const char* reason);
 
 // Returns the function, or raises an error if the library does not have it.
@@ -30,5 +30,5 @@ template <typename Function> Function require(Function function, const char* nam
 
 } // namespace gdrkit::usrbio
 
-// The function of that name, or the Python error that the library does not have it.
+// The function `name` of the library. Raises a Python error if the library does not have this function.
 #define GDRKIT_REQUIRE(name) ::gdrkit::usrbio::require(::gdrkit::usrbio::functions().name, #name)

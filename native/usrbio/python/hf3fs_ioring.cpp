@@ -16,12 +16,12 @@ using namespace nb::literals;
 
 namespace {
 
-// Longest wait in one call of the library, so that signals are handled in time.
+// Longest wait in one call of the library, so that Python handles signals in time.
 constexpr std::chrono::milliseconds wait_step{100};
 constexpr int completions_max = 1024;
 
-// Converts a duration to a deadline of CLOCK_REALTIME, which the library needs. That clock can be set, but deadlines
-// here belong to a steady clock, so only short durations are converted.
+// Returns a deadline of CLOCK_REALTIME, as the library requires. Deadlines in this file are of a steady clock, because
+// CLOCK_REALTIME can be set. Therefore only short waits are converted.
 std::timespec realtime_after(std::chrono::nanoseconds wait) {
     std::timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
@@ -36,34 +36,36 @@ std::timespec realtime_after(std::chrono::nanoseconds wait) {
 Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_depth, std::optional<int> priority,
                std::optional<int> timeout, int numa, std::uint64_t flags) {
     if (priority.value_or(0) != 0 && flags != 0) {
-        raise_refused("a ring cannot have both a priority and flags: no function of hf3fs takes both", "bad_argument");
+        raise_refused(
+            "a ring cannot have both a priority and flags, because no function of hf3fs takes both: omit one of them",
+            "bad_argument");
     }
-    const bool with_priority = priority.value_or(0) != 0;
-    auto create3 = with_priority ? GDRKIT_REQUIRE(hf3fs_iorcreate3) : nullptr;
-    auto create4 = with_priority ? nullptr : GDRKIT_REQUIRE(hf3fs_iorcreate4);
+    const bool has_priority = priority.value_or(0) != 0;
+    auto create3 = has_priority ? GDRKIT_REQUIRE(hf3fs_iorcreate3) : nullptr;
+    auto create4 = has_priority ? nullptr : GDRKIT_REQUIRE(hf3fs_iorcreate4);
     GDRKIT_REQUIRE(hf3fs_iordestroy);
     GDRKIT_REQUIRE(hf3fs_io_entries);
-    int code = 0;
+    int status = 0;
     {
-        nb::gil_scoped_release released;
-        code = with_priority
-                   ? create3(&raw_, mount.c_str(), entries, for_read, io_depth, *priority, timeout.value_or(0), numa)
-                   : create4(&raw_, mount.c_str(), entries, for_read, io_depth, timeout.value_or(0), numa, flags);
+        nb::gil_scoped_release release_gil;
+        status = has_priority
+                     ? create3(&raw_, mount.c_str(), entries, for_read, io_depth, *priority, timeout.value_or(0), numa)
+                     : create4(&raw_, mount.c_str(), entries, for_read, io_depth, timeout.value_or(0), numa, flags);
     }
-    if (code < 0) {
+    if (status < 0) {
         nb::dict arguments;
         arguments["hf3fs_mount_point"] = mount;
         arguments["entries"] = entries;
         arguments["timeout_ms"] = timeout.value_or(0);
-        raise_failed(with_priority ? "hf3fs_iorcreate3" : "hf3fs_iorcreate4", -code, arguments);
+        raise_failed(has_priority ? "hf3fs_iorcreate3" : "hf3fs_iorcreate4", -status, arguments);
     }
-    open_ = true;
-    // Reserve before any operation is in flight, so that storing an operation cannot fail.
+    is_open_ = true;
+    // Reserve memory now, so that prepare() cannot fail after an operation is in flight.
     operations_.reserve(static_cast<std::size_t>(std::max(functions().hf3fs_io_entries(&raw_), 0)) + 1);
 }
 
 Ioring::~Ioring() {
-    if (!open_) {
+    if (!is_open_) {
         return;
     }
     nb::error_scope saved_error;
@@ -80,7 +82,7 @@ Ioring::~Ioring() {
 }
 
 void Ioring::check_open() const {
-    if (!open_) {
+    if (!is_open_) {
         raise_refused("the ioring is destroyed", "closed");
     }
 }
@@ -88,16 +90,16 @@ void Ioring::check_open() const {
 void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::object userdata) {
     check_open();
     auto prep_io = GDRKIT_REQUIRE(hf3fs_prep_io);
-    nb::object object = nb::borrow(iov);
-    Iovec* iovec = nb::cast<Iovec*>(object);
+    nb::object iovec_object = nb::borrow(iov);
+    Iovec* iovec = nb::cast<Iovec*>(iovec_object);
     iovec->memory->check_open();
-    if (iovec->prepared) {
-        // The iovec already has an operation, and each result needs an iovec of its own.
-        Iovec second = iovec->slice(0, iovec->length);
-        object = nb::cast(std::move(second));
-        iovec = nb::cast<Iovec*>(object);
+    if (iovec->is_outstanding) {
+        // An iovec holds the result of one operation, so this operation needs another iovec for the same memory.
+        Iovec duplicate = iovec->slice(0, iovec->length);
+        iovec_object = nb::cast(std::move(duplicate));
+        iovec = nb::cast<Iovec*>(iovec_object);
     }
-    const std::uint64_t ticket = ++tickets_;
+    const std::uint64_t ticket = ++last_ticket_;
     const int index = prep_io(&raw_, &iovec->memory->raw(), read, iovec->begin(), fd, offset, iovec->length,
                               reinterpret_cast<const void*>(ticket));
     if (index < 0) {
@@ -109,27 +111,27 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
         arguments["length_bytes"] = iovec->length;
         raise_failed("hf3fs_prep_io", -index, arguments);
     }
-    iovec->prepared = true;
+    iovec->is_outstanding = true;
     ++iovec->memory->outstanding;
-    operations_.emplace(ticket, Operation{std::move(object), std::move(userdata), index});
+    operations_.emplace(ticket, Operation{std::move(iovec_object), std::move(userdata), index});
     ++outstanding_;
-    unsubmitted_ = true;
+    has_unsubmitted_ = true;
 }
 
 void Ioring::submit() {
     check_open();
     auto submit_ios = GDRKIT_REQUIRE(hf3fs_submit_ios);
-    const int code = submit_ios(&raw_);
-    if (code < 0) {
-        raise_failed("hf3fs_submit_ios", -code);
+    const int status = submit_ios(&raw_);
+    if (status < 0) {
+        raise_failed("hf3fs_submit_ios", -status);
     }
-    unsubmitted_ = false;
+    has_unsubmitted_ = false;
 }
 
 void Ioring::complete(const Cqe& cqe) {
     const auto position = operations_.find(reinterpret_cast<std::uint64_t>(cqe.userdata));
     if (position == operations_.end() || position->second.index != cqe.index) {
-        // It completes no operation, or it is a duplicate.
+        // The completion belongs to no outstanding operation, or is a duplicate.
         nb::dict arguments;
         arguments["index"] = cqe.index;
         raise_failed("hf3fs_wait_for_ios", EPROTO, arguments);
@@ -139,7 +141,7 @@ void Ioring::complete(const Cqe& cqe) {
     Iovec* iovec = nb::cast<Iovec*>(operation.iovec);
     iovec->result = cqe.result;
     iovec->userdata = std::move(operation.userdata);
-    iovec->prepared = false;
+    iovec->is_outstanding = false;
     --iovec->memory->outstanding;
     --outstanding_;
     completed_.push_back(std::move(operation.iovec));
@@ -156,12 +158,12 @@ std::size_t Ioring::reap(int results_max, int results_min, std::optional<Clock::
     }
     const std::timespec deadline_realtime = realtime_after(wait);
     int count = 0;
-    ++waiting_;
+    ++waiter_count_;
     {
-        nb::gil_scoped_release released;
+        nb::gil_scoped_release release_gil;
         count = wait_for_ios(&raw_, cqes.data(), capacity, count_min, &deadline_realtime);
     }
-    --waiting_;
+    --waiter_count_;
     if (count < 0) {
         raise_failed("hf3fs_wait_for_ios", -count);
     }
@@ -188,14 +190,14 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
         try {
             count = reap(static_cast<int>(count_max - completed_.size()), missing, deadline);
         } catch (nb::python_error&) {
-            // Return the completions that were fetched before; the next call raises the error again.
+            // First return the completions that were reaped before. The next call raises the error again.
             if (completed_.empty()) {
                 throw;
             }
             break;
         }
         if (PyErr_CheckSignals() != 0) {
-            throw nb::python_error(); // Completions that were fetched are returned by the next call.
+            throw nb::python_error(); // The next call returns the completions that were reaped.
         }
         if (count == 0 && (missing == 0 || (deadline && Clock::now() >= *deadline))) {
             break;
@@ -210,15 +212,17 @@ nb::list Ioring::wait(int results_max, int results_min, Timeout timeout) {
 }
 
 void Ioring::destroy(Timeout timeout) {
-    if (!open_) {
+    if (!is_open_) {
         return;
     }
-    if (waiting_ != 0) {
-        raise_refused("another thread waits for completions of the ioring: let it return first", "busy");
+    if (waiter_count_ != 0) {
+        raise_refused("another thread waits for completions of the ioring: call destroy() after that wait returned",
+                      "busy");
     }
     const auto deadline = Clock::now() + timeout.value_or(std::chrono::hours{24 * 365});
-    if (unsubmitted_) {
-        submit(); // Prepared operations may be in flight already; only their completion proves that they have ended.
+    if (has_unsubmitted_) {
+        // The agent may already execute operations that were prepared but not submitted, so they must complete too.
+        submit();
     }
     while (outstanding_ != 0 && Clock::now() < deadline) {
         reap(completions_max, 1, deadline);
@@ -237,12 +241,13 @@ void Ioring::destroy(Timeout timeout) {
 }
 
 void Ioring::close_ring() {
-    open_ = false;
-    nb::gil_scoped_release released; // The call waits for the agent.
+    is_open_ = false;
+    nb::gil_scoped_release release_gil; // The call below waits for the agent.
     functions().hf3fs_iordestroy(&raw_);
 }
 
-// The agent may still write to the memory of these operations at any time. Leaking the memory is safer than reusing it.
+// Drops the outstanding operations without freeing their memory. The agent may still write to this memory at any time,
+// so leaking it is safer than reusing it.
 void Ioring::leak_operations() noexcept {
     for (auto& [ticket, operation] : operations_) {
         operation.iovec.release();
@@ -270,8 +275,9 @@ void Ioring::clear() noexcept {
     for (auto& [ticket, operation] : operations_) {
         operation.userdata.reset();
     }
-    std::deque<nb::object> dropped;
-    dropped.swap(completed_);
+    // Empty completed_ before the iovecs are destroyed, because their destruction may call Python code.
+    std::deque<nb::object> removed;
+    removed.swap(completed_);
 }
 
 namespace {

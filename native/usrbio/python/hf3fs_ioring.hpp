@@ -1,4 +1,4 @@
-// The Python class ioring: a queue of reads or of writes, which the agent executes.
+// The Python class ioring: a ring of hf3fs (hf3fs_ior), by which the agent executes reads or writes.
 #pragma once
 
 #include "hf3fs_iovec.hpp"
@@ -30,15 +30,15 @@ public:
 
     void prepare(nb::handle iovec, bool read, int fd, std::size_t offset, nb::object userdata);
     void submit();
-    // Returns the iovecs of completed operations, in the order of completion.
+    // Returns the iovecs of completed operations, in the order in which the operations completed.
     nb::list wait(int results_max, int results_min, Timeout timeout);
-    // Waits for the outstanding operations, then destroys the ring. The memory of operations that did not complete in
-    // time is never freed.
+    // Waits for the outstanding operations, then destroys the ring. If operations do not complete in time, their memory
+    // is never freed, because the agent may still use it.
     void destroy(Timeout timeout);
 
     int entries() const;
     std::size_t outstanding() const noexcept { return outstanding_; }
-    bool is_open() const noexcept { return open_; }
+    bool is_open() const noexcept { return is_open_; }
     int traverse(visitproc visit, void* argument) const noexcept;
     void clear() noexcept;
 
@@ -52,21 +52,22 @@ private:
     };
 
     void check_open() const;
-    // Moves up to `results_max` completions to completed_ and returns their number. If results_min is above 0, it waits
-    // for one until `deadline`, in short steps.
+    // Calls hf3fs_wait_for_ios once, moves up to `results_max` completions to completed_ and returns their number. If
+    // `results_min` is above 0, the call waits until `deadline`, at most 100 ms.
     std::size_t reap(int results_max, int results_min, std::optional<Clock::time_point> deadline);
     void complete(const Cqe& cqe);
     void close_ring();
     void leak_operations() noexcept;
 
     Ior raw_{};
-    bool open_ = false;
-    bool unsubmitted_ = false;
-    int waiting_ = 0; // Number of threads that wait in the library with this ring.
-    std::size_t outstanding_ = 0;
-    std::uint64_t tickets_ = 0;
-    // Outstanding operations by ticket. An index does not identify them: the library may reuse an index after it has
-    // returned the completion, before the thread that waited for it has the GIL.
+    bool is_open_ = false;
+    bool has_unsubmitted_ = false; // There are prepared operations that were not submitted.
+    int waiter_count_ = 0;         // Number of threads that wait in the library for completions of this ring.
+    std::size_t outstanding_ = 0;  // Number of prepared or submitted operations that have not completed.
+    std::uint64_t last_ticket_ = 0;
+    // Outstanding operations by ticket, the number that prepare() passes as userdata. The index of an operation does
+    // not identify it: once the library has returned a completion, it may reuse the index before the waiting thread has
+    // the GIL.
     std::unordered_map<std::uint64_t, Operation> operations_;
     std::deque<nb::object> completed_; // Completed operations that were not returned yet.
 };

@@ -13,8 +13,8 @@ namespace gdrkit::usrbio {
 using namespace nb::literals;
 
 IovecMemory::~IovecMemory() {
-    if (open_) {
-        // No operation can use it: a ring holds a reference to each iovec that it uses.
+    if (is_open_) {
+        // No operation can use the memory, because a ring holds references to the iovecs of its operations.
         nb::error_scope saved_error;
         try {
             if (before_close.is_valid() && !before_close.is_none()) {
@@ -38,25 +38,25 @@ void IovecMemory::acquire_buffer(nb::handle base) {
 }
 
 void IovecMemory::check_open() const {
-    if (!open_) {
+    if (!is_open_) {
         raise_refused("the iovec is closed", "closed");
     }
 }
 
 void IovecMemory::close() {
-    if (!open_) {
+    if (!is_open_) {
         return;
     }
     if (outstanding != 0) {
-        raise_refused("the iovec has outstanding operations: wait for them first", "busy");
+        raise_refused("the iovec has outstanding operations: wait for their completions first", "busy");
     }
-    if (exported != 0) {
+    if (export_count != 0) {
         raise_refused("the memory of the iovec is still in use (by a memoryview or an array): release it first",
                       "busy");
     }
     if (before_close.is_valid() && !before_close.is_none()) {
-        nb::object action = before_close;
-        action();
+        nb::object function = before_close;
+        function();
         before_close.reset();
     }
     release();
@@ -68,14 +68,14 @@ void IovecMemory::close() {
 }
 
 void IovecMemory::release() {
-    open_ = false;
-    // A library of the third generation detects device memory itself.
+    is_open_ = false;
+    // In a library without hf3fs_iovdestroy_gpu, hf3fs_iovdestroy also destroys iovs in device memory.
     auto destroy = functions().hf3fs_iovdestroy;
     if (is_device() && functions().hf3fs_iovdestroy_gpu != nullptr) {
         destroy = functions().hf3fs_iovdestroy_gpu;
     }
     if (destroy != nullptr) {
-        nb::gil_scoped_release released; // The call waits for the agent.
+        nb::gil_scoped_release release_gil; // The call below waits for the agent.
         destroy(&raw_);
     }
 }
@@ -95,9 +95,9 @@ Iovec Iovec::slice(std::size_t begin_offset, std::size_t bytes) const {
     return part;
 }
 
-Identity parse_identity(const std::string& text) {
-    Identity identity{};
-    std::size_t digits = 0;
+Uuid parse_uuid(const std::string& text) {
+    Uuid uuid{};
+    std::size_t digit_count = 0;
     for (std::size_t index = 0; index < text.size(); ++index) {
         const char letter = text[index];
         const bool may_be_hyphen = index == 8 || index == 13 || index == 18 || index == 23;
@@ -108,21 +108,21 @@ Identity parse_identity(const std::string& text) {
                           : letter >= 'a' && letter <= 'f' ? letter - 'a' + 10
                           : letter >= 'A' && letter <= 'F' ? letter - 'A' + 10
                                                            : -1;
-        if (value < 0 || digits == 32) {
-            raise_refused("the id is not a UUID", "malformed");
+        if (value < 0 || digit_count == 32) {
+            raise_refused("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
         }
-        identity.bytes[digits / 2] = static_cast<std::uint8_t>(identity.bytes[digits / 2] << 4 | value);
-        ++digits;
+        uuid.bytes[digit_count / 2] = static_cast<std::uint8_t>(uuid.bytes[digit_count / 2] << 4 | value);
+        ++digit_count;
     }
-    if (digits != 32) {
-        raise_refused("the id is not a UUID", "malformed");
+    if (digit_count != 32) {
+        raise_refused("id must be a UUID: 32 hexadecimal digits, with or without hyphens", "malformed");
     }
-    return identity;
+    return uuid;
 }
 
 namespace {
 
-std::string format_identity(const char id[16]) {
+std::string format_uuid(const char id[16]) {
     static constexpr char digits[] = "0123456789abcdef";
     std::string text;
     for (int index = 0; index < 16; ++index) {
@@ -143,17 +143,17 @@ nb::dict call_arguments(const std::string& mount, std::size_t size, std::size_t 
     return arguments;
 }
 
-// Calls the library without the GIL, because it waits for the agent, and returns an iovec of the struct that it filled
-// in.
+// Calls a function of the library that fills in memory->raw(), and returns an iovec of that memory. The function runs
+// without the GIL, because it waits for the agent.
 template <typename Call>
 Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb::dict arguments, Call&& call) {
-    int code = 0;
+    int status = 0;
     {
-        nb::gil_scoped_release released;
-        code = call(memory->raw());
+        nb::gil_scoped_release release_gil;
+        status = call(memory->raw());
     }
-    if (code < 0) {
-        raise_failed(operation, -code, arguments);
+    if (status < 0) {
+        raise_failed(operation, -status, arguments);
     }
     memory->mark_open();
     Iovec iovec;
@@ -164,14 +164,13 @@ Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb:
 
 Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovwrap);
-    const Identity identity = parse_identity(id);
+    const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, base);
     memory->acquire_buffer(base);
     void* begin = memory->buffer().buf;
     const auto size = static_cast<std::size_t>(memory->buffer().len);
-    return make_iovec("hf3fs_iovwrap", memory, call_arguments(mount, size, block_size), [&](Iov& raw) {
-        return call(&raw, begin, identity.bytes, mount.c_str(), size, block_size, numa);
-    });
+    return make_iovec("hf3fs_iovwrap", memory, call_arguments(mount, size, block_size),
+                      [&](Iov& raw) { return call(&raw, begin, uuid.bytes, mount.c_str(), size, block_size, numa); });
 }
 
 Iovec create(const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
@@ -183,13 +182,14 @@ Iovec create(const std::string& mount, std::size_t size, std::size_t block_size,
 
 Iovec open(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovopen);
-    const Identity identity = parse_identity(id);
+    const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, nb::none());
     return make_iovec("hf3fs_iovopen", memory, call_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, identity.bytes, mount.c_str(), size, block_size, numa); });
+                      [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, numa); });
 }
 
-// The function of the first generation if the library has it, otherwise that of the third.
+// The GPU function `first` of the first generation of the interface if the library has it, otherwise `third` of the
+// third generation. GDRKIT_NAME is the name of that function.
 #define GDRKIT_EITHER(first, third)                                                                                    \
     (functions().third != nullptr && functions().first == nullptr ? functions().third : GDRKIT_REQUIRE(first))
 #define GDRKIT_NAME(first, third) (functions().first != nullptr ? #first : #third)
@@ -205,29 +205,29 @@ Iovec create_gpu(const std::string& mount, std::size_t size, std::size_t block_s
 Iovec wrap_gpu(std::uintptr_t address, std::size_t size, const std::string& id, const std::string& mount,
                std::size_t block_size, int device, nb::object owner) {
     auto call = GDRKIT_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
-    const Identity identity = parse_identity(id);
+    const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, std::move(owner));
     return make_iovec(GDRKIT_NAME(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
                       call_arguments(mount, size, block_size), [&](Iov& raw) {
-                          return call(&raw, reinterpret_cast<void*>(address), identity.bytes, mount.c_str(), size,
+                          return call(&raw, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(), size,
                                       block_size, device);
                       });
 }
 
 Iovec open_gpu(const std::string& id, const std::string& mount, std::size_t size, std::size_t block_size, int device) {
     auto call = GDRKIT_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
-    const Identity identity = parse_identity(id);
+    const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
     return make_iovec(GDRKIT_NAME(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
                       call_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, identity.bytes, mount.c_str(), size, block_size, device); });
+                      [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, device); });
 }
 
 Iovec import_gpu(nb::bytes handle, const std::string& mount) {
     auto call = GDRKIT_REQUIRE(hf3fs_iov_import_gpu);
     GpuHandle gpu_handle{};
     if (handle.size() != sizeof(gpu_handle.data)) {
-        raise_refused("a handle of device memory must have 80 bytes", "malformed");
+        raise_refused("handle must have the 80 bytes of a handle of device memory", "malformed");
     }
     std::memcpy(gpu_handle.data, handle.c_str(), sizeof(gpu_handle.data));
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
@@ -239,9 +239,9 @@ nb::bytes export_gpu(const Iovec& self) {
     self.memory->check_open();
     auto call = GDRKIT_REQUIRE(hf3fs_iov_export_gpu);
     GpuHandle handle{};
-    const int code = call(&self.memory->raw(), &handle);
-    if (code < 0) {
-        raise_failed("hf3fs_iov_export_gpu", -code);
+    const int status = call(&self.memory->raw(), &handle);
+    if (status < 0) {
+        raise_failed("hf3fs_iov_export_gpu", -status);
     }
     return nb::bytes(reinterpret_cast<const char*>(handle.data), sizeof(handle.data));
 }
@@ -249,15 +249,15 @@ nb::bytes export_gpu(const Iovec& self) {
 void synchronize(const Iovec& self, int direction) {
     self.memory->check_open();
     auto call = GDRKIT_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
-    int code = 0;
+    int status = 0;
     {
-        nb::gil_scoped_release released;
-        code = call(&self.memory->raw(), direction);
+        nb::gil_scoped_release release_gil;
+        status = call(&self.memory->raw(), direction);
     }
-    if (code < 0) {
+    if (status < 0) {
         nb::dict arguments;
         arguments["direction"] = direction;
-        raise_failed(GDRKIT_NAME(hf3fs_iovsync_gpu, hf3fs_iovsync), -code, arguments);
+        raise_failed(GDRKIT_NAME(hf3fs_iovsync_gpu, hf3fs_iovsync), -status, arguments);
     }
 }
 
@@ -295,14 +295,14 @@ Iovec slice_by(const Iovec& self, nb::handle part) {
     PyBuffer_Release(&view);
     const auto base = reinterpret_cast<std::uintptr_t>(self.begin());
     if (self.memory->is_device() || begin < base || bytes > self.length || begin - base > self.length - bytes) {
-        throw nb::index_error("the buffer is not inside the iovec");
+        throw nb::index_error("buf must be inside the memory of the iovec");
     }
     return self.slice(begin - base, bytes);
 }
 
 void close(const Iovec& self) {
     if (self.is_slice) {
-        raise_refused("a slice cannot be closed: close the whole iovec", "bad_argument");
+        raise_refused("a slice cannot be closed: close the iovec that was sliced", "bad_argument");
     }
     self.memory->close();
 }
@@ -320,12 +320,12 @@ int get_buffer(PyObject* object, Py_buffer* view, int flags) noexcept {
     if (PyBuffer_FillInfo(view, object, self.begin(), static_cast<Py_ssize_t>(self.length), 0, flags) != 0) {
         return -1;
     }
-    ++self.memory->exported;
+    ++self.memory->export_count;
     return 0;
 }
 
 void release_buffer(PyObject* object, Py_buffer*) noexcept {
-    --nb::inst_ptr<Iovec>(object)->memory->exported;
+    --nb::inst_ptr<Iovec>(object)->memory->export_count;
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) noexcept {
@@ -335,7 +335,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) noexcept {
     }
     const Iovec& iovec = *nb::inst_ptr<Iovec>(self);
     Py_VISIT(iovec.userdata.ptr());
-    // The references of the memory belong to all its slices, so an iovec may report them only if it is the only one.
+    // An iovec and its slices share the references of the memory. Only an iovec that is the last user may report them
+    // to the garbage collector.
     return iovec.memory && iovec.memory.use_count() == 1 ? iovec.memory->traverse(visit, arg) : 0;
 }
 
@@ -373,7 +374,7 @@ void bind_iovec(nb::module_& module) {
                          self.memory->check_open();
                          return reinterpret_cast<std::uintptr_t>(self.begin());
                      })
-        .def_prop_ro("id", [](const Iovec& self) { return format_identity(self.memory->raw().id); })
+        .def_prop_ro("id", [](const Iovec& self) { return format_uuid(self.memory->raw().id); })
         .def_prop_ro("block_size", [](const Iovec& self) { return self.memory->raw().block_size; })
         .def_prop_ro("is_gpu", [](const Iovec& self) { return self.memory->is_device(); })
         .def_prop_ro("gpu_device", &device_number)

@@ -1,4 +1,5 @@
-// The Python class iovec: memory that a ring reads into or writes from, or a slice of it.
+// The Python class iovec of the module hf3fs: memory that operations of a ring read or write (a hf3fs_iov of the client
+// library), or a slice of such memory.
 #pragma once
 
 #include "hf3fs_library.hpp"
@@ -13,7 +14,8 @@ namespace gdrkit::usrbio {
 
 namespace nb = nanobind;
 
-// One hf3fs_iov, and references to the objects that it uses. Every method requires the GIL.
+// One hf3fs_iov, shared by an iovec and its slices, with references to the Python objects that own the memory. Every
+// method requires the GIL.
 class IovecMemory {
 public:
     enum class Kind { host, device };
@@ -23,10 +25,10 @@ public:
     IovecMemory& operator=(const IovecMemory&) = delete;
     ~IovecMemory();
 
-    // Acquires the buffer of a Python object, which cannot be resized or closed until close().
+    // Acquires the buffer of a Python object. The object cannot be resized or closed until close().
     void acquire_buffer(nb::handle base);
-    // Call it after the library has filled in raw().
-    void mark_open() noexcept { open_ = true; }
+    // Marks the memory as open. Call it after the library has filled in raw().
+    void mark_open() noexcept { is_open_ = true; }
     // Calls before_close and the library's destroy, then releases all references. Raises an error if the memory is in
     // use.
     void close();
@@ -35,12 +37,12 @@ public:
     const Iov& raw() const noexcept { return raw_; }
     const Py_buffer& buffer() const noexcept { return buffer_; }
     bool is_device() const noexcept { return kind_ == Kind::device; }
-    bool is_open() const noexcept { return open_; }
+    bool is_open() const noexcept { return is_open_; }
     void check_open() const;
 
-    std::size_t outstanding = 0; // Number of operations of rings.
-    std::size_t exported = 0;    // Number of exported buffers.
-    nb::object before_close;     // Called first by close(); may be empty.
+    std::size_t outstanding = 0;  // Number of outstanding operations in this memory.
+    std::size_t export_count = 0; // Number of buffers (memoryviews, arrays) that Python code has of this memory.
+    nb::object before_close;      // A function that close() calls first; may be empty.
 
     int traverse(visitproc visit, void* argument) const noexcept;
 
@@ -52,7 +54,7 @@ private:
     Iov raw_{};
     Py_buffer buffer_{};
     bool has_buffer_ = false;
-    bool open_ = false;
+    bool is_open_ = false;
 };
 
 struct Iovec {
@@ -60,7 +62,7 @@ struct Iovec {
     std::size_t offset = 0;
     std::size_t length = 0;
     bool is_slice = false;
-    bool prepared = false; // It is in an outstanding operation of a ring.
+    bool is_outstanding = false; // An outstanding operation uses this iovec and will set `result`.
     std::int64_t result = 0;
     nb::object userdata = nb::none();
 
@@ -69,11 +71,11 @@ struct Iovec {
 };
 
 // The 16 bytes of a UUID.
-struct Identity {
+struct Uuid {
     std::uint8_t bytes[16];
 };
-// Parses the text of a UUID, with hyphens or without. Raises an error for other texts.
-Identity parse_identity(const std::string& text);
+// Parses the text of a UUID, with or without hyphens. Raises an error for any other text.
+Uuid parse_uuid(const std::string& text);
 
 void bind_iovec(nb::module_& module);
 

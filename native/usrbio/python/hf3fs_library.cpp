@@ -6,34 +6,35 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-Functions loaded;
-void* handle = nullptr;
+Functions loaded_functions;
+void* library_handle = nullptr;
 
 } // namespace
 
 std::string open_library(const std::string& path) {
-    if (handle != nullptr) {
+    if (library_handle != nullptr) {
         return {};
     }
-    // It is never closed, because the library has its own threads, tables of descriptors and handlers.
-    handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
+    // The library is never closed, because it has threads, tables of descriptors and handlers for fork().
+    library_handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library_handle == nullptr) {
         return dlerror();
     }
-#define GDRKIT_RESOLVE(name, result, ...) loaded.name = reinterpret_cast<decltype(loaded.name)>(dlsym(handle, #name));
+#define GDRKIT_RESOLVE(name, result, ...)                                                                              \
+    loaded_functions.name = reinterpret_cast<decltype(loaded_functions.name)>(dlsym(library_handle, #name));
     GDRKIT_HF3FS_FUNCTIONS(GDRKIT_RESOLVE)
 #undef GDRKIT_RESOLVE
     return {};
 }
 
 const Functions& functions() noexcept {
-    return loaded;
+    return loaded_functions;
 }
 
 std::vector<std::string> function_names() {
     std::vector<std::string> names;
 #define GDRKIT_LIST(name, result, ...)                                                                                 \
-    if (loaded.name != nullptr) {                                                                                      \
+    if (loaded_functions.name != nullptr) {                                                                            \
         names.emplace_back(#name);                                                                                     \
     }
     GDRKIT_HF3FS_FUNCTIONS(GDRKIT_LIST)

@@ -1,5 +1,5 @@
-// The client library of this process. It is opened once, by a path that Python chooses, and stays open until the
-// process ends.
+// The client library (libhf3fs_api_shared.so) that the Python module _hf3fs uses. Python code chooses its path. It is
+// opened once and stays open until the process ends.
 #pragma once
 
 #include "hf3fs_abi.hpp"
@@ -20,11 +20,12 @@ struct Functions {
 #undef GDRKIT_DECLARE
 };
 
-// Opens the library. Returns the empty string on success, otherwise the message of dlopen. A second call does nothing:
-// objects of one library must not be passed to the functions of another.
+// Opens the library. Returns the empty string on success, otherwise the message of dlopen. A second call does nothing,
+// because objects of one library must not be passed to the functions of another library.
 std::string open_library(const std::string& path);
 
-// Returns the functions of the library. Those that it does not have are null, and all are before it was opened.
+// Returns the functions of the library. Functions that the library does not have are null. Before open_library() all
+// are null.
 const Functions& functions() noexcept;
 
 // Returns the names of the functions that the library has.

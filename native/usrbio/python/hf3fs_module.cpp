@@ -1,5 +1,5 @@
-// The Python module gdrkit.usrbio._hf3fs: the hf3fs user-space I/O interface, over any client library that implements
-// it.
+// The Python module gdrkit.usrbio._hf3fs: a binding of the hf3fs user-space I/O interface (hf3fs_usrbio.h) for any
+// client library that implements it.
 
 #include "hf3fs_errors.hpp"
 #include "hf3fs_ioring.hpp"
@@ -44,34 +44,34 @@ nb::dict descriptor_arguments(int fd) {
 
 void register_fd(int fd, std::uint64_t flags) {
     const auto call = GDRKIT_REQUIRE(hf3fs_reg_fd);
-    int code = 0;
+    int status = 0;
     {
-        nb::gil_scoped_release released;
-        code = call(fd, flags);
+        nb::gil_scoped_release release_gil;
+        status = call(fd, flags);
     }
-    if (code > 0) { // Only for this function, a positive result is an error.
-        raise_failed("hf3fs_reg_fd", code, descriptor_arguments(fd));
+    if (status > 0) { // hf3fs_reg_fd returns a positive errno on failure, and 0 or less on success.
+        raise_failed("hf3fs_reg_fd", status, descriptor_arguments(fd));
     }
 }
 
 void deregister_fd(int fd) {
     const auto call = GDRKIT_REQUIRE(hf3fs_dereg_fd);
-    nb::gil_scoped_release released;
+    nb::gil_scoped_release release_gil;
     call(fd);
 }
 
 void hardlink(const std::string& target, const std::string& link_name) {
     const auto call = GDRKIT_REQUIRE(hf3fs_hardlink);
-    int code = 0;
+    int status = 0;
     {
-        nb::gil_scoped_release released;
-        code = call(target.c_str(), link_name.c_str());
+        nb::gil_scoped_release release_gil;
+        status = call(target.c_str(), link_name.c_str());
     }
-    if (code != 0) {
+    if (status != 0) {
         nb::dict arguments;
         arguments["target"] = target;
         arguments["link_name"] = link_name;
-        raise_failed("hf3fs_hardlink", std::abs(code), arguments);
+        raise_failed("hf3fs_hardlink", std::abs(status), arguments);
     }
 }
 
@@ -80,18 +80,18 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
     if (start.size() != end.size()) {
         raise_refused("start and end must have the same length: each hole has a start and an end", "bad_argument");
     }
-    if (start.size() > 1000) {
-        raise_refused("one call can punch at most 1000 holes", "bad_argument");
+    if (start.size() > 1000) { // The limit of hf3fs_punchhole.
+        raise_refused("one call can punch at most 1000 holes: use several calls", "bad_argument");
     }
-    int code = 0;
+    int status = 0;
     {
-        nb::gil_scoped_release released;
-        code = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
+        nb::gil_scoped_release release_gil;
+        status = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
     }
-    if (code != 0) {
+    if (status != 0) {
         nb::dict arguments = descriptor_arguments(fd);
         arguments["holes"] = start.size();
-        raise_failed("hf3fs_punchhole", std::abs(code), arguments);
+        raise_failed("hf3fs_punchhole", std::abs(status), arguments);
     }
 }
 
@@ -99,7 +99,7 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
 
 NB_MODULE(_hf3fs, module) {
     set_module(module);
-    // If an agent does not answer, its ring leaks the memory of the operations on purpose.
+    // If an agent does not complete operations, an ioring leaks their memory on purpose.
     nb::set_leak_warnings(false);
     module.def("open_library", &open_library, "path"_a);
     module.def("function_names", &function_names);

@@ -1,4 +1,5 @@
-// The Python module gdrkit.usrbio._loop, the agent's loop. Every call that waits releases the GIL.
+// The Python module gdrkit.usrbio._loop: the binding of the agent's loop (native/usrbio/agent). Every call that waits
+// releases the GIL.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -21,7 +22,7 @@ using namespace gdrkit::usrbio::agent;
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
-using Release = nb::gil_scoped_release;
+using ReleaseGil = nb::gil_scoped_release;
 
 Id parse_id(const nb::bytes& data) {
     Id id{};
@@ -31,19 +32,20 @@ Id parse_id(const nb::bytes& data) {
     return id;
 }
 
-nb::bytes id_bytes(const Id& id) {
+nb::bytes bytes_of_id(const Id& id) {
     return nb::bytes(id.data(), id.size());
 }
 
-void translate(const std::exception_ptr& thrown, void*) {
+// Converts std::system_error to OSError with the same errno.
+void translate_system_error(const std::exception_ptr& exception, void*) {
     try {
-        std::rethrow_exception(thrown);
+        std::rethrow_exception(exception);
     } catch (const std::system_error& error) {
         PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
     }
 }
 
-// Creates a semaphore of value 0, which clients and agent find by its name.
+// Creates a semaphore of value 0, which the agent and its clients open by name.
 void create_semaphore(const std::string& name, unsigned mode) {
     sem_t* semaphore = sem_open(name.c_str(), O_CREAT | O_EXCL, static_cast<mode_t>(mode), 0);
     if (semaphore == SEM_FAILED)
@@ -52,22 +54,22 @@ void create_semaphore(const std::string& name, unsigned mode) {
 }
 
 nb::dict statistics_of(Loop& loop) {
-    Statistics values;
+    Statistics statistics;
     {
-        const Release release;
-        values = loop.statistics();
+        const ReleaseGil release;
+        statistics = loop.statistics();
     }
     nb::dict result;
-    result["operations"] = values.operations;
-    result["completions"] = values.completions;
-    result["bytes"] = values.bytes;
-    result["refused"] = values.refused;
-    result["failed"] = values.failed;
-    result["batches"] = values.batches;
-    result["sleeps"] = values.sleeps;
-    result["broken_rings"] = values.broken_rings;
-    result["disconnects"] = values.disconnects;
-    result["outstanding"] = values.outstanding;
+    result["operations"] = statistics.operations;
+    result["completions"] = statistics.completions;
+    result["bytes"] = statistics.bytes;
+    result["refused"] = statistics.refused;
+    result["failed"] = statistics.failed;
+    result["batches"] = statistics.batches;
+    result["sleeps"] = statistics.sleeps;
+    result["broken_rings"] = statistics.broken_rings;
+    result["disconnects"] = statistics.disconnects;
+    result["outstanding"] = statistics.outstanding;
     return result;
 }
 
@@ -84,14 +86,14 @@ const char* name_of(Event::Kind kind) {
 }
 
 nb::list events_of(Loop& loop, int timeout_ms) {
-    std::vector<Event> values;
+    std::vector<Event> events;
     {
-        const Release release;
-        values = loop.events(Milliseconds(timeout_ms));
+        const ReleaseGil release;
+        events = loop.events(Milliseconds(timeout_ms));
     }
     nb::list result;
-    for (const Event& event : values)
-        result.append(nb::make_tuple(name_of(event.kind), event.client, id_bytes(event.id), event.generation));
+    for (const Event& event : events)
+        result.append(nb::make_tuple(name_of(event.kind), event.client, bytes_of_id(event.id), event.generation));
     return result;
 }
 
@@ -99,14 +101,14 @@ nb::list events_of(Loop& loop, int timeout_ms) {
 
 NB_MODULE(_loop, module) {
     module.doc() = "The agent's loop: rings, data frames, completions.";
-    nb::register_exception_translator(translate);
+    nb::register_exception_translator(translate_system_error);
     module.def("limit_arenas", &limit_arenas);
     module.def("create_semaphore", &create_semaphore, nb::arg("name"), nb::arg("mode"));
 
     nb::class_<Loop>(module, "Loop")
         .def(
             "__init__",
-            [](Loop* self, const std::array<std::string, priority_classes>& semaphores, int spin_us,
+            [](Loop* self, const std::array<std::string, priority_class_count>& semaphores, int spin_us,
                std::size_t outstanding_max, std::uint32_t silence_ms) {
                 Options options;
                 options.spin = std::chrono::microseconds(spin_us);
@@ -115,8 +117,8 @@ NB_MODULE(_loop, module) {
                 new (self) Loop(options, semaphores);
             },
             nb::kw_only(), nb::arg("semaphores"), nb::arg("spin_us"), nb::arg("outstanding_max"), nb::arg("silence_ms"))
-        .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<Release>())
-        .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<Release>())
+        .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<ReleaseGil>())
+        .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<ReleaseGil>())
         .def(
             "add_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
@@ -129,7 +131,7 @@ NB_MODULE(_loop, module) {
                                 .preferred_nics = std::move(preferred_nics)};
                 for (const auto& [address, rkey] : keys)
                     spec.keys.push_back({address, rkey});
-                const Release release;
+                const ReleaseGil release;
                 loop.add_buffer(client, spec);
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("length"), nb::arg("block_bytes"), nb::arg("keys"),
@@ -139,7 +141,7 @@ NB_MODULE(_loop, module) {
             [](Loop& loop, std::uint64_t client, std::uint64_t inode, std::uint64_t read_handle,
                std::uint64_t write_handle, bool readable, bool writable) {
                 const FileSpec spec{inode, read_handle, write_handle, readable, writable};
-                const Release release;
+                const ReleaseGil release;
                 loop.set_file(client, spec);
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
@@ -149,7 +151,7 @@ NB_MODULE(_loop, module) {
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int fd, bool for_read, int io_depth, int priority,
                std::uint32_t timeout_ms, std::uint64_t flags) {
                 const RingSpec spec{parse_id(id), for_read, io_depth, priority, Milliseconds(timeout_ms), flags};
-                const Release release;
+                const ReleaseGil release;
                 loop.add_ring(client, spec, fd);
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("fd"), nb::arg("for_read"), nb::arg("io_depth"),
@@ -158,31 +160,31 @@ NB_MODULE(_loop, module) {
             "remove_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
                 const Id buffer_id = parse_id(id);
-                const Release release;
+                const ReleaseGil release;
                 return loop.remove_buffer(client, buffer_id, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_ring",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int timeout_ms) {
-                const Id buffer_id = parse_id(id);
-                const Release release;
-                return loop.remove_ring(client, buffer_id, Milliseconds(timeout_ms));
+                const Id ring_id = parse_id(id);
+                const ReleaseGil release;
+                return loop.remove_ring(client, ring_id, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("timeout_ms"))
         .def(
             "remove_file",
             [](Loop& loop, std::uint64_t client, std::uint64_t inode, int timeout_ms) {
-                const Release release;
+                const ReleaseGil release;
                 return loop.remove_file(client, inode, Milliseconds(timeout_ms));
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("timeout_ms"))
         .def("connect", &Loop::connect, nb::arg("socket"), nb::kw_only(), nb::arg("queue_pair_nics"),
-             nb::arg("generation"), nb::call_guard<Release>(),
-             "Closes the descriptor at the end of the connection, and also if the call fails.")
-        .def("disconnect", &Loop::disconnect, nb::call_guard<Release>())
-        .def("abandon", &Loop::abandon, nb::call_guard<Release>())
+             nb::arg("generation"), nb::call_guard<ReleaseGil>(),
+             "Close the socket at the end of the connection, and also if the call fails.")
+        .def("disconnect", &Loop::disconnect, nb::call_guard<ReleaseGil>())
+        .def("abandon", &Loop::abandon, nb::call_guard<ReleaseGil>())
         .def("statistics", &statistics_of)
         .def("events", &events_of, nb::arg("timeout_ms"))
-        .def("stop", &Loop::stop, nb::call_guard<Release>());
+        .def("stop", &Loop::stop, nb::call_guard<ReleaseGil>());
 }

@@ -5,8 +5,8 @@
 namespace gdrkit::usrbio {
 
 ApplicationRing::ApplicationRing(const RingView& view)
-    : view_(view), in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slots)),
-      announcement_(view.extension->application) {}
+    : view_(view), in_use_(std::make_unique<std::atomic<std::uint8_t>[]>(view.slot_count)),
+      sleep_announcement_(view.extension->application) {}
 
 int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept {
     RingView view;
@@ -26,7 +26,7 @@ int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<App
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     }
-    ring->head_ = ring->published_ = static_cast<std::uint32_t>(head);
+    ring->head_ = ring->published_head_ = static_cast<std::uint32_t>(head);
     ring->tail_ = static_cast<std::uint32_t>(tail);
     ring->completion_tail_ = static_cast<std::uint32_t>(completion_tail);
     SideState& application = view.extension->application;
@@ -37,11 +37,11 @@ int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<App
 }
 
 bool ApplicationRing::has_queue_space(std::uint32_t next) noexcept {
-    // Completions may come out of order, so an index can be free while its place in the queue is not.
+    // Completions may come out of order. An index can therefore be free while the next position in the queue is not.
     const std::int32_t tail = view_.indices->submission_tail.load(std::memory_order_acquire);
     if (!view_.is_valid(tail)) {
-        broken_.store(true, std::memory_order_release);
-        post(*view_.completion_semaphore); // The thread that reaps may sleep, and the agent will not wake it.
+        is_broken_.store(true, std::memory_order_release);
+        post(*view_.completion_semaphore); // The thread that reaps may sleep, and a faulty agent may never wake it.
         return false;
     }
     tail_ = static_cast<std::uint32_t>(tail);

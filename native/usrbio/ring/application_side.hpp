@@ -1,6 +1,8 @@
-// The application's side of a ring. Two threads may use it at a time: one prepares and submits, the other reaps. They
-// share only the indices that become free. No function makes a system call, except that prepare() posts the completion
-// semaphore when it finds the ring broken.
+// The application's side of a ring: prepares and submits operations, and reaps their completions.
+//
+// Two threads may use a ring at the same time: one prepares and submits, the other reaps. The two threads share only
+// the indices that become free. No function makes a system call, with one exception: prepare() posts the completion
+// semaphore if it finds an invalid index.
 #pragma once
 
 #include "usrbio/ring/announcement.hpp"
@@ -13,24 +15,25 @@ namespace gdrkit::usrbio {
 
 class ApplicationRing {
 public:
-    // Creates the application's side of a ring. The memory stays the caller's and must outlive the ring. Returns 0;
-    // -EINVAL: no ring has that size, or its indices are out of range; or -ENOMEM.
+    // Creates the application's side of a ring. The caller keeps the memory mapped for longer than the ring exists.
+    // Returns 0; -EINVAL: no ring has `bytes` bytes, or the indices in the memory are out of range; or -ENOMEM.
     static int attach(void* memory, std::size_t bytes, std::unique_ptr<ApplicationRing>& ring) noexcept;
     ApplicationRing(const ApplicationRing&) = delete;
     ApplicationRing& operator=(const ApplicationRing&) = delete;
 
     // -- for the thread that prepares -------------------------------------------------------------------------------
 
-    // Returns the index of the operation, or -EAGAIN: all entries of the ring are in flight. The agent sees the
-    // operation after submit().
+    // Adds an operation to the ring. Returns the index of the operation, or -EAGAIN: all entries of the ring are in
+    // flight. The agent sees the operation after submit().
     int prepare(const std::uint8_t (&buffer_id)[16], std::uint64_t buffer_offset, std::uint64_t file_inode,
                 std::uint64_t file_offset, std::uint64_t length, std::uint64_t userdata) noexcept {
         const std::uint32_t next = view_.next(head_);
-        if ((prepared_ - freed_seen_ == entries() && !has_free_index()) || (next == tail_ && !has_queue_space(next))) {
+        if ((prepared_count_ - last_seen_freed_count_ == entries() && !has_free_index()) ||
+            (next == tail_ && !has_queue_space(next))) {
             return -EAGAIN;
         }
-        // Indices are used in turn; only completions out of order leave gaps. At least one index is free, as checked
-        // above.
+        // Indices are used in ascending order, so next_index_ is free unless completions came out of order. The check
+        // above ensures that at least one index is free.
         while (in_use_[next_index_].load(std::memory_order_acquire) != 0) {
             next_index_ = next_index_ + 1 == entries() ? 0 : next_index_ + 1;
         }
@@ -46,31 +49,31 @@ public:
         in_use_[index].store(1, std::memory_order_release);
         next_index_ = next_index_ + 1 == entries() ? 0 : next_index_ + 1;
         head_ = next;
-        ++prepared_;
+        ++prepared_count_;
         return index;
     }
 
-    // Publishes the prepared operations to the agent. Returns true if the caller must post the submit semaphore: the
-    // agent sleeps, or does not support the extension.
+    // Publishes the prepared operations to the agent. Returns true if the caller must post the submit semaphore,
+    // because the agent sleeps or does not support the extension.
     bool submit() noexcept {
-        if (published_ != head_) {
+        if (published_head_ != head_) {
             view_.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_seq_cst);
-            published_ = head_;
+            published_head_ = head_;
         }
         return !agent_has_extension() || must_wake(view_.extension->agent);
     }
 
     // -- for the thread that reaps ----------------------------------------------------------------------------------
 
-    // Passes each available completion, at most `max_count`, to sink(index, result, userdata). Returns their number.
+    // Passes at most `max_count` available completions to sink(index, result, userdata). Returns their number.
     template <typename Sink> std::uint32_t reap(std::uint32_t max_count, Sink&& sink) noexcept {
         const std::int32_t head = view_.indices->completion_head.load(std::memory_order_acquire);
         if (!view_.is_valid(head)) {
-            broken_.store(true, std::memory_order_relaxed);
+            is_broken_.store(true, std::memory_order_relaxed);
             return 0;
         }
         std::uint32_t count = 0;
-        const std::uint32_t begin = completion_tail_;
+        const std::uint32_t tail_before = completion_tail_;
         while (completion_tail_ != static_cast<std::uint32_t>(head) && count < max_count) {
             const Completion& completion = view_.completions[completion_tail_];
             const std::int32_t index = completion.index;
@@ -82,19 +85,19 @@ public:
                 ++count;
             }
         }
-        if (completion_tail_ != begin) {
+        if (completion_tail_ != tail_before) {
             view_.indices->completion_tail.store(static_cast<std::int32_t>(completion_tail_),
                                                  std::memory_order_release);
         }
         return publish_freed(count);
     }
 
-    // After the agent has ended: passes each operation in flight, at most `max_count`, to the sink with `result`.
-    // Returns their number.
+    // Passes at most `max_count` operations in flight to the sink, each with `result`. Returns their number. Call it
+    // after the agent has ended.
     template <typename Sink>
     std::uint32_t fail_outstanding(std::uint32_t max_count, std::int64_t result, Sink&& sink) noexcept {
         std::uint32_t count = 0;
-        for (std::uint32_t index = 0; index < view_.slots && count < max_count; ++index) {
+        for (std::uint32_t index = 0; index < view_.slot_count && count < max_count; ++index) {
             if (in_use_[index].load(std::memory_order_acquire) != 0) {
                 sink(static_cast<std::int32_t>(index), result, view_.arguments[index].userdata);
                 mark_free(static_cast<std::int32_t>(index));
@@ -109,10 +112,10 @@ public:
                static_cast<std::int32_t>(completion_tail_);
     }
 
-    // Announces that this side will sleep on completion_semaphore(). Returns false if a completion is available, and
-    // withdraws the announcement.
+    // Announces that this side will sleep on completion_semaphore(). If a completion is available, withdraws the
+    // announcement and returns false.
     bool prepare_to_sleep() noexcept {
-        announcement_.announce();
+        sleep_announcement_.announce();
         if (view_.indices->completion_head.load(std::memory_order_seq_cst) !=
             static_cast<std::int32_t>(completion_tail_)) {
             end_sleep();
@@ -120,36 +123,36 @@ public:
         }
         return true;
     }
-    void end_sleep() noexcept { announcement_.withdraw(); }
-    // Records the end of a wait, in which this side waited for that many posts.
-    void record_wait(std::uint32_t posts) noexcept { announcement_.record_round(posts == 1); }
+    void end_sleep() noexcept { sleep_announcement_.withdraw(); }
+    // Records the end of a wait in which this side slept until a post `posts` times.
+    void record_wait(std::uint32_t posts) noexcept { sleep_announcement_.record_sleep_outcome(posts == 1); }
 
-    // -- for both threads
-    // -------------------------------------------------------------------------------------------------
+    // -- for both threads -------------------------------------------------------------------------------------------
 
     bool agent_has_extension() const noexcept {
         return view_.extension->agent.magic.load(std::memory_order_relaxed) == extension_magic;
     }
-    // The agent wrote an invalid index.
-    bool broken() const noexcept { return broken_.load(std::memory_order_relaxed); }
-    // The agent has finished with this ring, or the ring is broken.
-    bool agent_ended() const noexcept {
-        return broken() || (agent_has_extension() && view_.extension->agent.ended.load(std::memory_order_acquire) != 0);
+    // Returns true if the agent wrote an invalid index.
+    bool is_broken() const noexcept { return is_broken_.load(std::memory_order_relaxed); }
+    // Returns true if the agent serves this ring no more, or wrote an invalid index.
+    bool has_agent_ended() const noexcept {
+        return is_broken() ||
+               (agent_has_extension() && view_.extension->agent.ended.load(std::memory_order_acquire) != 0);
     }
     Semaphore& completion_semaphore() const noexcept { return *view_.completion_semaphore; }
-    std::uint32_t entries() const noexcept { return view_.slots - 1; }
+    std::uint32_t entries() const noexcept { return view_.slot_count - 1; }
 
 private:
     explicit ApplicationRing(const RingView& view);
 
     bool has_free_index() noexcept {
-        freed_seen_ = freed_.load(std::memory_order_acquire);
-        return prepared_ - freed_seen_ != entries();
+        last_seen_freed_count_ = freed_count_.load(std::memory_order_acquire);
+        return prepared_count_ - last_seen_freed_count_ != entries();
     }
     bool has_queue_space(std::uint32_t next) noexcept;
     void mark_free(std::int32_t index) noexcept { in_use_[index].store(0, std::memory_order_release); }
     std::uint32_t publish_freed(std::uint32_t count) noexcept {
-        freed_.store(freed_.load(std::memory_order_relaxed) + count, std::memory_order_release);
+        freed_count_.store(freed_count_.load(std::memory_order_relaxed) + count, std::memory_order_release);
         return count;
     }
 
@@ -157,16 +160,16 @@ private:
     std::unique_ptr<std::atomic<std::uint8_t>[]> in_use_;
 
     alignas(64) std::uint32_t head_ = 0;
-    std::uint32_t tail_ = 0;       // The last submission_tail that was read.
-    std::uint32_t next_index_ = 0; // The next index to try.
-    std::uint32_t prepared_ = 0;   // Number of operations prepared so far; those beyond freed_ are in flight.
-    std::uint32_t freed_seen_ = 0;
-    std::uint32_t published_ = 0; // The last head_ that was published.
+    std::uint32_t tail_ = 0;           // The last submission_tail that was read.
+    std::uint32_t next_index_ = 0;     // The next index to try.
+    std::uint32_t prepared_count_ = 0; // Operations prepared so far; prepared_count_ - freed_count_ are in flight.
+    std::uint32_t last_seen_freed_count_ = 0;
+    std::uint32_t published_head_ = 0; // The last head_ that was published.
 
-    alignas(64) SleepAnnouncement announcement_;
+    alignas(64) SleepAnnouncement sleep_announcement_;
     std::uint32_t completion_tail_ = 0;
-    std::atomic<std::uint32_t> freed_{0};
-    std::atomic<bool> broken_{false};
+    std::atomic<std::uint32_t> freed_count_{0}; // Operations reaped or failed so far, whose index is free again.
+    std::atomic<bool> is_broken_{false};
 };
 
 } // namespace gdrkit::usrbio

@@ -1,5 +1,5 @@
-// Layout of the memory of a ring, which an application and an agent share: the layout of 3FS, and gdrkit's extension in
-// its spare bytes.
+// Layout of the memory of a ring, which an application and an agent share. It is the layout of 3FS, with gdrkit's
+// extension in the spare bytes at the end.
 #pragma once
 
 #include "usrbio/ring/semaphore.hpp"
@@ -46,24 +46,25 @@ struct Submission {
 };
 static_assert(sizeof(Submission) == 16 && offsetof(Submission, userdata) == 8);
 
-inline constexpr std::size_t spare_bytes = 4096;
+inline constexpr std::size_t spare_bytes = 4096; // 3FS allocates these bytes after the semaphore and does not use them.
 
 constexpr std::size_t ring_bytes(std::size_t entries) noexcept {
     return sizeof(Indices) + sizeof(Semaphore) +
            (sizeof(Arguments) + sizeof(Completion) + sizeof(Submission)) * (entries + 1) + spare_bytes;
 }
 
-// Values of SideState::sleeping, by which a side announces its own sleep.
-inline constexpr std::uint32_t awake = 0;         // The side checks for work by itself.
-inline constexpr std::uint32_t asleep_once = 1;   // Post its semaphore, and store `awake`.
-inline constexpr std::uint32_t asleep_always = 2; // Post its semaphore for every batch, and leave this value.
+// Values of SideState::sleeping, and what each value tells the other side.
+inline constexpr std::uint32_t awake = 0;         // This side polls for work and needs no post.
+inline constexpr std::uint32_t asleep_once = 1;   // Post this side's semaphore once, and store `awake`.
+inline constexpr std::uint32_t asleep_always = 2; // Post this side's semaphore for every batch, and keep this value.
 
-// Each side writes its own cache line, with one exception: the side that wakes a sleeper resets asleep_once, so that
-// one sleep costs one post. If all bytes are zero, that side does not support the extension.
+// Each side has a SideState in a cache line of its own, and only that side writes it, with one exception: the side that
+// wakes a sleeper replaces asleep_once by `awake`, so that one sleep costs one post. If all bytes of a SideState are
+// zero, that side does not support the extension.
 struct alignas(64) SideState {
     std::atomic<std::uint32_t> magic;    // extension_magic if this side supports the extension.
     std::atomic<std::uint32_t> sleeping; // One of the three values above.
-    std::atomic<std::uint32_t> ended;    // 1: this side has finished, and writes to the ring no more.
+    std::atomic<std::uint32_t> ended;    // 1: this side has finished and no longer writes to the ring.
 };
 struct Extension {
     SideState application;

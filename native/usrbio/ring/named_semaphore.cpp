@@ -11,12 +11,13 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-// Changes a word by the kernel, and wakes at most one thread that waits on `woken`. Returns false if no memory is
+// Makes the kernel change `word`, and wakes at most one thread that waits on `wake_word`. Returns false if no memory is
 // mapped at `word`.
-bool futex_update(std::uint32_t* word, int operation, unsigned argument, std::uint32_t* woken) noexcept {
-    // The kernel compares the old value to decide whether to wake waiters of `word` itself. The value is never below 0.
+bool futex_update(std::uint32_t* word, int operation, unsigned argument, std::uint32_t* wake_word) noexcept {
+    // FUTEX_WAKE_OP also wakes waiters of `word` if the old value passes the encoded comparison. The value of a
+    // semaphore is never below 0, so this comparison fails.
     const unsigned encoded = FUTEX_OP(operation, argument, FUTEX_OP_CMP_LT, 0);
-    return syscall(SYS_futex, woken, FUTEX_WAKE_OP, 1, nullptr, word, encoded) >= 0;
+    return syscall(SYS_futex, wake_word, FUTEX_WAKE_OP, 1, nullptr, word, encoded) >= 0;
 }
 
 bool futex_store(std::uint32_t* word, unsigned value) noexcept {
@@ -54,28 +55,28 @@ void NamedSemaphore::close() noexcept {
 }
 
 int NamedSemaphore::open(const char* path) noexcept {
-    NamedSemaphore opened;
-    // O_NONBLOCK prevents that a FIFO of that name blocks the caller.
-    opened.fd_ = ::open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    NamedSemaphore semaphore;
+    // Without O_NONBLOCK a FIFO at `path` would block the caller.
+    semaphore.fd_ = ::open(path, O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
     struct stat attributes {};
-    if (opened.fd_ < 0 || fstat(opened.fd_, &attributes) != 0) {
+    if (semaphore.fd_ < 0 || fstat(semaphore.fd_, &attributes) != 0) {
         return -errno;
     }
-    if (!S_ISREG(attributes.st_mode)) { // Every size is accepted: a client may have truncated the file, and the agent
-                                        // restores it.
+    // Every size is accepted, because a client may have truncated the file. restore() corrects the size.
+    if (!S_ISREG(attributes.st_mode)) {
         return -EINVAL;
     }
-    void* mapped = mmap(nullptr, sizeof(Semaphore), PROT_READ | PROT_WRITE, MAP_SHARED, opened.fd_, 0);
+    void* mapped = mmap(nullptr, sizeof(Semaphore), PROT_READ | PROT_WRITE, MAP_SHARED, semaphore.fd_, 0);
     if (mapped == MAP_FAILED) {
         return -errno;
     }
-    opened.semaphore_ = static_cast<Semaphore*>(mapped);
-    *this = std::move(opened);
+    semaphore.semaphore_ = static_cast<Semaphore*>(mapped);
+    *this = std::move(semaphore);
     return 0;
 }
 
 void NamedSemaphore::post() noexcept {
-    // The kernel adds to the value only, so that no overflow reaches the number of waiters.
+    // The kernel adds to the 32-bit value only, so an overflow cannot change the number of waiters in the high half.
     futex_update(futex_of(*semaphore_), FUTEX_OP_ADD, 1, futex_of(*semaphore_));
 }
 
@@ -86,12 +87,13 @@ void NamedSemaphore::restore() noexcept {
         [[maybe_unused]] const int status = ftruncate(fd_, sizeof(Semaphore));
     }
     futex_store(&semaphore_->sharing, semaphore_shared);
+    // The high half of the word is the number of waiters. With 1, glibc's sem_post always makes the wake-up call.
     futex_store(futex_of(*semaphore_) + 1, 1);
 }
 
 bool NamedSemaphore::wait_and_reset(int timeout_ms) noexcept {
-    const timespec limit{timeout_ms / 1000, timeout_ms % 1000 * 1000000L};
-    const long status = syscall(SYS_futex, futex_of(*semaphore_), FUTEX_WAIT, 0, &limit, nullptr, 0);
+    const timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1000000L};
+    const long status = syscall(SYS_futex, futex_of(*semaphore_), FUTEX_WAIT, 0, &timeout, nullptr, 0);
     const bool is_woken = status == 0 || errno == EAGAIN || errno == EINTR;
     if (!is_woken && errno == EFAULT) {
         restore();

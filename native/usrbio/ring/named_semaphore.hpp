@@ -1,8 +1,9 @@
-// A submit semaphore. Every client of an agent can write it, truncate its file, or fill it with invalid values.
+// A submit semaphore: the named semaphore by which applications wake the agent after a submission.
 //
-// Therefore only the kernel reads and writes its memory (FUTEX_WAIT, FUTEX_WAKE_OP), which returns EFAULT where the
-// processor would raise SIGBUS. The words are those of a glibc semaphore that processes share: a client of 3FS posts it
-// by sem_post, and a daemon of 3FS waits on it by sem_wait.
+// Every client of an agent can fill the semaphore with invalid values or truncate its file. Therefore only the kernel
+// reads and writes the memory (FUTEX_WAIT, FUTEX_WAKE_OP). The kernel returns EFAULT where an access by the processor
+// would raise SIGBUS. The layout is that of a glibc semaphore shared between processes: a client of 3FS posts it by
+// sem_post, and a daemon of 3FS waits on it by sem_wait.
 #pragma once
 
 #include "usrbio/ring/semaphore.hpp"
@@ -18,20 +19,20 @@ public:
     NamedSemaphore& operator=(const NamedSemaphore&) = delete;
     ~NamedSemaphore();
 
-    // Opens the semaphore at `path`, "/dev/shm/sem.NAME" for the name "/NAME" of sem_open. Returns 0 or -errno of open,
-    // fstat or mmap; -EINVAL: it is not a regular file; -ELOOP: it is a symbolic link.
+    // Opens the semaphore at `path`, which is "/dev/shm/sem.NAME" for the sem_open name "/NAME". Returns 0 or -errno of
+    // open, fstat or mmap; -EINVAL: `path` is not a regular file; -ELOOP: `path` is a symbolic link.
     int open(const char* path) noexcept;
 
-    // Increments the value and wakes a waiter, even if the number of waiters is 0. Costs one system call.
+    // Increments the value and wakes a waiter by one system call, even if the recorded number of waiters is 0.
     void post() noexcept;
 
-    // Restores the words that glibc's sem_post reads before it wakes a waiter, and the size of the file. The one
-    // process that waits must call it before its first wait and periodically, because a client may have overwritten
-    // them.
+    // Restores the size of the file, and the words that glibc's sem_post reads before it wakes a waiter. The agent, the
+    // only process that waits, must call this before its first wait and periodically, because a client may have
+    // overwritten the words or truncated the file.
     void restore() noexcept;
 
-    // Waits until the value is not 0, at most `timeout_ms`. Then sets it to 0, because one wake-up answers all posts.
-    // Returns false if no post came. It may also return true without a post.
+    // Waits until the value is not 0, at most `timeout_ms`. Then sets the value to 0, because one wake-up serves all
+    // posts. Returns false if no post came. May also return true without a post.
     bool wait_and_reset(int timeout_ms) noexcept;
 
 private:

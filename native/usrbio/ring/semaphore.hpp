@@ -1,9 +1,10 @@
 // Operations on a glibc semaphore (sem_t) in memory that other processes can write.
 //
-// The functions of glibc are for processes that trust each other: sem_post aborts the caller if the value of `sharing`
-// makes the kernel refuse the wake-up, and it fails without a wake-up if the value is SEM_VALUE_MAX. The functions here
-// use the same words and the same protocol, so that the other side may use glibc. They never read `sharing`, and they
-// return whatever values a peer process wrote.
+// The functions of glibc are for processes that trust each other. sem_post aborts the caller if a peer process has
+// overwritten the field `private` of the semaphore (`sharing` below) so that the kernel refuses the wake-up. It fails
+// without a wake-up if the value is SEM_VALUE_MAX. The functions here use the memory layout and the protocol of glibc,
+// so that the other side may use glibc. They never read `sharing`, and they return normally for every value that a peer
+// process can write.
 #pragma once
 
 #include <linux/futex.h>
@@ -32,11 +33,14 @@ static_assert(offsetof(Semaphore, word) == 0 && offsetof(Semaphore, sharing) == 
 static_assert(sizeof(sem_t) == 32 && std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::endian::native == std::endian::little, "the value is the first four bytes");
 
+// The value of `sharing` for a semaphore between processes. glibc stores the inverse of the flag that it passes to the
+// futex system call.
 inline constexpr std::uint32_t semaphore_shared = FUTEX_PRIVATE_FLAG;
 inline constexpr std::uint32_t semaphore_value_max = INT_MAX; // SEM_VALUE_MAX
+// Add this to the word to count one more waiter.
 inline constexpr std::uint64_t semaphore_one_waiter = std::uint64_t{1} << 32;
 
-// Returns the word on which waiters sleep in the kernel.
+// Returns the half of the word on which waiters sleep in the kernel: the value.
 inline std::uint32_t* futex_of(Semaphore& semaphore) noexcept {
     return reinterpret_cast<std::uint32_t*>(&semaphore.word);
 }
@@ -49,13 +53,13 @@ inline void initialize(Semaphore& semaphore) noexcept {
 
 // Same as sem_post, but if the value is SEM_VALUE_MAX or more, it keeps the value and wakes a waiter all the same.
 inline void post(Semaphore& semaphore) noexcept {
-    std::uint64_t before = semaphore.word.load(std::memory_order_relaxed);
-    if (static_cast<std::uint32_t>(before) < semaphore_value_max) {
-        // If a peer process raises the value meanwhile, the carry changes the number of waiters of the peer's own
-        // semaphore.
-        before = semaphore.word.fetch_add(1, std::memory_order_release);
+    std::uint64_t old_word = semaphore.word.load(std::memory_order_relaxed);
+    if (static_cast<std::uint32_t>(old_word) < semaphore_value_max) {
+        // If a peer process meanwhile sets the value to UINT32_MAX, the addition carries into the number of waiters.
+        // That harms only the semaphore of that peer.
+        old_word = semaphore.word.fetch_add(1, std::memory_order_release);
     }
-    if (before >= semaphore_one_waiter) {
+    if (old_word >= semaphore_one_waiter) {
         // This fails only if the address is no longer mapped, and then no thread waits.
         syscall(SYS_futex, futex_of(semaphore), FUTEX_WAKE, 1, nullptr, nullptr, 0);
     }
@@ -63,9 +67,9 @@ inline void post(Semaphore& semaphore) noexcept {
 
 // Same as sem_trywait: decrements the value; returns false if it is 0.
 inline bool try_wait(Semaphore& semaphore) noexcept {
-    std::uint64_t before = semaphore.word.load(std::memory_order_relaxed);
-    while (static_cast<std::uint32_t>(before) != 0) {
-        if (semaphore.word.compare_exchange_weak(before, before - 1, std::memory_order_acquire,
+    std::uint64_t old_word = semaphore.word.load(std::memory_order_relaxed);
+    while (static_cast<std::uint32_t>(old_word) != 0) {
+        if (semaphore.word.compare_exchange_weak(old_word, old_word - 1, std::memory_order_acquire,
                                                  std::memory_order_relaxed)) {
             return true;
         }
@@ -80,15 +84,15 @@ inline bool wait_until(Semaphore& semaphore, const timespec* deadline) noexcept 
         return true;
     }
     semaphore.word.fetch_add(semaphore_one_waiter, std::memory_order_relaxed);
-    bool taken = false;
-    for (bool waits = true; waits && !taken;) {
+    bool has_decremented = false;
+    for (bool must_wait = true; must_wait && !has_decremented;) {
         const long status = syscall(SYS_futex, futex_of(semaphore), FUTEX_WAIT_BITSET | FUTEX_CLOCK_REALTIME, 0,
                                     deadline, nullptr, FUTEX_BITSET_MATCH_ANY);
-        waits = status == 0 || errno == EAGAIN;
-        taken = try_wait(semaphore);
+        must_wait = status == 0 || errno == EAGAIN;
+        has_decremented = try_wait(semaphore);
     }
     semaphore.word.fetch_sub(semaphore_one_waiter, std::memory_order_relaxed);
-    return taken;
+    return has_decremented;
 }
 
 } // namespace gdrkit::usrbio

@@ -1,7 +1,8 @@
-// A lower bound for the path: the same copies of the same bytes by as many threads, and nothing else. One thread reads
-// chunks of the file into staging memory and computes their CRC32C. Another thread, on its own processor, copies them
-// to their destination. There are no rings, frames, keys and wake-ups. Other chunk sizes, or two threads that each do
-// all steps, may be faster.
+// A reference for the benchmark of the I/O path (path_bench.cpp): the copies of the path alone, by two threads.
+//
+// One thread reads chunks of the file into staging memory and computes their CRC32C, as the storage server does. The
+// other thread, on another processor, copies them to their destination, as the NIC does. There are no rings, frames,
+// keys and wake-ups. Other chunk sizes, or two threads that each do all steps, may be faster.
 #pragma once
 
 #include <fcntl.h>
@@ -25,14 +26,15 @@ namespace gdrkit::usrbio::bench {
 
 class BareCopies {
 public:
-    // The first thread runs on the first of these processors, the other one on the last.
+    // The copies of operations of `bytes` bytes into `depth` buffers in turn. The reading thread runs on the first of
+    // the processors, the copying thread on the last.
     BareCopies(int file, unsigned depth, std::size_t bytes, std::vector<int> processors)
         : file_(file), depth_(depth), bytes_(bytes), buffer_bytes_(std::min(bytes, buffer_bytes_max)),
-          buffer_count_(bytes > buffer_bytes_max ? buffers_large : depth),
+          buffer_count_(bytes > buffer_bytes_max ? large_buffer_count : depth),
           staging_(map_shared(buffer_count_ * buffer_bytes_)), memory_(map_shared(depth * bytes)), offsets_(depth),
           processors_(std::move(processors)) {
         if (sched_getaffinity(0, sizeof previous_processors_, &previous_processors_) != 0) {
-            exit_failed("sched_getaffinity");
+            exit_with_errno("sched_getaffinity");
         }
     }
     ~BareCopies() {
@@ -42,32 +44,35 @@ public:
     BareCopies(const BareCopies&) = delete;
     BareCopies& operator=(const BareCopies&) = delete;
 
-    // Two threads that wait for each other need two processors.
-    [[nodiscard]] bool is_possible() const { return processors_.size() > 1; }
+    // Returns whether there are two processors, which two threads that wait for each other need.
+    [[nodiscard]] bool is_available() const { return processors_.size() > 1; }
 
-    template <typename Next> unsigned step(Next next) {
+    // Reads one operation at the offset that next_offset() returns, in chunks, and passes the chunks to the copying
+    // thread. Returns the number of operations, 1.
+    template <typename NextOffset> unsigned run_step(NextOffset next_offset) {
         if (!copier_.joinable()) {
             is_ending_ = false;
             pin_thread(pthread_self(), processors_.front());
-            copier_ = std::thread([this] { copy(); });
+            copier_ = std::thread([this] { copy_chunks(); });
             pin_thread(copier_.native_handle(), processors_.back());
         }
-        const std::uint64_t offset = offsets_[operations_++ % depth_] = next();
+        const std::uint64_t offset = offsets_[operation_count_++ % depth_] = next_offset();
         for (std::size_t position = 0; position < bytes_; position += buffer_bytes_) {
-            wait_until([&] { return read_ - copied_.load(std::memory_order_acquire) < buffer_count_; });
-            std::uint8_t* const buffer = staging_ + read_ % buffer_count_ * buffer_bytes_;
+            wait_until([&] { return read_count_ - copied_count_.load(std::memory_order_acquire) < buffer_count_; });
+            std::uint8_t* const buffer = staging_ + read_count_ % buffer_count_ * buffer_bytes_;
             if (pread(file_, buffer, buffer_bytes_, static_cast<off_t>(offset + position)) !=
                 static_cast<ssize_t>(buffer_bytes_)) {
-                exit_failed("pread");
+                exit_with_errno("pread");
             }
             storage::crc32c_chunks(reinterpret_cast<const std::byte*>(buffer), chunk_bytes, buffer_bytes_ / chunk_bytes,
                                    sums_);
-            ready_.store(++read_, std::memory_order_release);
+            ready_count_.store(++read_count_, std::memory_order_release);
         }
         return 1;
     }
-    // Waits for the last copies. Afterwards this thread may run on its previous processors.
-    unsigned end() {
+    // Ends a turn: waits for the last copies, and lets this thread run on its previous processors again. Returns 0,
+    // because run_step() has counted all operations.
+    unsigned end_turn() {
         is_ending_ = true;
         copier_.join();
         pthread_setaffinity_np(pthread_self(), sizeof previous_processors_, &previous_processors_);
@@ -76,7 +81,7 @@ public:
     // Compares the data of the last operations with the file.
     void compare() const {
         std::vector<std::uint8_t> expected(bytes_);
-        for (std::uint64_t buffer = 0; buffer < std::min<std::uint64_t>(operations_, depth_); ++buffer) {
+        for (std::uint64_t buffer = 0; buffer < std::min<std::uint64_t>(operation_count_, depth_); ++buffer) {
             const ssize_t count = pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer]));
             if (count != static_cast<ssize_t>(bytes_) ||
                 std::memcmp(memory_ + buffer * bytes_, expected.data(), bytes_) != 0) {
@@ -87,14 +92,16 @@ public:
     }
 
 private:
-    static constexpr std::size_t buffer_bytes_max = 256 * 1024, chunk_bytes = 4096, buffers_large = 4;
+    static constexpr std::size_t buffer_bytes_max = 256 * 1024;
+    static constexpr std::size_t chunk_bytes = 4096;     // Bytes of one CRC32C.
+    static constexpr std::size_t large_buffer_count = 4; // Staging buffers for operations above buffer_bytes_max.
 
     // Maps shared memory without a file, like the memory of an iov.
     static std::uint8_t* map_shared(std::size_t size) {
         void* const memory =
             mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         if (memory == MAP_FAILED) {
-            exit_failed("mmap");
+            exit_with_errno("mmap");
         }
         return static_cast<std::uint8_t*>(memory);
     }
@@ -105,27 +112,28 @@ private:
         pthread_setaffinity_np(thread, sizeof set, &set);
     }
     template <typename Condition> static void wait_until(Condition condition) {
-        // Other threads may need this processor.
+        // Yield now and then, because other threads may need this processor.
         for (unsigned round = 1; !condition(); ++round) {
             if (round % 256 == 0) {
                 sched_yield();
             }
         }
     }
-    void copy() {
+    // The copying thread.
+    void copy_chunks() {
         const std::size_t buffers_per_operation = bytes_ / buffer_bytes_;
-        for (std::uint64_t copied = copied_;; copied_.store(++copied, std::memory_order_release)) {
+        for (std::uint64_t chunk = copied_count_;; copied_count_.store(++chunk, std::memory_order_release)) {
             bool is_ending = false;
             wait_until([&] {
                 is_ending = is_ending_;
-                return ready_.load(std::memory_order_acquire) != copied || is_ending;
+                return ready_count_.load(std::memory_order_acquire) != chunk || is_ending;
             });
-            if (is_ending && ready_ == copied) {
+            if (is_ending && ready_count_ == chunk) {
                 return;
             }
-            std::memcpy(memory_ + copied / buffers_per_operation % depth_ * bytes_ +
-                            copied % buffers_per_operation * buffer_bytes_,
-                        staging_ + copied % buffer_count_ * buffer_bytes_, buffer_bytes_);
+            std::memcpy(memory_ + chunk / buffers_per_operation % depth_ * bytes_ +
+                            chunk % buffers_per_operation * buffer_bytes_,
+                        staging_ + chunk % buffer_count_ * buffer_bytes_, buffer_bytes_);
         }
     }
 
@@ -137,8 +145,8 @@ private:
     const std::vector<int> processors_;
     cpu_set_t previous_processors_{};
     std::uint32_t sums_[buffer_bytes_max / chunk_bytes] = {};
-    std::uint64_t operations_ = 0, read_ = 0;
-    std::atomic<std::uint64_t> ready_{0}, copied_{0};
+    std::uint64_t operation_count_ = 0, read_count_ = 0;
+    std::atomic<std::uint64_t> ready_count_{0}, copied_count_{0};
     std::atomic<bool> is_ending_{false};
     std::thread copier_;
 };

@@ -2,24 +2,24 @@
 
 using namespace gdrkit::usrbio::test;
 
-// The linker replaces shm_open by __wrap_shm_open (--wrap).
+// The linker option --wrap replaces calls of shm_open by calls of __wrap_shm_open, which records the name.
 extern "C" int __real_shm_open(const char* name, int flags, mode_t mode);
 extern "C" int __wrap_shm_open(const char* name, int flags, mode_t mode) {
     if ((flags & O_CREAT) != 0) {
-        const std::lock_guard lock(created_mutex);
-        created.emplace_back(name);
+        const std::lock_guard lock(created_names_mutex);
+        created_names.emplace_back(name);
     }
     return __real_shm_open(name, flags, mode);
 }
 
-// Memory that was created without a name gets its name by linkat, from the library or from the agent in this process.
+// Memory without a name gets its name by linkat, which the library or the agent in this process calls.
 extern "C" int __real_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags);
 extern "C" int __wrap_linkat(int old_folder, const char* old_path, int new_folder, const char* new_path, int flags) {
     const int status = __real_linkat(old_folder, old_path, new_folder, new_path, flags);
     const std::string_view folder = "/dev/shm";
     if (status == 0 && std::string_view(new_path).starts_with(folder)) {
-        const std::lock_guard lock(created_mutex);
-        created.emplace_back(new_path + folder.size());
+        const std::lock_guard lock(created_names_mutex);
+        created_names.emplace_back(new_path + folder.size());
     }
     return status;
 }

@@ -1,4 +1,4 @@
-// Helpers for the tests of the C library: files, rings, and a count of the shared memory that the tests created.
+// Helpers for the tests of the C library: files, rings, and a count of the shared memory of this process.
 #pragma once
 
 #include "test_mount.hpp"
@@ -21,19 +21,20 @@
 
 namespace gdrkit::usrbio::test {
 
-// Names of shared memory that this process created. Other processes use /dev/shm too, so the files there cannot be
-// counted.
-inline std::mutex created_mutex;
-inline std::vector<std::string> created;
+// Names of all shared memory that this process has created. The tests count these names and not the files in /dev/shm,
+// because other processes also have files there.
+inline std::mutex created_names_mutex;
+inline std::vector<std::string> created_names;
 
+// Returns how many of the names still exist.
 inline std::size_t count_shared_memory() {
-    const std::lock_guard lock(created_mutex);
-    return static_cast<std::size_t>(std::count_if(created.begin(), created.end(), [](const std::string& name) {
-        return std::filesystem::exists("/dev/shm" + name);
-    }));
+    const std::lock_guard lock(created_names_mutex);
+    return static_cast<std::size_t>(
+        std::count_if(created_names.begin(), created_names.end(),
+                      [](const std::string& name) { return std::filesystem::exists("/dev/shm" + name); }));
 }
 
-inline timespec deadline_ms(long milliseconds) {
+inline timespec deadline_after(long milliseconds) {
     timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_nsec += milliseconds % 1000 * 1000000;
@@ -54,6 +55,7 @@ void wait_until_true(Condition condition, std::source_location location = std::s
     }
 }
 
+// An open file in a mount.
 struct File {
     File(const Mount& mount, const char* name, int flags = O_RDWR | O_CREAT) : path(mount.file(name)) {
         fd = open(path.c_str(), flags | O_CLOEXEC, 0600);
@@ -64,29 +66,32 @@ struct File {
     int fd;
 };
 
+// An iov, a ring for reads, a ring for writes and a registered file.
 struct Session {
-    explicit Session(Mount& mount, int entries = 16, std::size_t block = 0) : file(mount, "data") {
-        CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 1 << 20, block, -1), 0);
+    explicit Session(Mount& mount, int entries = 16, std::size_t block_size = 0) : file(mount, "data") {
+        CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 1 << 20, block_size, -1), 0);
         CHECK_EQUAL(hf3fs_iorcreate(&reads, mount.path(), entries, true, 0, -1), 0);
         CHECK_EQUAL(hf3fs_iorcreate(&writes, mount.path(), entries, false, 0, -1), 0);
-        registered = hf3fs_reg_fd(file.fd, 0);
-        CHECK(registered <= 0);
+        registered_fd = hf3fs_reg_fd(file.fd, 0);
+        CHECK(registered_fd <= 0);
     }
     ~Session() {
-        hf3fs_dereg_fd(registered);
+        hf3fs_dereg_fd(registered_fd);
         hf3fs_iordestroy(&reads);
         hf3fs_iordestroy(&writes);
         hf3fs_iovdestroy(&iov);
     }
-    int read(std::size_t iov_offset, std::uint64_t length, std::size_t offset = 0, std::uintptr_t userdata = 0) {
-        return hf3fs_prep_io(&reads, &iov, true, iov.base + iov_offset, registered, offset, length,
+    // Prepares a read and returns the result of hf3fs_prep_io.
+    int prepare_read(std::size_t iov_offset, std::uint64_t length, std::size_t file_offset = 0,
+                     std::uintptr_t userdata = 0) {
+        return hf3fs_prep_io(&reads, &iov, true, iov.base + iov_offset, registered_fd, file_offset, length,
                              reinterpret_cast<void*>(userdata));
     }
     File file;
     hf3fs_iov iov{};
     hf3fs_ior reads{};
     hf3fs_ior writes{};
-    int registered = 0;
+    int registered_fd = 0; // The result of hf3fs_reg_fd: the negative of the library's duplicate descriptor.
 };
 
 } // namespace gdrkit::usrbio::test

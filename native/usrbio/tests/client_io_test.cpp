@@ -1,4 +1,4 @@
-// Tests of operations against an agent, and of their completions when a process dies.
+// Tests of operations in rings that an agent serves, and of their completions when the agent or the application dies.
 #include "client_fixture.hpp"
 #include "tests/threads.hpp"
 
@@ -24,23 +24,20 @@ void test_read_and_write_move_bytes() {
     Session session(mount, 16);
     hf3fs_cqe cqes[16];
     std::iota(session.iov.base, session.iov.base + 4096, std::uint8_t{0});
-    // Use the descriptor, then its duplicate.
+    // hf3fs_prep_io accepts the registered descriptor, and the value that hf3fs_reg_fd returned.
     CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base, session.file.fd, 0, 2048, &session) >=
           0);
-    CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base + 2048, session.registered, 2048, 2048,
-                        &session) >= 0);
+    CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base + 2048, session.registered_fd, 2048,
+                        2048, &session) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.writes), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, cqes, 16, 2, nullptr), 2);
     CHECK(cqes[0].result == 2048 && cqes[1].result == 2048 && cqes[0].userdata == &session);
-    CHECK(session.read(8192, 3000, 1500, 7) >= 0); // It extends beyond the end of the file.
-    CHECK(session.read(20000, 10, 5000, 8) >= 0);  // It begins after the end of the file.
+    CHECK(session.prepare_read(8192, 3000, 1500, 7) >= 0); // This read extends beyond the end of the file.
+    CHECK(session.prepare_read(20000, 10, 5000, 8) >= 0);  // This read begins after the end of the file.
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    int received = 0;
-    while (received < 2) {
-        const int now = hf3fs_wait_for_ios(&session.reads, cqes, 1, 1, nullptr);
-        CHECK_EQUAL(now, 1);
+    for (int count = 0; count < 2; ++count) {
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 1, nullptr), 1);
         CHECK_EQUAL(cqes[0].result, cqes[0].userdata == reinterpret_cast<void*>(7) ? 2596 : 0);
-        ++received;
     }
     CHECK(std::memcmp(session.iov.base + 8192, session.iov.base + 1500, 2596) == 0);
 }
@@ -50,22 +47,23 @@ void test_prep_io_refuses_invalid_arguments() {
     Agent agent(mount);
     Session session(mount, 2, 65536);
     const std::size_t size = session.iov.size;
-    CHECK_EQUAL(session.read(0, 0), -EINVAL);
-    CHECK_EQUAL(session.read(size, 1), -EINVAL);
-    CHECK_EQUAL(session.read(size - 1, 2), -EINVAL);
-    CHECK_EQUAL(session.read(0, size + 1), -EINVAL);
-    CHECK_EQUAL(session.read(8, UINT64_MAX - 7), -EINVAL); // ptr + len would overflow.
-    CHECK_EQUAL(session.read(8, UINT64_MAX), -EINVAL);
-    CHECK_EQUAL(session.read(65536 - 1, 2), -EINVAL); // It crosses a block boundary.
-    CHECK_EQUAL(session.read(0, 65537), -EINVAL);
-    CHECK_EQUAL(session.read(0, 1, static_cast<std::size_t>(INT64_MAX)), -EINVAL);
-    CHECK_EQUAL(session.read(0, 1, SIZE_MAX), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(0, 0), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(size, 1), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(size - 1, 2), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(0, size + 1), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(8, UINT64_MAX - 7), -EINVAL); // ptr + len would overflow.
+    CHECK_EQUAL(session.prepare_read(8, UINT64_MAX), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(65536 - 1, 2), -EINVAL); // The range crosses a block boundary.
+    CHECK_EQUAL(session.prepare_read(0, 65537), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(0, 1, static_cast<std::size_t>(INT64_MAX)), -EINVAL);
+    CHECK_EQUAL(session.prepare_read(0, 1, SIZE_MAX), -EINVAL);
     CHECK_EQUAL(
-        hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base - 1, session.registered, 0, 1, nullptr),
+        hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base - 1, session.registered_fd, 0, 1, nullptr),
         -EINVAL);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, false, session.iov.base, session.registered, 0, 1, nullptr),
-                -EINVAL);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, nullptr, true, session.iov.base, session.registered, 0, 1, nullptr),
+    CHECK_EQUAL(
+        hf3fs_prep_io(&session.reads, &session.iov, false, session.iov.base, session.registered_fd, 0, 1, nullptr),
+        -EINVAL);
+    CHECK_EQUAL(hf3fs_prep_io(&session.reads, nullptr, true, session.iov.base, session.registered_fd, 0, 1, nullptr),
                 -EINVAL);
     CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, INT_MIN, 0, 1, nullptr), -EINVAL);
     CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, INT_MAX, 0, 1, nullptr), -EBADF);
@@ -77,9 +75,9 @@ void test_prep_io_refuses_invalid_arguments() {
                 -EACCES);
     hf3fs_dereg_fd(write_only);
     CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, write_only, 0, 1, nullptr), -EBADF);
-    CHECK(session.read(65535, 1) >= 0);
-    CHECK(session.read(65536, 65536) >= 0);
-    CHECK_EQUAL(session.read(0, 1), -EAGAIN);
+    CHECK(session.prepare_read(65535, 1) >= 0);
+    CHECK(session.prepare_read(65536, 65536) >= 0);
+    CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN);
 }
 
 void test_wait_ends_at_count_or_deadline() {
@@ -93,20 +91,20 @@ void test_wait_ends_at_count_or_deadline() {
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 0, &invalid_deadline), -EINVAL);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 0, nullptr), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, -5, nullptr), 0);
-    const timespec begin = deadline_ms(0);
-    const timespec deadline = deadline_ms(30);
+    const timespec begin = deadline_after(0);
+    const timespec deadline = deadline_after(30);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &deadline), 0);
-    const timespec end = deadline_ms(0);
+    const timespec end = deadline_after(0);
     CHECK((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000 >= 29);
-    const timespec past = deadline_ms(-1000);
+    const timespec past = deadline_after(-1000);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &past), 0);
-    CHECK(session.read(0, 1) >= 0);
+    CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    const timespec second_deadline = deadline_ms(300);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &second_deadline),
-                1); // It returns the count, not -ETIMEDOUT.
+    const timespec second_deadline = deadline_after(300);
+    // After the deadline the function returns the number of completions, not -ETIMEDOUT.
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &second_deadline), 1);
     for (int i = 0; i < 3; ++i) {
-        CHECK(session.read(0, 1) >= 0);
+        CHECK(session.prepare_read(0, 1) >= 0);
     }
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 3, 99, nullptr), 3); // min_results is larger than cqec.
@@ -121,10 +119,10 @@ void test_agent_death_fails_operations() {
         hf3fs_cqe cqes[16];
         agent->hold(true);
         for (std::uintptr_t i = 1; i <= 3; ++i) {
-            CHECK(session.read(0, 1, 0, i) >= 0);
+            CHECK(session.prepare_read(0, 1, 0, i) >= 0);
         }
         CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-        CHECK(session.read(0, 1, 0, 4) >= 0); // It is prepared, and never submitted.
+        CHECK(session.prepare_read(0, 1, 0, 4) >= 0); // This operation is prepared and never submitted.
         std::thread stop_agent([&] {
             usleep(20000);
             agent.reset();
@@ -141,7 +139,7 @@ void test_agent_death_fails_operations() {
         userdata_sum += reinterpret_cast<std::uintptr_t>(cqes[0].userdata);
         CHECK_EQUAL(userdata_sum, 10u);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, nullptr), -EREMOTEIO);
-        CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+        CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_submit_ios(&session.reads), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_submit_ios(&session.writes), -EREMOTEIO);
         hf3fs_iov iov{};
@@ -154,10 +152,10 @@ void test_agent_death_fails_operations() {
 
         Agent new_agent(mount); // A new agent serves new rings and iovs.
         Session new_session(mount);
-        CHECK(new_session.read(0, 1) >= 0);
+        CHECK(new_session.prepare_read(0, 1) >= 0);
         CHECK_EQUAL(hf3fs_submit_ios(&new_session.reads), 0);
         CHECK_EQUAL(hf3fs_wait_for_ios(&new_session.reads, cqes, 1, 1, nullptr), 1);
-        CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+        CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
         new_agent.reply_malformed = true;
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
         new_agent.reply_malformed = false;
@@ -171,7 +169,7 @@ RingView make_view(const hf3fs_ior& ring) {
     return view;
 }
 
-// A thread that waits for one result without a deadline. It sleeps when the constructor returns.
+// A thread that waits for one completion without a deadline. The thread sleeps when the constructor returns.
 class Sleeper {
 public:
     explicit Sleeper(hf3fs_ior& ring)
@@ -180,7 +178,8 @@ public:
         wait_until_true([&] { return application.sleeping != awake; });
         usleep(5000);
     }
-    int received() {
+    // Returns the result of the wait.
+    int wait_result() {
         wait_until_true([&] { return result_ != INT_MIN; });
         thread_.join();
         return result_;
@@ -192,8 +191,8 @@ private:
     std::thread thread_;
 };
 
-void submit_one(Session& session) {
-    CHECK(session.read(0, 1) >= 0);
+void submit_read(Session& session) {
+    CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
 }
 
@@ -203,28 +202,28 @@ void test_invalid_index_of_agent_ends_the_wait() {
     agent.hold(true);
     {
         Session session(mount);
-        submit_one(session);
+        submit_read(session);
         Sleeper sleeper(session.reads);
         make_view(session.reads).indices->completion_head = 9999;
         post(*make_view(session.reads).completion_semaphore);
-        CHECK_EQUAL(sleeper.received(), 1);
+        CHECK_EQUAL(sleeper.wait_result(), 1);
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
-        CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+        CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
     }
-    // The thread that prepares finds the invalid value, and wakes the thread that waits.
+    // Here the thread that prepares finds the invalid index. It wakes the thread that waits.
     Session session(mount, 2);
     agent.hold(false);
-    submit_one(session);
+    submit_read(session);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
     agent.hold(true);
-    submit_one(session);
+    submit_read(session);
     Sleeper sleeper(session.reads);
     make_view(session.reads).indices->submission_tail = 9999;
-    CHECK_EQUAL(session.read(0, 1), -EAGAIN); // The ring is full, so it has to read the tail.
-    CHECK_EQUAL(sleeper.received(), 1);
+    CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN); // The ring is full, so hf3fs_prep_io reads the tail.
+    CHECK_EQUAL(sleeper.wait_result(), 1);
     CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
-    CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+    CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
 }
 
 void test_wait_on_ended_ring_fails() {
@@ -246,38 +245,38 @@ void test_wait_on_ended_ring_fails() {
     hf3fs_iordestroy(&ior);
 }
 
-void test_poll_does_not_block_behind_a_wait() {
+void test_poll_returns_while_another_thread_waits() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
     agent.hold(true);
-    submit_one(session);
+    submit_read(session);
     Sleeper sleeper(session.reads);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), 0);
-    const timespec short_deadline = deadline_ms(20);
+    const timespec short_deadline = deadline_after(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &short_deadline), 0);
     agent.hold(false);
-    CHECK_EQUAL(sleeper.received(), 1);
+    CHECK_EQUAL(sleeper.wait_result(), 1);
 }
 
-bool has_watcher() {
+bool has_watch_thread() {
     return gdrkit::test::has_thread("hf3fs-watch");
 }
 
-// Executes one operation, which the agent delays until the wait for it sleeps.
-void read_asleep(Session& session, Agent& agent, const timespec* deadline) {
+// Executes one read, which the agent delays until the wait for its completion sleeps.
+void read_while_asleep(Session& session, Agent& agent, const timespec* deadline) {
     agent.hold(true);
-    submit_one(session);
+    submit_read(session);
     SideState& application = make_view(session.reads).extension->application;
-    std::thread release([&] {
+    std::thread releaser([&] {
         wait_until_true([&] { return application.sleeping != awake; });
         agent.hold(false);
     });
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, deadline), 1);
     CHECK_EQUAL(cqe.result, 0);
-    release.join();
+    releaser.join();
 }
 
 void test_wait_without_deadline_starts_the_watch_thread() {
@@ -285,78 +284,79 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     Agent agent(mount);
     {
         Session session(mount);
-        wait_until_true([] { return !has_watcher(); }); // It may remain from an earlier test.
-        const timespec deadline = deadline_ms(10000);
-        read_asleep(session, agent, &deadline);
-        CHECK(!has_watcher()); // A wait with a timer checks the agent itself.
-        read_asleep(session, agent, nullptr);
-        wait_until_true(has_watcher);
-        read_asleep(session, agent, nullptr);
+        wait_until_true([] { return !has_watch_thread(); }); // A thread of an earlier test may still run.
+        const timespec deadline = deadline_after(10000);
+        read_while_asleep(session, agent, &deadline);
+        CHECK(!has_watch_thread()); // A wait with a timer checks the agent itself.
+        read_while_asleep(session, agent, nullptr);
+        wait_until_true(has_watch_thread);
+        read_while_asleep(session, agent, nullptr);
     }
-    wait_until_true([] { return !has_watcher(); });
+    wait_until_true([] { return !has_watch_thread(); });
 }
 
-// It does not run under tsan, which does not follow threads across a fork.
+// This test does not run under tsan, which does not follow threads across a fork.
 [[maybe_unused]] void test_forked_child_leaves_the_rings_of_its_parent() {
     Mount mount;
     Agent agent(mount);
     Session session(mount);
     wait_until_true([&] { return agent.connections == 1; });
-    for (int i = 0; i < 20; ++i) { // The announcement of sleep becomes permanent in this ring. A child does not have
-                                   // the thread that watches.
-        read_asleep(session, agent, nullptr);
+    // Start the watch thread, which a child does not inherit, and make the announcement of sleep in this ring
+    // permanent.
+    for (int i = 0; i < 20; ++i) {
+        read_while_asleep(session, agent, nullptr);
     }
     std::atomic<bool> is_waiting{false};
-    std::thread waiter([&] { // It locks a mutex that the child inherits locked.
+    std::thread waiter([&] { // This thread holds the mutex of a ring, which the child inherits locked.
         hf3fs_cqe cqe;
-        const timespec deadline = deadline_ms(1000);
+        const timespec deadline = deadline_after(1000);
         is_waiting = true;
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, &deadline), 0);
     });
     wait_until_true([&] { return is_waiting.load(); });
     usleep(20000);
     agent.hold(true);
-    submit_one(session);
-    int child_go[2], child_ready[2];
-    CHECK(pipe(child_go) == 0 && pipe(child_ready) == 0);
+    submit_read(session);
+    int go_pipe[2], ready_pipe[2];
+    CHECK(pipe(go_pipe) == 0 && pipe(ready_pipe) == 0);
     char byte = 0;
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         hf3fs_cqe cqe;
-        CHECK_EQUAL(read(child_go[0], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(read(go_pipe[0], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), -EREMOTEIO);
-        CHECK_EQUAL(write(child_ready[1], &byte, 1), ssize_t{1});
+        CHECK_EQUAL(write(ready_pipe[1], &byte, 1), ssize_t{1});
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, nullptr), -EREMOTEIO);
-        CHECK_EQUAL(session.read(0, 1), -EREMOTEIO);
+        CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), -EREMOTEIO);
         hf3fs_iordestroy(&session.writes);
         hf3fs_iovdestroy(&session.iov);
         {
             Session child_session(mount);
-            CHECK(child_session.read(0, 1) >= 0);
+            CHECK(child_session.prepare_read(0, 1) >= 0);
             CHECK_EQUAL(hf3fs_submit_ios(&child_session.reads), 0);
             CHECK_EQUAL(hf3fs_wait_for_ios(&child_session.reads, &cqe, 1, 1, nullptr), 1);
         }
         _exit(0);
     }
     Sleeper sleeper(session.reads); // The child must not change the announcement of sleep of this ring.
-    CHECK_EQUAL(write(child_go[1], &byte, 1), ssize_t{1});
-    CHECK_EQUAL(read(child_ready[0], &byte, 1), ssize_t{1});
+    CHECK_EQUAL(write(go_pipe[1], &byte, 1), ssize_t{1});
+    CHECK_EQUAL(read(ready_pipe[0], &byte, 1), ssize_t{1});
     agent.hold(false);
-    CHECK_EQUAL(sleeper.received(), 1);
-    for (const int descriptor : {child_go[0], child_go[1], child_ready[0], child_ready[1]}) {
+    CHECK_EQUAL(sleeper.wait_result(), 1);
+    for (const int descriptor : {go_pipe[0], go_pipe[1], ready_pipe[0], ready_pipe[1]}) {
         close(descriptor);
     }
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
     CHECK_EQUAL(status, 0);
     waiter.join();
-    wait_until_true(has_watcher);
+    wait_until_true(has_watch_thread);
     wait_until_true([&] { return agent.connections == 1; });
-    CHECK_EQUAL(agent.publications.load(), 3); // The child withdrew none of them.
+    CHECK_EQUAL(agent.publications.load(), 3); // The child withdrew no publication of its parent.
     hf3fs_cqe cqe;
-    CHECK(session.read(0, 1) >= 0);
+    CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
 }
@@ -365,8 +365,8 @@ void test_eight_threads_use_64_rings() {
     Mount mount;
     Agent agent(mount);
     std::vector<std::thread> threads;
-    for (int t = 0; t < 8; ++t) {
-        threads.emplace_back([&, t] {
+    for (int thread_index = 0; thread_index < 8; ++thread_index) {
+        threads.emplace_back([&, thread_index] {
             Session session(mount);
             std::vector<hf3fs_ior> rings(8);
             for (hf3fs_ior& ring : rings) {
@@ -375,8 +375,9 @@ void test_eight_threads_use_64_rings() {
             for (int round = 0; round < 20; ++round) {
                 for (hf3fs_ior& ring : rings) {
                     for (std::uintptr_t i = 0; i < 8; ++i) {
-                        CHECK(hf3fs_prep_io(&ring, &session.iov, true, session.iov.base + i, session.registered, i, 1,
-                                            reinterpret_cast<void*>(i + static_cast<std::uintptr_t>(t))) >= 0);
+                        CHECK(
+                            hf3fs_prep_io(&ring, &session.iov, true, session.iov.base + i, session.registered_fd, i, 1,
+                                          reinterpret_cast<void*>(i + static_cast<std::uintptr_t>(thread_index))) >= 0);
                     }
                     CHECK_EQUAL(hf3fs_submit_ios(&ring), 0);
                 }
@@ -398,8 +399,8 @@ void test_eight_threads_use_64_rings() {
     }
     CHECK_EQUAL(agent.publications.load(), 0);
     CHECK_EQUAL(agent.files.load(), 0);
-    wait_until_true(
-        [&] { return agent.connections == 0; }); // A process without publications and files closes its connection.
+    // A process without publications and registered files closes its connection.
+    wait_until_true([&] { return agent.connections == 0; });
 }
 
 [[maybe_unused]] void test_killed_agent_process_ends_the_wait() {
@@ -424,12 +425,12 @@ void test_eight_threads_use_64_rings() {
         hf3fs_cqe cqes[64];
         for (int round = 0; round < 200; ++round) {
             for (std::size_t i = 0; i < 64; ++i) {
-                CHECK(session.read(i * 16, 16, i) >= 0);
+                CHECK(session.prepare_read(i * 16, 16, i) >= 0);
             }
             CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
             CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 64, 64, nullptr), 64);
         }
-        // A wait without a deadline has no timer, and is woken by the thread that watches.
+        // A wait without a deadline has no timer. The watch thread must wake it.
         std::thread killer([&] {
             usleep(50000);
             CHECK_EQUAL(kill(child, SIGKILL), 0);
@@ -437,7 +438,7 @@ void test_eight_threads_use_64_rings() {
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, cqes, 64, 1, nullptr), -EREMOTEIO);
         killer.join();
         CHECK_EQUAL(waitpid(child, &status, 0), child);
-        const int index = session.read(0, 1);
+        const int index = session.prepare_read(0, 1);
         CHECK(index >= 0 || index == -EREMOTEIO);
         hf3fs_submit_ios(&session.reads);
         const int count = hf3fs_wait_for_ios(&session.reads, cqes, 64, 1, nullptr);
@@ -460,7 +461,7 @@ int main() {
     test_agent_death_fails_operations();
     test_invalid_index_of_agent_ends_the_wait();
     test_wait_on_ended_ring_fails();
-    test_poll_does_not_block_behind_a_wait();
+    test_poll_returns_while_another_thread_waits();
     test_wait_without_deadline_starts_the_watch_thread();
     test_eight_threads_use_64_rings();
     return 0;

@@ -1,4 +1,5 @@
-// Tests of publication, opening and registration by an application, against an agent.
+// Tests of the functions that publish and open iovs, create rings, and register files, in mounts with and without an
+// agent.
 #include "client_fixture.hpp"
 
 #include <fcntl.h>
@@ -43,9 +44,9 @@ void test_iov_is_published_and_removed() {
     CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), 0);
     iov.base[9999] = 42;
     CHECK_EQUAL(other.base[9999], 42);
-    hf3fs_iovunlink(&other); // It belongs to another iov, so this does nothing.
+    hf3fs_iovunlink(&other); // Does nothing, because `other` did not create the memory.
     CHECK_EQUAL(count_shared_memory(), before + 1);
-    // An iov that was opened in its owner's process is borrowed too, once for each open.
+    // A process that opens its own iov borrows it too, once for each open.
     hf3fs_iov third{};
     CHECK_EQUAL(hf3fs_iovopen(&third, id.data(), mount.path(), 10000, 4096, -1), 0);
     CHECK_EQUAL(agent.borrows.load(), 1);
@@ -109,7 +110,7 @@ void test_ring_name_contains_its_attributes() {
     Agent agent(mount);
     const std::size_t before = count_shared_memory();
     hf3fs_ior ior{};
-    const auto name_is = [&](const char* suffix) {
+    const auto check_name_and_destroy = [&](const char* suffix) {
         const auto links = mount.links();
         CHECK_EQUAL(links.size(), 1u);
         CHECK(links[0].substr(36) == suffix);
@@ -120,16 +121,16 @@ void test_ring_name_contains_its_attributes() {
     };
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 16, true, 0, -1), 0);
     CHECK(ior.for_read && ior.io_depth == 0 && hf3fs_io_entries(&ior) == 16);
-    name_is(".r0.t0");
+    check_name_and_destroy(".r0.t0");
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 16, false, 16, -3, -1), 0);
     CHECK(!ior.for_read && ior.priority == -3);
-    name_is(".w16.ph.t0");
+    check_name_and_destroy(".w16.ph.t0");
     CHECK_EQUAL(hf3fs_iorcreate3(&ior, mount.path(), 16, true, -16, 2, 250, -1), 0);
     CHECK_EQUAL(ior.timeout, 250);
-    name_is(".r-16.pl.t250");
+    check_name_and_destroy(".r-16.pl.t250");
     CHECK_EQUAL(hf3fs_iorcreate4(&ior, mount.path(), 16, true, 1, 7, -1, HF3FS_IOR_FORBID_READ_HOLES), 0);
     CHECK(ior.flags == 2 && ior.priority == 0);
-    name_is(".r1.t7.f10");
+    check_name_and_destroy(".r1.t7.f10");
 
     const std::string semaphore = mount.link("submit-ios.ph");
     CHECK_EQUAL(unlink(semaphore.c_str()), 0);
@@ -169,14 +170,15 @@ void test_files_are_registered() {
     CHECK_EQUAL(hf3fs_reg_fd(outside, 0), EBADF);
     close(outside);
 
-    // A number that was closed without hf3fs_dereg_fd stays registered, and a duplicate never gets that number.
+    // A descriptor that was closed without hf3fs_dereg_fd stays registered. The library never uses its number for a
+    // duplicate.
     const int closed = dup(file.fd);
-    const int registered = hf3fs_reg_fd(closed, 0);
-    CHECK(registered <= 0);
+    const int registered_fd = hf3fs_reg_fd(closed, 0);
+    CHECK(registered_fd <= 0);
     close(closed);
     const int second = hf3fs_reg_fd(file.fd, 0);
     CHECK(second <= 0 && -second != closed);
-    hf3fs_dereg_fd(registered);
+    hf3fs_dereg_fd(registered_fd);
     hf3fs_dereg_fd(second);
     CHECK_EQUAL(agent.files.load(), 0);
 }
@@ -232,16 +234,16 @@ void test_hard_links_and_holes() {
     CHECK_EQUAL(hf3fs_hardlink("/dev/null", "/dev/shm/usrbio-elsewhere"), ENOTTY);
 }
 
-std::int64_t read_one(Session& session, const hf3fs_iov& iov) {
+std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     hf3fs_cqe cqe;
-    CHECK(hf3fs_prep_io(&session.reads, &iov, true, iov.base, session.registered, 0, 3, nullptr) >= 0);
+    CHECK(hf3fs_prep_io(&session.reads, &iov, true, iov.base, session.registered_fd, 0, 3, nullptr) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
     return cqe.result;
 }
 
-// The child opens an iov of its parent and reads into it. In the first round the child ends the borrow, in the second
-// the parent.
+// The child opens an iov of its parent and reads into it. In the first round the child ends the borrow. In the second
+// round the parent ends it by destroying the iov.
 [[maybe_unused]] void test_other_process_borrows_memory() {
     Mount mount;
     Agent agent(mount);
@@ -249,7 +251,7 @@ std::int64_t read_one(Session& session, const hf3fs_iov& iov) {
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     int sockets[2];
     CHECK_EQUAL(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets), 0);
-    const auto synchronize = [&](int side) {
+    const auto meet_other_process = [&](int side) {
         char byte = 1;
         CHECK_EQUAL(write(sockets[side], &byte, 1), 1);
         CHECK_EQUAL(read(sockets[side], &byte, 1), 1);
@@ -260,18 +262,18 @@ std::int64_t read_one(Session& session, const hf3fs_iov& iov) {
         Session session(mount);
         CHECK_EQUAL(pwrite(session.file.fd, "abc", 3, 0), 3);
         hf3fs_iov opened{};
-        CHECK_EQUAL(read_one(session, iov),
-                    -EACCES); // The child has the struct and the memory, but not the permission.
+        // The child has inherited the struct and the memory, but not the permission.
+        CHECK_EQUAL(read_three_bytes(session, iov), -EACCES);
         for (int round = 0; round < 2; ++round) {
             CHECK_EQUAL(hf3fs_iovopen(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 4096, 0, -1), 0);
-            CHECK_EQUAL(read_one(session, opened), 3);
+            CHECK_EQUAL(read_three_bytes(session, opened), 3);
             if (round == 0) {
                 hf3fs_iovdestroy(&opened);
             }
         }
-        synchronize(1);
-        synchronize(1); // The owner withdraws the publication between these two calls.
-        CHECK_EQUAL(read_one(session, opened), -EACCES);
+        meet_other_process(1);
+        meet_other_process(1); // The owner withdraws the publication between these two calls.
+        CHECK_EQUAL(read_three_bytes(session, opened), -EACCES);
         hf3fs_iovdestroy(&opened);
         hf3fs_iov second{};
         std::memcpy(&second, &opened, sizeof(second));
@@ -280,13 +282,13 @@ std::int64_t read_one(Session& session, const hf3fs_iov& iov) {
         CHECK_EQUAL(hf3fs_iovopen(&second, id.data(), mount.path(), 4096, 0, -1), 0);
         _exit(0); // The process ends while it has borrowed the iov.
     }
-    synchronize(0);
+    meet_other_process(0);
     CHECK(std::memcmp(iov.base, "abc", 3) == 0);
     CHECK_EQUAL(agent.borrows.load(), 1);
     hf3fs_iovdestroy(&iov);
     CHECK_EQUAL(agent.borrows.load(), 0);
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
-    synchronize(0);
+    meet_other_process(0);
     CHECK_EQUAL(write(sockets[0], iov.id, 16), 16);
     int status = -1;
     CHECK_EQUAL(waitpid(child, &status, 0), child);
@@ -311,8 +313,8 @@ void test_mount_without_agent_has_links() {
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), 0);
     int value = -1;
     CHECK_EQUAL(hf3fs_submit_ios(&ior), 0);
-    CHECK_EQUAL(sem_getvalue(mount.submit(1), &value), 0);
-    CHECK_EQUAL(value, 1); // The other side has not declared the extension, so the protocol of 3FS applies.
+    CHECK_EQUAL(sem_getvalue(mount.submit_semaphore(1), &value), 0);
+    CHECK_EQUAL(value, 1); // No agent supports the extension of this ring, so the library posts for each submit.
     hf3fs_iordestroy(&ior);
     hf3fs_iovdestroy(&iov);
     CHECK(mount.links().empty());

@@ -1,5 +1,5 @@
-// Without CUDA (no loadable libcuda.so.1, or a library built without ENABLE_GDR), every GPU function returns -ENOTSUP,
-// whatever its arguments, and changes nothing.
+// Tests the GPU functions without CUDA: libcuda.so.1 cannot be loaded, or the library was built without ENABLE_GDR.
+// Every function returns -ENOTSUP, whatever its arguments, and changes nothing.
 #include <cerrno>
 #include <cstdint>
 #include <cstring>

@@ -1,6 +1,6 @@
-// Tests of the publication of GPU iovs to an agent: the name, the target, the share handle and the dma-buf. The agent's
-// verdict is the result. The agent is part of this test: it implements the messages of agent_protocol.hpp, and
-// registers nothing.
+// Tests of the publication of GPU iovs to an agent: the name, the target, the share handle and the dma-buf. The status
+// that the agent replies is the result of the publication. The agent is a thread of this test. It implements the
+// messages of agent_protocol.hpp, and registers nothing with a NIC.
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -22,18 +22,18 @@ using gdrkit::Descriptor;
 using namespace gdrkit::usrbio;
 using namespace gdrkit::usrbio::test;
 
-constexpr u64 chunk = 2 << 20;
+constexpr u64 chunk_bytes = 2 << 20;
 
-// The last publication, and the status of the next replies.
+// The last publication that the agent received, counts of the requests, and the status of the next replies.
 struct Requests {
     std::string name;
     GpuTarget target;
     ShareHandle handle;
     u64 dmabuf_bytes = 0;
-    std::size_t descriptors = 0;
-    std::atomic<int> verdict = 0;
+    std::size_t descriptor_count = 0;
+    std::atomic<int> reply_status = 0; // Status of replies to publish and borrow: 0 or an errno.
     std::atomic<int> publications = 0, unpublications = 0;
-    std::atomic<int> borrows = 0, ended_borrows = 0;
+    std::atomic<int> borrows = 0, returned_borrows = 0;
 };
 
 struct Message {
@@ -42,7 +42,7 @@ struct Message {
     std::vector<Descriptor> descriptors;
 };
 
-bool receive(int peer, Message* message) {
+bool receive(int socket, Message* message) {
     std::vector<std::uint8_t> bytes(agent_message_bytes_max);
     alignas(cmsghdr) char control[CMSG_SPACE(agent_descriptors_max * sizeof(int))];
     iovec buffer{bytes.data(), bytes.size()};
@@ -51,7 +51,7 @@ bool receive(int peer, Message* message) {
     request.msg_iovlen = 1;
     request.msg_control = control;
     request.msg_controllen = sizeof control;
-    const ssize_t length = recvmsg(peer, &request, MSG_CMSG_CLOEXEC);
+    const ssize_t length = recvmsg(socket, &request, MSG_CMSG_CLOEXEC);
     if (length <= 0) {
         return false;
     }
@@ -87,7 +87,7 @@ void record_publication(const Message& message, Requests* requests) {
     requests->name = consume(sizes.name_bytes);
     requests->target = parse_target(consume(sizes.target_bytes)).value();
     requests->handle = parse_share_handle({position, sizes.share_handle_bytes}).value();
-    requests->descriptors = message.descriptors.size();
+    requests->descriptor_count = message.descriptors.size();
     requests->dmabuf_bytes = 0;
     if (!message.descriptors.empty()) {
         const off_t end = lseek(message.descriptors.front().get(), 0, SEEK_END);
@@ -126,17 +126,18 @@ public:
     Requests requests;
 
 private:
-    // A second client is another process, for which the first one waits. The agent ends after the last publication.
+    // Serves each client in a thread, because the first client, this process, waits for the second one, another
+    // process. The agent ends after publications_max publications.
     void serve() {
         std::vector<std::jthread> threads;
         for (;;) {
-            Descriptor peer(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-            if (!peer) {
+            Descriptor client(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+            if (!client) {
                 return;
             }
-            threads.emplace_back([this, peer = std::move(peer)] {
-                for (Message message; !is_ending_ && receive(peer.get(), &message); message = {}) {
-                    reply_to(peer.get(), message);
+            threads.emplace_back([this, client = std::move(client)] {
+                for (Message message; !is_ending_ && receive(client.get(), &message); message = {}) {
+                    reply_to(client.get(), message);
                 }
                 if (is_ending_) {
                     shutdown(socket_.get(), SHUT_RDWR);
@@ -144,7 +145,7 @@ private:
             });
         }
     }
-    void reply_to(int peer, const Message& message) {
+    void reply_to(int client, const Message& message) {
         AgentHeader reply = message.header;
         reply.descriptors = 0;
         reply.length = 0;
@@ -156,22 +157,22 @@ private:
             break;
         case AgentRequest::publish:
             record_publication(message, &requests);
-            reply.status = requests.verdict;
+            reply.status = requests.reply_status;
             is_ending_ = requests.publications == publications_max;
             break;
         case AgentRequest::borrow:
             record_borrow(message, &requests);
-            reply.status = requests.verdict;
+            reply.status = requests.reply_status;
             break;
         case AgentRequest::return_borrowed:
-            ++requests.ended_borrows;
+            ++requests.returned_borrows;
             break;
         default:
             CHECK(static_cast<AgentRequest>(message.header.type) == AgentRequest::unpublish);
             ++requests.unpublications;
         }
         std::memcpy(bytes.data(), &reply, sizeof reply);
-        CHECK(send(peer, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
+        CHECK(send(client, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
     }
 
 public:
@@ -184,7 +185,7 @@ private:
 };
 
 void check_dmabuf(const Requests& requests, u64 address, u64 bytes) {
-    CHECK(requests.handle.kind == ShareKind::dmabuf && requests.descriptors == 1);
+    CHECK(requests.handle.kind == ShareKind::dmabuf && requests.descriptor_count == 1);
     CHECK(requests.handle.address == address && requests.handle.length_bytes == bytes);
     CHECK(requests.handle.allocation_bytes == requests.dmabuf_bytes && requests.dmabuf_bytes % 4096 == 0);
     CHECK(requests.handle.offset_bytes == address % 4096);
@@ -192,6 +193,7 @@ void check_dmabuf(const Requests& requests, u64 address, u64 bytes) {
     CHECK(requests.target.size_bytes == bytes && requests.target.device == 0);
 }
 
+// CUmemLocation, CUmemAllocationProp and CUmemAccessDesc of the CUDA driver.
 struct Location {
     int type, id;
 };
@@ -208,39 +210,40 @@ struct Access {
     int flags;
 };
 
-// Maps two chunks of VMM memory at adjacent addresses.
+// Allocates two chunks of VMM memory and maps them at adjacent addresses.
 u64 map_chunks() {
     const AllocationProperties properties{1, 1, {1, 0}, nullptr, 0, 1, 0, {}};
     u64 base = 0;
-    CHECK_EQUAL(cu("cuMemAddressReserve", &base, 2 * chunk, u64{0}, u64{0}, u64{0}), 0);
-    for (u64 position = base; position < base + 2 * chunk; position += chunk) {
+    CHECK_EQUAL(call_cuda("cuMemAddressReserve", &base, 2 * chunk_bytes, u64{0}, u64{0}, u64{0}), 0);
+    for (u64 position = base; position < base + 2 * chunk_bytes; position += chunk_bytes) {
         u64 handle = 0;
-        CHECK_EQUAL(cu("cuMemCreate", &handle, chunk, &properties, u64{0}), 0);
-        CHECK_EQUAL(cu("cuMemMap", position, chunk, u64{0}, handle, u64{0}), 0);
-        CHECK_EQUAL(cu("cuMemRelease", handle), 0);
+        CHECK_EQUAL(call_cuda("cuMemCreate", &handle, chunk_bytes, &properties, u64{0}), 0);
+        CHECK_EQUAL(call_cuda("cuMemMap", position, chunk_bytes, u64{0}, handle, u64{0}), 0);
+        CHECK_EQUAL(call_cuda("cuMemRelease", handle), 0);
     }
     const Access access{{1, 0}, 3};
-    CHECK_EQUAL(cu("cuMemSetAccess", base, 2 * chunk, &access, u64{1}), 0);
+    CHECK_EQUAL(call_cuda("cuMemSetAccess", base, 2 * chunk_bytes, &access, u64{1}), 0);
     return base;
 }
 
 void unmap_chunks(u64 base) {
-    for (u64 position = base; position < base + 2 * chunk; position += chunk) {
-        CHECK_EQUAL(cu("cuMemUnmap", position, chunk), 0);
+    for (u64 position = base; position < base + 2 * chunk_bytes; position += chunk_bytes) {
+        CHECK_EQUAL(call_cuda("cuMemUnmap", position, chunk_bytes), 0);
     }
-    CHECK_EQUAL(cu("cuMemAddressFree", base, 2 * chunk), 0);
+    CHECK_EQUAL(call_cuda("cuMemAddressFree", base, 2 * chunk_bytes), 0);
 }
 
-// Runs in another process, and opens or imports an iov of this process.
-int peer(const std::string& action, const char* mount, const std::string& bytes, std::size_t size, int expected) {
+// The main function of the second process, which opens or imports an iov of the first one.
+int run_as_peer(const std::string& action, const char* mount, const std::string& id_or_handle, std::size_t size,
+                int expected) {
     hf3fs_iov iov{};
-    const auto handle_bytes = from_hex(bytes);
+    const auto bytes = from_hex(id_or_handle);
     hf3fs_gpu_ipc_handle_t handle{};
     if (action == "import") {
-        std::ranges::copy(handle_bytes, handle.data);
+        std::ranges::copy(bytes, handle.data);
     }
     const int error = action == "import" ? hf3fs_iov_import_gpu(&iov, &handle, mount)
-                                         : hf3fs_iovopen_device(&iov, handle_bytes.data(), mount, size, 0, 0);
+                                         : hf3fs_iovopen_device(&iov, bytes.data(), mount, size, 0, 0);
     CHECK_EQUAL(error, expected);
     hf3fs_iovdestroy(&iov);
     return 0;
@@ -250,58 +253,60 @@ int peer(const std::string& action, const char* mount, const std::string& bytes,
 
 int main(int count, char** arguments) {
     if (count == 6) {
-        return peer(arguments[1], arguments[2], arguments[3], std::stoul(arguments[4]), std::stoi(arguments[5]));
+        return run_as_peer(arguments[1], arguments[2], arguments[3], std::stoul(arguments[4]), std::stoi(arguments[5]));
     }
     const std::uint8_t id[16] = {1, 2, 3};
     const std::uint8_t zeros[16] = {};
     hf3fs_iov iov{};
-    make_current(0);
+    use_device(0);
     const u64 chunks = map_chunks();
     const u64 memory = allocate(1 << 20);
     {
-        // Without an agent no dma-buf can be published, and VMM memory has no IPC handle.
+        // Without an agent, memory is published by its IPC handle, which VMM memory does not have.
         const Mount mount;
-        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(chunks), id, mount.path(), 2 * chunk, 0, 0), -ENOTSUP);
-        CHECK_EQUAL(mount.links(), std::size_t{0});
+        CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(chunks), id, mount.path(), 2 * chunk_bytes, 0, 0), -ENOTSUP);
+        CHECK_EQUAL(mount.link_count(), std::size_t{0});
     }
     const Mount mount;
     Agent agent(mount);
-    // Memory that the library allocates.
+    // The library allocates the memory.
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 70'001, 0, 0), 0);
     check_dmabuf(agent.requests, reinterpret_cast<u64>(iov.base), 70'001);
     CHECK(agent.requests.name == gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
     CHECK(agent.requests.target.ipc.has_value() && agent.requests.target.offset_bytes == 0);
     CHECK(!std::ranges::equal(agent.requests.handle.device_uuid, zeros));
     // A process that opens or imports the iov borrows it and ends the borrow, or gets the error of the agent.
-    const std::string text = hex(iov.id, 16), bytes = "70001";
+    const std::string id_text = hex(iov.id, 16), size_text = "70001";
     std::filesystem::create_symlink(format_target(agent.requests.target), mount.iovs() / agent.requests.name);
-    hf3fs_gpu_ipc_handle_t exported{};
-    CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &exported), 0);
-    CHECK_EQUAL(run_peer({"open", mount.path(), text, bytes, "0"}), 0);
-    CHECK(agent.requests.borrows == 1 && agent.requests.ended_borrows == 1);
-    CHECK_EQUAL(run_peer({"import", mount.path(), hex(exported.data, sizeof exported), bytes, "0"}), 0);
-    CHECK(agent.requests.borrows == 2 && agent.requests.ended_borrows == 2);
-    agent.requests.verdict = EACCES;
-    const std::string refused = std::to_string(-EACCES);
-    CHECK_EQUAL(run_peer({"open", mount.path(), text, bytes, refused}), 0);
-    CHECK_EQUAL(run_peer({"import", mount.path(), hex(exported.data, sizeof exported), bytes, refused}), 0);
-    agent.requests.verdict = 0;
-    CHECK(agent.requests.borrows == 4 && agent.requests.ended_borrows == 2);
+    hf3fs_gpu_ipc_handle_t exported_handle{};
+    CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &exported_handle), 0);
+    CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, "0"}), 0);
+    CHECK(agent.requests.borrows == 1 && agent.requests.returned_borrows == 1);
+    CHECK_EQUAL(run_peer({"import", mount.path(), hex(exported_handle.data, sizeof exported_handle), size_text, "0"}),
+                0);
+    CHECK(agent.requests.borrows == 2 && agent.requests.returned_borrows == 2);
+    agent.requests.reply_status = EACCES;
+    const std::string eacces = std::to_string(-EACCES);
+    CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, eacces}), 0);
+    CHECK_EQUAL(
+        run_peer({"import", mount.path(), hex(exported_handle.data, sizeof exported_handle), size_text, eacces}), 0);
+    agent.requests.reply_status = 0;
+    CHECK(agent.requests.borrows == 4 && agent.requests.returned_borrows == 2);
     std::filesystem::remove(mount.iovs() / agent.requests.name);
     hf3fs_iovunlink_gpu(&iov);
     CHECK_EQUAL(agent.requests.unpublications.load(), 1);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK_EQUAL(agent.requests.unpublications.load(), 1);
-    // Wrapped memory inside an allocation, which begins and ends within a page.
+    // Wrapped memory is inside an allocation, and begins and ends within a page.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 4099), id, mount.path(), 10'000, 0, 0), 0);
     check_dmabuf(agent.requests, memory + 4099, 10'000);
     CHECK(agent.requests.target.ipc.has_value() && agent.requests.target.offset_bytes >= 4099);
     CHECK(agent.requests.dmabuf_bytes <= 16384);
     hf3fs_iovdestroy(&iov);
     CHECK(iov.base == nullptr && agent.requests.unpublications == 2);
-    // Memory in two chunks of VMM memory is published only by its dma-buf, and the target ends in /dmabuf.
-    CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks + 513), id, mount.path(), chunk, 0, 0), 0);
-    check_dmabuf(agent.requests, chunks + 513, chunk);
+    // Memory that extends over two VMM chunks is published only by its dma-buf, so the target ends in /dmabuf.
+    CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks + 513), id, mount.path(), chunk_bytes, 0, 0), 0);
+    check_dmabuf(agent.requests, chunks + 513, chunk_bytes);
     CHECK(!agent.requests.target.ipc && agent.requests.target.offset_bytes == 513);
     CHECK(format_target(agent.requests.target).ends_with("/dmabuf"));
     hf3fs_gpu_ipc_handle_t handle{};
@@ -310,13 +315,13 @@ int main(int count, char** arguments) {
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), -ENOTSUP);
     CHECK_EQUAL(hf3fs_iovsync(&iov, 0), 0);
     hf3fs_iovdestroy_gpu(&iov);
-    // The agent's verdict is the result, and nothing is left.
+    // If the agent refuses the publication, the function returns the agent's error and changes nothing.
     const hf3fs_iov before = iov;
-    agent.requests.verdict = EOPNOTSUPP;
+    agent.requests.reply_status = EOPNOTSUPP;
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EOPNOTSUPP);
     CHECK(std::memcmp(&iov, &before, sizeof iov) == 0);
-    agent.requests.verdict = 0;
-    // An agent that has ended has no memory region, so the iov can be destroyed without it.
+    agent.requests.reply_status = 0;
+    // An agent that has ended has no memory region any more, so the iov can be destroyed.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id, mount.path(), 1 << 20, 0, 0), 0);
     CHECK_EQUAL(agent.requests.publications.load(), Agent::publications_max);
     hf3fs_iovdestroy_gpu(&iov);

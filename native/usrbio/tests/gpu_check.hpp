@@ -1,6 +1,8 @@
-// Helpers for the tests of GPU iovs: the CUDA driver as an application calls it, a folder that serves as a mount, and a
-// second process. The tests are valid on a real GPU and on the software twin of libcuda; LD_LIBRARY_PATH decides which
-// one is loaded.
+// Helpers for the tests of GPU iovs: calls of the CUDA driver as an application makes them, a folder that stands
+// in for a 3FS mount, and a second process.
+//
+// The tests are valid on a real GPU and on the software twin of libcuda, a library that emulates the driver.
+// LD_LIBRARY_PATH decides which one is loaded.
 #pragma once
 
 #include <dlfcn.h>
@@ -23,70 +25,73 @@ namespace gdrkit::usrbio::test {
 
 using u64 = std::uint64_t;
 
-// Calls a function of the driver by its symbol. Arguments must have the types of its interface: lengths and addresses
-// are u64.
-template <typename... Arguments> int cu(const char* symbol, Arguments... arguments) {
+// Calls the function of the driver with this symbol. The arguments must have the types of the CUDA interface: lengths
+// and addresses are u64.
+template <typename... Arguments> int call_cuda(const char* symbol, Arguments... arguments) {
     static void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     CHECK(library != nullptr);
-    void* const entry = dlsym(library, symbol);
-    CHECK(entry != nullptr);
-    return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
+    void* const function = dlsym(library, symbol);
+    CHECK(function != nullptr);
+    return reinterpret_cast<int (*)(Arguments...)>(function)(arguments...);
 }
 
-inline void* make_current(int device) {
+// Makes the primary context of the device current in this thread, and returns it.
+inline void* use_device(int device) {
     void* context = nullptr;
-    CHECK_EQUAL(cu("cuInit", 0U), 0);
-    CHECK_EQUAL(cu("cuDevicePrimaryCtxRetain", &context, device), 0);
-    CHECK_EQUAL(cu("cuCtxSetCurrent", context), 0);
+    CHECK_EQUAL(call_cuda("cuInit", 0U), 0);
+    CHECK_EQUAL(call_cuda("cuDevicePrimaryCtxRetain", &context, device), 0);
+    CHECK_EQUAL(call_cuda("cuCtxSetCurrent", context), 0);
     return context;
 }
 
-inline void* current() {
+inline void* current_context() {
     void* context = nullptr;
-    CHECK_EQUAL(cu("cuCtxGetCurrent", &context), 0);
+    CHECK_EQUAL(call_cuda("cuCtxGetCurrent", &context), 0);
     return context;
 }
 
 inline u64 allocate(u64 bytes) {
     u64 pointer = 0;
-    CHECK_EQUAL(cu("cuMemAlloc_v2", &pointer, bytes), 0);
+    CHECK_EQUAL(call_cuda("cuMemAlloc_v2", &pointer, bytes), 0);
     return pointer;
 }
 
 inline void release(u64 pointer) {
-    CHECK_EQUAL(cu("cuMemFree_v2", pointer), 0);
+    CHECK_EQUAL(call_cuda("cuMemFree_v2", pointer), 0);
 }
 
 inline void* to_pointer(u64 address) {
     return reinterpret_cast<void*>(address);
 }
 
-// Returns bytes that differ from their neighbours, and from the same position with another seed.
-inline std::vector<std::uint8_t> pattern(std::size_t bytes, unsigned seed) {
-    std::vector<std::uint8_t> bytes_read(bytes);
-    for (std::size_t index = 0; index < bytes; ++index) {
-        bytes_read[index] = static_cast<std::uint8_t>(index * 131 + index / 251 + seed);
+// Returns test data. Each byte differs from its neighbours, and from the byte at the same position with another seed.
+inline std::vector<std::uint8_t> pattern(std::size_t length, unsigned seed) {
+    std::vector<std::uint8_t> bytes(length);
+    for (std::size_t index = 0; index < length; ++index) {
+        bytes[index] = static_cast<std::uint8_t>(index * 131 + index / 251 + seed);
     }
-    return bytes_read;
+    return bytes;
 }
 
-inline void write(u64 destination, const std::vector<std::uint8_t>& bytes) {
-    CHECK_EQUAL(cu("cuMemcpyHtoD_v2", destination, static_cast<const void*>(bytes.data()), u64{bytes.size()}), 0);
+inline void copy_to_device(u64 destination, const std::vector<std::uint8_t>& bytes) {
+    CHECK_EQUAL(call_cuda("cuMemcpyHtoD_v2", destination, static_cast<const void*>(bytes.data()), u64{bytes.size()}),
+                0);
 }
 
-inline std::vector<std::uint8_t> read(u64 source, std::size_t bytes) {
-    std::vector<std::uint8_t> bytes_read(bytes);
-    CHECK_EQUAL(cu("cuMemcpyDtoH_v2", static_cast<void*>(bytes_read.data()), source, u64{bytes}), 0);
-    return bytes_read;
+inline std::vector<std::uint8_t> copy_from_device(u64 source, std::size_t length) {
+    std::vector<std::uint8_t> bytes(length);
+    CHECK_EQUAL(call_cuda("cuMemcpyDtoH_v2", static_cast<void*>(bytes.data()), source, u64{length}), 0);
+    return bytes;
 }
 
 inline bool has_sync_memops(u64 pointer) {
-    unsigned enabled = 0;
-    CHECK_EQUAL(cu("cuPointerGetAttribute", static_cast<void*>(&enabled), 6, pointer), 0);
-    return enabled != 0;
+    constexpr int sync_memops = 6; // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    unsigned value = 0;
+    CHECK_EQUAL(call_cuda("cuPointerGetAttribute", static_cast<void*>(&value), sync_memops, pointer), 0);
+    return value != 0;
 }
 
-// A folder for publications like that of a mount, without an agent.
+// A temporary folder with the layout of a 3FS mount. No agent serves it.
 class Mount {
 public:
     Mount() {
@@ -99,13 +104,14 @@ public:
     Mount& operator=(const Mount&) = delete;
     ~Mount() { std::filesystem::remove_all(path_); }
     [[nodiscard]] const char* path() const { return path_.c_str(); }
+    // The folder in which the client library creates one symbolic link for each iov.
     [[nodiscard]] std::filesystem::path iovs() const { return std::filesystem::path(path_) / "3fs-virt/iovs"; }
-    [[nodiscard]] std::size_t links() const {
+    [[nodiscard]] std::size_t link_count() const {
         return static_cast<std::size_t>(
             std::distance(std::filesystem::directory_iterator(iovs()), std::filesystem::directory_iterator()));
     }
     [[nodiscard]] std::filesystem::path only_link() const {
-        CHECK_EQUAL(links(), std::size_t{1});
+        CHECK_EQUAL(link_count(), std::size_t{1});
         return std::filesystem::directory_iterator(iovs())->path();
     }
 
@@ -132,19 +138,19 @@ inline std::vector<std::uint8_t> from_hex(const std::string& text) {
     return bytes;
 }
 
-// Runs this program again with these arguments, because a forked child cannot use the driver of its parent. Returns its
-// exit status; 128 and more: a signal killed it.
+// Runs this program again, with these arguments, as a second process. A forked child alone would not do, because it
+// cannot use the CUDA driver of its parent. Returns the exit status, or 128 + the signal that killed the process.
 inline int run_peer(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        std::vector<char*> pointers{const_cast<char*>("peer")};
+        std::vector<char*> argv{const_cast<char*>("peer")};
         for (std::string& argument : arguments) {
-            pointers.push_back(argument.data());
+            argv.push_back(argument.data());
         }
-        pointers.push_back(nullptr);
-        execv("/proc/self/exe", pointers.data());
+        argv.push_back(nullptr);
+        execv("/proc/self/exe", argv.data());
         _exit(127);
     }
     int status = 0;

@@ -1,5 +1,6 @@
-// Tests of GPU iovs when a call of the driver fails: the error code, and that nothing is leaked, so that the next iov
-// can allocate the same amount. They need the software twin of libcuda, whose fault plan selects the failing call.
+// Tests of GPU iovs when a call of the CUDA driver fails: the function returns the right error code and leaks nothing.
+// The tests need the software twin of libcuda (a library that emulates the driver), whose fault plan selects the call
+// that fails.
 #include <fcntl.h>
 
 #include <fstream>
@@ -12,28 +13,30 @@ using namespace gdrkit::usrbio::test;
 
 constexpr int invalid_value = 1, out_of_memory = 2, not_supported = 801, unknown_error = 999;
 
-std::size_t open_files() {
+std::size_t open_descriptor_count() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
-std::size_t links(const char* mount) {
+std::size_t link_count(const char* mount) {
     const std::filesystem::path folder = std::string(mount) + "/3fs-virt/iovs";
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
 }
 
-// Runs in another process, whose driver fails once: the first call returns `expected`, later calls succeed.
-int peer(const std::string& action, const char* mount, std::size_t bytes, int expected) {
+// The main function of the second process, whose driver fails once. The first call of the library returns `expected`,
+// and later calls succeed. Each iov needs more than half of the device memory, so leaked memory makes the next one
+// fail.
+int run_as_peer(const std::string& action, const char* mount, std::size_t bytes, int expected) {
     hf3fs_iov iov{};
     const hf3fs_iov zero{};
     if (action == "create") {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
-        CHECK_EQUAL(links(mount), std::size_t{0});
+        CHECK_EQUAL(link_count(mount), std::size_t{0});
         if (expected == -ENOTSUP && !hf3fs_gdr_available()) {
             return 0;
         }
     }
-    for (std::size_t round = 0, files = 0; round < 2; ++round) {
+    for (std::size_t round = 0, descriptors_before = 0; round < 2; ++round) {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), 0);
         if (action == "synchronize" && round == 0) {
             CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), expected);
@@ -41,13 +44,14 @@ int peer(const std::string& action, const char* mount, std::size_t bytes, int ex
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
-        CHECK_EQUAL(links(mount), std::size_t{0});
-        CHECK(round == 0 || open_files() == files);
-        files = open_files();
+        CHECK_EQUAL(link_count(mount), std::size_t{0});
+        CHECK(round == 0 || open_descriptor_count() == descriptors_before);
+        descriptors_before = open_descriptor_count();
     }
     return 0;
 }
 
+// `call` of the driver fails with `status`, and the function of the library for `action` returns `expected`.
 struct Fault {
     const char* action;
     const char* call;
@@ -78,22 +82,22 @@ constexpr Fault faults[] = {
 
 int main(int count, char** arguments) {
     if (count == 5) {
-        return peer(arguments[1], arguments[2], std::stoul(arguments[3]), std::stoi(arguments[4]));
+        return run_as_peer(arguments[1], arguments[2], std::stoul(arguments[3]), std::stoi(arguments[4]));
     }
     const Mount mount;
-    make_current(0);
+    use_device(0);
     u64 free = 0, total = 0;
-    CHECK_EQUAL(cu("cuMemGetInfo_v2", &free, &total), 0);
+    CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free, &total), 0);
     const std::string bytes = std::to_string(free / 10 * 6);
     const std::string plan = std::string(mount.path()) + "/plan";
     for (const Fault& fault : faults) {
         std::ofstream(plan) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
         CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1), 0);
-        const int ended = run_peer({fault.action, mount.path(), bytes, std::to_string(fault.expected)});
-        if (ended != 0) {
-            std::fprintf(stderr, "%s of %s with %d: the other process ended with %d\n", fault.action, fault.call,
-                         fault.status, ended);
+        const int exit_status = run_peer({fault.action, mount.path(), bytes, std::to_string(fault.expected)});
+        if (exit_status != 0) {
+            std::fprintf(stderr, "%s with %s = %d: the second process exited with %d\n", fault.action, fault.call,
+                         fault.status, exit_status);
         }
-        CHECK_EQUAL(ended, 0);
+        CHECK_EQUAL(exit_status, 0);
     }
 }

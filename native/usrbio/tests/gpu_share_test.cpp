@@ -1,5 +1,5 @@
-// Tests of GPU iovs in two processes: one publishes or exports memory, the other opens or imports it, at the same
-// offset.
+// Tests of GPU iovs in two processes. The first process publishes or exports memory. The second one, which run_peer()
+// starts, opens or imports it and must see the same bytes.
 #include <algorithm>
 
 #include "usrbio/client/gpu_target.hpp"
@@ -14,17 +14,17 @@ namespace fs = std::filesystem;
 constexpr u64 mib = 1 << 20;
 constexpr std::size_t size = 70'001;
 
-// ---- functions of the other process ---------------------------------------------------------------------------------
+// ---- functions of the second process --------------------------------------------------------------------------------
 
-// Checks the pattern of the owner, and writes another one, which the owner checks.
-void check_and_write(hf3fs_iov& iov, unsigned seed) {
+// Checks the pattern of the owner and writes another pattern, which the owner checks. Then destroys the iov.
+void check_and_replace_pattern(hf3fs_iov& iov, unsigned seed) {
     CHECK(hf3fs_iov_is_gpu(&iov) && iov.size == size && iov.numa == -1);
-    make_current(hf3fs_iov_gpu_device(&iov));
+    use_device(hf3fs_iov_gpu_device(&iov));
     const auto address = reinterpret_cast<u64>(iov.base);
     CHECK(has_sync_memops(address));
-    CHECK(read(address, size) == pattern(size, seed));
-    write(address, pattern(size, seed + 1));
-    // The iov is borrowed, so unlink does not withdraw the publication.
+    CHECK(copy_from_device(address, size) == pattern(size, seed));
+    copy_to_device(address, pattern(size, seed + 1));
+    // The publication belongs to the first process, so hf3fs_iovunlink_gpu does not withdraw it.
     const auto links = std::distance(fs::directory_iterator(std::string(iov.mount_point) + "/3fs-virt/iovs"), {});
     hf3fs_iovunlink_gpu(&iov);
     hf3fs_iov copy = iov;
@@ -33,7 +33,8 @@ void check_and_write(hf3fs_iov& iov, unsigned seed) {
     CHECK_EQUAL(std::distance(fs::directory_iterator(std::string(copy.mount_point) + "/3fs-virt/iovs"), {}), links);
 }
 
-int peer(const std::string& action, const char* mount, const std::string& bytes, const std::string& id, int expected) {
+int run_as_peer(const std::string& action, const char* mount, const std::string& bytes, const std::string& id,
+                int expected) {
     hf3fs_iov iov{};
     int error = 0;
     const auto handle_bytes = from_hex(bytes), expected_id = from_hex(id);
@@ -59,30 +60,33 @@ int peer(const std::string& action, const char* mount, const std::string& bytes,
         return 0;
     }
     CHECK(std::memcmp(iov.id, expected_id.data(), sizeof iov.id) == 0);
-    check_and_write(iov, 5);
+    check_and_replace_pattern(iov, 5);
     return 0;
 }
 
-// ---- functions of this process --------------------------------------------------------------------------------------
+// ---- functions of the first process ---------------------------------------------------------------------------------
+
+// Runs `action` in the second process, and checks that it returns `expected`.
 
 void run_and_check(const char* action, const Mount& mount, const std::string& bytes, const void* id, int expected = 0) {
     CHECK_EQUAL(run_peer({action, mount.path(), bytes, hex(id, 16), std::to_string(expected)}), 0);
 }
 
-void check_and_restore(u64 address) {
-    CHECK(read(address, size) == pattern(size, 6));
-    write(address, pattern(size, 5));
+// Checks the pattern that the second process wrote, and writes the first pattern again.
+void check_and_restore_pattern(u64 address) {
+    CHECK(copy_from_device(address, size) == pattern(size, 6));
+    copy_to_device(address, pattern(size, 5));
 }
 
 void test_created_memory_is_opened_and_imported() {
     const Mount mount;
-    make_current(0);
+    use_device(0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), size, 0, 0), 0);
     const auto address = reinterpret_cast<u64>(iov.base);
-    write(address, pattern(size, 5));
+    copy_to_device(address, pattern(size, 5));
     run_and_check("open", mount, "", iov.id);
-    check_and_restore(address);
+    check_and_restore_pattern(address);
     run_and_check("open_other_size", mount, "", iov.id, -EINVAL);
     hf3fs_gpu_ipc_handle_t handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &handle), 0);
@@ -91,17 +95,17 @@ void test_created_memory_is_opened_and_imported() {
     CHECK(fields[0] == size && fields[1] == 0);
     // The importer gets the id of the publication, so that it can use the iov with a ring.
     run_and_check("import", mount, hex(handle.data, sizeof handle), iov.id);
-    check_and_restore(address);
+    check_and_restore_pattern(address);
     gdrkit_share_handle_t share{};
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), 0);
     run_and_check("import_share", mount, hex(share.data, sizeof share), iov.id);
-    check_and_restore(address);
-    // The memory is not published any more: the import succeeds, without an id.
+    check_and_restore_pattern(address);
+    // Memory that is not published any more can be imported, and the iov has an id of zeros.
     hf3fs_iovunlink_gpu(&iov);
     const std::uint8_t zeros[16] = {};
     run_and_check("open", mount, "", iov.id, -ENOENT);
     run_and_check("import", mount, hex(handle.data, sizeof handle), zeros);
-    check_and_restore(address);
+    check_and_restore_pattern(address);
     hf3fs_iovdestroy_gpu(&iov);
     // The memory was freed, so its handles are invalid.
     run_and_check("import", mount, hex(handle.data, sizeof handle), zeros, -EINVAL);
@@ -110,49 +114,50 @@ void test_created_memory_is_opened_and_imported() {
 
 void test_changed_handles_are_refused() {
     const Mount mount;
-    make_current(0);
+    use_device(0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), size, 0, 0), 0);
     hf3fs_gpu_ipc_handle_t handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &handle), 0);
-    const auto with = [&](std::size_t position, u64 value) {
-        hf3fs_gpu_ipc_handle_t changed_target = handle;
-        std::memcpy(changed_target.data + position, &value, sizeof value);
-        return hex(changed_target.data, sizeof changed_target);
+    // Returns the handle with another value in the 8 bytes at `position`: 64 is the size, 72 the device.
+    const auto handle_with = [&](std::size_t position, u64 value) {
+        hf3fs_gpu_ipc_handle_t changed_handle = handle;
+        std::memcpy(changed_handle.data + position, &value, sizeof value);
+        return hex(changed_handle.data, sizeof changed_handle);
     };
-    run_and_check("import", mount, with(64, 0), iov.id, -EINVAL);
-    run_and_check("import", mount, with(64, 1 << 30), iov.id, -EINVAL);
-    run_and_check("import", mount, with(64, u64{1} << 63), iov.id, -EINVAL);
-    run_and_check("import", mount, with(72, 1000), iov.id, -ENODEV);
-    run_and_check("import", mount, with(72, UINT64_MAX), iov.id, -EINVAL);
+    run_and_check("import", mount, handle_with(64, 0), iov.id, -EINVAL);
+    run_and_check("import", mount, handle_with(64, 1 << 30), iov.id, -EINVAL);
+    run_and_check("import", mount, handle_with(64, u64{1} << 63), iov.id, -EINVAL);
+    run_and_check("import", mount, handle_with(72, 1000), iov.id, -ENODEV);
+    run_and_check("import", mount, handle_with(72, UINT64_MAX), iov.id, -EINVAL);
     gdrkit_share_handle_t share{};
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), 0);
     share.data[100] ^= 1;
     run_and_check("import_share", mount, hex(share.data, sizeof share), iov.id, -EINVAL);
-    // A process cannot open its own memory.
-    hf3fs_iov own{};
-    CHECK_EQUAL(hf3fs_iovopen_gpu(&own, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), size, 0, 0), -EIO);
-    CHECK_EQUAL(hf3fs_iov_import_gpu(&own, &handle, mount.path()), -EINVAL);
+    // A process cannot open memory that it published itself.
+    hf3fs_iov opened{};
+    CHECK_EQUAL(hf3fs_iovopen_gpu(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), size, 0, 0), -EIO);
+    CHECK_EQUAL(hf3fs_iov_import_gpu(&opened, &handle, mount.path()), -EINVAL);
     hf3fs_iovdestroy_gpu(&iov);
 }
 
 void test_interior_memory_keeps_its_offset() {
     const Mount mount;
-    make_current(0);
+    use_device(0);
     const u64 memory = allocate(mib);
     const std::uint8_t id[16] = {0xab, 1, 2};
     for (const u64 offset : {u64{0}, u64{1}, u64{512}, u64{4096}, u64{65537}, mib - size}) {
-        write(memory, std::vector<std::uint8_t>(mib, 0xee));
+        copy_to_device(memory, std::vector<std::uint8_t>(mib, 0xee));
         hf3fs_iov iov{};
         CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + offset), id, mount.path(), size, 0, 0), 0);
-        write(memory + offset, pattern(size, 5));
+        copy_to_device(memory + offset, pattern(size, 5));
         run_and_check("open", mount, "", id);
-        check_and_restore(memory + offset);
+        check_and_restore_pattern(memory + offset);
         gdrkit_share_handle_t share{};
         CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), 0);
         run_and_check("import_share", mount, hex(share.data, sizeof share), id);
-        check_and_restore(memory + offset);
-        CHECK(read(memory, offset) == std::vector<std::uint8_t>(offset, 0xee));
+        check_and_restore_pattern(memory + offset);
+        CHECK(copy_from_device(memory, offset) == std::vector<std::uint8_t>(offset, 0xee));
         hf3fs_iovdestroy_gpu(&iov);
     }
     release(memory);
@@ -160,7 +165,7 @@ void test_interior_memory_keeps_its_offset() {
 
 void test_forged_targets_are_refused() {
     const Mount mount;
-    make_current(0);
+    use_device(0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), size, 0, 0), 0);
     const fs::path link = mount.only_link();
@@ -195,7 +200,7 @@ void test_forged_targets_are_refused() {
 
 int main(int count, char** arguments) {
     if (count == 6) {
-        return peer(arguments[1], arguments[2], arguments[3], arguments[4], std::stoi(arguments[5]));
+        return run_as_peer(arguments[1], arguments[2], arguments[3], arguments[4], std::stoi(arguments[5]));
     }
     test_created_memory_is_opened_and_imported();
     test_changed_handles_are_refused();

@@ -1,4 +1,5 @@
-// Tests of names and targets of the links of GPU iovs: each has one spelling, and others are refused.
+// Tests of names and targets of the links of GPU iovs (gpu_target.hpp). Each has only one spelling, and the parser
+// refuses every other text.
 #include "usrbio/client/gpu_target.hpp"
 
 #include <string>
@@ -11,6 +12,7 @@ using namespace gdrkit::usrbio;
 
 const std::string digits(128, 'a');
 
+// Returns a valid target in which `old_text` is replaced by `new_text`.
 std::string replace_in_target(const std::string& old_text, const std::string& new_text) {
     std::string text = "gdr://v2/device/1/allocation/65536/offset/512/size/4096/ipc/" + digits;
     const auto position = text.find(old_text);
@@ -25,7 +27,7 @@ void check_refused(const std::string& text) {
     }
 }
 
-void test_targets() {
+void test_valid_targets_are_parsed() {
     GpuTarget target{7, 1 << 30, 65537, 4099, std::array<std::uint8_t, 64>{}};
     (*target.ipc)[0] = 0x0f;
     (*target.ipc)[63] = 0xa0;
@@ -40,7 +42,7 @@ void test_targets() {
     CHECK(parse_target(replace_in_target("offset/512/size/4096", "offset/61440/size/4096")).has_value());
 }
 
-void test_malformed_targets() {
+void test_malformed_targets_are_refused() {
     check_refused("");
     check_refused("gdr://");
     check_refused("/dev/shm/hf3fs-iov");
@@ -73,7 +75,7 @@ void test_malformed_targets() {
     check_refused(std::string("gdr://v2/device/1/allocation/65536/offset/512/size/4096/dmabuf\0", 63));
 }
 
-void test_names() {
+void test_link_names_contain_id_and_device() {
     std::uint8_t id[16];
     for (std::size_t position = 0; position < 16; ++position) {
         id[position] = static_cast<std::uint8_t>(position * 16 + 1);
@@ -93,7 +95,7 @@ void test_names() {
 } // namespace
 
 int main() {
-    test_targets();
-    test_malformed_targets();
-    test_names();
+    test_valid_targets_are_parsed();
+    test_malformed_targets_are_refused();
+    test_link_names_contain_id_and_device();
 }

@@ -1,4 +1,5 @@
-// Tests of code that works on whole host pages, with pages of 64 KiB: sysconf() of this test returns that size.
+// Tests of code that works on whole host pages, as if the host had pages of 64 KiB: in this test, sysconf() returns
+// that size.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,7 +16,7 @@ constexpr std::size_t small_page_bytes = 4096, large_page_bytes = 65536;
 
 } // namespace
 
-// The linker replaces sysconf() by this function (--wrap).
+// The linker option --wrap replaces calls of sysconf() by calls of this function.
 extern "C" long __wrap_sysconf(int name);
 extern "C" long __real_sysconf(int name);
 long __wrap_sysconf(int name) {
@@ -74,8 +75,8 @@ void test_bus_guard_replaces_a_whole_page() {
     bytes[0] = 1;
     const agent::BusGuard guard(memory, large_page_bytes);
     CHECK(ftruncate(file, 0) == 0);
-    CHECK(bytes[large_page_bytes / 2] == 0 && guard.is_hit());
-    // The file has its bytes again, but the guard has replaced the mapping of the whole page.
+    CHECK(bytes[large_page_bytes / 2] == 0 && guard.has_bus_error());
+    // Enlarge the file again. The guard has replaced the whole page of 64 KiB, so the mapping does not show the file.
     CHECK(ftruncate(file, large_page_bytes) == 0);
     const unsigned char written = 2;
     CHECK(pwrite(file, &written, 1, 0) == 1 && pwrite(file, &written, 1, large_page_bytes - 1) == 1);

@@ -1,15 +1,17 @@
-// Measures the speed of reads through ring, agent, server and NIC, and compares it in the same run with reads of the
-// same cached file by the kernel. Reads of 4 KiB at random offsets at depth 64 are compared with io_uring. Sequential
-// reads of 1 MiB at depth 8 are compared with pread by one thread. Both are also compared with the copies of the path
-// alone. All variants read into the same amount of memory. They take turns, round by round, so that other load on the
-// machine affects all of them.
+// Measures the speed of reads through the whole I/O path (ring, agent, server and NIC), and compares it in the same run
+// with reads of the same cached file by the kernel.
+//
+// Reads of 4 KiB at random offsets with 64 in flight are compared with io_uring. Sequential reads of 1 MiB with 8 in
+// flight are compared with pread by one thread. Both are also compared with the copies of the path alone
+// (bare_copies.hpp). All variants read into the same amount of memory. The variants take turns, round by round, so that
+// other load on the machine affects all of them.
 //
 // path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
 //
-// The program prints one line of JSON for each turn. `cpu_s` is the processor time of this process and of the named
-// processes, which shows the cost of an operation also if the processors are shared. After each turn, the data of the
-// last reads is compared with the file. The copies alone need two threads, which run on the named cores; without
-// --cores that variant is skipped.
+// The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
+// processes of --pid. It shows the cost of an operation even if other programs use the processors too. After each
+// turn, the program compares the data of the last reads with the file. The copies alone run on the two cores of
+// --cores. Without --cores, that variant is skipped.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/resource.h>
@@ -37,7 +39,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t page_bytes = 4096, small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr unsigned small_depth = 64, large_depth = 8;
-// Twice the operations in flight: completions may come out of order, and then an entry becomes free later than its
+// Twice the operations in flight. If completions come out of order, an entry of the ring becomes free later than its
 // operation ends.
 constexpr int ring_entries = 128;
 
@@ -49,31 +51,34 @@ struct Settings {
     std::vector<std::pair<std::string, int>> processes;
 };
 
-void check(const char* call, long result) {
+// Exits if the result of `call` is not 0. It is a positive or negative errno.
+void check_result(const char* call, long result) {
     if (result != 0) {
         errno = static_cast<int>(result < 0 ? -result : result);
-        exit_failed(call);
+        exit_with_errno(call);
     }
 }
 
-// The functions of the CUDA driver that read device memory back.
+// The CUDA driver, with which the program compares data in device memory.
 struct Cuda {
-    int (*copy)(void*, std::uint64_t, std::size_t) = nullptr;
+    int (*copy_to_host)(void*, std::uint64_t, std::size_t) = nullptr;
 
     Cuda() {
         void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-        copy = library == nullptr
-                   ? nullptr
-                   : reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t)>(dlsym(library, "cuMemcpyDtoH_v2"));
-        const auto init = library == nullptr ? nullptr : reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
-        const auto retain = library == nullptr
-                                ? nullptr
-                                : reinterpret_cast<int (*)(void**, int)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
-        const auto set =
+        copy_to_host =
+            library == nullptr
+                ? nullptr
+                : reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t)>(dlsym(library, "cuMemcpyDtoH_v2"));
+        const auto initialize =
+            library == nullptr ? nullptr : reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
+        const auto retain_context =
+            library == nullptr ? nullptr
+                               : reinterpret_cast<int (*)(void**, int)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
+        const auto set_context =
             library == nullptr ? nullptr : reinterpret_cast<int (*)(void*)>(dlsym(library, "cuCtxSetCurrent"));
         void* context = nullptr;
-        if (copy == nullptr || init == nullptr || retain == nullptr || set == nullptr || init(0) != 0 ||
-            retain(&context, 0) != 0 || set(context) != 0) {
+        if (copy_to_host == nullptr || initialize == nullptr || retain_context == nullptr || set_context == nullptr ||
+            initialize(0) != 0 || retain_context(&context, 0) != 0 || set_context(context) != 0) {
             std::fprintf(stderr, "path_bench: the CUDA driver or device 0 is not available\n");
             std::exit(1);
         }
@@ -92,7 +97,7 @@ double process_cpu_seconds(int process) {
     return seconds;
 }
 
-double own_cpu_seconds() {
+double this_process_cpu_seconds() {
     rusage used{};
     getrusage(RUSAGE_SELF, &used);
     const auto to_seconds = [](const timeval& time) {
@@ -101,47 +106,50 @@ double own_cpu_seconds() {
     return to_seconds(used.ru_utime) + to_seconds(used.ru_stime);
 }
 
-// Repeats `step` for one turn, and prints the number of operations, the time and the processor time of each process.
+// Runs one turn of the variant `name`: repeats `run_step` for the time of a turn, and then calls `end_turn`. Both
+// return a number of completed operations. Prints the number of operations, the time, and the processor time of each
+// process.
 template <typename Step, typename End>
-void turn(const Settings& settings, const char* name, int round, std::size_t bytes, Step step, End end) {
+void run_turn(const Settings& settings, const char* name, int round, std::size_t bytes, Step run_step, End end_turn) {
     if (!settings.only.empty() && settings.only != name) {
         return;
     }
-    step();
-    std::vector<double> before;
+    run_step(); // Warm up.
+    std::vector<double> process_cpu_before;
     for (const auto& [process_name, process] : settings.processes) {
-        before.push_back(process_cpu_seconds(process));
+        process_cpu_before.push_back(process_cpu_seconds(process));
     }
-    const double own = own_cpu_seconds();
+    const double cpu_before = this_process_cpu_seconds();
     const auto begin = Clock::now();
-    std::uint64_t completed = 0;
-    double passed_s = 0;
+    std::uint64_t completed_count = 0;
+    double elapsed_s = 0;
     do {
-        completed += step();
-        passed_s = std::chrono::duration<double>(Clock::now() - begin).count();
-    } while (passed_s * 1000 < settings.turn_ms);
-    completed += end();
-    passed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+        completed_count += run_step();
+        elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
+    } while (elapsed_s * 1000 < settings.turn_ms);
+    completed_count += end_turn();
+    elapsed_s = std::chrono::duration<double>(Clock::now() - begin).count();
     std::printf("{\"turn\": \"%s\", \"round\": %d, \"bytes\": %zu, \"operations\": %llu, \"passed_s\": %.6f, "
                 "\"cpu_s\": {\"client\": %.6f",
-                name, round, bytes, static_cast<unsigned long long>(completed), passed_s, own_cpu_seconds() - own);
-    for (std::size_t index = 0; index < before.size(); ++index) {
+                name, round, bytes, static_cast<unsigned long long>(completed_count), elapsed_s,
+                this_process_cpu_seconds() - cpu_before);
+    for (std::size_t index = 0; index < process_cpu_before.size(); ++index) {
         const auto& [process_name, process] = settings.processes[index];
-        std::printf(", \"%s\": %.6f", process_name.c_str(), process_cpu_seconds(process) - before[index]);
+        std::printf(", \"%s\": %.6f", process_name.c_str(), process_cpu_seconds(process) - process_cpu_before[index]);
     }
     std::printf("}}\n");
     std::fflush(stdout);
 }
 
-// Reads of one size through the path.
+// Reads of `bytes` bytes through the path, with `depth` reads in flight.
 class PathReads {
 public:
     PathReads(const Settings& settings, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
         : cuda_(cuda), file_(file), depth_(depth), bytes_(bytes), offsets_(depth) {
         const char* const mount = settings.mount.c_str();
-        check("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
-                                                 : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
-        check("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
+        check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
+                                                        : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
+        check_result("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
         for (unsigned buffer = 0; buffer < depth; ++buffer) {
             free_buffers_.push_back(buffer);
         }
@@ -153,25 +161,28 @@ public:
     PathReads(const PathReads&) = delete;
     PathReads& operator=(const PathReads&) = delete;
 
-    template <typename Next> unsigned step(unsigned count_min, Next next) {
+    // Submits reads until `depth` are in flight, each at the offset that next_offset() returns. Then waits for at least
+    // `count_min` completions and returns the number of completions.
+    template <typename NextOffset> unsigned run_step(unsigned count_min, NextOffset next_offset) {
         has_started_ = true;
         while (!free_buffers_.empty()) {
             const unsigned buffer = free_buffers_.back();
             free_buffers_.pop_back();
-            offsets_[buffer] = next();
+            offsets_[buffer] = next_offset();
             const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
                                             bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
-            check("hf3fs_prep_io", std::min(index, 0));
+            check_result("hf3fs_prep_io", std::min(index, 0));
         }
-        check("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
+        check_result("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
         return reap(count_min);
     }
+    // Waits for all reads in flight and returns their number.
     unsigned drain() {
-        unsigned completed = 0;
+        unsigned completed_count = 0;
         while (free_buffers_.size() != depth_) {
-            completed += reap(static_cast<unsigned>(depth_ - free_buffers_.size()));
+            completed_count += reap(static_cast<unsigned>(depth_ - free_buffers_.size()));
         }
-        return completed;
+        return completed_count;
     }
     // Compares the last read into each buffer with the file.
     void compare() const {
@@ -182,7 +193,8 @@ public:
         for (unsigned buffer = 0; buffer < depth_; ++buffer) {
             const std::uint8_t* actual = iov_.base + buffer * bytes_;
             if (cuda_ != nullptr) {
-                check("cuMemcpyDtoH", cuda_->copy(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual), bytes_));
+                check_result("cuMemcpyDtoH",
+                             cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual), bytes_));
                 actual = host_copy.data();
             }
             const auto count =
@@ -198,7 +210,7 @@ private:
     unsigned reap(unsigned count_min) {
         hf3fs_cqe cqes[ring_entries];
         const int count = hf3fs_wait_for_ios(&ior_, cqes, ring_entries, static_cast<int>(count_min), nullptr);
-        check("hf3fs_wait_for_ios", std::min(count, 0));
+        check_result("hf3fs_wait_for_ios", std::min(count, 0));
         for (int index = 0; index < count; ++index) {
             if (cqes[index].result != static_cast<std::int64_t>(bytes_)) {
                 std::fprintf(stderr, "path_bench: a read failed or was short: result %lld\n",
@@ -231,7 +243,7 @@ void measure(const Settings& settings, int file, std::uint64_t size) {
     UringReads uring(file, small_depth, small_bytes);
     BareCopies bare_small(file, small_depth, small_bytes, settings.cores);
     BareCopies bare_large(file, large_depth, large_bytes, settings.cores);
-    // Aligned to a page: `rep movsb` of some processors is several times slower if only one side is aligned.
+    // Align to a page, because `rep movsb` of some processors is several times slower if only one side is aligned.
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(page_bytes, large_depth * large_bytes),
                                                              &std::free);
     unsigned buffer_index = 0;
@@ -242,41 +254,41 @@ void measure(const Settings& settings, int file, std::uint64_t size) {
     const auto sequential_offset = [&] {
         return std::exchange(next_offset, next_offset + 2 * large_bytes > size ? 0 : next_offset + large_bytes);
     };
-    const auto no_end = [] { return 0U; };
+    const auto end_at_once = [] { return 0U; };
     for (int round = 0; round < settings.rounds; ++round) {
         const auto pread_step = [&] {
             auto* const destination =
                 static_cast<std::uint8_t*>(memory.get()) + buffer_index++ % large_depth * large_bytes;
             if (pread(file, destination, large_bytes, static_cast<off_t>(sequential_offset())) !=
                 ssize_t{large_bytes}) {
-                exit_failed("pread");
+                exit_with_errno("pread");
             }
             return 1U;
         };
-        turn(settings, "pread", round, large_bytes, pread_step, no_end);
-        turn(
-            settings, "path_large", round, large_bytes, [&] { return large.step(large_depth / 2, sequential_offset); },
-            [&] { return large.drain(); });
+        run_turn(settings, "pread", round, large_bytes, pread_step, end_at_once);
+        run_turn(
+            settings, "path_large", round, large_bytes,
+            [&] { return large.run_step(large_depth / 2, sequential_offset); }, [&] { return large.drain(); });
         large.compare();
-        if (bare_large.is_possible()) {
-            turn(
-                settings, "bare_large", round, large_bytes, [&] { return bare_large.step(sequential_offset); },
-                [&] { return bare_large.end(); });
+        if (bare_large.is_available()) {
+            run_turn(
+                settings, "bare_large", round, large_bytes, [&] { return bare_large.run_step(sequential_offset); },
+                [&] { return bare_large.end_turn(); });
             bare_large.compare();
         }
-        if (uring.is_possible()) {
-            turn(
-                settings, "io_uring", round, small_bytes, [&] { return uring.step(small_depth / 2, random_offset); },
-                [&] { return uring.drain(); });
+        if (uring.is_available()) {
+            run_turn(
+                settings, "io_uring", round, small_bytes,
+                [&] { return uring.run_step(small_depth / 2, random_offset); }, [&] { return uring.drain(); });
         }
-        turn(
-            settings, "path_small", round, small_bytes, [&] { return small.step(small_depth / 2, random_offset); },
+        run_turn(
+            settings, "path_small", round, small_bytes, [&] { return small.run_step(small_depth / 2, random_offset); },
             [&] { return small.drain(); });
         small.compare();
-        if (bare_small.is_possible()) {
-            turn(
-                settings, "bare_small", round, small_bytes, [&] { return bare_small.step(random_offset); },
-                [&] { return bare_small.end(); });
+        if (bare_small.is_available()) {
+            run_turn(
+                settings, "bare_small", round, small_bytes, [&] { return bare_small.run_step(random_offset); },
+                [&] { return bare_small.end_turn(); });
             bare_small.compare();
         }
     }
@@ -306,7 +318,7 @@ int main(int count, char** arguments) {
         } else if (option == "--cores") {
             const std::size_t separator = value.find(',');
             if (separator == std::string::npos) {
-                std::fprintf(stderr, "path_bench: --cores must be two numbers such as 0,1\n");
+                std::fprintf(stderr, "path_bench: --cores must be two numbers such as 0,1, not %s\n", value.c_str());
                 return 2;
             }
             settings.cores = {std::atoi(value.c_str()), std::atoi(value.c_str() + separator + 1)};
@@ -321,13 +333,14 @@ int main(int count, char** arguments) {
     const int file = open(settings.file.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat attributes {};
     if (file < 0 || fstat(file, &attributes) != 0) {
-        exit_failed(settings.file.c_str());
+        exit_with_errno(settings.file.c_str());
     }
     if (static_cast<std::size_t>(attributes.st_size) < large_bytes * large_depth) {
-        std::fprintf(stderr, "path_bench: %s is smaller than the bytes in flight\n", settings.file.c_str());
+        std::fprintf(stderr, "path_bench: %s must have at least %zu bytes, the size of the reads in flight\n",
+                     settings.file.c_str(), large_bytes * large_depth);
         return 1;
     }
-    check("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file, 0), 0));
+    check_result("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file, 0), 0));
     measure(settings, file, static_cast<std::uint64_t>(attributes.st_size));
     hf3fs_dereg_fd(file);
     return 0;

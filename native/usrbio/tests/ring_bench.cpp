@@ -1,7 +1,9 @@
-// Measures the processor time of an operation in the application: prepare, submit and reap, in batches of 32 operations
-// without data. The variants take turns in the same run: the C library, io_uring's NOP, and a minimal loop in C that
-// uses the same memory and the same two semaphores by the protocol of 3FS. Prints CPU time of the client's thread
-// (CLOCK_THREAD_CPUTIME_ID), median of the rounds, as one JSON object per line.
+// Measures the processor time that an operation costs the application: prepare, submit and reap, in batches of 32
+// operations without data.
+//
+// The variants take turns in one run: the C library with an agent in this process, io_uring's NOP, and a minimal loop
+// that uses the memory and the two semaphores of a ring by the protocol of 3FS. Prints one JSON object per line: the
+// CPU time of the client's thread (CLOCK_THREAD_CPUTIME_ID), as the median of the rounds.
 #include "test_mount.hpp"
 #include "tests/check.hpp"
 #include "usrbio/client/file_table.hpp"
@@ -28,16 +30,16 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
-// Functions of glibc on the same words, as 3FS uses them.
-sem_t* glibc(Semaphore* semaphore) {
+// Returns the semaphore as one of glibc. 3FS uses the functions of glibc on the same words.
+sem_t* as_glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
 }
 
-constexpr unsigned batch = 32;
+constexpr unsigned batch_size = 32; // Operations.
 constexpr std::size_t entries = 127;
-constexpr int fake_fd = 12345; // It is not an open file; the agent of this program does not use it.
+constexpr int fake_fd = 12345; // Not an open file, because the agent of this program reads no file.
 
-double thread_seconds() {
+double thread_cpu_seconds() {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
@@ -49,24 +51,23 @@ std::int64_t monotonic_ns() {
     return now.tv_sec * 1000000000L + now.tv_nsec;
 }
 
-// One variant. run() executes that many batches.
+// One variant of the measurement. run() executes `batch_count` batches.
 class Variant {
 public:
     virtual ~Variant() = default;
-    virtual void run(unsigned batches) = 0;
+    virtual void run(unsigned batch_count) = 0;
 };
 
 class UringNop final : public Variant {
 public:
     UringNop() {
         io_uring_params parameters{};
-        fd_ = static_cast<int>(syscall(SYS_io_uring_setup, 2 * batch, &parameters));
+        fd_ = static_cast<int>(syscall(SYS_io_uring_setup, 2 * batch_size, &parameters));
         CHECK(fd_ >= 0);
-        const auto map = [&](std::size_t bytes, off_t submission_index) {
-            void* memory =
-                mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, submission_index);
+        const auto map = [&](std::size_t bytes, off_t offset) {
+            void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, offset);
             CHECK(memory != MAP_FAILED);
-            maps_.push_back({memory, bytes});
+            mappings_.push_back({memory, bytes});
             return static_cast<std::byte*>(memory);
         };
         std::byte* sq =
@@ -82,12 +83,12 @@ public:
         cqes_ = reinterpret_cast<io_uring_cqe*>(cq + parameters.cq_off.cqes);
     }
     ~UringNop() override {
-        for (const auto& [memory, bytes] : maps_) {
+        for (const auto& [memory, bytes] : mappings_) {
             munmap(memory, bytes);
         }
         close(fd_);
     }
-    static bool is_possible() {
+    static bool is_available() {
         io_uring_params parameters{};
         const long fd = syscall(SYS_io_uring_setup, 1, &parameters);
         if (fd >= 0) {
@@ -95,10 +96,10 @@ public:
         }
         return fd >= 0;
     }
-    void run(unsigned batches) override {
-        for (unsigned b = 0; b < batches; ++b) {
+    void run(unsigned batch_count) override {
+        for (unsigned b = 0; b < batch_count; ++b) {
             std::uint32_t tail = *sq_tail_;
-            for (unsigned i = 0; i < batch; ++i, ++tail) {
+            for (unsigned i = 0; i < batch_size; ++i, ++tail) {
                 io_uring_sqe& sqe = sqes_[tail & sq_mask_];
                 std::memset(&sqe, 0, sizeof(sqe));
                 sqe.opcode = IORING_OP_NOP;
@@ -106,11 +107,11 @@ public:
                 sq_array_[tail & sq_mask_] = tail & sq_mask_;
             }
             __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
-            CHECK_EQUAL(syscall(SYS_io_uring_enter, fd_, batch, batch, IORING_ENTER_GETEVENTS, nullptr, 0),
-                        long{batch});
+            CHECK_EQUAL(syscall(SYS_io_uring_enter, fd_, batch_size, batch_size, IORING_ENTER_GETEVENTS, nullptr, 0),
+                        long{batch_size});
             std::uint32_t head = *cq_head_;
             const std::uint32_t end = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
-            CHECK_EQUAL(end - head, batch);
+            CHECK_EQUAL(end - head, batch_size);
             for (; head != end; ++head) {
                 sum_ += cqes_[head & cq_mask_].user_data;
             }
@@ -120,7 +121,7 @@ public:
 
 private:
     int fd_ = -1;
-    std::vector<std::pair<void*, std::size_t>> maps_;
+    std::vector<std::pair<void*, std::size_t>> mappings_;
     io_uring_sqe* sqes_ = nullptr;
     std::uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
     std::uint32_t sq_mask_ = 0, cq_mask_ = 0;
@@ -128,13 +129,13 @@ private:
     std::uint64_t sum_ = 0;
 };
 
-struct Memory {
-    Memory() : bytes(ring_bytes(entries)) {
+struct RingMemory {
+    RingMemory() : bytes(ring_bytes(entries)) {
         data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         CHECK(data != MAP_FAILED);
         CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
     }
-    ~Memory() { munmap(data, bytes); }
+    ~RingMemory() { munmap(data, bytes); }
     void* data = nullptr;
     std::size_t bytes;
     RingView view;
@@ -143,27 +144,27 @@ struct Memory {
 // The protocol of 3FS without a library: no table of operations, no checks, one wake-up per batch.
 class BareLoop final : public Variant {
 public:
-    explicit BareLoop(test::Mount& mount) : submit_(mount.submit(0)) {
-        sem_init(glibc(memory_.view.completion_semaphore), 1, 0);
+    explicit BareLoop(test::Mount& mount) : submit_semaphore_(mount.submit_semaphore(0)) {
+        sem_init(as_glibc(memory_.view.completion_semaphore), 1, 0);
         agent_ = std::thread([this] { serve(); });
     }
     ~BareLoop() override {
-        stop_ = true;
-        sem_post(submit_);
+        is_stopping_ = true;
+        sem_post(submit_semaphore_);
         agent_.join();
     }
-    void run(unsigned batches) override {
+    void run(unsigned batch_count) override {
         RingView& view = memory_.view;
-        for (unsigned b = 0; b < batches; ++b) {
-            for (unsigned i = 0; i < batch; ++i) {
+        for (unsigned b = 0; b < batch_count; ++b) {
+            for (unsigned i = 0; i < batch_size; ++i) {
                 view.arguments[i] = {{}, i, 1, i, 1, i};
                 view.submissions[head_] = {static_cast<std::int32_t>(i), 0, i};
                 head_ = view.next(head_);
             }
             view.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_release);
-            sem_post(submit_);
-            for (unsigned reaped = 0; reaped < batch;) {
-                while (sem_wait(glibc(view.completion_semaphore)) != 0) {
+            sem_post(submit_semaphore_);
+            for (unsigned reaped = 0; reaped < batch_size;) {
+                while (sem_wait(as_glibc(view.completion_semaphore)) != 0) {
                 }
                 const auto end =
                     static_cast<std::uint32_t>(view.indices->completion_head.load(std::memory_order_acquire));
@@ -181,9 +182,9 @@ private:
         std::uint32_t submission_index = 0;
         std::uint32_t completion_index = 0;
         for (;;) {
-            while (sem_wait(submit_) != 0) {
+            while (sem_wait(submit_semaphore_) != 0) {
             }
-            if (stop_) {
+            if (is_stopping_) {
                 return;
             }
             const auto end = static_cast<std::uint32_t>(view.indices->submission_head.load(std::memory_order_acquire));
@@ -196,20 +197,20 @@ private:
             }
             view.indices->submission_tail.store(static_cast<std::int32_t>(submission_index), std::memory_order_release);
             view.indices->completion_head.store(static_cast<std::int32_t>(completion_index), std::memory_order_release);
-            sem_post(glibc(view.completion_semaphore));
+            sem_post(as_glibc(view.completion_semaphore));
         }
     }
 
-    Memory memory_;
-    sem_t* submit_;
-    std::atomic<bool> stop_{false};
+    RingMemory memory_;
+    sem_t* submit_semaphore_;
+    std::atomic<bool> is_stopping_{false};
     std::uint32_t head_ = 0;
     std::uint32_t tail_ = 0;
     std::uint64_t sum_ = 0;
     std::thread agent_;
 };
 
-// The C library against an agent that completes at once, and that spins for `spin_ns` before it sleeps.
+// The C library with an agent that completes each operation at once, and that spins for `spin_ns` before it sleeps.
 class Library final : public Variant {
 public:
     Library(test::Mount& mount, std::int64_t spin_ns, unsigned in_flight)
@@ -223,18 +224,18 @@ public:
         thread_ = std::thread([this] { serve(); });
     }
     ~Library() override {
-        stop_ = true;
-        sem_post(mount_.submit(1));
+        is_stopping_ = true;
+        sem_post(mount_.submit_semaphore(1));
         thread_.join();
         hf3fs_iordestroy(&ior_);
         hf3fs_iovdestroy(&iov_);
     }
-    void run(unsigned batches) override {
-        const unsigned initial = std::min(in_flight_, batches);
+    void run(unsigned batch_count) override {
+        const unsigned initial = std::min(in_flight_, batch_count);
         for (unsigned b = 0; b < initial; ++b) {
             submit();
         }
-        for (unsigned b = initial; b < batches; ++b) {
+        for (unsigned b = initial; b < batch_count; ++b) {
             reap();
             submit();
         }
@@ -245,7 +246,7 @@ public:
 
 private:
     void submit() {
-        for (std::uintptr_t i = 0; i < batch; ++i) {
+        for (std::uintptr_t i = 0; i < batch_size; ++i) {
             const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + 4096 * i, fake_fd, 4096 * i, 4096,
                                             reinterpret_cast<const void*>(i));
             if (index < 0) {
@@ -255,7 +256,8 @@ private:
         CHECK_EQUAL(hf3fs_submit_ios(&ior_), 0);
     }
     void reap() {
-        CHECK_EQUAL(hf3fs_wait_for_ios(&ior_, cqes_.data(), batch, batch, nullptr), static_cast<int>(batch));
+        CHECK_EQUAL(hf3fs_wait_for_ios(&ior_, cqes_.data(), batch_size, batch_size, nullptr),
+                    static_cast<int>(batch_size));
         for (const hf3fs_cqe& cqe : cqes_) {
             sum_ += reinterpret_cast<std::uintptr_t>(cqe.userdata);
         }
@@ -263,45 +265,45 @@ private:
     void serve() {
         std::array<ClaimedOperation, 64> claimed;
         std::int64_t idle_since = monotonic_ns();
-        for (unsigned idle = 0; !stop_;) {
+        for (unsigned idle_checks = 0; !is_stopping_;) {
             const std::size_t count = agent_->claim(claimed, 0);
             if (count != 0) {
                 for (std::size_t i = 0; i < count; ++i) {
                     agent_->complete(claimed[i].position, static_cast<std::int64_t>(claimed[i].arguments.length));
                 }
                 agent_->flush();
-                idle = 0;
+                idle_checks = 0;
                 continue;
             }
-            // Read the clock only every 16 checks of the ring.
+            // Read the clock only at every 16th check of the ring.
             if (spin_ns_ != 0) {
                 __builtin_ia32_pause();
-                if (idle == 0) {
+                if (idle_checks == 0) {
                     idle_since = monotonic_ns();
                 }
-                if (++idle % 16 != 0 || monotonic_ns() - idle_since < spin_ns_) {
+                if (++idle_checks % 16 != 0 || monotonic_ns() - idle_since < spin_ns_) {
                     continue;
                 }
             }
             if (agent_->prepare_to_sleep()) {
-                while (sem_wait(mount_.submit(1)) != 0) {
+                while (sem_wait(mount_.submit_semaphore(1)) != 0) {
                 }
                 agent_->end_sleep();
             }
-            idle = 0;
+            idle_checks = 0;
         }
     }
 
     test::Mount& mount_;
     std::int64_t spin_ns_;
     unsigned in_flight_; // Number of batches in flight.
-    std::array<hf3fs_cqe, batch> cqes_;
+    std::array<hf3fs_cqe, batch_size> cqes_;
     std::vector<std::uint8_t> buffer_;
-    Memory memory_;
+    RingMemory memory_;
     hf3fs_iov iov_{};
     hf3fs_ior ior_{};
     std::unique_ptr<AgentRing> agent_;
-    std::atomic<bool> stop_{false};
+    std::atomic<bool> is_stopping_{false};
     std::uint64_t sum_ = 0;
     std::thread thread_;
 };
@@ -318,28 +320,28 @@ double median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
-void measure(Measurement& measurement, unsigned batches) {
-    const std::unique_ptr<Variant> peer = measurement.make();
-    peer->run(batches / 10 + 1); // Warm up caches, branch prediction and the spin limit.
-    const std::int64_t wall = monotonic_ns();
-    const double begin = thread_seconds();
-    peer->run(batches);
-    measurement.cpu_ns.push_back((thread_seconds() - begin) * 1e9 / batches / batch);
-    measurement.wall_ns.push_back(static_cast<double>(monotonic_ns() - wall) / batches / batch);
+void measure(Measurement& measurement, unsigned batch_count) {
+    const std::unique_ptr<Variant> variant = measurement.make();
+    variant->run(batch_count / 10 + 1); // Warm up the caches, the branch prediction and the library's spin limit.
+    const std::int64_t begin_ns = monotonic_ns();
+    const double cpu_begin_seconds = thread_cpu_seconds();
+    variant->run(batch_count);
+    measurement.cpu_ns.push_back((thread_cpu_seconds() - cpu_begin_seconds) * 1e9 / batch_count / batch_size);
+    measurement.wall_ns.push_back(static_cast<double>(monotonic_ns() - begin_ns) / batch_count / batch_size);
 }
 
 void print(const Measurement& measurement) {
     std::printf("{\"name\": \"%s\", \"batch\": %u, \"rounds\": %zu, \"client_cpu_ns_per_operation\": %.2f, "
                 "\"client_cpu_ns_per_operation_min\": %.2f, \"wall_ns_per_operation\": %.2f}\n",
-                measurement.name, batch, measurement.cpu_ns.size(), median(measurement.cpu_ns),
+                measurement.name, batch_size, measurement.cpu_ns.size(), median(measurement.cpu_ns),
                 *std::min_element(measurement.cpu_ns.begin(), measurement.cpu_ns.end()), median(measurement.wall_ns));
 }
 
-void print_ratio(const char* name, const Measurement& own, const Measurement& peer, double limit) {
-    // Compare consecutive rounds, so that other load on the machine affects both.
+void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
+    // Divide round by round: the two rounds followed each other, so other load on the machine affected both.
     std::vector<double> ratios;
-    for (std::size_t i = 0; i < own.cpu_ns.size(); ++i) {
-        ratios.push_back(own.cpu_ns[i] / peer.cpu_ns[i]);
+    for (std::size_t i = 0; i < usrbio.cpu_ns.size(); ++i) {
+        ratios.push_back(usrbio.cpu_ns[i] / reference.cpu_ns[i]);
     }
     std::printf("{\"name\": \"%s\", \"ratio\": %.3f, \"limit\": %.1f, \"holds\": %s}\n", name, median(ratios), limit,
                 median(ratios) <= limit ? "true" : "false");
@@ -347,14 +349,14 @@ void print_ratio(const char* name, const Measurement& own, const Measurement& pe
 
 } // namespace
 
-// ring_bench [rounds [batches]]
+// Usage: ring_bench [rounds [batches]]
 int main(int argc, char** argv) {
-    const int rounds = argc > 1 ? std::atoi(argv[1]) : 9;
-    const int batches = argc > 2 ? std::atoi(argv[2]) : 20000;
-    CHECK(rounds > 0 && batches > 0);
+    const int round_count = argc > 1 ? std::atoi(argv[1]) : 9;
+    const int batch_count = argc > 2 ? std::atoi(argv[2]) : 20000;
+    CHECK(round_count > 0 && batch_count > 0);
     test::Mount mount;
-    // The library watches the socket of this agent. This program serves the rings.
-    const test::Agent agent(mount, test::Agent::Rings::left_alone);
+    // The library watches the socket of this agent. The class Library serves the rings.
+    const test::Agent agent(mount, test::Agent::Rings::not_served);
     Measurement spinning{"usrbio, agent spins up to 50 us, 3 batches in flight",
                          [&] { return std::make_unique<Library>(mount, 50000, 3); }};
     Measurement alternating{"usrbio, agent spins up to 50 us, 1 batch in flight",
@@ -362,20 +364,20 @@ int main(int argc, char** argv) {
     Measurement sleeping{"usrbio, agent sleeps", [&] { return std::make_unique<Library>(mount, 0, 1); }};
     Measurement bare{"bare loop, same semaphores", [&] { return std::make_unique<BareLoop>(mount); }};
     Measurement nop{"io_uring NOP", [] { return std::make_unique<UringNop>(); }};
-    const bool uring = UringNop::is_possible();
-    for (int round = 0; round < rounds; ++round) {
-        if (uring) {
-            measure(nop, static_cast<unsigned>(batches));
+    const bool has_io_uring = UringNop::is_available();
+    for (int round = 0; round < round_count; ++round) {
+        if (has_io_uring) {
+            measure(nop, static_cast<unsigned>(batch_count));
         }
-        measure(spinning, static_cast<unsigned>(batches));
-        measure(alternating, static_cast<unsigned>(batches));
-        measure(bare, static_cast<unsigned>(batches) / 4);
-        measure(sleeping, static_cast<unsigned>(batches) / 4);
+        measure(spinning, static_cast<unsigned>(batch_count));
+        measure(alternating, static_cast<unsigned>(batch_count));
+        measure(bare, static_cast<unsigned>(batch_count) / 4);
+        measure(sleeping, static_cast<unsigned>(batch_count) / 4);
     }
     for (const Measurement* measurement : {&spinning, &alternating, &sleeping, &bare}) {
         print(*measurement);
     }
-    if (uring) {
+    if (has_io_uring) {
         print(nop);
         print_ratio("usrbio with a spinning agent / io_uring NOP", spinning, nop, 2.0);
     } else {

@@ -13,25 +13,26 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
-// Functions of glibc on the same words, as 3FS uses them.
-sem_t* glibc(Semaphore* semaphore) {
+// Returns the semaphore as one of glibc. 3FS uses the functions of glibc on the same words.
+sem_t* as_glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
 }
 
-struct Memory {
-    explicit Memory(std::size_t entries) : bytes(ring_bytes(entries)) {
+struct RingMemory {
+    explicit RingMemory(std::size_t entries) : bytes(ring_bytes(entries)) {
         data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         CHECK(data != MAP_FAILED);
         CHECK_EQUAL(RingView::bind(data, bytes, view), 0);
     }
-    ~Memory() { munmap(data, bytes); }
+    ~RingMemory() { munmap(data, bytes); }
     void* data;
     std::size_t bytes;
     RingView view;
 };
 
-struct Pair {
-    explicit Pair(std::size_t entries, int io_depth = 0, std::int64_t timeout_ns = 0) : memory(entries) {
+// The two sides of one ring, with arrays for claimed operations and for reaped completions.
+struct RingPair {
+    explicit RingPair(std::size_t entries, int io_depth = 0, std::int64_t timeout_ns = 0) : memory(entries) {
         CHECK_EQUAL(ApplicationRing::attach(memory.data, memory.bytes, application), 0);
         CHECK_EQUAL(AgentRing::attach(memory.data, memory.bytes, io_depth, timeout_ns, agent), 0);
     }
@@ -45,13 +46,13 @@ struct Pair {
             completed[reaped++] = {index, 0, result, userdata};
         });
     }
-    int semaphore() {
+    int semaphore_value() {
         int value = -1;
-        CHECK_EQUAL(sem_getvalue(glibc(memory.view.completion_semaphore), &value), 0);
+        CHECK_EQUAL(sem_getvalue(as_glibc(memory.view.completion_semaphore), &value), 0);
         return value;
     }
     const std::uint8_t id[16] = {9, 8, 7};
-    Memory memory;
+    RingMemory memory;
     std::unique_ptr<ApplicationRing> application;
     std::unique_ptr<AgentRing> agent;
     ClaimedOperation claimed[64];
@@ -59,7 +60,7 @@ struct Pair {
 };
 
 void test_attach_refuses_invalid_rings() {
-    Memory memory(4);
+    RingMemory memory(4);
     std::unique_ptr<AgentRing> agent;
     std::unique_ptr<ApplicationRing> application;
     CHECK_EQUAL(AgentRing::attach(memory.data, ring_bytes(1) - 1, 0, 0, agent), -EINVAL);
@@ -80,7 +81,7 @@ void test_attach_refuses_invalid_rings() {
 }
 
 void test_operation_completes() {
-    Pair pair(4);
+    RingPair pair(4);
     CHECK_EQUAL(pair.prepare(77), 0);
     CHECK_EQUAL(pair.claim(), 0u);
     CHECK(!pair.application->submit());
@@ -101,7 +102,7 @@ void test_operation_completes() {
 }
 
 void test_full_ring_returns_eagain() {
-    Pair pair(3);
+    RingPair pair(3);
     std::uint64_t next_userdata = 0;
     std::uint64_t reaped_userdata = 0;
     for (int round = 0; round < 50; ++round) {
@@ -131,7 +132,7 @@ void test_full_ring_returns_eagain() {
 }
 
 void test_positive_depth_takes_exact_batches() {
-    Pair pair(16, 4);
+    RingPair pair(16, 4);
     for (int i = 0; i < 3; ++i) {
         pair.prepare(0);
     }
@@ -151,7 +152,7 @@ void test_positive_depth_takes_exact_batches() {
 }
 
 void test_negative_depth_holds_an_incomplete_batch() {
-    Pair pair(16, -4, 100);
+    RingPair pair(16, -4, 100);
     pair.prepare(0);
     pair.application->submit();
     CHECK_EQUAL(pair.claim(64, 1000), 0u);
@@ -176,7 +177,7 @@ void test_negative_depth_holds_an_incomplete_batch() {
 }
 
 void test_negative_depth_without_timeout_holds_nothing() {
-    Pair pair(16, -4);
+    RingPair pair(16, -4);
     pair.prepare(0);
     pair.application->submit();
     CHECK_EQUAL(pair.claim(), 1u);
@@ -184,7 +185,7 @@ void test_negative_depth_without_timeout_holds_nothing() {
 }
 
 void test_sleeper_is_woken_once() {
-    Pair pair(8);
+    RingPair pair(8);
     CHECK(pair.agent->prepare_to_sleep());
     pair.prepare(0);
     CHECK(pair.application->submit());
@@ -193,84 +194,86 @@ void test_sleeper_is_woken_once() {
     CHECK(!pair.agent->prepare_to_sleep());
     CHECK_EQUAL(pair.claim(), 1u);
     CHECK(pair.application->prepare_to_sleep());
-    CHECK_EQUAL(pair.semaphore(), 0);
+    CHECK_EQUAL(pair.semaphore_value(), 0);
     pair.agent->complete(pair.claimed[0].position, 0);
     pair.agent->flush();
-    CHECK_EQUAL(pair.semaphore(), 1);
+    CHECK_EQUAL(pair.semaphore_value(), 1);
     pair.agent->flush();
-    CHECK_EQUAL(pair.semaphore(), 1);
+    CHECK_EQUAL(pair.semaphore_value(), 1);
     pair.application->end_sleep();
     CHECK(!pair.application->prepare_to_sleep());
     CHECK_EQUAL(pair.reap(), 1u);
 }
 
-// One round in which both sides sleep, and wait for one post each.
-void sleeping_round(Pair& pair, std::uint32_t expected) {
+// Runs a round in which each side sleeps until one post. `announced`: how each side announces its sleep.
+void run_sleeping_round(RingPair& pair, std::uint32_t announced) {
     CHECK_EQUAL(pair.claim(), 0u);
     CHECK(pair.agent->prepare_to_sleep());
-    CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), expected);
+    CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), announced);
     CHECK(pair.prepare(0) >= 0);
     CHECK(pair.application->submit());
     pair.agent->end_sleep();
     CHECK_EQUAL(pair.claim(), 1u);
     CHECK(pair.application->prepare_to_sleep());
-    CHECK_EQUAL(pair.memory.view.extension->application.sleeping.load(), expected);
+    CHECK_EQUAL(pair.memory.view.extension->application.sleeping.load(), announced);
     CHECK(pair.agent->complete(pair.claimed[0].position, 0));
     pair.agent->flush();
-    CHECK_EQUAL(sem_trywait(glibc(pair.memory.view.completion_semaphore)), 0);
+    CHECK_EQUAL(sem_trywait(as_glibc(pair.memory.view.completion_semaphore)), 0);
     CHECK_EQUAL(pair.reap(), 1u);
     pair.application->record_wait(1);
 }
 
-// One round in which no side sleeps when work comes. `posted`: the other side still has a permanent announcement.
-void awake_round(Pair& pair, bool posted) {
+// Runs a round in which no side sleeps when work comes. `is_posted`: each side posts all the same, because the
+// announcement of the other side is permanent.
+void run_awake_round(RingPair& pair, bool is_posted) {
     pair.prepare(0);
-    CHECK_EQUAL(pair.application->submit(), posted);
+    CHECK_EQUAL(pair.application->submit(), is_posted);
     CHECK_EQUAL(pair.claim(), 1u);
     CHECK(pair.agent->complete(pair.claimed[0].position, 0));
     pair.agent->flush();
-    CHECK_EQUAL(pair.semaphore(), posted ? 1 : 0);
-    sem_trywait(glibc(pair.memory.view.completion_semaphore));
+    CHECK_EQUAL(pair.semaphore_value(), is_posted ? 1 : 0);
+    sem_trywait(as_glibc(pair.memory.view.completion_semaphore));
     CHECK_EQUAL(pair.reap(), 1u);
     pair.application->record_wait(0);
 }
 
 void test_announcement_becomes_permanent() {
-    Pair pair(8);
+    RingPair pair(8);
     SideState& agent = pair.memory.view.extension->agent;
     SideState& application = pair.memory.view.extension->application;
     for (int round = 0; round < 16; ++round) {
-        sleeping_round(pair, asleep_once);
+        run_sleeping_round(pair, asleep_once);
         CHECK(agent.sleeping == awake && application.sleeping == awake);
     }
     for (int round = 0; round < 3; ++round) {
-        sleeping_round(pair, asleep_always);
+        run_sleeping_round(pair, asleep_always);
         CHECK(agent.sleeping == asleep_always && application.sleeping == asleep_always);
     }
-    // A version of the other side that resets every announcement.
+    // Act like a version of gdrkit that resets every announcement.
     agent.sleeping = application.sleeping = awake;
-    sleeping_round(pair, asleep_always);
+    run_sleeping_round(pair, asleep_always);
     // A single round without sleep does not withdraw the announcement, but several do.
-    awake_round(pair, true);
-    sleeping_round(pair, asleep_always);
+    run_awake_round(pair, true);
+    run_sleeping_round(pair, asleep_always);
     for (int round = 0; round < 2; ++round) {
         CHECK(agent.sleeping == asleep_always && application.sleeping == asleep_always);
-        awake_round(pair, true);
+        run_awake_round(pair, true);
     }
     CHECK(agent.sleeping == awake && application.sleeping == awake);
-    awake_round(pair, false);
-    sleeping_round(pair, asleep_once);
+    run_awake_round(pair, false);
+    run_sleeping_round(pair, asleep_once);
 }
 
-// Another ring, or the server, wakes the agent. Work that it then finds in this ring needed no post.
+// If another ring or the server woke the agent, the work in this ring needed no post. Such rounds must not make the
+// announcement permanent.
 void test_announcement_stays_single_without_posts() {
-    Pair pair(8);
+    RingPair pair(8);
     for (int round = 0; round < 40; ++round) {
         CHECK_EQUAL(pair.claim(), 0u);
         CHECK(pair.agent->prepare_to_sleep());
         CHECK_EQUAL(pair.memory.view.extension->agent.sleeping.load(), asleep_once);
         pair.agent->end_sleep();
-        awake_round(pair, false);
+        run_awake_round(pair, false);
     }
     for (int round = 0; round < 40; ++round) { // The agent does not sleep if the last check finds work.
         pair.prepare(0);
@@ -285,43 +288,43 @@ void test_announcement_stays_single_without_posts() {
     }
 }
 
-// Mixes all types of sleep. A lost wake-up would make a wait time out.
+// Mixes sleeps of both sides with one-time and permanent announcements. A lost wake-up would make a wait time out.
 void test_no_wake_up_is_lost() {
     constexpr std::uint64_t rounds = 30000;
-    Pair pair(8);
-    sem_t submitted;
-    CHECK_EQUAL(sem_init(&submitted, 0, 0), 0);
+    RingPair pair(8);
+    sem_t submit_semaphore;
+    CHECK_EQUAL(sem_init(&submit_semaphore, 0, 0), 0);
     const auto sleep = [](sem_t* semaphore) {
-        timespec limit{};
-        clock_gettime(CLOCK_REALTIME, &limit);
-        limit.tv_sec += 20;
-        CHECK_EQUAL(sem_timedwait(semaphore, &limit), 0);
+        timespec deadline{};
+        clock_gettime(CLOCK_REALTIME, &deadline);
+        deadline.tv_sec += 20;
+        CHECK_EQUAL(sem_timedwait(semaphore, &deadline), 0);
     };
     std::thread agent([&] {
-        for (std::uint64_t done = 0; done < rounds * 2;) {
+        for (std::uint64_t completed_count = 0; completed_count < rounds * 2;) {
             const std::size_t count = pair.claim();
             for (std::size_t i = 0; i < count; ++i) {
                 CHECK(pair.agent->complete(pair.claimed[i].position, 0));
-                // In some rounds both completions are in one flush, in others each has its own.
+                // In some rounds one flush publishes both completions, in others each completion has a flush.
                 if (pair.claimed[i].arguments.userdata % 64 < 16) {
                     pair.agent->flush();
                 }
             }
             pair.agent->flush();
-            done += count;
+            completed_count += count;
             if (count == 0 && pair.agent->prepare_to_sleep()) {
-                sleep(&submitted);
+                sleep(&submit_semaphore);
                 pair.agent->end_sleep();
             }
         }
     });
-    std::uint32_t always = 0;
+    std::uint32_t permanent_count = 0;
     for (std::uint64_t round = 0; round < rounds; ++round) {
         for (int i = 0; i < 2; ++i) {
             CHECK(pair.prepare(round) >= 0);
             if (i == 1 || round % 128 < 32) {
                 if (pair.application->submit()) {
-                    sem_post(&submitted);
+                    sem_post(&submit_semaphore);
                 }
             }
         }
@@ -330,19 +333,19 @@ void test_no_wake_up_is_lost() {
         for (; reaped < 2; reaped += pair.reap()) {
             if (pair.application->prepare_to_sleep()) {
                 ++posts;
-                sleep(glibc(pair.memory.view.completion_semaphore));
+                sleep(as_glibc(pair.memory.view.completion_semaphore));
             }
         }
         pair.application->record_wait(posts);
-        always += pair.memory.view.extension->application.sleeping.load() == asleep_always;
+        permanent_count += pair.memory.view.extension->application.sleeping.load() == asleep_always;
     }
     agent.join();
-    CHECK(always > 0);
-    CHECK_EQUAL(sem_destroy(&submitted), 0);
+    CHECK(permanent_count > 0);
+    CHECK_EQUAL(sem_destroy(&submit_semaphore), 0);
 }
 
 void test_side_without_extension_gets_one_post_each() {
-    Pair pair(8);
+    RingPair pair(8);
     pair.memory.view.extension->application.magic = 0;
     pair.memory.view.extension->agent.magic = 0;
     for (int i = 0; i < 3; ++i) {
@@ -355,11 +358,13 @@ void test_side_without_extension_gets_one_post_each() {
         pair.agent->complete(pair.claimed[i].position, 0);
     }
     pair.agent->flush();
-    CHECK_EQUAL(pair.semaphore(), 3);
+    CHECK_EQUAL(pair.semaphore_value(), 3);
 }
 
-template <typename Corrupt> void check_breaks(Corrupt corrupt) {
-    Pair pair(8);
+// Checks that the agent's side finds the ring broken after `corrupt` has changed the shared memory, in a ring with two
+// claimed operations, of which one is reaped, and two more submissions.
+template <typename Corrupt> void check_breaks_ring(Corrupt corrupt) {
+    RingPair pair(8);
     for (int i = 0; i < 4; ++i) {
         pair.prepare(0);
     }
@@ -370,9 +375,9 @@ template <typename Corrupt> void check_breaks(Corrupt corrupt) {
     CHECK_EQUAL(pair.reap(), 1u);
     corrupt(pair.memory.view);
     CHECK_EQUAL(pair.claim(), 0u);
-    CHECK(pair.agent->broken());
+    CHECK(pair.agent->is_broken());
     CHECK(!pair.agent->prepare_to_sleep());
-    CHECK(pair.application->agent_ended());
+    CHECK(pair.application->has_agent_ended());
     CHECK_EQUAL(pair.agent->outstanding(), 1u);
     CHECK(pair.agent->complete(pair.claimed[0].position, 0)); // A claimed operation can still be completed.
     pair.agent->flush();
@@ -381,20 +386,19 @@ template <typename Corrupt> void check_breaks(Corrupt corrupt) {
 
 void test_hostile_contents_break_the_ring() {
     for (const std::int32_t invalid : {-1, 9, INT_MAX, INT_MIN}) {
-        check_breaks([=](RingView& view) { view.indices->submission_head = invalid; });
-        check_breaks([=](RingView& view) { view.indices->completion_tail = invalid; });
-        check_breaks([=](RingView& view) { view.submissions[2].index = invalid; });
+        check_breaks_ring([=](RingView& view) { view.indices->submission_head = invalid; });
+        check_breaks_ring([=](RingView& view) { view.indices->completion_tail = invalid; });
+        check_breaks_ring([=](RingView& view) { view.submissions[2].index = invalid; });
     }
-    check_breaks([](RingView& view) {
-        view.indices->submission_head = 1;
-    }); // The head moved back to submissions that were claimed already.
-    check_breaks(
-        [](RingView& view) { view.indices->completion_tail = 2; }); // The completion was reaped before it was posted.
+    // The head moves back to submissions that were claimed already.
+    check_breaks_ring([](RingView& view) { view.indices->submission_head = 1; });
+    // The tail claims that a completion was reaped before the agent posted it.
+    check_breaks_ring([](RingView& view) { view.indices->completion_tail = 2; });
 }
 
 void test_full_completion_queue_delays_submissions() {
-    // The library's own side never does this: reuse an index without reaping.
-    Pair pair(2);
+    // Submit new operations without reaping completions, which ApplicationRing never does.
+    RingPair pair(2);
     RingView& view = pair.memory.view;
     for (int round = 0; round < 2; ++round) {
         view.submissions[round] = {0, 0, 0};
@@ -406,14 +410,14 @@ void test_full_completion_queue_delays_submissions() {
     view.submissions[2] = {0, 0, 0};
     view.indices->submission_head = 0;
     CHECK_EQUAL(pair.claim(), 0u);
-    CHECK(!pair.agent->broken());
+    CHECK(!pair.agent->is_broken());
     CHECK(pair.agent->prepare_to_sleep());
     view.indices->completion_tail = 1;
     CHECK_EQUAL(pair.claim(), 1u);
 }
 
 void test_invalid_completions_are_ignored() {
-    Pair pair(4);
+    RingPair pair(4);
     pair.prepare(5);
     pair.application->submit();
     RingView& view = pair.memory.view;
@@ -426,17 +430,17 @@ void test_invalid_completions_are_ignored() {
     CHECK_EQUAL(pair.completed[0].result, 12);
     view.indices->completion_head = 99;
     CHECK_EQUAL(pair.reap(), 0u);
-    CHECK(pair.application->agent_ended());
+    CHECK(pair.application->has_agent_ended());
 }
 
 void test_end_of_agent_fails_operations() {
-    Pair pair(4);
+    RingPair pair(4);
     pair.prepare(5);
     pair.prepare(6);
     pair.application->submit();
     pair.agent.reset();
-    CHECK(pair.application->agent_ended());
-    CHECK_EQUAL(pair.semaphore(), 1);
+    CHECK(pair.application->has_agent_ended());
+    CHECK_EQUAL(pair.semaphore_value(), 1);
     std::uint64_t userdata_sum = 0;
     const auto sink = [&](std::int32_t, std::int64_t result, std::uint64_t userdata) {
         CHECK_EQUAL(result, -EREMOTEIO);
@@ -450,17 +454,17 @@ void test_end_of_agent_fails_operations() {
 
 void test_three_threads_use_a_ring() {
     constexpr std::uint64_t operations = 100000;
-    Pair pair(64, -8, 1000);
+    RingPair pair(64, -8, 1000);
     std::thread agent([&] {
         std::int64_t now = 0;
-        for (std::uint64_t done = 0; done < operations;) {
+        for (std::uint64_t completed_count = 0; completed_count < operations;) {
             const std::size_t count = pair.claim(64, ++now * 1000);
             for (std::size_t i = count; i-- > 0;) {
                 CHECK(pair.agent->complete(pair.claimed[i].position,
                                            static_cast<std::int64_t>(pair.claimed[i].arguments.userdata)));
             }
             pair.agent->flush();
-            done += count;
+            completed_count += count;
             if (count == 0) {
                 std::this_thread::yield();
             }
@@ -468,13 +472,13 @@ void test_three_threads_use_a_ring() {
     });
     std::thread reaper([&] {
         std::uint64_t sum = 0;
-        for (std::uint64_t done = 0; done < operations;) {
+        for (std::uint64_t completed_count = 0; completed_count < operations;) {
             const std::uint32_t count = pair.reap();
             for (std::uint32_t i = 0; i < count; ++i) {
                 CHECK_EQUAL(pair.completed[i].result, static_cast<std::int64_t>(pair.completed[i].userdata));
                 sum += pair.completed[i].userdata;
             }
-            done += count;
+            completed_count += count;
             if (count == 0) {
                 std::this_thread::yield();
             }

@@ -1,5 +1,5 @@
-// Tests of the semaphore functions against those of glibc on the same words, and against words that a hostile process
-// wrote.
+// Tests of the semaphore functions of usrbio/ring: they and the functions of glibc wake each other on the same
+// words, and they tolerate words that a hostile process wrote.
 #include "tests/check.hpp"
 #include "usrbio/ring/named_semaphore.hpp"
 
@@ -17,11 +17,12 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
-constexpr int rounds = 20000;
-// glibc's sem_post passes this value to the futex system call. The kernel fails with ENOSYS, and glibc aborts.
+constexpr int round_count = 20000;
+// A value of Semaphore::sharing. glibc's sem_post passes it to the futex system call, the call fails with ENOSYS, and
+// glibc aborts the process.
 constexpr std::uint32_t hostile_sharing = 0x40;
 
-timespec deadline_ms(long milliseconds) {
+timespec deadline_after(long milliseconds) {
     timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_nsec += milliseconds % 1000 * 1000000;
@@ -30,7 +31,7 @@ timespec deadline_ms(long milliseconds) {
     return deadline;
 }
 
-// Memory that is shared between processes, like that of a ring.
+// A semaphore in memory that processes can share, like the completion semaphore of a ring.
 struct SharedSemaphore {
     SharedSemaphore() : semaphore(static_cast<Semaphore*>(map())) { initialize(*semaphore); }
     ~SharedSemaphore() { munmap(semaphore, sizeof(Semaphore)); }
@@ -45,13 +46,14 @@ struct SharedSemaphore {
     Semaphore* semaphore;
 };
 
+// A named semaphore, opened by glibc and by NamedSemaphore.
 struct NamedPair {
     NamedPair() : name("/gdrkit-semaphore-test." + std::to_string(getpid())), path("/dev/shm/sem." + name.substr(1)) {
         sem_unlink(name.c_str());
         glibc = sem_open(name.c_str(), O_CREAT | O_EXCL, 0600, 0);
         CHECK(glibc != SEM_FAILED);
-        CHECK_EQUAL(own.open(path.c_str()), 0);
-        own.restore();
+        CHECK_EQUAL(gdrkit.open(path.c_str()), 0);
+        gdrkit.restore();
     }
     ~NamedPair() {
         sem_close(glibc);
@@ -60,25 +62,25 @@ struct NamedPair {
     Semaphore* semaphore() const { return reinterpret_cast<Semaphore*>(glibc); }
     std::string name, path;
     sem_t* glibc;
-    NamedSemaphore own;
+    NamedSemaphore gdrkit;
 };
 
 void glibc_wait(sem_t* semaphore) {
-    const timespec limit = deadline_ms(20000);
-    CHECK_EQUAL(sem_timedwait(semaphore, &limit), 0);
+    const timespec deadline = deadline_after(20000);
+    CHECK_EQUAL(sem_timedwait(semaphore, &deadline), 0);
 }
 
-void own_wait(Semaphore& semaphore) {
-    const timespec limit = deadline_ms(20000);
-    CHECK(wait_until(semaphore, &limit));
+void gdrkit_wait(Semaphore& semaphore) {
+    const timespec deadline = deadline_after(20000);
+    CHECK(wait_until(semaphore, &deadline));
 }
 
 void test_initialize_equals_sem_init() {
     alignas(sem_t) unsigned char glibc_words[sizeof(sem_t)] = {};
-    alignas(Semaphore) unsigned char own[sizeof(Semaphore)] = {};
+    alignas(Semaphore) unsigned char gdrkit_words[sizeof(Semaphore)] = {};
     CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_words), 1, 0), 0);
-    initialize(*reinterpret_cast<Semaphore*>(own));
-    CHECK_EQUAL(std::memcmp(glibc_words, own, sizeof(own)), 0);
+    initialize(*reinterpret_cast<Semaphore*>(gdrkit_words));
+    CHECK_EQUAL(std::memcmp(glibc_words, gdrkit_words, sizeof(gdrkit_words)), 0);
     // The value is in the low half.
     CHECK_EQUAL(sem_init(reinterpret_cast<sem_t*>(glibc_words), 1, 7), 0);
     CHECK_EQUAL(reinterpret_cast<Semaphore*>(glibc_words)->word.load(), 7u);
@@ -95,17 +97,17 @@ void test_glibc_waiter_counts_in_high_half() {
     CHECK_EQUAL(shared.semaphore->word.load(), 0u);
 }
 
-void test_glibc_and_own_functions_wake_each_other() {
+void test_glibc_and_gdrkit_wake_each_other() {
     const SharedSemaphore request, response;
     std::thread peer([&] {
-        for (int i = 0; i < rounds; ++i) {
+        for (int i = 0; i < round_count; ++i) {
             glibc_wait(request.glibc());
             CHECK_EQUAL(sem_post(response.glibc()), 0);
         }
     });
-    for (int i = 0; i < rounds; ++i) {
+    for (int i = 0; i < round_count; ++i) {
         post(*request.semaphore);
-        own_wait(*response.semaphore);
+        gdrkit_wait(*response.semaphore);
     }
     peer.join();
     CHECK_EQUAL(request.semaphore->word.load(), 0u);
@@ -114,31 +116,31 @@ void test_glibc_and_own_functions_wake_each_other() {
 
 void test_mixed_waiters_share_mixed_posts() {
     const SharedSemaphore shared;
-    std::thread glibc_words([&] {
-        for (int i = 0; i < rounds; ++i) {
+    std::thread glibc_waiter([&] {
+        for (int i = 0; i < round_count; ++i) {
             glibc_wait(shared.glibc());
         }
     });
-    std::thread own([&] {
-        for (int i = 0; i < rounds; ++i) {
-            own_wait(*shared.semaphore);
+    std::thread gdrkit_waiter([&] {
+        for (int i = 0; i < round_count; ++i) {
+            gdrkit_wait(*shared.semaphore);
         }
     });
-    for (int i = 0; i < rounds; ++i) {
+    for (int i = 0; i < round_count; ++i) {
         post(*shared.semaphore);
         CHECK_EQUAL(sem_post(shared.glibc()), 0);
     }
-    glibc_words.join();
-    own.join();
+    glibc_waiter.join();
+    gdrkit_waiter.join();
     CHECK_EQUAL(shared.semaphore->word.load(), 0u);
 }
 
 void test_deadline_ends_a_wait() {
     const SharedSemaphore shared;
-    const timespec short_deadline = deadline_ms(5);
+    const timespec short_deadline = deadline_after(5);
     CHECK(!wait_until(*shared.semaphore, &short_deadline));
     CHECK_EQUAL(shared.semaphore->word.load(), 0u);
-    // A post that has arrived is taken even if the deadline has passed.
+    // A wait returns a post that has already come, even if the deadline has passed.
     post(*shared.semaphore);
     CHECK(wait_until(*shared.semaphore, &short_deadline));
     CHECK(!try_wait(*shared.semaphore));
@@ -153,7 +155,7 @@ void test_hostile_words_do_not_abort() {
                 shared.semaphore->word = std::uint64_t{waiters} << 32 | value;
                 post(*shared.semaphore);
                 CHECK(try_wait(*shared.semaphore));
-                const timespec short_deadline = deadline_ms(0);
+                const timespec short_deadline = deadline_after(0);
                 wait_until(*shared.semaphore, &short_deadline);
             }
         }
@@ -169,7 +171,7 @@ void test_largest_value_stays_and_waiter_wakes() {
     }
     // The value becomes the largest one while a waiter sleeps.
     shared.semaphore->word = 0;
-    std::thread waiter([&] { own_wait(*shared.semaphore); });
+    std::thread waiter([&] { gdrkit_wait(*shared.semaphore); });
     while (shared.semaphore->word.load() != semaphore_one_waiter) {
         std::this_thread::yield();
     }
@@ -181,26 +183,26 @@ void test_largest_value_stays_and_waiter_wakes() {
 void test_named_semaphore_and_glibc_wake_each_other() {
     NamedPair request;
     std::thread daemon([&] { // The daemon of 3FS waits like this.
-        for (int i = 0; i < rounds; ++i) {
+        for (int i = 0; i < round_count; ++i) {
             glibc_wait(request.glibc);
         }
     });
-    for (int i = 0; i < rounds; ++i) {
-        request.own.post();
+    for (int i = 0; i < round_count; ++i) {
+        request.gdrkit.post();
     }
     daemon.join();
-    // The client of 3FS posts like this. One wake-up answers all posts.
+    // The client of 3FS posts like this. One wake-up serves all posts.
     CHECK_EQUAL(sem_post(request.glibc), 0);
     CHECK_EQUAL(sem_post(request.glibc), 0);
-    CHECK(request.own.wait_and_reset(1000));
-    CHECK(!request.own.wait_and_reset(1));
-    std::atomic<bool> taken{false};
+    CHECK(request.gdrkit.wait_and_reset(1000));
+    CHECK(!request.gdrkit.wait_and_reset(1));
+    std::atomic<bool> is_woken{false};
     std::thread watcher([&] {
-        while (!request.own.wait_and_reset(20000)) {
+        while (!request.gdrkit.wait_and_reset(20000)) {
         }
-        taken = true;
+        is_woken = true;
     });
-    while (!taken) {
+    while (!is_woken) {
         CHECK_EQUAL(sem_post(request.glibc), 0);
     }
     watcher.join();
@@ -211,13 +213,13 @@ void test_named_semaphore_is_restored_after_hostile_values() {
     named.semaphore()->sharing = hostile_sharing;
     // The number of waiters is 0, so sem_post of glibc would wake no waiter.
     named.semaphore()->word = semaphore_value_max;
-    named.own.post();
-    CHECK(named.own.wait_and_reset(1000));
-    named.own.restore();
+    named.gdrkit.post();
+    CHECK(named.gdrkit.wait_and_reset(1000));
+    named.gdrkit.restore();
     CHECK_EQUAL(named.semaphore()->sharing, semaphore_shared);
     CHECK_EQUAL(named.semaphore()->word.load(), semaphore_one_waiter);
     CHECK_EQUAL(sem_post(named.glibc), 0);
-    CHECK(named.own.wait_and_reset(1000));
+    CHECK(named.gdrkit.wait_and_reset(1000));
 }
 
 void test_truncated_named_semaphore_gets_its_size_back() {
@@ -225,13 +227,13 @@ void test_truncated_named_semaphore_gets_its_size_back() {
     NamedSemaphore client;
     CHECK_EQUAL(client.open(named.path.c_str()), 0);
     CHECK_EQUAL(truncate(named.path.c_str(), 0), 0);
-    client.post(); // It raises no SIGBUS.
-    CHECK(!named.own.wait_and_reset(1));
+    client.post(); // post() must not raise SIGBUS.
+    CHECK(!named.gdrkit.wait_and_reset(1));
     struct stat attributes {};
     CHECK_EQUAL(stat(named.path.c_str(), &attributes), 0);
     CHECK_EQUAL(attributes.st_size, static_cast<off_t>(sizeof(Semaphore)));
     client.post();
-    CHECK(named.own.wait_and_reset(1000));
+    CHECK(named.gdrkit.wait_and_reset(1000));
     CHECK_EQUAL(named.semaphore()->sharing, semaphore_shared);
 }
 
@@ -240,14 +242,14 @@ void test_open_refuses_other_files() {
     NamedSemaphore semaphore;
     CHECK_EQUAL(semaphore.open("/dev/shm/sem.gdrkit-semaphore-test.none"), -ENOENT);
     CHECK_EQUAL(semaphore.open("/dev/shm"), -EISDIR);
-    const std::string other = named.path + ".other";
-    unlink(other.c_str());
-    CHECK_EQUAL(symlink(named.path.c_str(), other.c_str()), 0);
-    CHECK_EQUAL(semaphore.open(other.c_str()), -ELOOP);
-    CHECK_EQUAL(unlink(other.c_str()), 0);
-    CHECK_EQUAL(mkfifo(other.c_str(), 0600), 0);
-    CHECK_EQUAL(semaphore.open(other.c_str()), -EINVAL);
-    CHECK_EQUAL(unlink(other.c_str()), 0);
+    const std::string other_path = named.path + ".other";
+    unlink(other_path.c_str());
+    CHECK_EQUAL(symlink(named.path.c_str(), other_path.c_str()), 0);
+    CHECK_EQUAL(semaphore.open(other_path.c_str()), -ELOOP);
+    CHECK_EQUAL(unlink(other_path.c_str()), 0);
+    CHECK_EQUAL(mkfifo(other_path.c_str(), 0600), 0);
+    CHECK_EQUAL(semaphore.open(other_path.c_str()), -EINVAL);
+    CHECK_EQUAL(unlink(other_path.c_str()), 0);
     CHECK_EQUAL(truncate(named.path.c_str(), 0), 0);
     CHECK_EQUAL(semaphore.open(named.path.c_str()), 0);
     semaphore.post();
@@ -258,7 +260,7 @@ void test_open_refuses_other_files() {
 int main() {
     test_initialize_equals_sem_init();
     test_glibc_waiter_counts_in_high_half();
-    test_glibc_and_own_functions_wake_each_other();
+    test_glibc_and_gdrkit_wake_each_other();
     test_mixed_waiters_share_mixed_posts();
     test_deadline_ends_a_wait();
     test_hostile_words_do_not_abort();

@@ -1,4 +1,5 @@
-// Tests of share handles against the vectors that the Python implementation also uses.
+// Tests of share handles (share_handle.hpp) with the vectors of suites/vectors, which the tests of the Python
+// implementation also use.
 #include "usrbio/client/share_handle.hpp"
 
 #include <unistd.h>
@@ -25,6 +26,7 @@ std::vector<std::uint8_t> from_hex(const std::string& text) {
     return bytes;
 }
 
+// One line of share_handles.txt: a handle, whether it is valid, and its fields.
 struct Vector {
     std::string format, verdict, name;
     std::vector<std::uint8_t> bytes;
@@ -32,17 +34,17 @@ struct Vector {
 
     [[nodiscard]] std::uint64_t to_number(const char* field) const { return std::stoull(fields.at(field)); }
     template <std::size_t size> std::array<std::uint8_t, size> to_array(const char* field) const {
-        const auto bytes_read = from_hex(fields.at(field));
-        CHECK_EQUAL(bytes_read.size(), size);
-        std::array<std::uint8_t, size> bytes{};
-        std::ranges::copy(bytes_read, bytes.begin());
-        return bytes;
+        const auto field_bytes = from_hex(fields.at(field));
+        CHECK_EQUAL(field_bytes.size(), size);
+        std::array<std::uint8_t, size> array{};
+        std::ranges::copy(field_bytes, array.begin());
+        return array;
     }
 };
 
 std::vector<Vector> read_vectors() {
     std::ifstream file(GDRKIT_VECTORS "/share_handles.txt");
-    std::vector<Vector> all;
+    std::vector<Vector> vectors;
     for (std::string line; std::getline(file, line);) {
         if (line.empty() || line[0] == '#') {
             continue;
@@ -56,9 +58,9 @@ std::vector<Vector> read_vectors() {
             const auto separator = text.find('=');
             vector.fields[text.substr(0, separator)] = text.substr(separator + 1);
         }
-        all.push_back(vector);
+        vectors.push_back(vector);
     }
-    return all;
+    return vectors;
 }
 
 ShareHandle make_share_handle(const Vector& vector) {
@@ -84,14 +86,14 @@ GdrHandle make_gdr_handle(const Vector& vector) {
 }
 
 template <typename Handle, typename Parse>
-void check(const Vector& vector, Handle (*read)(const Vector&), Parse parse) {
+void check_vector(const Vector& vector, Handle (*make_handle)(const Vector&), Parse parse) {
     const auto parsed = parse(vector.bytes);
     const bool is_valid = vector.verdict == "good";
     std::cerr << vector.format << ' ' << vector.name << '\n';
     CHECK(is_valid || vector.verdict == "bad");
     CHECK_EQUAL(parsed.has_value(), is_valid);
     if (is_valid) {
-        const Handle expected = read(vector);
+        const Handle expected = make_handle(vector);
         CHECK(*parsed == expected);
         CHECK(std::ranges::equal(pack(expected).value(), vector.bytes));
     }
@@ -122,21 +124,21 @@ int main() {
     int vector_count = 0;
     for (const Vector& vector : read_vectors()) {
         if (vector.format == "share") {
-            check(vector, make_share_handle, parse_share_handle);
+            check_vector(vector, make_share_handle, parse_share_handle);
         } else {
             CHECK(vector.format == "gdr");
-            check(vector, make_gdr_handle, parse_gdr_handle);
+            check_vector(vector, make_gdr_handle, parse_gdr_handle);
         }
         ++vector_count;
     }
     CHECK(vector_count > 50);
-    const ProcessIdentity own = this_process();
-    CHECK_EQUAL(own.process_id, static_cast<std::uint32_t>(getpid()));
-    CHECK(is_running(own) == true);
-    ProcessIdentity other = own;
+    const ProcessIdentity identity = this_process();
+    CHECK_EQUAL(identity.process_id, static_cast<std::uint32_t>(getpid()));
+    CHECK(is_running(identity) == true);
+    ProcessIdentity other = identity;
     other.started_ticks += 1;
     CHECK(is_running(other) == false);
-    other = own;
+    other = identity;
     other.pid_namespace += 1;
     CHECK(!is_running(other).has_value());
 }

@@ -63,12 +63,12 @@ Agent::Agent(Mount& mount, Rings rings) : mount_(mount), listener_(socket(AF_UNI
     CHECK_EQUAL(listen(listener_, 16), 0);
     acceptor_ = std::thread([this] { accept_clients(); });
     if (rings == Rings::served) {
-        drainer_ = std::thread([this] { drain(); });
+        drainer_ = std::thread([this] { drain_rings(); });
     }
 }
 
 Agent::~Agent() {
-    stop_ = true;
+    is_stopping_ = true;
     acceptor_.join();
     if (drainer_.joinable()) {
         drainer_.join();
@@ -82,7 +82,7 @@ Agent::~Agent() {
 }
 
 void Agent::accept_clients() {
-    while (!stop_) {
+    while (!is_stopping_) {
         pollfd ready{.fd = listener_, .events = POLLIN, .revents = 0};
         if (poll(&ready, 1, 10) > 0) {
             const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
@@ -131,8 +131,7 @@ void Agent::serve(Client& client) {
                 close(fd);
             }
         }
-        // The reply to hello has the length of the request.
-        const std::string reason = "because";
+        const std::string reason = "refused by the test";
         std::vector<std::byte> reply(sizeof(header));
         const auto type = static_cast<AgentRequest>(header.type);
         header.length = static_cast<std::uint32_t>(header.status != 0                    ? reason.size()
@@ -242,7 +241,7 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
     return ENOSYS;
 }
 
-int Agent::publish(Client& client, const std::byte* payload, std::size_t length, int unnamed) {
+int Agent::publish(Client& client, const std::byte* payload, std::size_t length, int unnamed_fd) {
     AgentPublish request;
     CHECK(length >= sizeof(request));
     std::memcpy(&request, payload, sizeof(request));
@@ -250,20 +249,21 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     const std::string name(text, request.name_bytes);
     const std::string target(text + request.name_bytes, request.target_bytes);
     CHECK(target.starts_with("/dev/shm/hf3fs-iov-"));
-    if (unnamed >= 0) {
-        const std::string self = "/proc/self/fd/" + std::to_string(unnamed);
-        CHECK_EQUAL(linkat(AT_FDCWD, self.c_str(), AT_FDCWD, target.c_str(), AT_SYMLINK_FOLLOW), 0);
+    if (unnamed_fd >= 0) {
+        const std::string descriptor_path = "/proc/self/fd/" + std::to_string(unnamed_fd);
+        CHECK_EQUAL(linkat(AT_FDCWD, descriptor_path.c_str(), AT_FDCWD, target.c_str(), AT_SYMLINK_FOLLOW), 0);
     }
     auto buffer = std::make_unique<Buffer>();
     buffer->path = target;
-    std::error_code remove_error; // The client has removed it if it noticed that this agent ends.
-    buffer->bytes = fs::file_size(target, remove_error);
-    if (remove_error) {
-        return remove_error.value();
+    std::error_code size_error; // The client removes the file when it detects that this agent ends.
+    buffer->bytes = fs::file_size(target, size_error);
+    if (size_error) {
+        return size_error.value();
     }
     if (const int status = buffer->memory.open(target.substr(8), buffer->bytes, -1); status != 0) {
         return -status;
     }
+    // After the 36 characters of the UUID, only the name of a ring has an "r" or "w".
     const std::size_t attribute = name.find_first_of("rw", 36);
     if (attribute != std::string::npos) {
         const std::size_t timeout = name.find(".t", attribute);
@@ -286,7 +286,7 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     return 0;
 }
 
-// The name is passed by value, because it may be that of the erased entry.
+// Takes the name by value, because a reference to the key of the erased entry would become invalid.
 void Agent::unpublish(Client& client, std::string name) {
     client.rings.erase(name);
     client.published.erase(name);
@@ -326,7 +326,8 @@ int Agent::return_borrowed(Client& client, const std::string& name) {
     return 0;
 }
 
-const Agent::Buffer* Agent::find(const Client& client, const std::string& id) {
+// Returns the buffer with this id that the client has published or borrowed, or null.
+const Agent::Buffer* Agent::find_buffer(const Client& client, const std::string& id) {
     for (const auto& [name, buffer] : client.published) {
         if (name.starts_with(id)) {
             return buffer.get();
@@ -342,14 +343,14 @@ const Agent::Buffer* Agent::find(const Client& client, const std::string& id) {
     return nullptr;
 }
 
-std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool read) {
+std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool is_read) {
     Uuid id;
     std::memcpy(id.data(), arguments.buffer_id, id.size());
     const auto file = client.files.find(arguments.file_inode);
     if (file == client.files.end()) {
         return -EBADF;
     }
-    const Buffer* const buffer = find(client, to_string(id));
+    const Buffer* const buffer = find_buffer(client, to_string(id));
     if (buffer == nullptr) {
         return -EACCES;
     }
@@ -358,12 +359,12 @@ std::int64_t Agent::execute(Client& client, const Arguments& arguments, bool rea
     }
     void* memory = buffer->memory.base() + arguments.buffer_offset;
     const auto offset = static_cast<off_t>(arguments.file_offset);
-    const ssize_t byte_count = read ? pread(file->second, memory, arguments.length, offset)
-                                    : pwrite(file->second, memory, arguments.length, offset);
+    const ssize_t byte_count = is_read ? pread(file->second, memory, arguments.length, offset)
+                                       : pwrite(file->second, memory, arguments.length, offset);
     return byte_count < 0 ? -errno : byte_count;
 }
 
-std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool read) {
+std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool is_read) {
     if (is_held_) {
         return 0;
     }
@@ -371,21 +372,21 @@ std::size_t Agent::drain_ring(Client& client, AgentRing& ring, bool read) {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const std::size_t count = ring.claim(claimed, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
     for (std::size_t i = 0; i < count; ++i) {
-        CHECK(ring.complete(claimed[i].position, execute(client, claimed[i].arguments, read)));
+        CHECK(ring.complete(claimed[i].position, execute(client, claimed[i].arguments, is_read)));
     }
     ring.flush();
     return count;
 }
 
-void Agent::hold(bool held) {
+void Agent::hold(bool is_held) {
     const std::lock_guard lock(mutex_);
-    is_held_ = held;
+    is_held_ = is_held;
 }
 
-void Agent::drain() {
-    while (!stop_) {
+void Agent::drain_rings() {
+    while (!is_stopping_) {
         std::size_t count = 0;
-        bool idle = true;
+        bool are_all_idle = true;
         {
             const std::lock_guard lock(mutex_);
             for (Client& client : clients_) {
@@ -396,7 +397,7 @@ void Agent::drain() {
             if (count == 0) {
                 for (Client& client : clients_) {
                     for (auto& [name, ring] : client.rings) {
-                        idle = ring->prepare_to_sleep() && idle;
+                        are_all_idle = ring->prepare_to_sleep() && are_all_idle;
                     }
                 }
             }
@@ -404,11 +405,11 @@ void Agent::drain() {
         if (count == 0) {
             timespec deadline{};
             clock_gettime(CLOCK_REALTIME, &deadline);
-            deadline.tv_nsec += idle ? 2000000 : 20000;
+            deadline.tv_nsec += are_all_idle ? 2000000 : 20000;
             deadline.tv_sec += deadline.tv_nsec / 1000000000;
             deadline.tv_nsec %= 1000000000;
-            sem_timedwait(mount_.submit(1), &deadline);
-            while (sem_trywait(mount_.submit(1)) == 0) {
+            sem_timedwait(mount_.submit_semaphore(1), &deadline);
+            while (sem_trywait(mount_.submit_semaphore(1)) == 0) {
             }
             const std::lock_guard lock(mutex_);
             for (Client& client : clients_) {

@@ -1,6 +1,6 @@
-// A mount in a temporary folder, and a minimal agent for it. The agent implements the protocol of the socket, and
-// executes operations of rings by pread and pwrite on ordinary files. It runs on threads of the test or in its own
-// process.
+// A mount in a temporary folder, and a minimal agent for it, for the tests of the client library. The agent implements
+// the protocol of the socket, and executes the operations in rings by pread and pwrite on ordinary files. It runs on
+// threads of the test.
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -33,7 +33,8 @@ public:
     std::string file(const std::string& name) const { return path_ + "/" + name; }
     std::string link(const std::string& name) const { return link_path(path_.c_str(), name); }
     std::vector<std::string> links() const; // Names of the links of publications.
-    sem_t* submit(int which) const noexcept { return semaphores_[which]; }
+    // Submit semaphore of a priority: 0 high, 1 normal, 2 low.
+    sem_t* submit_semaphore(int priority) const noexcept { return semaphores_[priority]; }
 
 private:
     std::string path_;
@@ -43,16 +44,16 @@ private:
 
 class Agent {
 public:
-    // With left_alone, the code that created this agent serves the rings.
-    enum class Rings : std::uint8_t { served, left_alone };
+    // With Rings::not_served, the code that created this agent serves the rings.
+    enum class Rings : std::uint8_t { served, not_served };
     explicit Agent(Mount& mount, Rings rings = Rings::served);
     ~Agent(); // Closes every connection.
 
-    std::atomic<int> refuse{0}; // Error of the next publications and registrations; 0: they succeed.
-    // While it is held, the agent takes no operation out of the rings. Operations that it has taken have ended when
-    // this returns.
-    void hold(bool held);
-    std::atomic<bool> reply_malformed{false};
+    std::atomic<int> refuse{0}; // Errno of the next publications, borrows and registrations; 0: they succeed.
+    // After hold(true), the agent claims no operation from the rings until hold(false). When hold() returns, all
+    // operations claimed before have completed.
+    void hold(bool is_held);
+    std::atomic<bool> reply_malformed{false};    // The replies have a wrong sequence.
     std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
     std::atomic<int> files{0};                   // Number of registered files.
     std::atomic<int> publications{0};
@@ -70,29 +71,29 @@ private:
         std::thread thread;
         std::map<std::string, std::unique_ptr<Buffer>> published;
         std::map<std::string, std::unique_ptr<AgentRing>> rings;
-        std::map<std::uint64_t, int> files;
+        std::map<std::uint64_t, int> files;         // Descriptor of each registered file, by inode.
         std::map<std::string, int> borrowed;        // Number of borrows of each name.
-        std::map<std::uint64_t, int> registrations; // Number of registrations of each file.
+        std::map<std::uint64_t, int> registrations; // Number of registrations of each file, by inode.
     };
     void accept_clients();
     void serve(Client& client);
     int handle_request(Client& client, const AgentHeader& header, const std::byte* payload, const int* fds,
                        std::uint64_t& value);
-    int publish(Client& client, const std::byte* payload, std::size_t length, int unnamed);
+    int publish(Client& client, const std::byte* payload, std::size_t length, int unnamed_fd);
     void unpublish(Client& client, std::string name);
     int borrow(Client& client, const std::byte* payload);
     int return_borrowed(Client& client, const std::string& name);
-    const Buffer* find(const Client& client, const std::string& id);
-    void drain();
-    std::size_t drain_ring(Client& client, AgentRing& ring, bool read);
-    std::int64_t execute(Client& client, const Arguments& arguments, bool read);
+    const Buffer* find_buffer(const Client& client, const std::string& id);
+    void drain_rings();
+    std::size_t drain_ring(Client& client, AgentRing& ring, bool is_read);
+    std::int64_t execute(Client& client, const Arguments& arguments, bool is_read);
 
     Mount& mount_;
     int listener_;
     std::mutex mutex_;
     bool is_held_ = false;
     std::list<Client> clients_;
-    std::atomic<bool> stop_{false};
+    std::atomic<bool> is_stopping_{false};
     std::thread acceptor_;
     std::thread drainer_;
 };

@@ -1,5 +1,6 @@
-// Threads that create, open and destroy iovs and rings, while the agent of their mount dies and another one starts.
-// Every result must be documented, and nothing may be left. The test is most useful under tsan.
+// A test of the client library with several threads. The threads create, open and destroy iovs and rings while the
+// agent of their mount dies and another agent starts. Every result must be documented in hf3fs_usrbio.h, and no
+// publication may be left. The test is most useful under tsan.
 #include "test_mount.hpp"
 #include "tests/check.hpp"
 #include "usrbio/include/hf3fs_usrbio.h"
@@ -17,9 +18,10 @@ using namespace gdrkit::usrbio::test;
 namespace {
 
 constexpr int thread_count = 6;
-constexpr int rounds = 40;
+constexpr int round_count = 40;
 
-// -EACCES: an operation in a ring of the new agent uses memory of the old one, or vice versa.
+// Returns whether a status is a success or an error that is expected here. -EACCES: an operation in a ring of the new
+// agent uses memory that was published to the old agent, or vice versa.
 bool is_documented(std::int64_t status) {
     for (const int documented : {EREMOTEIO, ENOENT, EACCES, EBADF}) {
         if (status == -documented) {
@@ -29,8 +31,8 @@ bool is_documented(std::int64_t status) {
     return status >= 0;
 }
 
-void read_once(hf3fs_ior& ring, hf3fs_iov& iov, int registered) {
-    const int index = hf3fs_prep_io(&ring, &iov, true, iov.base, registered, 0, 16, nullptr);
+void read_once(hf3fs_ior& ring, hf3fs_iov& iov, int registered_fd) {
+    const int index = hf3fs_prep_io(&ring, &iov, true, iov.base, registered_fd, 0, 16, nullptr);
     CHECK(is_documented(index));
     if (index < 0 || hf3fs_submit_ios(&ring) != 0) {
         return;
@@ -41,10 +43,10 @@ void read_once(hf3fs_ior& ring, hf3fs_iov& iov, int registered) {
     CHECK(count != 1 || is_documented(cqe.result));
 }
 
-void use_mount(const Mount& mount, std::atomic<int>& reads) {
+void use_mount(const Mount& mount, std::atomic<int>& read_count) {
     const int fd = open(mount.file("data").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     CHECK(fd >= 0);
-    for (int round = 0; round < rounds; ++round) {
+    for (int round = 0; round < round_count; ++round) {
         hf3fs_iov iov{}, opened{};
         hf3fs_ior ring{};
         const int create_status = hf3fs_iovcreate(&iov, mount.path(), 8192, 0, -1);
@@ -55,25 +57,25 @@ void use_mount(const Mount& mount, std::atomic<int>& reads) {
         const int open_status =
             hf3fs_iovopen(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 8192, 0, -1);
         CHECK(is_documented(open_status));
-        const int registered = hf3fs_reg_fd(fd, 0);
+        const int registered_fd = hf3fs_reg_fd(fd, 0);
         // EBADF: between two agents the socket may not exist, and a folder without it is not a mount.
-        if (registered > 0 && registered != EBADF) {
-            CHECK_EQUAL(registered, EREMOTEIO);
+        if (registered_fd > 0 && registered_fd != EBADF) {
+            CHECK_EQUAL(registered_fd, EREMOTEIO);
         }
         if (hf3fs_iorcreate4(&ring, mount.path(), 4, true, 0, 0, -1, 0) == 0) {
-            if (registered <= 0) {
-                read_once(ring, iov, registered);
-                reads += 1;
+            if (registered_fd <= 0) {
+                read_once(ring, iov, registered_fd);
+                read_count += 1;
             }
-            if (registered <= 0 && open_status == 0) {
-                read_once(ring, opened, registered);
+            if (registered_fd <= 0 && open_status == 0) {
+                read_once(ring, opened, registered_fd);
             }
             hf3fs_iordestroy(&ring);
         }
-        if (registered <= 0) {
-            hf3fs_dereg_fd(registered);
+        if (registered_fd <= 0) {
+            hf3fs_dereg_fd(registered_fd);
         }
-        // In even rounds the borrower ends first, in odd rounds the owner.
+        // In even rounds the opened iov is destroyed first, in odd rounds the iov that owns the memory.
         if (round % 2 == 0 && open_status == 0) {
             hf3fs_iovdestroy(&opened);
         }
@@ -90,18 +92,18 @@ void use_mount(const Mount& mount, std::atomic<int>& reads) {
 int main() {
     Mount mount;
     auto agent = std::make_unique<Agent>(mount);
-    std::atomic<int> reads{0}, running{thread_count};
+    std::atomic<int> read_count{0}, running_count{thread_count};
     std::vector<std::thread> threads;
     for (int number = 0; number < thread_count; ++number) {
         threads.emplace_back([&] {
-            use_mount(mount, reads);
-            --running;
+            use_mount(mount, read_count);
+            --running_count;
         });
     }
-    int deaths = 0;
-    for (; running > 0 && deaths < 5; ++deaths) {
-        const int before = reads;
-        while (running > 0 && reads < before + 10) {
+    int death_count = 0;
+    for (; running_count > 0 && death_count < 5; ++death_count) {
+        const int count_before = read_count;
+        while (running_count > 0 && read_count < count_before + 10) {
             usleep(500);
         }
         agent.reset();
@@ -110,7 +112,7 @@ int main() {
     for (std::thread& thread : threads) {
         thread.join();
     }
-    CHECK(deaths > 0 && reads > 0);
+    CHECK(death_count > 0 && read_count > 0);
     for (int attempt = 0; attempt < 10000 && agent->connections != 0; ++attempt) {
         usleep(1000);
     }

@@ -1,5 +1,5 @@
-// The measuring initiator against a passive peer in this process, for the sanitizers. It uses the libibverbs.so.1 that
-// the loader finds.
+// Tests of the RDMA initiator against a passive peer in the same process. They use the libibverbs.so.1 that the loader
+// finds, and also run with the sanitizers.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -19,18 +19,19 @@ namespace {
 
 constexpr std::size_t memory_bytes = 1 << 20;
 constexpr std::byte untouched{0xa5};
-// Only a hang takes this long.
-constexpr std::chrono::seconds patience{60};
+// Much longer than any burst takes, so that only a hang reaches it.
+constexpr std::chrono::seconds completion_timeout{60};
 
-// One queue pair per queue pair of the initiator, and the memory that they may access.
+// The passive peer: one queue pair for each queue pair of the initiator, and the memory that the initiator accesses.
 class Peer {
 public:
-    Peer(const std::string& name, std::size_t pairs) : memory(memory_bytes, untouched), device_(name) {
+    Peer(const std::string& device_name, std::size_t pairs_count)
+        : memory(memory_bytes, untouched), device_(device_name) {
         queue_.reset(ibv_create_cq(device_.context(), 16, nullptr, nullptr, 0));
         CHECK(queue_ != nullptr);
-        region.reset(ibv_reg_mr(device_.domain(), memory.data(), memory.size(), access));
+        region.reset(ibv_reg_mr(device_.domain(), memory.data(), memory.size(), access_flags));
         CHECK(region != nullptr);
-        for (std::size_t index = 0; index < pairs; ++index) {
+        for (std::size_t index = 0; index < pairs_count; ++index) {
             ibv_qp_init_attr attributes{};
             attributes.send_cq = attributes.recv_cq = queue_.get();
             attributes.cap = {1, 1, 1, 1, 0};
@@ -41,20 +42,20 @@ public:
     }
 
     std::vector<Endpoint> endpoints() const {
-        std::vector<Endpoint> found;
+        std::vector<Endpoint> endpoints;
         for (const auto& pair : pairs_) {
-            found.push_back({pair->qp_num, 0, device_.gid(), device_.port_attributes().lid, 1024});
+            endpoints.push_back({pair->qp_num, 0, device_.gid(), device_.port_attributes().lid, 1024});
         }
-        return found;
+        return endpoints;
     }
 
     void connect(const std::vector<Endpoint>& peers) {
         for (std::size_t index = 0; index < pairs_.size(); ++index) {
-            ibv_qp_attr first{};
-            first.qp_state = IBV_QPS_INIT;
-            first.port_num = device_.port();
-            first.qp_access_flags = access;
-            modify(index, first, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+            ibv_qp_attr init{};
+            init.qp_state = IBV_QPS_INIT;
+            init.port_num = device_.port();
+            init.qp_access_flags = access_flags;
+            modify(index, init, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
             ibv_qp_attr ready{};
             ready.qp_state = IBV_QPS_RTR;
             ready.path_mtu = IBV_MTU_1024;
@@ -78,7 +79,7 @@ public:
     std::vector<std::byte> memory;
 
 private:
-    static constexpr int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+    static constexpr int access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
     void modify(std::size_t index, ibv_qp_attr& attributes, int mask) {
         CHECK(ibv_modify_qp(pairs_[index].get(), &attributes, mask | IBV_QP_STATE) == 0);
     }
@@ -87,12 +88,14 @@ private:
     std::vector<Owned<ibv_qp>> pairs_;
 
 public:
-    Owned<ibv_mr> region; // Deregistered before its domain and its memory are freed.
+    Owned<ibv_mr> region; // The last member, so that it is deregistered before its domain and its memory are freed.
 };
 
-struct Pair {
-    Pair(std::size_t pairs, std::uint32_t depth_max)
-        : name(Device::names().front()), peer(name, pairs), initiator(name, memory_bytes, pairs, depth_max) {
+// An initiator and a peer that are connected to each other. The memory of the initiator has random bytes.
+struct ConnectedPair {
+    ConnectedPair(std::size_t pairs_count, std::uint32_t depth_max)
+        : device_name(Device::names().front()), peer(device_name, pairs_count),
+          initiator(device_name, memory_bytes, pairs_count, depth_max) {
         peer.connect(initiator.endpoints());
         initiator.connect(peer.endpoints(), initiator.reads_max());
         std::mt19937 chance(1);
@@ -106,20 +109,21 @@ struct Pair {
         burst.operations = operations;
         burst.remote_address = peer.address();
         burst.remote_key = peer.region->rkey;
-        burst.time_limit = patience;
+        burst.time_limit = completion_timeout;
         return burst;
     }
-    std::string name;
+    std::string device_name;
     Peer peer;
     Initiator initiator;
 };
 
-bool all_done(const Outcome& outcome, const Burst& burst) {
+bool is_complete(const Outcome& outcome, const Burst& burst) {
     return outcome.status == IBV_WC_SUCCESS && !outcome.timed_out && outcome.done == burst.operations &&
            outcome.elapsed_ns > 0;
 }
 
-template <typename Action> int refused_with(const Action& action) {
+// Returns the errno of the Error that the action throws, or 0 if it throws none.
+template <typename Action> int errno_of(const Action& action) {
     try {
         action();
     } catch (const Error& error) {
@@ -128,106 +132,107 @@ template <typename Action> int refused_with(const Action& action) {
     return 0;
 }
 
-// All depths and list lengths that fit, also those that do not divide each other, with one and three queue pairs.
-void a_burst_moves_every_slot_and_nothing_else() {
+// Tries many valid depths and list lengths, also those that do not divide each other, with one and three queue pairs.
+void test_burst_moves_every_slot_and_nothing_else() {
     constexpr std::uint32_t length = 1021, slots = 37;
-    for (const std::size_t pairs : {1, 3}) {
-        Pair both(pairs, 8);
-        for (std::uint32_t depth = 1; depth <= 8 * pairs; depth += 3) {
-            for (std::uint32_t list = 1; list <= std::min(depth, 8U); list += 2) {
-                std::fill(both.peer.memory.begin(), both.peer.memory.end(), untouched);
-                Burst burst = both.burst(Direction::to_peer, length, slots, 100);
+    for (const std::size_t pairs_count : {1, 3}) {
+        ConnectedPair connected(pairs_count, 8);
+        for (std::uint32_t depth = 1; depth <= 8 * pairs_count; depth += 3) {
+            for (std::uint32_t list_length = 1; list_length <= std::min(depth, 8U); list_length += 2) {
+                std::fill(connected.peer.memory.begin(), connected.peer.memory.end(), untouched);
+                Burst burst = connected.burst(Direction::to_peer, length, slots, 100);
                 burst.depth = depth;
-                burst.list_length = list;
-                CHECK(all_done(both.initiator.run(burst), burst));
-                constexpr std::size_t moved = std::size_t{length} * slots;
-                CHECK(std::memcmp(both.peer.memory.data(), both.initiator.memory().data(), moved) == 0);
-                CHECK(std::all_of(both.peer.memory.begin() + moved, both.peer.memory.end(),
-                                  [](std::byte each) { return each == untouched; }));
+                burst.list_length = list_length;
+                CHECK(is_complete(connected.initiator.run(burst), burst));
+                constexpr std::size_t moved_bytes = std::size_t{length} * slots;
+                CHECK(std::memcmp(connected.peer.memory.data(), connected.initiator.memory().data(), moved_bytes) == 0);
+                CHECK(std::all_of(connected.peer.memory.begin() + moved_bytes, connected.peer.memory.end(),
+                                  [](std::byte byte) { return byte == untouched; }));
             }
         }
     }
 }
 
-// With fewer operations than slots, the other slots stay unchanged.
-void a_read_brings_what_was_wanted() {
-    Pair both(2, 16);
-    both.peer.memory.assign(both.initiator.memory().begin(), both.initiator.memory().end());
-    std::fill(both.initiator.memory().begin(), both.initiator.memory().end(), untouched);
-    Burst burst = both.burst(Direction::from_peer, 4096, 64, 20);
+// With fewer operations than slots, the remaining slots stay unchanged.
+void test_read_burst_moves_the_first_slots() {
+    ConnectedPair connected(2, 16);
+    connected.peer.memory.assign(connected.initiator.memory().begin(), connected.initiator.memory().end());
+    std::fill(connected.initiator.memory().begin(), connected.initiator.memory().end(), untouched);
+    Burst burst = connected.burst(Direction::from_peer, 4096, 64, 20);
     burst.depth = 16;
     burst.list_length = 4;
-    CHECK(all_done(both.initiator.run(burst), burst));
-    CHECK(std::memcmp(both.initiator.memory().data(), both.peer.memory.data(), std::size_t{20} * 4096) == 0);
-    CHECK(both.initiator.memory()[std::size_t{20} * 4096] == untouched);
+    CHECK(is_complete(connected.initiator.run(burst), burst));
+    CHECK(std::memcmp(connected.initiator.memory().data(), connected.peer.memory.data(), std::size_t{20} * 4096) == 0);
+    CHECK(connected.initiator.memory()[std::size_t{20} * 4096] == untouched);
 }
 
-void each_single_operation_has_its_time() {
-    Pair both(1, 4);
-    const Burst burst = both.burst(Direction::to_peer, 8, 3, 50);
+void test_single_operations_are_timed() {
+    ConnectedPair connected(1, 4);
+    const Burst burst = connected.burst(Direction::to_peer, 8, 3, 50);
     std::vector<std::uint64_t> times(50);
-    const Outcome outcome = both.initiator.run_singly(burst, times);
-    CHECK(all_done(outcome, burst));
+    const Outcome outcome = connected.initiator.run_singly(burst, times);
+    CHECK(is_complete(outcome, burst));
     std::uint64_t total = 0;
-    for (const std::uint64_t each : times) {
-        CHECK(each > 0);
-        total += each;
+    for (const std::uint64_t time_ns : times) {
+        CHECK(time_ns > 0);
+        total += time_ns;
     }
     CHECK(total <= outcome.elapsed_ns);
     times.resize(49);
-    CHECK(refused_with([&] { both.initiator.run_singly(burst, times); }) == EINVAL);
+    CHECK(errno_of([&] { connected.initiator.run_singly(burst, times); }) == EINVAL);
 }
 
-void what_does_not_fit_is_refused_and_the_next_goes_on() {
-    Pair both(2, 4);
-    const Burst good = both.burst(Direction::to_peer, 4096, 256, 10);
-    std::vector<Burst> wrong(7, good);
-    wrong[0].length_bytes = 0;
-    wrong[1].slots = 0;
-    wrong[2].operations = 0;
-    wrong[3].depth = 0;
-    wrong[4].slots = 257;
-    wrong[5].depth = 9;
-    wrong[6].depth = 3;
-    wrong[6].list_length = 4;
-    for (const Burst& each : wrong) {
-        CHECK(refused_with([&] { both.initiator.run(each); }) == EINVAL);
+void test_invalid_burst_is_refused() {
+    ConnectedPair connected(2, 4);
+    const Burst valid_burst = connected.burst(Direction::to_peer, 4096, 256, 10);
+    std::vector<Burst> invalid_bursts(7, valid_burst);
+    invalid_bursts[0].length_bytes = 0;
+    invalid_bursts[1].slots = 0;
+    invalid_bursts[2].operations = 0;
+    invalid_bursts[3].depth = 0;
+    invalid_bursts[4].slots = 257;
+    invalid_bursts[5].depth = 9;
+    invalid_bursts[6].depth = 3;
+    invalid_bursts[6].list_length = 4;
+    for (const Burst& burst : invalid_bursts) {
+        CHECK(errno_of([&] { connected.initiator.run(burst); }) == EINVAL);
     }
-    CHECK(all_done(both.initiator.run(good), good));
-    CHECK(refused_with([&] { both.initiator.connect({}, 1); }) == EINVAL);
-    CHECK(refused_with([&] { Initiator(both.name + "_not", 64, 1, 1); }) == ENODEV);
+    CHECK(is_complete(connected.initiator.run(valid_burst), valid_burst)); // The queue pairs still work.
+    CHECK(errno_of([&] { connected.initiator.connect({}, 1); }) == EINVAL);
+    CHECK(errno_of([&] { Initiator(connected.device_name + "_missing", 64, 1, 1); }) == ENODEV);
 }
 
-void what_the_peer_refuses_is_a_status() {
+void test_access_beyond_the_peer_memory_is_a_status() {
     for (const bool is_single : {false, true}) {
-        Pair both(1, 8);
-        Burst burst = both.burst(Direction::to_peer, 64, 4, 20);
-        burst.remote_address += memory_bytes - 64; // The second slot is behind the end of the memory.
+        ConnectedPair connected(1, 8);
+        Burst burst = connected.burst(Direction::to_peer, 64, 4, 20);
+        burst.remote_address += memory_bytes - 64; // The second slot is beyond the end of the memory.
         std::vector<std::uint64_t> times(20);
-        const Outcome outcome = is_single ? both.initiator.run_singly(burst, times) : both.initiator.run(burst);
+        const Outcome outcome =
+            is_single ? connected.initiator.run_singly(burst, times) : connected.initiator.run(burst);
         CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && !outcome.timed_out && outcome.done == 1);
     }
 }
 
-// The key is invalidated while thousands of operations are in progress. The burst would not end by itself.
-void a_key_that_is_taken_back_ends_a_burst() {
-    Pair both(3, 32);
-    Burst burst = both.burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
+// The region is deregistered while the burst is in progress. The burst has too many operations to complete otherwise.
+void test_deregistered_region_ends_a_burst() {
+    ConnectedPair connected(3, 32);
+    Burst burst = connected.burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
     burst.depth = 96;
     burst.list_length = 8;
     Outcome outcome;
-    std::thread running([&] { outcome = both.initiator.run(burst); });
-    both.peer.region.reset();
-    running.join();
+    std::thread runner([&] { outcome = connected.initiator.run(burst); });
+    connected.peer.region.reset();
+    runner.join();
     CHECK(outcome.status == IBV_WC_REM_ACCESS_ERR && outcome.done < burst.operations);
 }
 
 } // namespace
 
 int main() {
-    for (const auto test : {a_burst_moves_every_slot_and_nothing_else, a_read_brings_what_was_wanted,
-                            each_single_operation_has_its_time, what_does_not_fit_is_refused_and_the_next_goes_on,
-                            what_the_peer_refuses_is_a_status, a_key_that_is_taken_back_ends_a_burst}) {
+    for (const auto test : {test_burst_moves_every_slot_and_nothing_else, test_read_burst_moves_the_first_slots,
+                            test_single_operations_are_timed, test_invalid_burst_is_refused,
+                            test_access_beyond_the_peer_memory_is_a_status, test_deregistered_region_ends_a_burst}) {
         test();
     }
     std::puts("6 tests passed");

@@ -1,5 +1,5 @@
-// Tests of the loop with a server in this process, which speaks data frames, and with rings whose application is this
-// process.
+// Tests of the agent's loop. Threads of this process act as the storage server, which exchanges data frames with the
+// loop, and as the applications that own the rings.
 #include <fcntl.h>
 #include <semaphore.h>
 #include <sys/mman.h>
@@ -29,33 +29,34 @@ namespace {
 
 using storage::crc32c;
 
-constexpr std::chrono::milliseconds timeout_max{20000};
+constexpr std::chrono::milliseconds wait_timeout{20000};
 
-class Semaphores {
+// The three submit semaphores of an agent, high priority first.
+class SubmitSemaphores {
 public:
-    Semaphores() {
-        for (int index = 0; index < priority_classes; ++index) {
+    SubmitSemaphores() {
+        for (int index = 0; index < priority_class_count; ++index) {
             names[index] = "/gdrkit-loop-test." + std::to_string(getpid()) + "." + std::to_string(index);
             handles[index] = sem_open(names[index].c_str(), O_CREAT | O_EXCL, 0600, 0);
             CHECK(handles[index] != SEM_FAILED);
         }
     }
-    ~Semaphores() {
-        for (int index = 0; index < priority_classes; ++index) {
+    ~SubmitSemaphores() {
+        for (int index = 0; index < priority_class_count; ++index) {
             sem_close(handles[index]);
             sem_unlink(names[index].c_str());
         }
     }
-    std::array<std::string, priority_classes> names;
-    std::array<sem_t*, priority_classes> handles{};
+    std::array<std::string, priority_class_count> names;
+    std::array<sem_t*, priority_class_count> handles{};
 };
 
-// Completes every operation with its length, or with the result of `reply`.
+// A storage server without files. It completes every operation with its length, or with the result of `make_result`.
 class FrameServer {
 public:
-    using Reply = std::function<storage::Result(const storage::Operation&)>;
+    using MakeResult = std::function<storage::Result(const storage::Operation&)>;
 
-    explicit FrameServer(Reply reply = {}) : reply_(std::move(reply)) {
+    explicit FrameServer(MakeResult make_result = {}) : make_result_(std::move(make_result)) {
         int sockets[2];
         CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets) == 0);
         server_socket_ = sockets[0];
@@ -71,10 +72,10 @@ public:
 
     int client_socket = -1;
     std::atomic<bool> is_silent{false};
-    std::atomic<std::uint64_t> received{0};
+    std::atomic<std::uint64_t> received_count{0};
 
 private:
-    bool read(void* buffer, std::size_t length) const {
+    bool read_fully(void* buffer, std::size_t length) const {
         auto* position = static_cast<std::byte*>(buffer);
         while (length != 0) {
             const ssize_t bytes_read = ::recv(server_socket_, position, length, 0);
@@ -88,39 +89,41 @@ private:
 
     void run() {
         storage::FrameHeader header;
-        while (read(&header, sizeof header)) {
+        while (read_fully(&header, sizeof header)) {
             CHECK(header.magic == storage::frame_magic && header.count != 0);
-            CHECK(header.header_crc32c == crc32c(&header, 28));
+            CHECK(header.header_crc32c == crc32c(&header, offsetof(storage::FrameHeader, header_crc32c)));
             std::vector<storage::Operation> operations(header.count);
-            if (!read(operations.data(), header.length))
+            if (!read_fully(operations.data(), header.length))
                 return;
             CHECK(header.payload_crc32c == crc32c(operations.data(), header.length));
-            received += header.count;
+            received_count += header.count;
             if (is_silent)
                 continue;
             std::vector<storage::Result> results;
             for (const auto& operation : operations)
-                results.push_back(reply_ ? reply_(operation)
-                                         : storage::Result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0});
+                results.push_back(make_result_
+                                      ? make_result_(operation)
+                                      : storage::Result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0});
             header.type = static_cast<std::uint16_t>(storage::FrameType::io_reply);
             header.sequence = 0;
             header.length = static_cast<std::uint32_t>(results.size() * sizeof(storage::Result));
             header.payload_crc32c = crc32c(results.data(), header.length);
-            header.header_crc32c = crc32c(&header, 28);
+            header.header_crc32c = crc32c(&header, offsetof(storage::FrameHeader, header_crc32c));
             ::send(server_socket_, &header, sizeof header, MSG_NOSIGNAL);
             ::send(server_socket_, results.data(), header.length, MSG_NOSIGNAL);
         }
     }
 
-    Reply reply_;
+    MakeResult make_result_;
     int server_socket_ = -1;
     std::thread thread_;
 };
 
-// An application that does not support the extension of rings, like one of 3FS.
+// An application with a ring, which does not support gdrkit's extension of rings, like an application of 3FS.
 class Application {
 public:
-    Application(std::size_t entries, sem_t* submit) : submit_(submit), length_(ring_bytes(entries)) {
+    Application(std::size_t entries, sem_t* submit_semaphore)
+        : submit_semaphore_(submit_semaphore), length_(ring_bytes(entries)) {
         fd = memfd_create("ring", MFD_CLOEXEC);
         CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(length_)) == 0);
         base_ = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -137,15 +140,15 @@ public:
         view.submissions[head] = {static_cast<std::int32_t>(head), 0, arguments.userdata};
         view.indices->submission_head.store(static_cast<std::int32_t>(view.next(head)), std::memory_order_release);
     }
-    void submit() { sem_post(submit_); }
-    Completion wait() {
-        CHECK(wait_for(timeout_max));
+    void submit() { sem_post(submit_semaphore_); }
+    Completion wait_for_completion() {
+        CHECK(has_completion_within(wait_timeout));
         const auto tail = static_cast<std::uint32_t>(view.indices->completion_tail.load());
         const Completion completion = view.completions[tail];
         view.indices->completion_tail.store(static_cast<std::int32_t>(view.next(tail)), std::memory_order_release);
         return completion;
     }
-    bool wait_for(std::chrono::milliseconds timeout) {
+    bool has_completion_within(std::chrono::milliseconds timeout) {
         timespec deadline{};
         clock_gettime(CLOCK_REALTIME, &deadline);
         deadline.tv_sec += timeout.count() / 1000 + 1;
@@ -160,7 +163,7 @@ public:
     RingView view;
 
 private:
-    sem_t* submit_;
+    sem_t* submit_semaphore_;
     std::size_t length_;
     void* base_;
 };
@@ -189,7 +192,7 @@ struct LoopFixture {
     void serve(const Application& application, int priority = 1) {
         loop.add_ring(1, {ring_id, true, 0, priority, std::chrono::milliseconds(0), 0}, application.fd);
     }
-    Semaphores semaphores;
+    SubmitSemaphores semaphores;
     Loop loop;
 };
 
@@ -204,12 +207,12 @@ void test_operations_complete() {
             application.prepare(make_arguments(number * 4096, 4096, number));
         application.submit();
         for (int number = 0; number < 100; ++number)
-            CHECK(application.wait().result == 4096);
+            CHECK(application.wait_for_completion().result == 4096);
     }
     const Statistics statistics = fixture.loop.statistics();
     CHECK(statistics.operations == 20000 && statistics.completions == 20000 && statistics.outstanding == 0);
-    CHECK(fixture.loop.remove_ring(1, ring_id, timeout_max) && fixture.loop.remove_buffer(1, buffer_id, timeout_max));
-    CHECK(fixture.loop.remove_file(1, inode, timeout_max));
+    CHECK(fixture.loop.remove_ring(1, ring_id, wait_timeout) && fixture.loop.remove_buffer(1, buffer_id, wait_timeout));
+    CHECK(fixture.loop.remove_file(1, inode, wait_timeout));
     fixture.loop.remove_client(1);
 }
 
@@ -222,15 +225,15 @@ void test_removal_waits_for_operations_in_flight() {
     fixture.serve(application);
     application.prepare(make_arguments(0, 4096));
     application.submit();
-    while (server.received == 0)
+    while (server.received_count == 0)
         std::this_thread::yield();
     CHECK(!fixture.loop.remove_buffer(1, buffer_id, std::chrono::milliseconds(1)));
     CHECK(!fixture.loop.remove_ring(1, ring_id, std::chrono::milliseconds(1)));
-    std::thread closer([&] { CHECK(fixture.loop.remove_buffer(1, buffer_id, timeout_max)); });
+    std::thread closer([&] { CHECK(fixture.loop.remove_buffer(1, buffer_id, wait_timeout)); });
     fixture.loop.disconnect();
     closer.join();
-    CHECK(application.wait().result == -EREMOTEIO);
-    CHECK(fixture.loop.remove_ring(1, ring_id, timeout_max));
+    CHECK(application.wait_for_completion().result == -EREMOTEIO);
+    CHECK(fixture.loop.remove_ring(1, ring_id, wait_timeout));
 }
 
 void test_closed_connection_is_reported_and_replaced() {
@@ -243,54 +246,53 @@ void test_closed_connection_is_reported_and_replaced() {
     fixture.serve(application);
     application.prepare(make_arguments(0, 4096));
     application.submit();
-    while (first.received == 0)
+    while (first.received_count == 0)
         std::this_thread::yield();
     first.close_connection();
-    const std::vector<Event> events = fixture.loop.events(timeout_max);
+    const std::vector<Event> events = fixture.loop.events(wait_timeout);
     CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected && events[0].generation == 1);
     application.prepare(make_arguments(0, 1));
     application.submit();
-    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(application.wait_for_completion().result == -EREMOTEIO);
     fixture.loop.disconnect();
-    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(application.wait_for_completion().result == -EREMOTEIO);
     fixture.loop.connect(second.client_socket, {0}, 2);
     application.prepare(make_arguments(0, 4096));
     application.submit();
-    CHECK(application.wait().result == 4096);
+    CHECK(application.wait_for_completion().result == 4096);
 }
 
-// A server that hangs does not close its connection, so the loop must notice. Operations in flight stay until
-// disconnect().
+// A server that hangs does not close its connection, so the loop must detect its silence. The operations in flight stay
+// in flight until disconnect().
 void test_silent_server_is_reported() {
     LoopFixture fixture(64, std::chrono::milliseconds(200));
     FrameServer server;
     Application application(8, fixture.semaphores.handles[1]);
     fixture.loop.connect(server.client_socket, {0}, 1);
     fixture.serve(application);
-    // A server without operations may be silent, and a result restarts the time.
+    // A server without operations may be silent, and each result restarts the limit of 200 ms.
     for (int round = 0; round < 3; ++round) {
         std::this_thread::sleep_for(std::chrono::milliseconds(150));
         application.prepare(make_arguments(0, 4096));
         application.submit();
-        CHECK(application.wait().result == 4096);
+        CHECK(application.wait_for_completion().result == 4096);
     }
     CHECK(fixture.loop.events(std::chrono::milliseconds(400)).empty());
     server.is_silent = true;
     application.prepare(make_arguments(0, 4096));
     application.submit();
-    const std::vector<Event> events = fixture.loop.events(timeout_max);
+    const std::vector<Event> events = fixture.loop.events(wait_timeout);
     CHECK(events.size() == 1 && events[0].kind == Event::Kind::silent && events[0].generation == 1);
     CHECK(fixture.loop.statistics().outstanding == 1);
     fixture.loop.disconnect();
-    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(application.wait_for_completion().result == -EREMOTEIO);
 }
 
-// After the memory of one client was freed, the session ends, and operations of other clients do not fail.
+// After a client freed memory that an operation uses, the session ends. Operations of other clients do not fail.
 void test_refused_memory_fails_no_other_operation() {
     constexpr std::uint32_t refused_rkey = 6;
     LoopFixture fixture;
-    std::atomic<int> silent{0};
-    // Like the storage server: only the operation whose memory was refused has a result.
+    // As in the storage server, an operation whose memory was refused has the result -EREMOTEIO.
     FrameServer first([&](const storage::Operation& operation) {
         storage::Result result{operation.tag, std::int64_t(operation.length), 0, 0, 0, 0};
         if (operation.rkey == refused_rkey)
@@ -309,33 +311,33 @@ void test_refused_memory_fails_no_other_operation() {
     fixture.loop.add_ring(2, {ring_id, true, 0, 1, std::chrono::milliseconds(0), 0}, hostile.fd);
     healthy.prepare(make_arguments(0, 4096, 1));
     healthy.submit();
-    while (first.received == 0)
+    while (first.received_count == 0)
         std::this_thread::yield();
     first.is_silent = false;
     hostile.prepare(make_arguments(0, 512, 2));
     hostile.submit();
-    CHECK(hostile.wait().result == -EREMOTEIO);
-    const std::vector<Event> events = fixture.loop.events(timeout_max);
+    CHECK(hostile.wait_for_completion().result == -EREMOTEIO);
+    const std::vector<Event> events = fixture.loop.events(wait_timeout);
     CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
-    // An operation that is submitted now waits too, unless its memory was refused.
+    // An operation that is submitted now waits for the next connection too.
     healthy.prepare(make_arguments(4096, 512, 3));
     healthy.submit();
     CHECK(fixture.loop.disconnect());
     fixture.loop.connect(second.client_socket, {0}, 2);
-    std::uint64_t received = 0;
-    for (int number = 0; number < 2; ++number) {
-        const Completion completion = healthy.wait();
+    std::uint64_t userdata_sum = 0;
+    for (int count = 0; count < 2; ++count) {
+        const Completion completion = healthy.wait_for_completion();
         CHECK(completion.result == (completion.userdata == 1 ? 4096 : 512));
-        received += completion.userdata;
+        userdata_sum += completion.userdata;
     }
-    CHECK(received == 4);
+    CHECK(userdata_sum == 1 + 3);
     hostile.prepare(make_arguments(0, 512));
     hostile.submit();
-    CHECK(hostile.wait().result == -EREMOTEIO);
+    CHECK(hostile.wait_for_completion().result == -EREMOTEIO);
     CHECK(fixture.loop.events(std::chrono::milliseconds(0)).empty());
 }
 
-// Without a new server, the operations that wait for one end.
+// If the agent gets no new connection, it ends the operations that wait for one by abandon().
 void test_waiting_operations_can_be_abandoned() {
     LoopFixture fixture;
     FrameServer server([](const storage::Operation& operation) {
@@ -349,19 +351,19 @@ void test_waiting_operations_can_be_abandoned() {
     server.is_silent = true;
     application.prepare(make_arguments(0, 4096));
     application.submit();
-    while (server.received == 0)
+    while (server.received_count == 0)
         std::this_thread::yield();
     server.is_silent = false;
     Arguments refused = make_arguments(0, 1);
     std::memcpy(refused.buffer_id, other_buffer.data(), other_buffer.size());
     application.prepare(refused);
     application.submit();
-    CHECK(application.wait().result == -EREMOTEIO);
-    CHECK(fixture.loop.events(timeout_max).size() == 1);
+    CHECK(application.wait_for_completion().result == -EREMOTEIO);
+    CHECK(fixture.loop.events(wait_timeout).size() == 1);
     CHECK(fixture.loop.disconnect());
     CHECK(fixture.loop.statistics().outstanding == 1);
     fixture.loop.abandon();
-    CHECK(application.wait().result == -EREMOTEIO);
+    CHECK(application.wait_for_completion().result == -EREMOTEIO);
     CHECK(!fixture.loop.disconnect());
 }
 
@@ -385,10 +387,10 @@ void test_invalid_results_end_the_connection() {
         fixture.serve(application);
         application.prepare(make_arguments(0, 4096));
         application.submit();
-        const std::vector<Event> events = fixture.loop.events(timeout_max);
+        const std::vector<Event> events = fixture.loop.events(wait_timeout);
         CHECK(events.size() == 1 && events[0].kind == Event::Kind::disconnected);
         fixture.loop.disconnect();
-        CHECK(application.wait().result == -EREMOTEIO);
+        CHECK(application.wait_for_completion().result == -EREMOTEIO);
     }
 }
 
@@ -403,11 +405,11 @@ void test_entries_beyond_the_limit_wait_in_the_ring() {
             application.prepare(make_arguments(0, 512));
         application.submit();
         for (int number = 0; number < 64; ++number)
-            CHECK(application.wait().result == 512);
+            CHECK(application.wait_for_completion().result == 512);
     }
 }
 
-// For random values in a ring, the loop completes its entries or breaks the ring, and another ring continues.
+// One ring gets random values. The loop completes its entries or breaks the ring, and always serves the other ring.
 void test_hostile_ring_leaves_other_rings() {
     std::mt19937_64 random(20260101);
     for (int round = 0; round < 100; ++round) {
@@ -422,16 +424,16 @@ void test_hostile_ring_leaves_other_rings() {
             Arguments arguments = make_arguments(random(), random() % 8192, random());
             if (random() % 2 == 0)
                 arguments.file_inode = random() % 16;
-            hostile.view.arguments[random() % hostile.view.slots] = arguments;
-            hostile.view.submissions[random() % hostile.view.slots] = {static_cast<std::int32_t>(random() % 40) - 4, 0,
-                                                                       0};
+            hostile.view.arguments[random() % hostile.view.slot_count] = arguments;
+            hostile.view.submissions[random() % hostile.view.slot_count] = {
+                static_cast<std::int32_t>(random() % 40) - 4, 0, 0};
             auto& index =
                 random() % 4 == 0 ? hostile.view.indices->completion_tail : hostile.view.indices->submission_head;
             index.store(static_cast<std::int32_t>(random() % 24) - 2, std::memory_order_release);
             hostile.submit();
             healthy.prepare(make_arguments(4096, 4096));
             healthy.submit();
-            CHECK(healthy.wait().result == 4096);
+            CHECK(healthy.wait_for_completion().result == 4096);
         }
     }
 }
@@ -447,12 +449,12 @@ void test_truncated_ring_leaves_other_rings() {
         fixture.loop.add_ring(1, {Id{9}, true, 0, 0, std::chrono::milliseconds(0), 0}, hostile.fd);
         CHECK(ftruncate(hostile.fd, 0) == 0);
         sem_post(fixture.semaphores.handles[0]);
-        const std::vector<Event> events = fixture.loop.events(timeout_max);
+        const std::vector<Event> events = fixture.loop.events(wait_timeout);
         CHECK(events.size() == 1 && events[0].kind == Event::Kind::ring_broken && events[0].id == Id{9});
     }
     healthy.prepare(make_arguments(0, 4096));
     healthy.submit();
-    CHECK(healthy.wait().result == 4096);
+    CHECK(healthy.wait_for_completion().result == 4096);
 }
 
 } // namespace

@@ -1,0 +1,87 @@
+"""
+The native part of the storage service: RDMA transfers, files and their checksums.
+"""
+
+from collections.abc import Sequence
+
+
+CHECKSUM_GIVEN_BYTES_MAX: int = 262144
+
+def crc32c(data: object, initial: int = 0) -> int: ...
+
+def crc32c_portable(data: object, initial: int = 0) -> int: ...
+
+def crc32c_combine(first: int, second: int, second_bytes: int) -> int: ...
+
+def open_beneath(folder: int, path: bytes, flags: int, mode: int = 0, by_steps: bool = False) -> int: ...
+
+def rename(from_folder: int, name: bytes, to_folder: int, new_name: bytes, *, exclusive: bool, exchange: bool) -> None: ...
+
+class Store:
+    """
+    The files of a store and their checksums. The caller owns the descriptor of the folder.
+    """
+
+    def __init__(self, sums_folder: int, chunk_bytes: int) -> None: ...
+
+    def adopt(self, fd: int, *, read: bool, write: bool) -> OpenFile:
+        """
+        Open the file of a descriptor. The object owns the descriptor, even if this raises.
+        """
+
+    def remove_sums(self, inode: int) -> None: ...
+
+    def counters(self) -> dict[str, int]: ...
+
+class OpenFile:
+    """An open file. It is closed with its last reference."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def may_read(self) -> bool: ...
+
+    @property
+    def may_write(self) -> bool: ...
+
+    def truncate(self, size_bytes: int) -> None: ...
+
+    def punch(self, begin: int, end: int) -> None: ...
+
+    def set_times(self, access_time_ns: int | None, modification_time_ns: int | None) -> None: ...
+
+class Fabric:
+    """
+    Open RDMA devices. An empty list of names opens every device with an active port.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None: ...
+
+    @property
+    def names(self) -> list[str]: ...
+
+class Session:
+    """The queue pairs, the open files and the thread of one client."""
+
+    def __init__(self, store: Store, fabric: Fabric, endpoints: Sequence[dict], *, outstanding_max: int, length_bytes_max: int) -> None: ...
+
+    @property
+    def endpoints(self) -> list: ...
+
+    @property
+    def reads_max(self) -> int: ...
+
+    @property
+    def ended_fd(self) -> int: ...
+
+    def add_file(self, handle: int, file: OpenFile) -> None: ...
+
+    def remove_file(self, handle: int) -> bool: ...
+
+    def start(self, data_fd: int) -> None:
+        """
+        Serve a data connection. The object owns the descriptor, even if this raises.
+        """
+
+    def close(self) -> None: ...
