@@ -34,14 +34,17 @@ __all__ = [
 
 
 class MemoryKind(enum.Enum):
-    """The place and the allocator of memory. It decides which methods of registration and sharing exist."""
+    """The type of memory: the device that it is in, and the call that allocated it.
+
+    The kind decides by which methods the memory can be registered with a NIC and shared with another process.
+    """
 
     HOST = "host"
     CUDA = "cuda"  # cuMemAlloc
     CUDA_VMM = "cuda_vmm"  # cuMemCreate and cuMemMap
     CUDA_POOL = "cuda_pool"  # cuMemAllocAsync
     CUDA_IMPORTED = "cuda_imported"  # cuIpcOpenMemHandle
-    CUDA_MANAGED = "cuda_managed"
+    CUDA_MANAGED = "cuda_managed"  # cuMemAllocManaged
     GAUDI = "gaudi"
 
 
@@ -81,10 +84,10 @@ class DmabufRange(Closeable):
 
     @property
     def fd(self) -> int:
-        """The file descriptor. The range still owns it."""
+        """The file descriptor. The range keeps the ownership."""
         if self._fd < 0:
-            name = "dma-buf range"
-            raise ClosedResource(name)
+            range_name = "dma-buf range"
+            raise ClosedResource(range_name)
         return self._fd
 
     @property
@@ -118,8 +121,8 @@ class DmabufRange(Closeable):
             warnings.warn(f"dma-buf range with fd {fd} was never closed", GdrkitWarning, stacklevel=1)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"fd {self._fd}"
-        return f"DmabufRange({state}, offset_bytes={self.offset_bytes}, length_bytes={self.length_bytes})"
+        fd_text = "closed" if self.closed else f"fd {self._fd}"
+        return f"DmabufRange({fd_text}, offset_bytes={self.offset_bytes}, length_bytes={self.length_bytes})"
 
 
 class RegistrableMemory(Protocol):
@@ -127,7 +130,7 @@ class RegistrableMemory(Protocol):
 
     @property
     def kind(self) -> MemoryKind:
-        """The place and the allocator of the memory."""
+        """The type of the memory."""
 
     @property
     def address(self) -> int:
@@ -147,19 +150,22 @@ class RegistrableMemory(Protocol):
         Raises
         ------
         ApiError
-            The driver failed. It is :class:`~gdrkit.errors.Unsupported` if the memory has no dma-buf.
+            The driver failed. The error is :class:`~gdrkit.errors.Unsupported` if this memory cannot be exported.
         """
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
+        """Register `action` to run before the memory is freed, and return a function that removes it.
+
+        The actions run in reverse order: the last registered action runs first.
+        """
 
 
 @runtime_checkable
 class DeviceBuffer(RegistrableMemory, Protocol):
-    """Memory that can be registered with a NIC, as higher packages use it.
+    """The interface by which higher packages use memory that can be registered with a NIC.
 
-    It is memory of a CUDA or Gaudi device, or host pages that gdrkit has mapped (:class:`gdrkit.host.HostMemory`). For
-    host pages, "device" means "host" below.
+    The memory is that of a CUDA or Gaudi device, or host pages that gdrkit has mapped
+    (:class:`gdrkit.host.HostMemory`). For host pages, "device" means "host" below.
     """
 
     @property
@@ -167,20 +173,20 @@ class DeviceBuffer(RegistrableMemory, Protocol):
         """Device address of the first byte."""
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (base, length_bytes, buffer id) of every chunk under the memory, in order.
+        """Return (address, length_bytes, buffer id) of every allocation that contains a part of this memory, in order.
 
-        If the buffer id at an address changes, the memory there is another allocation.
+        A driver may reuse an address, but never a buffer id. A new buffer id at an address means a new allocation.
         """
 
     def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-        """Return a function that checks whether every chunk of `key` still exists.
+        """Return a function that checks whether every allocation of `key` still exists.
 
-        `key` is an earlier result of :meth:`allocation_key`. A cache repeats the same check many times, so everything
-        that can be prepared is prepared here.
+        `key` is an earlier result of :meth:`allocation_key`. A cache of registrations repeats the check at every
+        lookup. This method therefore does all preparations, so that the returned function is fast.
         """
 
     def allocation(self) -> DeviceBuffer:
-        """Return all chunks under this memory, borrowed."""
+        """Return a buffer over all allocations that contain a part of this memory. It does not own them."""
 
     @property
     def owned(self) -> bool:
@@ -205,12 +211,15 @@ class Allocator(Protocol):
 
 
 class MemoryResource(Resource):
-    """Base of the memory of CUDA, of Gaudi and of the host: checked copies, and actions before the memory is freed.
+    """Base of the memory classes of CUDA, Gaudi and the host.
+
+    It checks the range of every copy, and runs the actions of :meth:`before_release` before the memory is freed.
+    `on_close` is described at :class:`~gdrkit.handles.Resource`.
 
     Attributes
     ----------
     kind : MemoryKind
-        The place and the allocator of the memory.
+        The type of the memory.
     address : int
         Device address of the first byte.
     length_bytes : int
@@ -237,7 +246,10 @@ class MemoryResource(Resource):
         return True
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the CUDA context of the memory current on this thread. Memory of other kinds has no context."""
+        """Return a context manager that makes the CUDA context of this memory current on the calling thread.
+
+        For memory without a CUDA context the manager does nothing.
+        """
         return contextlib.nullcontext()
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
@@ -259,7 +271,10 @@ class MemoryResource(Resource):
             self._copy_from_host(self.address + offset_bytes, view)
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is freed, last added first. Return a function that cancels this."""
+        """Register `action` to run before the memory is freed, and return a function that removes it.
+
+        The actions run in reverse order: the last registered action runs first.
+        """
         self._check_open()
         return self._release_actions.push(action)
 
@@ -269,8 +284,8 @@ class MemoryResource(Resource):
         Raises
         ------
         Exception
-            An action failed. The error is that of the first failed action, with the others as notes. The memory is
-            *not* freed then, because a NIC may still access it. Another close tries again.
+            An action failed. The error of the first failed action is raised, and the errors of the other actions are
+            its notes. The memory is *not* freed then, because a NIC may still access it. The next close tries again.
         """
         if self._closed:
             return
@@ -287,24 +302,30 @@ class MemoryResource(Resource):
         """Copy `view`, which has at least one byte, to the memory at `address`."""
 
     def _checked_length(self, offset_bytes: int, length_bytes: int | None) -> int:
-        """Return the length of a part, and for None the length up to the end. Raise UsageError if it is not inside."""
+        """Return the length of a range of this memory. A length of None means up to the end of the memory.
+
+        Raises
+        ------
+        UsageError
+            The range is not inside the memory.
+        """
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return length_bytes
 
     def _checked_view(self, data: bytes | bytearray | memoryview, offset_bytes: int) -> memoryview:
-        """Return the bytes of a host buffer that fits into the memory at an offset."""
+        """Return the bytes of a host buffer, and raise UsageError if they do not fit into this memory at the offset."""
         self._check_open()
         view = memoryview(data)
         if not view.c_contiguous:
-            message = "the host buffer is not contiguous"
+            message = "the host buffer must be C-contiguous"
             raise UsageError(message)
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.length_bytes)
         return view.cast("B") if view.nbytes else view
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self.address:#x}"
-        return f"{type(self).__name__}({state}, length_bytes={self.length_bytes}, kind={self.kind.value})"
+        address_text = "closed" if self._closed else f"{self.address:#x}"
+        return f"{type(self).__name__}({address_text}, length_bytes={self.length_bytes}, kind={self.kind.value})"
 
 
 def check_range(*, offset_bytes: int, length_bytes: int, size_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""Bounded waits for the end of child processes and threads, which report what did not end.
+"""Waits with a time limit for the end of child processes and threads. Each wait reports the ones that did not end.
 
-SIGKILL does not end a process that waits inside the kernel (state D, a driver or disk that hangs), and a process that
-a debugger holds is not collected. Every wait for the end of a child therefore has a limit.
+SIGKILL does not end a process that waits inside the kernel (state D), such as for a driver or disk that hangs. A wait
+for a process that is stopped by a debugger does not return either. Every wait for a child therefore has a limit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["KILL_TIMEOUT_S", "join_threads", "kill_child"]
 
 # Longest wait for the end of a killed child, in seconds.
 KILL_TIMEOUT_S = 5.0
-# Killed children that had not ended. Each later call collects those that have ended since.
-_abandoned: list[subprocess.Popen[bytes]] = []
+# Killed children that had not ended within the limit. Each later call of kill_child collects those that have ended.
+_abandoned_children: list[subprocess.Popen[bytes]] = []
 
 
 def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, timeout_s: float = KILL_TIMEOUT_S) -> str:
@@ -44,35 +44,36 @@ def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, time
     Returns
     -------
     str
-        A clause that names the process, the time and the process state. It is empty if the child has ended.
+        An empty string if the child has ended. Otherwise a text for an error message, with the process id, the time
+        and the process state.
     """
-    _abandoned[:] = [other for other in _abandoned if other.poll() is None]
+    _abandoned_children[:] = [abandoned for abandoned in _abandoned_children if abandoned.poll() is None]
     if leads_group:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     else:
         child.kill()
-    is_abandoned = child in _abandoned
+    is_abandoned = child in _abandoned_children
     try:
         child.wait(0 if is_abandoned else timeout_s)
     except subprocess.TimeoutExpired:
         if not is_abandoned:
-            _abandoned.append(child)
+            _abandoned_children.append(child)
     else:
         return ""
     return (
-        f"process {child.pid} did not end within {timeout_s:g} s of SIGKILL (state {_state(child.pid)}) "
+        f"process {child.pid} did not end within {timeout_s:g} s of SIGKILL (state {_process_state(child.pid)}) "
         "and was left behind"
     )
 
 
 def join_threads(threads: Iterable[threading.Thread], *, timeout_s: float) -> None:
-    """Wait until all threads have ended, with one deadline for all.
+    """Wait until all threads have ended, at most `timeout_s` seconds in total.
 
     Raises
     ------
     BrokenResource
-        ``TIMEOUT``: some threads have not ended. The caller must not release what these threads still use.
+        ``TIMEOUT``: some threads have not ended. The caller must not release objects that these threads use.
     """
     deadline_s = time.monotonic() + timeout_s
     running = []
@@ -85,10 +86,12 @@ def join_threads(threads: Iterable[threading.Thread], *, timeout_s: float) -> No
         raise BrokenResource(message, reason=Reason.TIMEOUT)
 
 
-def _state(process: int) -> str:
+def _process_state(pid: int) -> str:
     """Return the state of a process in /proc/PID/stat, such as D (waits in the kernel) or Z (ended, not collected)."""
     try:
-        # The name of the program before the state is in brackets, and may contain brackets itself.
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        stat_line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return "unknown"
+    # The line is "PID (PROGRAM) STATE ...". The name of the program may contain brackets itself.
+    fields = stat_line.rpartition(")")[2].split()
+    return fields[0] if fields else "unknown"

@@ -1,8 +1,8 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
 """The command line ``gdrkit``.
 
-An error is printed as one line: API, call, errno and what to do. The class of the error determines the exit code. With
-GDRKIT_TRACEBACK=1 the error is raised, so that Python prints its traceback.
+An error of gdrkit is printed as one line: API, call, errno and what to do. The class of the exception determines the
+exit code. With GDRKIT_TRACEBACK=1 the exception is raised, so that Python prints its traceback.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# The exit codes of a shell for a command that it cannot start.
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+# The exit codes with which a shell reports a command that it cannot start, and a command that SIGINT ended (128 + 2).
+_EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
+_EXIT_INTERRUPTED = 130
+# The list of exit codes in the help text of `gdrkit qualify`.
 _EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 
 class _Commands(click.Group):
-    def invoke(self, ctx: click.Context) -> object:
-        """Run a command. Return the error of gdrkit with which it fails, which :func:`main` prints.
+    """The group of all commands. If a command fails with a GdrkitError, the group returns the error."""
 
-        The error is not raised, because click ends the process without a message if an OSError has the errno EPIPE.
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command and return its result, or its GdrkitError, which :func:`main` prints.
+
+        The error is returned and not raised, because a GdrkitError can be an OSError too. If click sees an OSError with
+        the errno EPIPE, it ends the process without a message.
         """
         try:
             return super().invoke(ctx)
@@ -45,8 +50,8 @@ class _Commands(click.Group):
             return error
 
 
-# A line "\b" makes click keep the line breaks of a paragraph. It works only in strings that are not raw, so the
-# examples are in the epilogs and not in the docstrings.
+# A line with the character "\b" makes click keep the line breaks of a paragraph. A docstring with a backslash must be
+# raw (ruff D301), and a raw string cannot contain this character. So the examples are in the epilogs.
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -74,18 +79,18 @@ def cli() -> None:
         "  gdrkit qualify -k registration --out /tmp/r  run some cases\n"
         "  mpirun -n 2 --host a,b gdrkit qualify --mpi  measure between two hosts\n\n"
         f"\b\nExit codes:\n{_EXIT_CODES}\n\n"
-        "`gdrkit qualify && admit_node` never admits a machine without a GPU."
+        "On a machine without a GPU the exit code is never 0, so `gdrkit qualify && admit_node` does not admit it."
     )
 )
 @click.option(
     "--software",
     is_flag=True,
-    help="Run every API on its software twin. This tests the code, and qualifies no machine.",
+    help="Run every API on its software twin. This tests gdrkit, and says nothing about this machine.",
 )
 @click.option(
     "--profile",
     metavar="NAME",
-    help="The profile of this machine (hardware/profiles). Default: the profile that fits best.",
+    help="The profile of this kind of machine, from hardware/profiles. Default: the profile that fits best.",
 )
 @click.option(
     "--output",
@@ -105,7 +110,7 @@ def cli() -> None:
     "--suites",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     metavar="DIR",
-    help="Run the cases of this folder that have the pytest mark `qualify`, not those of gdrkit.",
+    help="Run the cases in this folder that have the pytest mark `qualify`, instead of the cases of gdrkit.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and the progress to standard error.")
 @click.option(
@@ -114,7 +119,7 @@ def cli() -> None:
     is_flag=False,
     flag_value="hosts",
     help="Measure between the NICs and GPUs of the ranks of mpirun or srun, and write one report: `hosts` measures "
-    "between hosts (the default of --mpi), `within` inside each host.",
+    "between hosts, `within` inside each host. --mpi without a value means `hosts`.",
 )
 def qualify(
     software: bool,
@@ -131,8 +136,8 @@ def qualify(
     The command examines the host, selects the cases that fit, runs them between separate processes, and writes
     records.jsonl, junit.xml, summary.md and index.html.
 
-    An API runs on its hardware if this machine has it, and otherwise on its software twin. A result on a twin says
-    nothing about the machine.
+    An API runs on its hardware if this machine has that hardware, and otherwise on its software twin. A result on a
+    twin says nothing about the machine.
     """
     from gdrkit.qualify import Options
     from gdrkit.qualify import qualify as run_qualification
@@ -152,21 +157,22 @@ def qualify(
             message = "--mpi cannot be combined with -k, --suites or --json, because it runs no cases"
             raise UsageError(message)
         return qualify_ranks(options, progress, within_hosts=mpi == "within")
-    run, folder = run_qualification(options, progress)
+    run, report_folder = run_qualification(options, progress)
     if as_json:
         from gdrkit.serialization import to_json_data
 
-        contents = read_contents(folder.path)
+        contents = read_contents(report_folder.path)
         routes = [
             {"name": status.name, "state": status.state.value, "cause": status.cause}
             for status in route_statuses(contents.facts, contents.records)
         ]
-        click.echo(json.dumps({"run": to_json_data(run), "routes": routes, "folder": str(folder.path)}, indent=2))
+        result = {"run": to_json_data(run), "routes": routes, "folder": str(report_folder.path)}
+        click.echo(json.dumps(result, indent=2))
         return run.exit_code
     progress.print_line(run.verdict)
     for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
         click.echo(f"  {line}")
-    click.echo(f"Report: {folder.index}")
+    click.echo(f"Report: {report_folder.index}")
     return run.exit_code
 
 
@@ -224,17 +230,17 @@ def run_command(
     if not software:
         message = "gdrkit run needs --software"
         raise UsageError(message, what_to_do="add --software, or start the command without gdrkit")
-    twins = launch.TWINNED if apis is None else launch.parse_apis(apis)
-    launch_options = launch.Launch(software=twins, seed=seed, faults=faults, isolated=isolated)
-    overridden = launch.overridden_hardware(launch_options, host.HostTree())
-    if overridden:
-        click.echo(f"gdrkit: {overridden}", err=True)
+    twin_apis = launch.TWINNED if apis is None else launch.parse_apis(apis)
+    launch_options = launch.Launch(software=twin_apis, seed=seed, faults=faults, isolated=isolated)
+    warning = launch.overridden_hardware(launch_options, host.HostTree())
+    if warning:
+        click.echo(f"gdrkit: {warning}", err=True)
     launch.execute(launch_options, command)
 
 
 @cli.command(epilog="\b\nExamples:\n  gdrkit plan\n  gdrkit plan --profile h200-1 --json")
-@click.option("--software", is_flag=True, help="The plan of `gdrkit qualify --software`.")
-@click.option("--profile", metavar="NAME", help="The profile, as for `gdrkit qualify`.")
+@click.option("--software", is_flag=True, help="Print the plan of `gdrkit qualify --software`.")
+@click.option("--profile", metavar="NAME", help="The profile, as for `gdrkit qualify --profile`.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(software: bool, profile: str | None, as_json: bool) -> int:
     """List the cases that qualify would run on this machine.
@@ -244,13 +250,13 @@ def plan(software: bool, profile: str | None, as_json: bool) -> int:
     from gdrkit.qualify import Options, plan_only
     from gdrkit.qualify.progress import LineProgress
 
-    planned = plan_only(Options(software=software, profile=profile), LineProgress(sys.stderr))
+    plan_data = plan_only(Options(software=software, profile=profile), LineProgress(sys.stderr))
     if as_json:
-        click.echo(json.dumps(planned, indent=2))
+        click.echo(json.dumps(plan_data, indent=2))
         return 0
     from gdrkit.report.describe import describe_plan
 
-    click.echo(describe_plan(planned))
+    click.echo(describe_plan(plan_data))
     return 0
 
 
@@ -323,7 +329,7 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     default=60_000,
     show_default=True,
     metavar="MS",
-    help="Milliseconds without any result from the storage server after which its operations fail.",
+    help="If the storage server returns no result for this many milliseconds, its pending operations fail.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the ready message and the counters as JSON.")
 def agent(
@@ -338,9 +344,11 @@ def agent(
 ) -> int:
     """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
 
-    The agent registers the memory of applications with every active NIC. A storage server moves the bytes: that of
-    --server, or with --store one that the agent starts. The agent prints a line as soon as applications can connect.
+    The agent registers the memory of applications with every active NIC. A storage server moves the bytes. With
+    --server it is the given server; with --store the agent starts a server. The agent prints a line as soon as
+    applications can connect.
     """
+    from gdrkit.host import raise_open_files_limit
     from gdrkit.usrbio.agent._agent_loop import limit_arenas
     from gdrkit.usrbio.agent.agent import block_signals, plain_agent, serve_until_signalled
 
@@ -349,6 +357,7 @@ def agent(
         raise UsageError(message)
     block_signals()
     limit_arenas()
+    raise_open_files_limit()
     if store is not None and not fuse:
         serve_until_signalled(plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms), as_json=as_json)
         return 0
@@ -356,8 +365,10 @@ def agent(
     from gdrkit.usrbio.fuse.agent import fuse_agent
 
     token = None if token_file is None else read_token_file(token_file)
-    mounted = fuse_agent(mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms)
-    serve_until_signalled(mounted, as_json=as_json)
+    fuse_mount_agent = fuse_agent(
+        mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms
+    )
+    serve_until_signalled(fuse_mount_agent, as_json=as_json)
     return 0
 
 
@@ -381,7 +392,7 @@ cli.add_command(cli_tiers.tiers)
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and end the process with its exit code."""
     sys.exit(
-        _exit_code(
+        _run_and_report(
             lambda: cli.main(
                 args=None if arguments is None else list(arguments), prog_name="gdrkit", standalone_mode=False
             )
@@ -389,13 +400,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     )
 
 
-def _exit_code(command: Callable[[], object]) -> int:
+def _run_and_report(command: Callable[[], object]) -> int:
     """Run a command, print its error if it fails, and return the exit code."""
     try:
         result = command()
     except click.exceptions.Abort:
         click.echo("gdrkit: interrupted", err=True)
-        return 130
+        return _EXIT_INTERRUPTED
     except click.ClickException as error:
         error.show()
         return int(ExitCode.WRONG_USAGE)
@@ -410,7 +421,8 @@ def _exit_code(command: Callable[[], object]) -> int:
 
 
 def _exit_code_of(error: GdrkitError) -> int:
-    if isinstance(error, ApiError) and error.operation == "execvp":  # The exit codes are those of a shell.
-        return _NOT_FOUND if error.errno == errno.ENOENT else _NOT_EXECUTABLE
-    is_fault_plan = isinstance(error, ApiError) and error.operation == "read fault plan"
-    return int(ExitCode.WRONG_USAGE if is_fault_plan else ExitCode.of(error))
+    # `gdrkit run` failed to start COMMAND.
+    if isinstance(error, ApiError) and error.operation == "execvp":
+        return _EXIT_NOT_FOUND if error.errno == errno.ENOENT else _EXIT_NOT_EXECUTABLE
+    is_fault_plan_error = isinstance(error, ApiError) and error.operation == "read fault plan"
+    return int(ExitCode.WRONG_USAGE if is_fault_plan_error else ExitCode.of(error))

@@ -1,7 +1,7 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
-"""The commands that move files: copy, bench storage.
+"""The commands ``gdrkit copy`` and ``gdrkit bench storage``, which transfer files to and from device memory.
 
-They belong to the command line of :mod:`gdrkit.cli`, which turns errors into messages and exit codes.
+:mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
-_FILE = click.Path(path_type=Path)
-_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
-_device = click.option("--device", type=click.IntRange(0), metavar="N", help="The CUDA device. Default: 0.")
-_host = click.option("--host", is_flag=True, help="Use host memory instead of a CUDA device.")
-_direct = click.option(
+_FILE_TYPE = click.Path(path_type=Path)
+_FOLDER_TYPE = click.Path(path_type=Path, exists=True, file_okay=False)
+_device_option = click.option("--device", type=click.IntRange(0), metavar="N", help="The CUDA device. Default: 0.")
+_host_option = click.option("--host", is_flag=True, help="Use host memory instead of a CUDA device.")
+_direct_option = click.option(
     "--direct",
     type=click.Choice(["preferred", "required", "never"]),
     default="preferred",
     show_default=True,
     help="Whether the bytes go between disk and device without host memory. `required` fails if that is not proven.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
 @click.command(
@@ -50,11 +50,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print the result a
         "  gdrkit copy --host --access direct a b"
     )
 )
-@click.argument("source", type=_FILE)
-@click.argument("destination", type=_FILE)
-@_device
-@_host
-@_direct
+@click.argument("source", type=_FILE_TYPE)
+@click.argument("destination", type=_FILE_TYPE)
+@_device_option
+@_host_option
+@_direct_option
 @click.option(
     "--access",
     type=click.Choice(["automatic", "buffered", "direct"]),
@@ -65,41 +65,46 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print the result a
 )
 @click.option("--sync", is_flag=True, help="Sync the new file and its directory before the command ends.")
 @click.option("--check", is_flag=True, help="Compare both files byte by byte before the new file gets its name.")
-@_json
+@_json_option
 def copy(
     source: Path,
     destination: Path,
     device: int | None,
     host: bool,
-    direct: Any,  # noqa: ANN401 - a string of the choices.
-    access: Any,  # noqa: ANN401
+    direct: Any,  # noqa: ANN401 - click has checked that it is one of the choices.
+    access: Any,  # noqa: ANN401 - click has checked that it is one of the choices.
     sync: bool,
     check: bool,
     as_json: bool,
 ) -> int:
     """Copy a file through device memory, and report its route.
 
-    DESTINATION is the new file, or the folder for it. The file gets its name when it is complete; a copy that is
-    interrupted leaves no file. The command replaces a regular file, follows a symbolic link and refuses anything else.
+    DESTINATION is the new file, or the folder for it. The new file gets its name when it is complete. A copy that is
+    interrupted leaves no file. If DESTINATION exists, the command replaces a regular file, follows a symbolic link, and
+    refuses every other type of file.
     """
     from gdrkit import gds
 
-    with _interruptible(), _progress("copy", unit_is_bytes=True, visible=not as_json) as update, _no_fallback_warning():
-        copied = gds.copy_file(
+    with (
+        _interruptible(),
+        _progress("copy", unit_is_bytes=True, is_visible=not as_json) as update,
+        _no_fallback_warning(),
+    ):
+        copy_result = gds.copy_file(
             source,
             destination,
-            device_index=_index(device, host=host),
+            device_index=_device_index(device, host=host),
             access=access,
             direct=direct,
             durable=sync,
             check=check,
             on_progress=update,
         )
-    substrate = _substrate()
+    substrate = _cuda_substrates()
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(copied), "substrate": substrate}, indent=2))
+        click.echo(json.dumps({**dataclasses.asdict(copy_result), "substrate": substrate}, indent=2))
         return 0
-    for line in _describe_copy(copied, substrate):
+    for line in _describe_copy(copy_result, substrate):
         click.echo(line)
     return 0
 
@@ -118,7 +123,7 @@ def bench() -> None:
 )
 @click.option(
     "--folder",
-    type=_FOLDER,
+    type=_FOLDER_TYPE,
     default=".",
     show_default=True,
     metavar="DIR",
@@ -141,10 +146,10 @@ def bench() -> None:
     metavar="S",
     help="Duration of the measurement of each transfer size, in seconds.",
 )
-@_device
-@_host
-@_direct
-@_json
+@_device_option
+@_host_option
+@_direct_option
+@_json_option
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -157,14 +162,14 @@ def storage(
     seconds: float,
     device: int | None,
     host: bool,
-    direct: Any,  # noqa: ANN401 - a string of the choices.
+    direct: Any,  # noqa: ANN401 - click has checked that it is one of the choices.
     as_json: bool,
     plot: Path | None,
 ) -> int:
     """Measure the rate of transfers between files and memory, for several transfer sizes.
 
     The command measures cached reads, uncached reads, writes, and writes with a sync, one transfer at a time and
-    without tuning. suites/bench has the cases for a real comparison.
+    without tuning. suites/bench has longer benchmarks that compare gdrkit with other libraries.
     """
     from gdrkit.gds import speed
     from gdrkit.report.plot import check_name, write_plot
@@ -174,19 +179,19 @@ def storage(
     plan = speed.BenchmarkPlan(
         folder=folder,
         file_bytes=size_mib * MIB,
-        device_index=_index(device, host=host),
+        device_index=_device_index(device, host=host),
         seconds=seconds,
         direct=direct,
     )
-    with _progress("bench storage", unit_is_bytes=False, visible=not as_json) as update, _no_fallback_warning():
-        measured: list[BenchmarkPoint] = []
+    with _progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update, _no_fallback_warning():
+        points_so_far: list[BenchmarkPoint] = []
 
         def on_point(point: BenchmarkPoint, total: int) -> None:
-            measured.append(point)
-            update(len(measured), total)
+            points_so_far.append(point)
+            update(len(points_so_far), total)
 
         points = speed.measure(plan, on_point=on_point)
-    substrate = _substrate()
+    substrate = _cuda_substrates()
     if plot is not None:
         write_plot(plot, _plot(points, plan, substrate))
     if as_json:
@@ -204,7 +209,7 @@ def storage(
     return 0
 
 
-def _index(device: int | None, *, host: bool) -> int:
+def _device_index(device: int | None, *, host: bool) -> int:
     from gdrkit import gds
 
     if host and device is not None:
@@ -213,8 +218,8 @@ def _index(device: int | None, *, host: bool) -> int:
     return gds.HOST if host else device or 0
 
 
-def _substrate() -> dict[str, str]:
-    """Return the substrate of each API of this process."""
+def _cuda_substrates() -> dict[str, str]:
+    """Return the names of the substrates on which CUDA and cuFile of this process run, by API."""
     from gdrkit import evidence, inventory
     from gdrkit.report.substrate import substrate_of
 
@@ -223,29 +228,31 @@ def _substrate() -> dict[str, str]:
     return {api: substrate.value for api, substrate in sorted(substrates.items()) if api in {"cuda", "cufile"}}
 
 
-def _not_of_this_machine(substrate: dict[str, str]) -> str:
-    """Return why the numbers do not describe this machine. The text is empty if they do."""
+def _caveat(substrate: dict[str, str]) -> str:
+    """Return the reason why measured rates do not describe this machine, or an empty text if they do."""
     from gdrkit.report.substrate import Substrate, describe
 
     unproven = [f"{api}: {describe(Substrate(value))}" for api, value in substrate.items() if value != "hardware"]
     return f"{', '.join(unproven)}; no performance of this machine" if unproven else ""
 
 
-def _describe_copy(copied: CopyResult, substrate: dict[str, str]) -> Iterator[str]:
+def _describe_copy(copy_result: CopyResult, substrate: dict[str, str]) -> Iterator[str]:
     from gdrkit.units import format_bytes
 
-    caveat = _not_of_this_machine(substrate)
-    rate = caveat or f"{copied.bytes / max(copied.duration_s, 1e-9) / 1e9:.2f} GB/s"
-    checked = ", every byte compared" if copied.is_checked else ""
-    yield f"{copied.destination}: {format_bytes(copied.bytes)} in {copied.duration_s:.2f} s ({rate}){checked}"
-    yield f"  read by {_routes(copied.read)}"
-    yield f"  written by {_routes(copied.write)}"
-    for reason in dict.fromkeys(each for each in (copied.read.why_not_direct, copied.write.why_not_direct) if each):
-        yield f"  not direct: {reason}"
+    caveat = _caveat(substrate)
+    rate = caveat or f"{copy_result.bytes / max(copy_result.duration_s, 1e-9) / 1e9:.2f} GB/s"
+    checked = ", every byte compared" if copy_result.is_checked else ""
+    size = format_bytes(copy_result.bytes)
+    yield f"{copy_result.destination}: {size} in {copy_result.duration_s:.2f} s ({rate}){checked}"
+    yield f"  read by {_routes(copy_result.read)}"
+    yield f"  written by {_routes(copy_result.write)}"
+    for reason in dict.fromkeys((copy_result.read.why_not_direct, copy_result.write.why_not_direct)):
+        if reason:
+            yield f"  not direct: {reason}"
 
 
-def _routes(half: CopyTotals) -> str:
-    return ", ".join(sorted(half.routes)) or "no route, because the file is empty"
+def _routes(totals: CopyTotals) -> str:
+    return ", ".join(sorted(totals.routes)) or "no route, because the file is empty"
 
 
 def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> None:
@@ -254,32 +261,32 @@ def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> No
 
     from gdrkit.units import format_bytes
 
-    caveat = _not_of_this_machine(substrate)
+    caveat = _caveat(substrate)
     table = Table("operation", "transfer size", "GB/s", "median us", "CPU s/GiB", "route", box=None)
-    for each in points:
+    for point in points:
         numbers = ["-"] * 3
         if not caveat:
-            numbers = [f"{each.rate_gb_per_s:.3g}", f"{each.latency_us:.0f}", f"{each.cpu_s_per_gib:.3f}"]
-        table.add_row(each.kind, format_bytes(each.size_bytes), *numbers, ", ".join(each.routes))
+            numbers = [f"{point.rate_gb_per_s:.3g}", f"{point.latency_us:.0f}", f"{point.cpu_s_per_gib:.3f}"]
+        table.add_row(point.kind, format_bytes(point.size_bytes), *numbers, ", ".join(point.routes))
     Console().print(table)
-    for line in dict.fromkeys([caveat, *(f"{each.kind}: {each.note}" for each in points if each.note)]):
+    for line in dict.fromkeys([caveat, *(f"{point.kind}: {point.note}" for point in points if point.note)]):
         if line:
             click.echo(line)
 
 
-def _plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - types of late imports.
+def _plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - the types are imported in the function.
     from gdrkit.report.plot import Line, Plot
     from gdrkit.units import format_bytes
 
-    kinds = dict.fromkeys(each.kind for each in points)
-    notes = [f"{each.kind}: {each.note}" for each in points if each.note]
-    note = "; ".join(dict.fromkeys(filter(None, [_not_of_this_machine(substrate), *notes])))
+    kinds = dict.fromkeys(point.kind for point in points)
+    notes = [f"{point.kind}: {point.note}" for point in points if point.note]
+    note = "; ".join(dict.fromkeys(filter(None, [_caveat(substrate), *notes])))
     return Plot(
         title=f"Files of {format_bytes(plan.file_bytes)}: GB/s by the size of a transfer",
         note=note,
         unit="GB/s",
         lines=[
-            Line(kind, [(each.size_bytes, each.rate_gb_per_s) for each in points if each.kind == kind])
+            Line(kind, [(point.size_bytes, point.rate_gb_per_s) for point in points if point.kind == kind])
             for kind in kinds
         ],
     )
@@ -290,21 +297,25 @@ def _interruptible() -> Iterator[None]:
     """Make SIGTERM and SIGHUP remove an unfinished copy, as Ctrl-C does, and then end the process by that signal."""
     received: list[int] = []
 
-    def interrupt(number: int, _frame: object) -> None:
-        received.append(number)
+    def interrupt(signal_number: int, _frame: object) -> None:
+        received.append(signal_number)
         # A second signal would interrupt the clean-up.
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal_number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     # An ignored signal (nohup) stays ignored.
-    caught = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
-    for number in caught:
-        signal.signal(number, interrupt)
+    handled_signals = [
+        signal_number
+        for signal_number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(signal_number) == signal.SIG_DFL
+    ]
+    for signal_number in handled_signals:
+        signal.signal(signal_number, interrupt)
     try:
         yield
     finally:
-        for number in caught:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in handled_signals:
+            signal.signal(signal_number, signal.SIG_DFL)
         if received:
             os.kill(os.getpid(), received[0])
 
@@ -322,13 +333,13 @@ def _no_fallback_warning() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str, *, unit_is_bytes: bool, visible: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(title: str, *, unit_is_bytes: bool, is_visible: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal, and nothing elsewhere; yield the function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not visible or not sys.stderr.isatty():
+    if not is_visible or not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     count = DownloadColumn(binary_units=True) if unit_is_bytes else MofNCompleteColumn()

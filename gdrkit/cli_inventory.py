@@ -1,7 +1,7 @@
 # ruff: noqa: FBT001 - click calls commands by the names of their options.
-"""The commands that examine a machine: facts, topology, doctor, explain.
+"""The commands that examine a machine: ``gdrkit facts``, ``topology``, ``doctor`` and ``explain``.
 
-They belong to the command line of :mod:`gdrkit.cli`, which turns errors into messages and exit codes.
+:mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
-_replay = click.option(
+_replay_option = click.option(
     "--replay",
     type=click.Path(path_type=Path),
     metavar="FILE",
@@ -43,19 +43,19 @@ _replay = click.option(
     metavar="FILE",
     help="Save all data in a file, for --replay on another machine. A name that ends in .gz is compressed.",
 )
-@_replay
+@_replay_option
 def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) -> int:
     """List the devices, drivers and libraries of this machine.
 
-    The command reads sysfs, procfs and the cache of the loader, which needs no driver. Then it queries CUDA, verbs,
-    NVML and memory registration in child processes.
+    The command reads sysfs, procfs and the cache of the dynamic loader. This needs no driver. Then the command queries
+    CUDA, verbs, NVML and memory registration in child processes.
     """
     from gdrkit import inventory
     from gdrkit.report.describe import describe_facts
 
-    machine = _machine(replay, query_apis=not no_apis, record=save is not None)
+    machine = _choose_machine(replay, query_apis=not no_apis, record=save is not None)
     if save is not None:
-        # The files that the rules and the topology read are part of the capture.
+        # A capture contains only files that were read before. Here the rules and the topology read the files they need.
         inventory.diagnose(machine)
         inventory.topology(machine)
         inventory.write_capture(save, machine.capture())
@@ -66,12 +66,12 @@ def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) 
 
 @click.command(epilog="\b\nExamples:\n  gdrkit topology\n  gdrkit topology --replay node7.json.gz --json")
 @click.option("--json", "as_json", is_flag=True, help="Print the topology as JSON.")
-@_replay
+@_replay_option
 def topology(as_json: bool, replay: Path | None) -> int:
     """Show the PCI topology of GPUs, NICs and NVMe controllers."""
     from gdrkit import inventory
 
-    pci_topology = inventory.topology(_machine(replay, query_apis=False))
+    pci_topology = inventory.topology(_choose_machine(replay, query_apis=False))
     if as_json:
         click.echo(pci_topology.to_json(), nl=False)
         return 0
@@ -98,7 +98,7 @@ def topology(as_json: bool, replay: Path | None) -> int:
 @click.option("--read-only", is_flag=True, help="Run no rule that allocates or registers memory or transfers bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Print what each rule read.")
 @click.option("--any", "any_result", is_flag=True, help="Exit with 0 also if a cause was found or there is no device.")
-@_replay
+@_replay_option
 def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, replay: Path | None) -> int:
     """Find the reasons why transfers are not direct here.
 
@@ -108,7 +108,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
     from gdrkit import inventory
     from gdrkit.verdict import Verdict
 
-    machine = _machine(replay, run_experiments=not read_only)
+    machine = _choose_machine(replay, run_experiments=not read_only)
     diagnosis = inventory.diagnose(machine)
     if as_json:
         click.echo(diagnosis.to_json(), nl=False)
@@ -139,13 +139,14 @@ def explain(code: str | None, as_json: bool) -> int:
     return 0
 
 
-def _machine(
+def _choose_machine(
     replay: Path | None, *, query_apis: bool = True, record: bool = False, run_experiments: bool = True
 ) -> Machine:
+    """Return the machine of the file `replay`, or this machine if there is no such file."""
     from gdrkit import inventory
 
     if replay is not None:
-        return inventory.replayed(inventory.read_capture(replay))
+        return inventory.captured_machine(inventory.read_capture(replay))
     return inventory.this_machine(query_apis=query_apis, record=record, run_experiments=run_experiments and query_apis)
 
 

@@ -1,6 +1,6 @@
-"""The commands for the results of a run: report, compare.
+"""The commands for the results of a run: ``gdrkit report`` and ``gdrkit compare``.
 
-They belong to the command line of :mod:`gdrkit.cli`, which turns errors into messages and exit codes.
+:mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["COMMANDS"]
 def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     """Write the report of a run again, from its records.
 
-    PATH is the folder of a run, which may have been killed, or a file of records, which requires --output. The files of
-    a report are index.html, summary.md, report.json, junit.xml and metrics.prom. With --fleet they are index.html,
-    fleet.json and metrics.prom.
+    PATH is the folder of a run or a file of records. The run may have been killed. A file of records requires --output.
+    The files of a report are index.html, summary.md, report.json, junit.xml and metrics.prom. With --fleet they are
+    index.html, fleet.json and metrics.prom.
     """
     from gdrkit.report.render import render
 
@@ -70,7 +70,8 @@ def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     default=NOISE_PERCENT,
     show_default=True,
     metavar="PERCENT",
-    help="Smallest relative change of a number that counts. A number whose rounds scatter more needs a larger change.",
+    help="Smallest relative change of a measured number that is reported. If the rounds of a run scatter more than "
+    "that, only a larger change is reported.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(before: Path, after: Path, noise_percent: float, *, as_json: bool) -> int:

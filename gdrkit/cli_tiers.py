@@ -1,5 +1,5 @@
 # ruff: noqa: FBT001 - click calls commands by the names of their options.
-"""The commands of storage tiers. Their implementation is in :mod:`gdrkit.tiers`."""
+"""The commands of ``gdrkit tiers``, which move files between storage tiers, implemented in :mod:`gdrkit.tiers`."""
 
 from __future__ import annotations
 
@@ -36,22 +36,27 @@ _P = ParamSpec("_P")
     )
 )
 def tiers() -> None:
-    """Move files between storage tiers according to their use.
+    """Move files between storage tiers according to how often the files are used.
 
     The tiers are /nvme, /ssd and /hdd, unless --config, --tier or the environment (GDRKIT_TIERS_CONFIG, GDRKIT_TIERS,
     GDRKIT_TIERS_CATALOGUE) define others.
     """
 
 
-def _configured(command: Callable[_P, int]) -> Callable[..., int]:
-    """Add the options that define the tiers to a command, which receives a Configuration instead of them."""
+def _with_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
+    """Add the options --config, --tier, --catalogue and --json to a command.
+
+    The command gets one Configuration, made from the first three options, in place of these options.
+    """
 
     @wraps(command)
-    def configured(config: Path | None, tier_options: tuple[str, ...], catalogue: Path | None, **rest: object) -> int:
+    def command_with_options(
+        config: Path | None, tier_options: tuple[str, ...], catalogue: Path | None, **other_arguments: object
+    ) -> int:
         from gdrkit.tiers import configure
 
         configuration = configure(file=config, tiers=tier_options, catalogue=catalogue)
-        return command(configuration, **rest)  # type: ignore[arg-type] # click has converted them to their types.
+        return command(configuration, **other_arguments)  # type: ignore[arg-type] # click has converted them to their types.
 
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -59,7 +64,7 @@ def _configured(command: Callable[_P, int]) -> Callable[..., int]:
             "--catalogue",
             type=click.Path(path_type=Path, file_okay=False),
             metavar="DIR",
-            help="The folder of the catalogue.",
+            help="The folder of the catalogue, which is an index of the files and their tiers.",
         ),
         click.option(
             "--tier",
@@ -72,33 +77,35 @@ def _configured(command: Callable[_P, int]) -> Callable[..., int]:
             "--config",
             type=click.Path(path_type=Path, dir_okay=False),
             metavar="FILE",
-            help="A TOML file with the tiers.",
+            help="A TOML file that defines the tiers.",
         ),
     ):
-        configured = option(configured)
-    return configured
+        command_with_options = option(command_with_options)
+    return command_with_options
 
 
 @tiers.command(epilog="\b\nExit codes:\n  0 every tier is available\n  1 a tier is not available")
-@_configured
+@_with_tier_options
 def status(configuration: Configuration, as_json: bool) -> int:
     """Show the capacity and the usage of each tier."""
-    from gdrkit.tiers.tables import status_table, write
+    from gdrkit.tiers.tables import print_table, status_table
 
     with _manager(configuration) as manager:
         statuses = manager.status()
     if as_json:
         _print_json(statuses)
     else:
-        write(status_table(statuses), sys.stdout)
+        print_table(status_table(statuses), sys.stdout)
     return int(ExitCode.FAILED) if any(tier.absent for tier in statuses) else 0
 
 
 @tiers.command()
 @click.argument("names", nargs=-1)
-@click.option("--to", "destination", metavar="TIER", help="Move the files NAMES to this tier, against the policy.")
+@click.option(
+    "--to", "destination", metavar="TIER", help="Move the files NAMES to this tier, whatever the policy says."
+)
 @click.option("--dry-run", is_flag=True, help="List the files that would be moved, and move none.")
-@_configured
+@_with_tier_options
 def migrate(
     configuration: Configuration, names: tuple[str, ...], destination: str | None, dry_run: bool, as_json: bool
 ) -> int:
@@ -128,14 +135,14 @@ def migrate(
             click.echo(f"not moved: {refused.text}")
         click.echo(f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved")
     # A file in use is not a failure: a later migration moves it.
-    return int(ExitCode.FAILED) if any(each.reason is not Reason.BUSY for each in result.refused) else 0
+    return int(ExitCode.FAILED) if any(refused.reason is not Reason.BUSY for refused in result.refused) else 0
 
 
 @tiers.command()
 @click.argument("names", nargs=-1, required=True)
 @click.option("--in", "tier", metavar="TIER", help="The tier to keep the files in. Default: the tier of each file.")
 @click.option("--dry-run", is_flag=True, help="Print the tier of each file, and pin no file.")
-@_configured
+@_with_tier_options
 def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, dry_run: bool, as_json: bool) -> int:
     """Keep files in a tier, independent of their use."""
     with _manager(configuration) as manager:
@@ -148,9 +155,9 @@ def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, 
 @tiers.command()
 @click.argument("names", nargs=-1, required=True)
 @click.option("--dry-run", is_flag=True, help="Print the tier to which each file is pinned, and unpin no file.")
-@_configured
+@_with_tier_options
 def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, as_json: bool) -> int:
-    """Undo pin: let the policy move files again."""
+    """Unpin files, so that the policy can move them again."""
     with _manager(configuration) as manager:
         pins = {name: manager.find(name).pinned or "" for name in names}
         for name in names if not dry_run else ():
@@ -162,42 +169,42 @@ def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, a
 @tiers.command(epilog="\b\nExit codes:\n  0 catalogue and disks agree, also after --repair\n  1 they do not agree")
 @click.option("--repair", is_flag=True, help="Correct the catalogue, and complete or undo interrupted migrations.")
 @click.option("--dry-run", is_flag=True, help="Override --repair: change nothing.")
-@_configured
+@_with_tier_options
 def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bool) -> int:
     """Compare the catalogue with the disks."""
-    from gdrkit.tiers.tables import findings_table, write
+    from gdrkit.tiers.tables import findings_table, print_table
 
     with _manager(configuration) as manager:
         findings = [*manager.recovery_findings, *manager.check(repair=repair and not dry_run)]
     if as_json:
         _print_json(findings)
     elif findings:
-        write(findings_table(findings), sys.stdout)
+        print_table(findings_table(findings), sys.stdout)
     else:
         click.echo("catalogue and disks agree")
-    return int(ExitCode.FAILED) if any(each.is_wrong for each in findings) else 0
+    return int(ExitCode.FAILED) if any(finding.is_wrong for finding in findings) else 0
 
 
 @tiers.command()
-@click.option("--size", "length", default="256MiB", show_default=True, metavar="SIZE", help="Size of the test file.")
-@_configured
-def bench(configuration: Configuration, length: str, as_json: bool) -> int:
+@click.option("--size", "size_text", default="256MiB", show_default=True, metavar="SIZE", help="Size of the test file.")
+@_with_tier_options
+def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
     """Measure the read and write rates of each tier."""
     from gdrkit.tiers.bench import measure
     from gdrkit.tiers.configuration import parse_size
-    from gdrkit.tiers.tables import speeds_table, write
+    from gdrkit.tiers.tables import print_table, speeds_table
 
-    length_bytes = parse_size(length)
+    file_bytes = parse_size(size_text)
     with _manager(configuration) as manager:
         available = [tier.name for tier in manager.status() if not tier.absent]
-        speeds = [measure(manager.folder(name), length_bytes=length_bytes) for name in available]
-        for each in speeds:
-            if each.device_read_gb_per_s is not None:
-                manager.catalogue.record_route(each.tier, each.route)
+        speeds = [measure(manager.folder(name), length_bytes=file_bytes) for name in available]
+        for speed in speeds:
+            if speed.device_read_gb_per_s is not None:
+                manager.catalogue.record_route(speed.tier, speed.route)
     if as_json:
         _print_json(speeds)
     else:
-        write(speeds_table(speeds), sys.stdout)
+        print_table(speeds_table(speeds), sys.stdout)
     return 0
 
 

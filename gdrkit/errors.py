@@ -1,14 +1,19 @@
-"""The exceptions of gdrkit, in one tree.
+"""The exceptions of gdrkit. All of them are subclasses of :class:`GdrkitError`.
 
-The class of an exception says where the fault is. :class:`ApiError`: a real API failed. :class:`UsageError`: the caller
-passed something wrong. :class:`ClosedResource`: the caller used an object after closing it. :class:`BrokenResource`:
-the other side is gone. :class:`DataMismatch`: bytes differ. :class:`SetupMissing`: something is not installed.
+The class of an exception says where the fault is:
 
-Codes stay numbers: ``status`` is the value that the API returned, and ``errno`` is set only if that value is an errno.
-Tests compare :class:`Reason` members, never message texts.
+* :class:`ApiError`: a call of CUDA, verbs, cuFile, the kernel or another foreign interface failed.
+* :class:`UsageError`: the caller passed an invalid value.
+* :class:`ClosedResource`: the caller used an object after closing it.
+* :class:`BrokenResource`: a peer process or a device is gone.
+* :class:`DataMismatch`: the received bytes differ from the sent bytes.
+* :class:`SetupMissing`: something is not installed or not permitted on this machine.
 
-An error of a system call is also the built-in exception of its errno, so that ``except FileNotFoundError`` catches an
-:class:`ApiError` with ENOENT, and ``except ApiError`` catches it too.
+``ApiError.status`` is the number that the API returned. ``ApiError.errno`` is set only if that number is an errno.
+Programs compare :class:`Reason` members, never message texts.
+
+The error of a failed system call is also the built-in exception of its errno: an :class:`ApiError` with ENOENT is also
+a FileNotFoundError, and can be caught as either class.
 """
 
 from __future__ import annotations
@@ -91,34 +96,36 @@ class Reason(enum.Enum):
     OTHER = "other"
 
 
-def errno_name(number: int | None) -> str:
+def errno_name(errno_value: int | None) -> str:
     """Return the name of an errno, such as ``EOPNOTSUPP`` for 95.
 
-    It is ``ENOTSUPP`` for the kernel's own 524, and ``errno 12345`` for a number without a name.
+    The name of 524, an error number that only the kernel defines, is ``ENOTSUPP``. A value without a name gives
+    ``errno 12345``.
     """
-    if number is None:
+    if errno_value is None:
         return "no errno"
-    if number == 524:  # noqa: PLR2004 - the kernel leaks its internal ENOTSUPP to user space; it is in no errno.h.
+    if errno_value == 524:  # noqa: PLR2004 - the kernel leaks its internal ENOTSUPP to user space; it is in no errno.h.
         return "ENOTSUPP"
-    if number == _errno.EOPNOTSUPP:
+    if errno_value == _errno.EOPNOTSUPP:
         # Linux uses one number for ENOTSUP and EOPNOTSUPP; the kernel and libibverbs mean EOPNOTSUPP.
         return "EOPNOTSUPP"
-    return _errno.errorcode.get(number, f"errno {number}")
+    return _errno.errorcode.get(errno_value, f"errno {errno_value}")
 
 
-def _status_text(status: int | None, status_name: str, number: int | None) -> str:
+def _status_text(status: int | None, status_name: str, errno_value: int | None) -> str:
     """Return ``Bad address (EFAULT)`` for an errno, and ``CUDA_ERROR_INVALID_VALUE (1)`` for another status."""
-    if number is not None and number in _errno.errorcode:
-        return f"{os.strerror(number)} ({status_name})"
+    if errno_value is not None and errno_value in _errno.errorcode:
+        return f"{os.strerror(errno_value)} ({status_name})"
     return status_name if status is None else f"{status_name} ({status})"
 
 
-_SYSTEM_FIELDS = ("errno", "strerror", "filename")
-_READ_ONLY = frozenset({"arguments", "handles"})
-# Name of the attribute by which a class of _system_error refers to the class that it was derived from.
-_DECLARED = "_declared_class"
-# The class of an error, its args, its dictionary, and the fields of an OSError.
-_Fields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
+_OS_ERROR_FIELDS = ("errno", "strerror", "filename")
+# The fields of the error classes below that are read-only mappings.
+_MAPPING_FIELDS = frozenset({"arguments", "handles"})
+# Attribute of a class made by _os_error_class. It refers to the ApiError class from which that class is derived.
+_DECLARED_CLASS_FIELD = "_declared_class"
+# All that _restore needs to make an error again: its class, its args, its attributes, and its fields of OSError.
+_ErrorFields = tuple[type["GdrkitError"], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
 class GdrkitError(Exception):
@@ -131,7 +138,7 @@ class GdrkitError(Exception):
     reason : Reason
         The reason, for programs.
     what_to_do : str
-        What the reader can do about it. It is empty if there is nothing to do.
+        What the user can do about the error, or an empty string.
     """
 
     def __init__(self, message: str, *, reason: Reason = Reason.OTHER, what_to_do: str = "") -> None:
@@ -143,8 +150,8 @@ class GdrkitError(Exception):
     def clone(self) -> Self:
         """Return a new error with the same fields and notes, but without a traceback and a cause.
 
-        An error object collects the frames of every place that raises it. These frames keep all variables of their
-        functions alive. So code that stores an error stores a clone, and raises another clone each time.
+        Each raise of an error object adds stack frames to its traceback, and the frames keep all local variables of
+        their functions alive. So code that stores an error stores a clone, and raises another clone each time.
         """
         copy = cast("Self", _restore(*self._fields()))
         if hasattr(self, "__notes__"):
@@ -152,25 +159,25 @@ class GdrkitError(Exception):
         return copy
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Support pickle and copy. The method of Exception would call the constructor with `args` alone."""
+        """Support pickle and copy. ``Exception.__reduce__`` would call the constructor with `args` alone."""
         return _restore, self._fields()
 
-    def _fields(self) -> _Fields:
+    def _fields(self) -> _ErrorFields:
         cls = type(self)
-        # An OSError keeps these fields outside of its dictionary, and a read-only mapping cannot be pickled.
-        system_fields = {name: getattr(self, name) for name in _SYSTEM_FIELDS} if isinstance(self, OSError) else {}
-        fields = {name: dict(value) if name in _READ_ONLY else value for name, value in vars(self).items()}
-        return getattr(cls, _DECLARED, cls), self.args, fields, system_fields
+        # An OSError keeps its own fields outside of __dict__. A read-only mapping cannot be pickled, a dict can.
+        os_error_fields = {name: getattr(self, name) for name in _OS_ERROR_FIELDS} if isinstance(self, OSError) else {}
+        fields = {name: dict(value) if name in _MAPPING_FIELDS else value for name, value in vars(self).items()}
+        return getattr(cls, _DECLARED_CLASS_FIELD, cls), self.args, fields, os_error_fields
 
     def __str__(self) -> str:
         return f"{self.message}. To do: {self.what_to_do}" if self.what_to_do else self.message
 
 
 class ApiError(GdrkitError):
-    """A real API failed.
+    """A call of a foreign interface (:class:`Api`) failed.
 
-    An error of the kernel (``Api.KERNEL``) with an errno is also an OSError of the subclass that Python uses for this
-    errno, as ``OSError(errno.ENOENT, ...)`` constructs a FileNotFoundError. It has ``strerror`` and ``filename``.
+    An error of the kernel (``Api.KERNEL``) with an errno is also an OSError, with ``strerror`` and ``filename``. It has
+    the subclass that Python uses for this errno, such as FileNotFoundError for ENOENT.
 
     Attributes
     ----------
@@ -179,20 +186,20 @@ class ApiError(GdrkitError):
     operation : str
         The API's name of the called function, such as ``ibv_reg_dmabuf_mr``.
     status : int or None
-        The returned value (an errno, a CUresult, a work completion status). None if the API returned none.
+        The returned value, such as an errno, a CUresult or a work completion status. None if the API returned no value.
     status_name : str
-        The name of the status in the header, such as ``EOPNOTSUPP`` or ``CUDA_ERROR_INVALID_VALUE``.
+        The name of the status in the header file of the API, such as ``EOPNOTSUPP`` or ``CUDA_ERROR_INVALID_VALUE``.
     errno : int or None
-        The status if it is an errno, else None. It is never invented.
+        The status if it is an errno, else None. gdrkit never derives an errno from another status.
     arguments : mapping
-        The arguments of the call. The keys name the units.
+        The arguments of the call. A key contains the unit of its value, such as ``length_bytes``.
     """
 
     def __new__(cls, **fields: Any) -> Self:  # noqa: ANN401 - see __init__.
         """Construct an object of `cls`, or of its subclass that is also the built-in exception of the errno."""
-        number = fields.get("errno")
-        if number is not None and (fields.get("api") is Api.KERNEL or issubclass(cls, OSError)):
-            cls = cast("type[Self]", _system_error(cast("Any", cls), number))  # noqa: PLW0642
+        errno_value = fields.get("errno")
+        if errno_value is not None and (fields.get("api") is Api.KERNEL or issubclass(cls, OSError)):
+            cls = cast("type[Self]", _os_error_class(cast("Any", cls), errno_value))  # noqa: PLW0642
         return super().__new__(cls)
 
     def __init__(
@@ -215,7 +222,7 @@ class ApiError(GdrkitError):
         self.arguments: Mapping[str, object] = MappingProxyType(dict(arguments or {}))
         self.detail = detail
         call = f"{operation}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
-        # A detail that only repeats the text of the errno is left out.
+        # A detail that only repeats the text of the errno is not printed.
         has_detail = detail and (errno is None or detail != os.strerror(errno))
         suffix = f": {detail}" if has_detail else ""
         super().__init__(
@@ -223,16 +230,16 @@ class ApiError(GdrkitError):
             reason=reason,
             what_to_do=what_to_do,
         )
-        # OSError sets no field of a subclass that has its own __new__.
+        # OSError.__init__ sets no fields if a subclass has its own __new__, so they are set here.
         self.args = (self.message,)
         self.errno = errno
         if isinstance(self, OSError):
             _set_os_fields(self, strerror=detail if errno is None else os.strerror(errno), arguments=self.arguments)
 
     @classmethod
-    def _builtin_class(cls, number: int) -> type[OSError]:
-        """Return the built-in exception that an error of the kernel with this errno also is."""
-        return type(OSError(number, ""))
+    def _builtin_class(cls, errno_value: int) -> type[OSError]:
+        """Return the built-in exception class for this errno. An error of the kernel is also an instance of it."""
+        return type(OSError(errno_value, ""))
 
 
 # The arguments that name the file of a failed system call, the most specific first.
@@ -245,42 +252,42 @@ def _set_os_fields(error: OSError, *, strerror: str, arguments: Mapping[str, obj
 
 
 @functools.cache
-def _system_error(cls: type[ApiError], number: int) -> type[ApiError]:
-    """Return the subclass of `cls` and of the built-in exception for an errno, such as FileNotFoundError for ENOENT.
+def _os_error_class(cls: type[ApiError], errno_value: int) -> type[ApiError]:
+    """Return a class derived from `cls` and from the built-in exception for an errno (FileNotFoundError for ENOENT).
 
-    It has the name of `cls`, by which reports and the messages between test processes identify a class.
+    The new class has the name of `cls`, because reports and the messages between test processes contain the name.
     """
-    builtin = cls._builtin_class(number)
+    builtin = cls._builtin_class(errno_value)
     if issubclass(cls, builtin):
         return cls
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        _DECLARED: cls,
+        _DECLARED_CLASS_FIELD: cls,
     }
     return cast("type[ApiError]", type(cls.__name__, (cls, builtin), namespace))
 
 
 def _restore(
-    cls: type[GdrkitError], args: tuple[Any, ...], fields: dict[str, Any], system_fields: dict[str, Any]
+    cls: type[GdrkitError], args: tuple[Any, ...], fields: dict[str, Any], os_error_fields: dict[str, Any]
 ) -> GdrkitError:
     """Return an error with these fields, without calling its constructor."""
-    number = system_fields.get("errno")
-    if number is not None:
-        cls = _system_error(cast("Any", cls), number)
+    errno_value = os_error_fields.get("errno")
+    if errno_value is not None:
+        cls = _os_error_class(cast("Any", cls), errno_value)
     error = cls.__new__(cls)
     error.args = args
     vars(error).update(
-        {name: MappingProxyType(value) if name in _READ_ONLY else value for name, value in fields.items()}
+        {name: MappingProxyType(value) if name in _MAPPING_FIELDS else value for name, value in fields.items()}
     )
-    for name, value in system_fields.items():
+    for name, value in os_error_fields.items():
         setattr(error, name, value)
     return error
 
 
 class Unsupported(ApiError):
-    """The API does not support the operation at all (EOPNOTSUPP, CUDA_ERROR_NOT_SUPPORTED, ...)."""
+    """The API does not support the operation (EOPNOTSUPP, CUDA_ERROR_NOT_SUPPORTED, ...)."""
 
 
 class SetupMissing(ApiError):
@@ -288,7 +295,10 @@ class SetupMissing(ApiError):
 
 
 class RegistrationFailed(GdrkitError):
-    """No method registers this memory with this NIC. ``causes`` has the error of each method, in order."""
+    """Every method of registering this memory with this NIC failed.
+
+    ``causes`` has the error of each method, in the order in which the methods were tried.
+    """
 
     def __init__(self, message: str, *, causes: tuple[GdrkitError, ...], reason: Reason, what_to_do: str = "") -> None:
         cause_list = "; ".join(f"[{index}] {cause}" for index, cause in enumerate(causes, start=1))
@@ -303,21 +313,21 @@ class RegistrationFailed(GdrkitError):
 
 
 class UsageError(GdrkitError):
-    """The caller passed an invalid value. Nothing was done. The command line exits with code 2."""
+    """The caller passed an invalid value. The operation was not started. The command line exits with code 2."""
 
     def __init__(self, message: str, *, reason: Reason = Reason.BAD_ARGUMENT, what_to_do: str = "") -> None:
         super().__init__(message, reason=reason, what_to_do=what_to_do)
 
 
 class ClosedResource(GdrkitError):
-    """The caller used an object that the caller had closed."""
+    """The caller used an object after closing it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} is closed", reason=Reason.CLOSED)
 
 
 class BrokenResource(GdrkitError):
-    """The other side is gone, such as a peer process or a device; see ``__cause__``."""
+    """A peer process, a connection or a device no longer works. ``__cause__`` is the error that showed it, if any."""
 
 
 class DataMismatch(GdrkitError):
@@ -344,7 +354,7 @@ class DataMismatch(GdrkitError):
 
 
 class LeakDetected(GdrkitError):
-    """Handles are still open at a point where all must be closed. ``handles`` counts them by type."""
+    """Objects are still open at a point where all must be closed. ``handles`` has their count for each type."""
 
     def __init__(self, handles: Mapping[str, int]) -> None:
         self.handles = MappingProxyType(dict(handles))

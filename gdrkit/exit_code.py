@@ -1,7 +1,7 @@
-"""Exit codes of the command line.
+"""Exit codes of the gdrkit commands.
 
-They are in a module without further imports: a command that only inspects the machine must not load all code of
-qualification for one number.
+The codes are separate from ``gdrkit.qualify``, so that a command that only inspects the machine does not import all
+modules of qualification.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["ExitCode"]
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of ``gdrkit qualify``. Help and documents use their meanings."""
+    """The exit codes of the commands. :attr:`meaning` describes what they mean for ``gdrkit qualify``."""
 
     PROVEN = 0
     FAILED = 1
@@ -31,7 +31,7 @@ class ExitCode(enum.IntEnum):
 
     @property
     def meaning(self) -> str:
-        """The meaning in words."""
+        """The meaning of the code, for people."""
         return _MEANINGS[self]
 
 

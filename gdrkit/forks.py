@@ -1,8 +1,8 @@
-"""Handling of inherited locks and objects in a forked child.
+"""Notification of objects in a forked child process, and a lock that is usable there.
 
-A fork copies a lock in its current state. If another thread of the parent holds the lock then, the child does not have
-that thread, and would wait for ever. Objects that are registered here are notified in the child before any other Python
-code runs.
+A fork copies each lock in its current state, but only the thread that called fork. If another thread held the lock, no
+thread of the child can release it, and the child would wait forever. An object that is registered here is therefore
+notified in the child before any other Python code runs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class ForkAware(Protocol):
     """An object that a forked child inherits as a copy."""
 
     def after_fork_in_child(self) -> None:
-        """Make the copy usable, or make it refuse all calls. No other thread exists at this time."""
+        """Make the inherited copy usable, or make it refuse all calls. No other thread exists at this time."""
 
 
-_registered: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+_fork_aware_objects: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def register(instance: ForkAware) -> None:
     """Call :meth:`ForkAware.after_fork_in_child` of an object in every forked child, as long as the object lives."""
-    _registered.add(instance)
+    _fork_aware_objects.add(instance)
 
 
 class ForkSafeLock:
@@ -46,7 +46,7 @@ class ForkSafeLock:
         register(self)
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, because a thread of the parent may hold it."""
+        """Replace the lock, because a thread of the parent may have held it during the fork."""
         self._lock = threading.Lock()
 
     def locked(self) -> bool:
@@ -57,13 +57,13 @@ class ForkSafeLock:
         self._lock.acquire()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._lock.release()
 
 
 def _after_fork_in_child() -> None:
-    for instance in list(_registered):
+    for instance in list(_fork_aware_objects):
         instance.after_fork_in_child()
 
 

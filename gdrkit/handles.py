@@ -1,8 +1,10 @@
-"""Counts of open objects, the order of their release, and the base classes of objects that must be closed.
+"""Base classes of objects that must be closed, a count of the open ones, and the order in which they are released.
 
-Every object that holds a resource of a driver or of the kernel registers itself here by its type, so that a test can
-check that no object is left open. No resource is freed just because its object was dropped: a leak is better than a key
-that still allows access to memory that now belongs to other code.
+Every object that holds a resource of a driver or of the kernel is counted here by its kind, so that a test can check
+that no object is left open.
+
+An object that is garbage-collected without being closed does not free its resource. A NIC may still access the memory
+of such a resource, and freed memory may already belong to other code. A leak does less harm.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Closeable", "Handle", "ReleaseStack", "Resource", "live"]
 
-# The kind of every open object, by its number. There is no lock, for two reasons: the garbage collector may run a
-# finalizer inside any allocation of this file, and a fork copies a lock that another thread holds. A single operation
-# on a dict with integer keys is atomic.
-_live: dict[int, str] = {}
-_numbers = itertools.count()
+# The kind of every open object. The key is the id of its handle. No lock protects the dict, because a single operation
+# on a dict with integer keys is atomic. A lock could deadlock: the garbage collector may run a finalizer, which needs
+# the lock, inside any allocation of this file. A fork could also copy the lock while another thread holds it.
+_open_kinds: dict[int, str] = {}
+_handle_ids = itertools.count()
 
 
 def live() -> dict[str, int]:
@@ -35,16 +37,16 @@ def live() -> dict[str, int]:
     """
     while True:
         try:
-            kinds = tuple(_live.values())
+            kinds = tuple(_open_kinds.values())
         except RuntimeError:
-            # A finalizer that ran inside this call released a handle, which changed the dict. Each handle does so only
-            # once.
+            # A finalizer released a handle during the iteration, which changed the dict. Each handle is released only
+            # once, so the retries end.
             continue
         return dict(sorted(Counter(kinds).items()))
 
 
 class Handle:
-    """The registration of one open object.
+    """The entry of one open object in the count of :func:`live`.
 
     Parameters
     ----------
@@ -52,45 +54,46 @@ class Handle:
         Kind of the object, such as ``verbs.region``.
     """
 
-    __slots__ = ("_number", "kind")
+    __slots__ = ("_handle_id", "kind")
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._number = next(_numbers)
-        _live[self._number] = kind
+        self._handle_id = next(_handle_ids)
+        _open_kinds[self._handle_id] = kind
 
     def release(self) -> None:
-        """Record that the object was closed. A second call does nothing. Finalizers may call this method."""
-        _live.pop(self._number, None)
+        """Stop counting the object, because it was closed. A second call does nothing. Finalizers may call this."""
+        _open_kinds.pop(self._handle_id, None)
 
     def __del__(self) -> None:
-        if getattr(self, "_number", None) in _live:
+        if getattr(self, "_handle_id", None) in _open_kinds:
             warnings.warn(f"a {self.kind} was never closed", GdrkitWarning, stacklevel=2)
 
 
 class ReleaseStack:
-    """Actions that must succeed before their owner is released. They run in the reverse order of their addition.
+    """A stack of actions that must succeed before their owner, such as a device or some memory, is released.
 
-    Actions are, for example, to close the children of an object, to deregister the regions of some memory, or to undo
-    the steps of a half-built object. A failed action stays on the stack, so that releasing the owner again repeats it.
+    The actions run in the reverse order of their addition. Examples are to close the children of an object, to
+    deregister the regions of some memory, or to undo the steps of a half-built object. A failed action stays on the
+    stack, so that the next attempt to release the owner repeats it.
     """
 
     __slots__ = ("_actions",)
 
     def __init__(self) -> None:
         # A dict keeps the order, and removing from it is fast even with ten thousand actions.
-        self._actions: dict[_Action, None] = {}
+        self._actions: dict[_StackEntry, None] = {}
 
     def __len__(self) -> int:
         return len(self._actions)
 
     def push(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Add an action. Return a function that removes it, and does nothing if the action has run."""
-        entry = _Action(action)
+        """Add an action, and return a function that removes it if it has not run."""
+        entry = _StackEntry(action)
         self._actions[entry] = None
 
         def remove() -> None:
-            # The entry is found by identity, because the same bound method may have been pushed twice.
+            # Entries are compared by identity, because the same bound method may have been pushed twice.
             self._actions.pop(entry, None)
 
         return remove
@@ -101,33 +104,34 @@ class ReleaseStack:
         Raises
         ------
         BaseException
-            The first failure, with the later ones as notes. The failed actions are still on the stack.
+            The error of the first failed action. The errors of later actions are its notes. The failed actions stay on
+            the stack.
         """
-        first: BaseException | None = None
+        first_error: BaseException | None = None
         for entry in reversed(tuple(self._actions)):
             if entry not in self._actions:
                 continue  # An earlier action has removed it.
             try:
                 entry.action()
             except BaseException as error:  # noqa: BLE001 - raised below, after the other actions.
-                if first is None:
-                    first = error
+                if first_error is None:
+                    first_error = error
                 else:
-                    first.add_note(f"then also: {error}")
+                    first_error.add_note(f"another action failed too: {error}")
             else:
                 self._actions.pop(entry, None)
-        if first is not None:
-            raise first
+        if first_error is not None:
+            raise first_error
 
     def run_after(self, error: BaseException) -> None:
-        """Run all actions because `error` is being raised. A failure becomes a note of `error`."""
+        """Run all actions before the caller raises `error`. The failure of an action becomes a note of `error`."""
         try:
             self.run()
-        except Exception as second:  # noqa: BLE001 - the caller is about to raise `error`, which carries this one.
-            error.add_note(f"then, while undoing: {second}")
+        except Exception as action_error:  # noqa: BLE001 - the caller is about to raise `error` with this note.
+            error.add_note(f"then, while undoing: {action_error}")
 
 
-class _Action:
+class _StackEntry:
     __slots__ = ("action",)
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -147,7 +151,7 @@ class Closeable(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -155,17 +159,18 @@ class Closeable(ABC):
 class Resource(Closeable):
     """Base of objects that hold one resource of a driver, such as a memory region or a stream.
 
-    The object is counted while it is open. When its owner, such as a device, is closed, the owner closes it.
+    The object is counted by :func:`live` while it is open. An owner, such as a device, closes it before the owner
+    itself is released.
 
     Parameters
     ----------
     kind : str
         Kind of the object for :func:`live`, such as ``verbs.region``.
     name : str
-        Name of the object for the error of a use after its close, such as ``memory region``.
-    on_close : callable
-        The method of the owner that adds an action to run before the owner is closed. It returns a function that
-        removes the action.
+        Name of the object in the error that a call after the close raises, such as ``memory region``.
+    on_close : callable or None
+        The method by which the owner accepts an action to run before the owner is released, such as
+        :meth:`ReleaseStack.push`. It returns a function that removes the action. None if there is no owner.
     """
 
     def __init__(

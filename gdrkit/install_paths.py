@@ -1,7 +1,7 @@
-"""Folders of gdrkit that are not Python packages: suites, profiles, templates and schemas.
+"""Paths of the folders of gdrkit that are not Python packages: suites, machine profiles, report templates and schemas.
 
-In a checkout they are next to the package. A wheel contains them as package data. No other module depends on where
-gdrkit is installed.
+In a checkout these folders are next to the package. A wheel contains them as package data. All other modules get the
+paths from here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["InstallPaths", "install_paths"]
 
 _GIT_TIMEOUT_S = 10
-# System folders, which have the same names on other machines.
+# Matches a folder of the system. It has the same name on other machines, so reports may contain it.
 _SYSTEM_FOLDER = re.compile(r"/(usr|lib\w*)(/|$)")
 
 
@@ -64,9 +64,9 @@ class InstallPaths:
     def portable(self, text: str) -> str:
         """Return `text` with machine-specific folders replaced by names that mean the same on other machines.
 
-        The folder of this checkout is removed. ``{python}`` replaces the environment of this Python, ``{site}`` any
-        other folder that Python imports from, ``{library_path}`` a folder of LD_LIBRARY_PATH, and ``{home}`` the home
-        folder of the user. System folders are not replaced.
+        The path of this checkout is removed. ``{python}`` stands for the virtual environment of this Python, ``{site}``
+        for another folder of ``sys.path``, ``{library_path}`` for a folder of LD_LIBRARY_PATH, and ``{home}`` for the
+        home folder of the user. System folders are not replaced.
         """
         replacements = {str(self.root): ""} if self.is_checkout else {}
         replacements.setdefault(sys.prefix, "{python}/")
@@ -77,7 +77,8 @@ class InstallPaths:
         }.items():
             for folder in folders:
                 replacements.setdefault(folder.rstrip("/"), name)
-        # Folders can be nested, such as those of the twins in the environment of this Python. The first entry wins.
+        # Folders can be nested, such as the folder of the twins in the environment of this Python. The entries are in
+        # the order of the docstring, and the first one that matches is used.
         for folder, name in replacements.items():
             if folder.startswith("/") and not _SYSTEM_FOLDER.match(folder):
                 text = text.replace(f"{folder}/", name)
@@ -86,8 +87,8 @@ class InstallPaths:
     def commit(self) -> str | None:
         """Return the commit of the checkout, or None if it is unknown.
 
-        ``-dirty`` is added if tracked files were changed. The variable GDRKIT_COMMIT states the commit of a copy that
-        was made without its git history.
+        ``-dirty`` is added if tracked files were changed. The environment variable GDRKIT_COMMIT states the commit of
+        a source tree that was copied without its git history.
         """
         if commit := os.environ.get("GDRKIT_COMMIT"):
             return commit
@@ -110,10 +111,11 @@ def install_paths() -> InstallPaths:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
+    """Run git in the folder `root`, and return its output, or None if git failed or is not installed."""
     try:
         completed = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=_GIT_TIMEOUT_S
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None  # Without git the commit is unknown.
+        return None
     return completed.stdout.strip() if completed.returncode == 0 else None

@@ -1,9 +1,9 @@
-"""Starting of child processes on software twins or on the libraries of the system.
+"""Start of child processes on software twins or on the libraries of the system.
 
-This is the only module that knows where the software twins (drop-in libraries that emulate the hardware) are. It finds
-them in the installed package ``gdrkit_twins`` and puts their folders at the front of LD_LIBRARY_PATH. The program in
-the child is not changed. The dynamic loader reads that path only at the start of a process, so every decision is made
-before the start.
+A software twin is a drop-in library that emulates the hardware. This is the only module that knows where the twins are.
+It finds them in the installed package ``gdrkit_twins`` and puts their folders at the front of LD_LIBRARY_PATH in the
+environment of the child. The program in the child is not changed. The dynamic loader reads LD_LIBRARY_PATH only at the
+start of a process, so a process cannot switch to other libraries later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "twins_available",
 ]
 
-# The APIs that have a twin, with the folder below lib/ and the file that it must contain.
+# For each API that has a twin: the folder below lib/, and the file that this folder must contain.
 _TWINS = {
     Api.VERBS: ("ibverbs", "libibverbs.so.1"),
     Api.CUDA: ("cuda", "libcuda.so.1"),
@@ -47,19 +47,20 @@ _TWINS = {
 }
 TWINNED: frozenset[Api] = frozenset(_TWINS)
 
-_PACKAGE = "gdrkit_twins"
-# This variable names another folder of the libraries, such as a build with sanitizers. Its layout is that of the lib
-# folder of the wheel.
-_FOLDER_VARIABLE = "GDRKIT_TWINS_LIB"
-_PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"
+_TWINS_PACKAGE = "gdrkit_twins"
+# This variable names a folder of twins that replaces the installed ones, such as a build with sanitizers. Its layout is
+# that of the lib folder of the installed package.
+_TWINS_FOLDER_VARIABLE = "GDRKIT_TWINS_LIB"
+# This variable names the runtime library of a sanitizer, which is then added to LD_PRELOAD.
+_TWINS_PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"
 _SEED_MAX = (1 << 64) - 1
 
 
 class TwinControl(Protocol):
-    """Access of a test to a loaded twin."""
+    """Functions with which a test examines and controls the twins that its process has loaded."""
 
     def ledger(self, api: str) -> dict[str, object] | None:
-        """Return the state of the twin of `api` in this process, or None if no such twin is loaded."""
+        """Return the state of the twin of `api`: live handles, calls by function, seed. None if it is not loaded."""
 
     def set_faults(self, api: str, plan: str) -> None:
         """Replace the fault plan of the twin of `api` in this process."""
@@ -74,15 +75,15 @@ class Launch:
     software : frozenset of Api
         The APIs that run on twins. All others run on the libraries of the system.
     seed : int or None
-        The seed of the twins' keys, queue pair numbers and delays. With None, a random one.
+        The seed of the twins' keys, queue pair numbers and delays. None means a random seed.
     faults : Path or None
-        A fault plan for the twins.
+        A fault plan for the twins: a file that says which calls fail, and how.
     domain : str or None
         The name of a group of processes. Processes of one user with the same domain see each other like processes of
-        one machine. With None, the domain of the environment, else the default domain, which all processes of this user
-        share.
+        one machine. A domain in the environment takes precedence. If both are missing, the child gets the default
+        domain, which all processes of this user share.
     isolated : bool
-        Use a random domain that no other process has, whatever the environment says. This excludes `domain`.
+        Use a random domain that no other process has, whatever the environment says. `domain` must then be None.
     """
 
     software: frozenset[Api] = frozenset()
@@ -100,18 +101,18 @@ def parse_apis(text: str) -> frozenset[Api]:
     UsageError
         A name is not an API with a twin, or there are no names.
     """
-    known = {api.value: api for api in TWINNED}
+    api_of_name = {api.value: api for api in TWINNED}
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in api_of_name]
     if unknown or not names:
-        message = f"the APIs must be some of {', '.join(sorted(known))}, not {', '.join(unknown) or repr(text)}"
+        message = f"the APIs must be some of {', '.join(sorted(api_of_name))}, not {', '.join(unknown) or repr(text)}"
         raise UsageError(message)
-    return frozenset(known[name] for name in names)
+    return frozenset(api_of_name[name] for name in names)
 
 
 def twins_available() -> frozenset[Api]:
     """Return the APIs whose twin is installed."""
-    return frozenset(api for api in TWINNED if _folder(api) is not None)
+    return frozenset(api for api in TWINNED if _twin_folder(api) is not None)
 
 
 def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -122,8 +123,8 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     launch : Launch
         The options of the child.
     base : mapping or None
-        The environment to start from. With None, that of this process. Folders of twins are first removed from its
-        LD_LIBRARY_PATH, so that the child finds exactly the chosen twins. Its GDRKIT_TWINS_DOMAIN is kept unless
+        The environment to start from. None means the environment of this process. Folders of twins are first removed
+        from its LD_LIBRARY_PATH, so that the child finds only the chosen twins. Its GDRKIT_TWINS_DOMAIN is kept unless
         `launch` is isolated.
 
     Raises
@@ -135,31 +136,33 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     ApiError
         The fault plan is malformed or cannot be read.
     """
-    # Wrong options are checked first, so that they cause the same error on machines without twins.
+    # The options are checked first, so that a wrong option causes the same error on a machine without twins.
     _check_options(launch)
-    child = dict(os.environ if base is None else base)
-    folders = [_require_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
-    path = [*map(str, folders), *_without_twins(child.get("LD_LIBRARY_PATH", ""))]
-    child.pop("LD_LIBRARY_PATH", None)
+    child_environment = dict(os.environ if base is None else base)
+    folders = [_require_twin_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
+    path = [*map(str, folders), *_without_twins(child_environment.get("LD_LIBRARY_PATH", ""))]
+    child_environment.pop("LD_LIBRARY_PATH", None)
     if path:
-        child["LD_LIBRARY_PATH"] = os.pathsep.join(path)
+        child_environment["LD_LIBRARY_PATH"] = os.pathsep.join(path)
     if not launch.software:
-        return child
+        return child_environment
     if launch.isolated:
-        child["GDRKIT_TWINS_DOMAIN"] = f"run-{os.getpid()}-{secrets.token_hex(6)}"
+        child_environment["GDRKIT_TWINS_DOMAIN"] = f"run-{os.getpid()}-{secrets.token_hex(6)}"
     elif launch.domain is not None:
-        child.setdefault("GDRKIT_TWINS_DOMAIN", launch.domain)
+        child_environment.setdefault("GDRKIT_TWINS_DOMAIN", launch.domain)
     if launch.seed is not None:
-        child["GDRKIT_TWINS_SEED"] = str(launch.seed)
-    child.setdefault("GDRKIT_TWINS_SEED", str(secrets.randbits(64)))
+        child_environment["GDRKIT_TWINS_SEED"] = str(launch.seed)
+    child_environment.setdefault("GDRKIT_TWINS_SEED", str(secrets.randbits(64)))
     if launch.faults is not None:
-        child["GDRKIT_TWINS_FAULTS"] = str(launch.faults.resolve())
-    preload = child.get(_PRELOAD_VARIABLE)
+        child_environment["GDRKIT_TWINS_FAULTS"] = str(launch.faults.resolve())
+    preload = child_environment.get(_TWINS_PRELOAD_VARIABLE)
     if preload:
         # The runtime of a sanitizer must be loaded before the libraries that were built with the sanitizer.
-        others = [name for name in child.get("LD_PRELOAD", "").split(":") if name and name != preload]
-        child["LD_PRELOAD"] = ":".join([preload, *others])
-    return child
+        other_libraries = [
+            name for name in child_environment.get("LD_PRELOAD", "").split(":") if name and name != preload
+        ]
+        child_environment["LD_PRELOAD"] = ":".join([preload, *other_libraries])
+    return child_environment
 
 
 def _check_options(launch: Launch) -> None:
@@ -190,57 +193,57 @@ def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] |
         raise UsageError(
             message, what_to_do="write it after --, for example: gdrkit run --software -- python my_program.py"
         )
-    child = environment(launch, base=base)
+    child_environment = environment(launch, base=base)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        os.execvpe(command[0], list(command), child)  # noqa: S606 - the command is not passed through a shell.
+        os.execvpe(command[0], list(command), child_environment)  # noqa: S606 - the command is not passed through a shell.
     except OSError as error:
-        number = error.errno or errno.EIO
+        error_number = error.errno or errno.EIO
         raise ApiError(
             api=Api.KERNEL,
             operation="execvp",
-            status=number,
-            status_name=errno_name(number),
-            errno=number,
+            status=error_number,
+            status_name=errno_name(error_number),
+            errno=error_number,
             arguments={"command": command[0]},
-            reason=Reason.NO_PERMISSION if number == errno.EACCES else Reason.BAD_ARGUMENT,
-            what_to_do="check the name of the command" if number == errno.ENOENT else "make it executable",
+            reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
+            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
         ) from error
 
 
 def present_hardware(tree: HostTree) -> dict[Api, str]:
-    """Return short descriptions of the hardware of this host, for each API that has a twin.
+    """Return a short description of the hardware of each API that has a twin, read from sysfs, procfs and /dev.
 
-    The source is only sysfs, procfs and /dev.
+    An API that has no hardware on this host is not in the result.
     """
-    present: dict[Api, str] = {}
+    hardware_of_api: dict[Api, str] = {}
     nics = [device.name for device in rdma_devices(tree)]
     if nics:
-        present[Api.VERBS] = "RDMA devices " + ", ".join(nics)
+        hardware_of_api[Api.VERBS] = "RDMA devices " + ", ".join(nics)
     gpus = nvidia_gpus(tree)
     if gpus:
-        present[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
+        hardware_of_api[Api.CUDA] = "NVIDIA GPUs " + ", ".join(gpu.address for gpu in gpus)
     elif tree.exists("/dev/nvidiactl") or tree.exists("/proc/driver/nvidia/version"):
         # A container may hide the PCI devices and still have the device nodes.
-        present[Api.CUDA] = "an NVIDIA driver"
-    if Api.CUDA in present:
+        hardware_of_api[Api.CUDA] = "an NVIDIA driver"
+    if Api.CUDA in hardware_of_api:
         # libcufile has no hardware of its own: it is a library of NVIDIA for NVIDIA GPUs.
-        present[Api.CUFILE] = present[Api.CUDA]
+        hardware_of_api[Api.CUFILE] = hardware_of_api[Api.CUDA]
     accelerators = habana_accelerators(tree)
     if accelerators:
-        present[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
-    return present
+        hardware_of_api[Api.HLTHUNK] = "accelerators " + ", ".join(device.address for device in accelerators)
+    return hardware_of_api
 
 
 def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
-    """Return one line that names the present hardware that twins replace, or None if there is none."""
-    parts = [
+    """Return one line that names the hardware that the child will not use because of its twins, or None."""
+    sentences = [
         f"{api.value} runs on its software twin and does not use {hardware}"
         for api, hardware in sorted(present_hardware(tree).items(), key=lambda pair: pair[0].value)
         if api in launch.software
     ]
-    return "; ".join(parts) or None
+    return "; ".join(sentences) or None
 
 
 def twin_control() -> TwinControl:
@@ -252,40 +255,40 @@ def twin_control() -> TwinControl:
         The twins are not installed.
     """
     try:
-        module = importlib.import_module(f"{_PACKAGE}.control")
+        module = importlib.import_module(f"{_TWINS_PACKAGE}.control")
     except ModuleNotFoundError as error:
         detail = f"No module named {error.name!r}"
-        raise _missing(_PACKAGE, detail) from error
+        raise _twins_missing(_TWINS_PACKAGE, detail) from error
     return cast("TwinControl", module)
 
 
-def _folder(api: Api) -> Path | None:
+def _twin_folder(api: Api) -> Path | None:
     """Return the folder of the twin of `api`, or None if the twin is not installed."""
     folder, file = _TWINS[api]
-    for root in _roots():
+    for root in _twin_roots():
         if (root / folder / file).is_file():
             return root / folder
     return None
 
 
-def _roots() -> list[Path]:
-    """Return the folders that have one folder for each twin."""
-    override = os.environ.get(_FOLDER_VARIABLE)
+def _twin_roots() -> list[Path]:
+    """Return the folders whose subfolders are the folders of the twins."""
+    override = os.environ.get(_TWINS_FOLDER_VARIABLE)
     if override:
         return [Path(override).resolve()]
-    spec = importlib.util.find_spec(_PACKAGE)
+    spec = importlib.util.find_spec(_TWINS_PACKAGE)
     locations = spec.submodule_search_locations if spec is not None else None
     return [Path(location) / "lib" for location in locations or ()]
 
 
-def _require_folder(api: Api) -> Path:
-    folder = _folder(api)
+def _require_twin_folder(api: Api) -> Path:
+    folder = _twin_folder(api)
     if folder is None:
-        raise _missing(_TWINS[api][1], f"searched {', '.join(map(str, _roots())) or 'no folder'}")
+        raise _twins_missing(_TWINS[api][1], f"searched {', '.join(map(str, _twin_roots())) or 'no folder'}")
     return folder
 
 
-def _missing(library: str, detail: str) -> SetupMissing:
+def _twins_missing(library: str, detail: str) -> SetupMissing:
     return SetupMissing(
         api=Api.TWINS,
         operation="find the software twins",
@@ -299,5 +302,5 @@ def _missing(library: str, detail: str) -> SetupMissing:
 
 
 def _without_twins(path: str) -> list[str]:
-    twins = {str(folder) for api in TWINNED if (folder := _folder(api)) is not None}
+    twins = {str(folder) for api in TWINNED if (folder := _twin_folder(api)) is not None}
     return [folder for folder in path.split(os.pathsep) if folder and folder not in twins]

@@ -1,8 +1,9 @@
-"""Diagnosis of foreign libraries that cannot be loaded: an errno and advice.
+"""Check and import of shared libraries and extension modules, with advice if they cannot be loaded.
 
-The dynamic loader reports failures only as text. This module turns that text, and the state of the file, into one
+The dynamic loader reports failures only as text. This module turns that text, and the state of the file, into a
 :class:`SetupMissing`. Its ``errno`` is ENOENT (not found), ENOEXEC (damaged), ELIBBAD (another ABI) or EACCES (not
-readable). The file is checked before it is opened, because the loader itself dies of SIGBUS on a truncated library.
+readable). A library is checked before the loader opens it, because the loader crashes with SIGBUS on a truncated file.
+The packages of the foreign APIs (:mod:`gdrkit.cuda`, :mod:`gdrkit.verbs`, ...) use this module.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
+    "NEEDS_LIBIBVERBS",
+    "LazyModule",
     "check_library",
     "find_library",
     "import_native",
@@ -35,12 +38,14 @@ __all__ = [
     "setup_missing",
 ]
 
+NEEDS_LIBIBVERBS = "install libibverbs (rdma-core), and a gdrkit whose native parts were built"
 _BUILD_NATIVE = (
     "in a checkout, run `nox -s native`; elsewhere install gdrkit again with a C++20 compiler and libibverbs-dev there"
 )
 
-# The messages of the loader (glibc, elf/dl-load.c and elf/dl-version.c) and their errnos. The first match counts.
-_MEANINGS: tuple[tuple[str, int], ...] = (
+# Parts of the loader's messages (glibc, elf/dl-load.c and elf/dl-version.c), and the errno for each of them. The first
+# part that occurs in a message decides.
+_ERRNO_OF_MESSAGE: tuple[tuple[str, int], ...] = (
     ("permission denied", errno.EACCES),
     ("wrong elf class", errno.ELIBBAD),
     ("cannot open shared object file", errno.ENOENT),
@@ -90,15 +95,16 @@ def setup_missing(
     text : str
         The message of the loader. It becomes the detail of the error.
     what_to_do : str
-        How to get the library, if the library is missing or the message is unknown. Known causes have their own advice.
+        How to get the library. This advice is used if the library is missing or the message is unknown. For the other
+        known messages this function has more specific advice.
     default_errno : int
         The errno for an unknown message.
     api : Api
         The source of the message: the dynamic loader, or an API whose library lacks a function.
     """
-    lowered = text.lower()
-    known_errno = next((number for words, number in _MEANINGS if words in lowered), None)
-    number = default_errno if known_errno is None else known_errno
+    lowercase_text = text.lower()
+    known_errno = next((error_number for words, error_number in _ERRNO_OF_MESSAGE if words in lowercase_text), None)
+    error_number = default_errno if known_errno is None else known_errno
     advice = {
         errno.EACCES: "make the file readable for this user",
         errno.ENOEXEC: "the file is damaged: install its package again",
@@ -107,11 +113,11 @@ def setup_missing(
     return SetupMissing(
         api=api,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
-        reason=_REASONS.get(number, Reason.OTHER),
-        what_to_do=what_to_do if known_errno is None and what_to_do else advice.get(number, what_to_do),
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
+        reason=_REASONS.get(error_number, Reason.OTHER),
+        what_to_do=what_to_do if known_errno is None and what_to_do else advice.get(error_number, what_to_do),
         detail=text,
     )
 
@@ -119,7 +125,7 @@ def setup_missing(
 def find_library(soname: str) -> Path | None:
     """Return the file that the loader would load for `soname`, or None if no known folder has it.
 
-    ``LD_LIBRARY_PATH`` is taken as it was at the start of this process, because the loader read it then.
+    The function uses ``LD_LIBRARY_PATH`` as it was at the start of this process, because the loader read it then.
     """
     return next((path for path in map(Path, search_paths(soname, search_path=_loader_path())) if path.exists()), None)
 
@@ -134,9 +140,9 @@ def search_paths(soname: str, *, search_path: Iterable[str], cached: Iterable[st
     search_path : iterable of str
         The folders of LD_LIBRARY_PATH.
     cached : iterable of str
-        The paths of this name in the loader's cache, if the cache was read.
+        The paths of this name in the loader's cache (/etc/ld.so.cache), if the caller has read the cache.
     """
-    # An empty entry means the current folder to the loader. It is skipped here.
+    # For the loader an empty entry means the current folder. This function skips it.
     yield from (f"{folder.rstrip('/')}/{soname}" for folder in search_path if folder)
     yield from cached
     yield from (f"{folder}/{soname}" for folder in _SYSTEM_FOLDERS)
@@ -148,8 +154,8 @@ def check_library(soname: str, *, operation: str) -> None:
     Raises
     ------
     SetupMissing
-        ENOEXEC: it is not an ELF file, or it is truncated. ELIBBAD: it has another class or byte order. EACCES: it
-        cannot be read. A file that is not found raises nothing, because the loader searches more paths.
+        ENOEXEC: the file is not an ELF file, or it is truncated. ELIBBAD: it has another class or byte order. EACCES:
+        it cannot be read. If no file is found, the function returns, because the loader searches more paths.
     """
     path = find_library(soname)
     if path is None:
@@ -161,31 +167,31 @@ def check_library(soname: str, *, operation: str) -> None:
             operation=operation, text=f"{path}: {error.strerror}", what_to_do="", default_errno=error.errno or errno.EIO
         ) from error
     if fault is not None:
-        number, cause = fault
-        raise setup_missing(operation=operation, text=f"{path}: {cause}", what_to_do="", default_errno=number)
+        error_number, cause = fault
+        raise setup_missing(operation=operation, text=f"{path}: {cause}", what_to_do="", default_errno=error_number)
 
 
 def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -> None:
     """Import a package of extension modules from Python's path, or else from `folder`.
 
-    The package must have been built for this interpreter. Only this package is imported from `folder`: the other
-    packages of a distribution do not belong to this environment.
+    The package must have been built for this interpreter. `folder` is not added to Python's path, because the other
+    packages in it do not belong to this environment.
 
     Parameters
     ----------
     name : str
         Name of the package.
     extension : str
-        Name of one of its extension modules. Its file name shows the interpreter that it was built for.
+        Name of one extension module of the package. The suffix of its file shows for which interpreter it was built.
     folder : str
-        The folder of the distribution's Python packages.
+        The folder in which the Linux distribution installs its Python packages.
     what_to_do : str
         How to install the package.
 
     Raises
     ------
     SetupMissing
-        ENOENT: it was not found. ELIBBAD: it was built for another interpreter.
+        ENOENT: the package was not found. ELIBBAD: it was built for another interpreter.
     """
     spec = importlib.util.find_spec(name) or PathFinder.find_spec(name, [folder])
     operation = f"import {name}"
@@ -203,14 +209,14 @@ def import_package(name: str, *, extension: str, folder: str, what_to_do: str) -
         spec.loader.exec_module(module)
 
 
-def import_native(name: str) -> ModuleType:
+def import_native(name: str, *, what_to_do: str = _BUILD_NATIVE) -> ModuleType:
     """Import a native module of gdrkit, such as ``gdrkit.usrbio._hf3fs``.
 
     Raises
     ------
     SetupMissing
-        ENOENT: it was not built. ELIBBAD: it was built for another interpreter, or from other sources than its library.
-        ENOEXEC: it is damaged.
+        ENOENT: the module was not built. ELIBBAD: it was built for another interpreter, or from other sources than the
+        native library that it uses. ENOEXEC: it is damaged.
     """
     operation = f"import {name}"
     try:
@@ -221,18 +227,48 @@ def import_native(name: str) -> ModuleType:
         package, _, module = name.rpartition(".")
         folder = Path(importlib.import_module(package).__path__[0])
         files = sorted(path.name for path in folder.glob(f"{module}.*.so"))
-        number = errno.ELIBBAD if files else errno.ENOENT
+        error_number = errno.ELIBBAD if files else errno.ENOENT
         text = f"{', '.join(files)} was built for another Python than {sys.executable}" if files else str(error)
-        raise setup_missing(operation=operation, text=text, what_to_do=_BUILD_NATIVE, default_errno=number) from error
+        raise setup_missing(
+            operation=operation, text=text, what_to_do=what_to_do, default_errno=error_number
+        ) from error
     except ImportError as error:
         raise setup_missing(
-            operation=operation, text=str(error), what_to_do=_BUILD_NATIVE, default_errno=errno.ELIBBAD
+            operation=operation, text=str(error), what_to_do=what_to_do, default_errno=errno.ELIBBAD
         ) from error
+
+
+class LazyModule:
+    """A native module of gdrkit that is imported at the first use of one of its attributes.
+
+    `import gdrkit` must work where a foreign library is missing. The first use raises :class:`SetupMissing` there.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the module, such as ``gdrkit.gds._engine``.
+    what_to_do : str
+        Advice in the error.
+    """
+
+    def __init__(self, name: str, *, what_to_do: str = _BUILD_NATIVE) -> None:
+        self._name = name
+        self._what_to_do = what_to_do
+
+    def __getattr__(self, attribute: str) -> object:
+        """Import the module, and return one of its attributes."""
+        # copy, pickle and inspect ask every object for special names. They must not import the module.
+        if attribute.startswith("__"):
+            raise AttributeError(name=attribute, obj=self)
+        value: object = getattr(import_native(self._name, what_to_do=self._what_to_do), attribute)
+        # Python calls __getattr__ only for attributes that the object does not have yet.
+        setattr(self, attribute, value)
+        return value
 
 
 @contextlib.contextmanager
 def preserve_root_logger() -> Iterator[None]:
-    """Restore the root logger of the program after an import that may change it."""
+    """Restore level and handlers of the root logger when the block ends, because some imports change them."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -247,11 +283,11 @@ def _find_fault(path: Path) -> tuple[int, str] | None:
     """Return the errno and the cause if an ELF file is damaged or has another class or byte order, else None."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        ident = file.read(_IDENT_BYTES)
+        elf_ident = file.read(_IDENT_BYTES)
         elf_header = file.read(_ELF_HEADER.size)
-        if ident[:4] != b"\x7fELF" or len(elf_header) < _ELF_HEADER.size:
+        if elf_ident[:4] != b"\x7fELF" or len(elf_header) < _ELF_HEADER.size:
             return errno.ENOEXEC, f"not an ELF file ({size_bytes} bytes)"
-        if ident[4:6] != b"\x02\x01":
+        if elf_ident[4:6] != b"\x02\x01":
             return errno.ELIBBAD, "not a 64-bit little-endian ELF file"
         fields = _ELF_HEADER.unpack(elf_header)
         table_offset, entry_bytes, entry_count = fields[4], fields[8], fields[9]

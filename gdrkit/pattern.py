@@ -1,9 +1,9 @@
 """Test payloads in which every byte depends on its position and on a seed.
 
 A payload of one repeated byte cannot show a shifted, swapped or half-written transfer. Here the bytes at
-``offset_bytes`` of the stream of a seed are always the same, so any part can be generated and checked without the rest.
-The stream is SHAKE-128 of the seed and the block number. The standard library generates it at several hundred MB/s,
-without numpy.
+``offset_bytes`` of the stream of a seed are always the same. A range of the stream can therefore be generated and
+checked without the bytes before it. Each block of the stream is the SHAKE-128 of the seed and of the block's number.
+The standard library computes this at several hundred MB/s, without numpy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gdrkit.errors import DataMismatch, UsageError
 __all__ = ["check", "find_mismatch", "payload"]
 
 _BLOCK_BYTES = 1 << 20
-# Bytes from the first wrong one on that an error contains.
+# Number of bytes, from the first wrong byte on, that an error contains.
 _EXCERPT_BYTES = 16
 
 
@@ -42,34 +42,35 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
             f"not {length_bytes}, {offset_bytes} and {seed}"
         )
         raise UsageError(message)
-    block, skip = divmod(offset_bytes, _BLOCK_BYTES)
-    parts = []
-    needed = skip + length_bytes
-    while needed > 0:
-        # Only the needed part of a block is generated, so that small payloads are cheap.
-        parts.append(_block(seed, block, min(needed, _BLOCK_BYTES)))
-        needed -= _BLOCK_BYTES
-        block += 1
-    return b"".join(parts)[skip:]
+    block_number, skipped_bytes = divmod(offset_bytes, _BLOCK_BYTES)
+    blocks = []
+    missing_bytes = skipped_bytes + length_bytes
+    while missing_bytes > 0:
+        # The last block is generated only up to the needed length, so that small payloads are cheap.
+        blocks.append(_block_content(seed, block_number, min(missing_bytes, _BLOCK_BYTES)))
+        missing_bytes -= _BLOCK_BYTES
+        block_number += 1
+    return b"".join(blocks)[skipped_bytes:]
 
 
 def find_mismatch(expected: bytes | bytearray | memoryview, actual: bytes | bytearray | memoryview) -> int | None:
     """Return the offset of the first byte that differs, or None if all bytes are equal.
 
-    If only the lengths differ, the offset is the end of the shorter one.
+    If one argument is a prefix of the other, the offset is the length of the shorter argument.
     """
-    common = min(len(expected), len(actual))
-    low, high = 0, common
-    left, right = memoryview(expected), memoryview(actual)
-    if left[:common] == right[:common]:
-        return None if len(expected) == len(actual) else common
-    while high - low > 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
+    common_bytes = min(len(expected), len(actual))
+    expected_view, actual_view = memoryview(expected), memoryview(actual)
+    if expected_view[:common_bytes] == actual_view[:common_bytes]:
+        return None if len(expected) == len(actual) else common_bytes
+    # Binary search. All bytes before equal_end are equal, and one between equal_end and mismatch_end differs.
+    equal_end, mismatch_end = 0, common_bytes
+    while mismatch_end - equal_end > 1:
+        middle = (equal_end + mismatch_end) // 2
+        if expected_view[equal_end:middle] == actual_view[equal_end:middle]:
+            equal_end = middle
         else:
-            high = middle
-    return low
+            mismatch_end = middle
+    return equal_end
 
 
 def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: int = 0) -> None:
@@ -78,18 +79,18 @@ def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: in
     Raises
     ------
     DataMismatch
-        A byte differs. The error has the offset of the first wrong byte, and the bytes from there on.
+        A byte differs. The error has the offset of the first wrong byte, and up to 16 bytes from there on.
     """
     expected = payload(len(actual), seed=seed, offset_bytes=offset_bytes)
-    first = find_mismatch(expected, actual)
-    if first is not None:
+    mismatch = find_mismatch(expected, actual)
+    if mismatch is not None:
         raise DataMismatch(
-            first_offset_bytes=first,
-            expected=expected[first : first + _EXCERPT_BYTES],
-            actual=bytes(actual[first : first + _EXCERPT_BYTES]),
+            first_offset_bytes=mismatch,
+            expected=expected[mismatch : mismatch + _EXCERPT_BYTES],
+            actual=bytes(actual[mismatch : mismatch + _EXCERPT_BYTES]),
             length_bytes=len(actual),
         )
 
 
-def _block(seed: int, number: int, length_bytes: int) -> bytes:
-    return hashlib.shake_128(seed.to_bytes(8, "little") + number.to_bytes(8, "little")).digest(length_bytes)
+def _block_content(seed: int, block_number: int, length_bytes: int) -> bytes:
+    return hashlib.shake_128(seed.to_bytes(8, "little") + block_number.to_bytes(8, "little")).digest(length_bytes)

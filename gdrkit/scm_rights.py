@@ -1,7 +1,7 @@
 """Reception of file descriptors from another process through a UNIX socket (SCM_RIGHTS).
 
 This is the only module of gdrkit that calls recvmsg. Every received descriptor is close-on-exec from the start
-(MSG_CMSG_CLOEXEC). A message of which the kernel dropped a part is refused.
+(MSG_CMSG_CLOEXEC). If the kernel dropped bytes or descriptors of a message, the message is refused.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: in
     Raises
     ------
     UsageError
-        MALFORMED: there are more descriptors, the message is too long, or this process may not open as many
-        descriptors. All received descriptors are closed.
+        MALFORMED: the message has more than `descriptors_max` descriptors or more than `length_bytes` bytes, or this
+        process reached its limit of open files. All received descriptors are closed.
     OSError
         recvmsg failed, for example with TimeoutError. Nothing was received.
     """
-    # The buffer has space for one more descriptor than allowed, so that an excess one is counted instead of dropped.
+    # The buffer has space for one more descriptor than allowed. An excess descriptor is then received and counted; the
+    # kernel would otherwise drop it.
     ancillary_bytes = socket.CMSG_SPACE((descriptors_max + 1) * _DESCRIPTOR_BYTES)
     data, ancillary, flags, _address = connection.recvmsg(length_bytes, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
     descriptors = [descriptor for control_message in ancillary for descriptor in _descriptors_of(*control_message)]
@@ -73,6 +74,7 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 
 def _descriptors_of(level: int, message_type: int, content: bytes) -> list[int]:
+    """Return the descriptors in one control message of recvmsg. Control messages of other types have none."""
     if (level, message_type) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
         return []
     descriptors = array.array("i")

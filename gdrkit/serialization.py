@@ -1,8 +1,8 @@
-"""Strict serialization of frozen dataclasses to and from JSON.
+"""Strict conversion of frozen dataclasses to and from JSON, for records, wire messages and saved files.
 
-A value is read back exactly as it was written, or not at all. A missing, unknown or wrongly typed field is a
-:class:`UsageError` that names the field. Supported are dataclasses, enums, tuples of one type, mappings with string
-keys, optional values and the JSON scalars.
+A missing field, an unknown field or a value of a wrong type raises a :class:`UsageError` that names the field. The
+supported types are dataclasses, enums, tuples of one type, mappings with string keys, optional values and the JSON
+scalars.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _T = TypeVar("_T")
 
 
 def to_json_data(value: object) -> Json:
-    """Convert a dataclass and its contents to values for :func:`json.dumps`; :func:`from_json_data` is the inverse."""
+    """Convert a dataclass and its contents to values for :func:`json.dumps`.
+
+    :func:`from_json_data` converts them back.
+    """
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
@@ -55,26 +58,26 @@ def from_json_data(expected_type: type[_T], value: object, *, where: str = "") -
     value : object
         The data, as :func:`json.loads` returned it.
     where : str
-        The name of the value in error messages.
+        The name of the value, with which an error message begins. The name of the type if empty.
 
     Raises
     ------
     UsageError
-        MALFORMED: a value is missing, unknown or of another type. The message begins with its path.
+        MALFORMED: a field is missing, unknown or of another type. The message begins with the path of the field.
     """
     return typing.cast(
-        "_T", _read(expected_type, value, where or getattr(expected_type, "__name__", str(expected_type)))
+        "_T", _read_value(expected_type, value, where or getattr(expected_type, "__name__", str(expected_type)))
     )
 
 
 def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - the type depends on the text.
-    """Return the data of a JSON text.
+    """Parse a JSON text and return its data. `where` is the name of the text in error messages.
 
     Raises
     ------
     UsageError
-        MALFORMED: the text is not JSON, is not in UTF-8, is nested too deeply for the parser, or contains a number that
-        is not JSON (NaN). The message begins with `where`.
+        MALFORMED: the text is not JSON, is not in UTF-8, is nested too deeply for the parser, or contains NaN or
+        Infinity, which JSON does not have.
     """
     try:
         return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_refuse_constant)
@@ -89,28 +92,28 @@ def canonical(value: object) -> str:
 
 
 def digest(value: object) -> str:
-    """Return ``sha256:`` and 64 hexadecimal digits, computed from the canonical text."""
-    # File names need not be UTF-8. Python then decodes them with surrogates.
+    """Return the SHA-256 of the canonical JSON text of a value, as ``sha256:`` and 64 hexadecimal digits."""
+    # A value may contain a file name that is not UTF-8. Python represents such bytes as surrogates.
     return "sha256:" + hashlib.sha256(canonical(value).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _refuse_constant(name: str) -> None:
-    message = f"{name} is not a number of JSON"
+    message = f"{name} is not a number of JSON"  # NaN, Infinity or -Infinity.
     raise ValueError(message)
 
 
-def _read(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
+def _read_value(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN401, PLR0911 - a type at run time; one return per shape.
     origin, arguments = typing.get_origin(expected_type), typing.get_args(expected_type)
     if expected_type is typing.Any or expected_type is object or expected_type is Json:
         return value
     if origin in (Union, types.UnionType):
         return _read_union(arguments, value, where)
     if origin is tuple:
-        items = _expect(value, list, where)
-        return tuple(_read(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+        items = _check_type(value, list, where)
+        return tuple(_read_value(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(items))
     if origin in (dict, Mapping):
-        pairs = _expect(value, dict, where)
-        return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in pairs.items()}
+        pairs = _check_type(value, dict, where)
+        return {key: _read_value(arguments[1], item, f"{where}.{key}") for key, item in pairs.items()}
     if isinstance(expected_type, type) and issubclass(expected_type, enum.Enum):
         try:
             return expected_type(value)
@@ -118,10 +121,10 @@ def _read(expected_type: Any, value: object, where: str) -> object:  # noqa: ANN
             values = ", ".join(str(member.value) for member in expected_type)
             raise _malformed(where, f"one of {values}", value) from error
     if dataclasses.is_dataclass(expected_type):
-        return _read_dataclass(expected_type, _expect(value, dict, where), where)
+        return _read_dataclass(expected_type, _check_type(value, dict, where), where)
     if expected_type is float and isinstance(value, int | float) and not isinstance(value, bool):
         return _read_float(value, where)
-    return _expect(value, expected_type, where)
+    return _check_type(value, expected_type, where)
 
 
 def _read_float(value: float, where: str) -> float:
@@ -139,7 +142,7 @@ def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object
     if value is None and len(members) < len(arguments):
         return None
     if len(members) == 1:
-        return _read(members[0], value, where)
+        return _read_value(members[0], value, where)
     # Other unions are unions of scalars, so the type of the value selects the member.
     if type(value) in members:
         return value
@@ -147,14 +150,14 @@ def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object
 
 
 def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
-    fields, hints = _fields(expected_type)
+    fields, hints = _fields_and_types(expected_type)
     unknown = pairs.keys() - fields.keys()
     if unknown:
-        raise _malformed(where, "no other field than " + ", ".join(fields), ", ".join(sorted(unknown)))
+        raise _malformed(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown)))
     values = {}
     for name, field in fields.items():
         if name in pairs:
-            values[name] = _read(hints[name], pairs[name], f"{where}.{name}")
+            values[name] = _read_value(hints[name], pairs[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             path = f"{where}.{name}"
             raise _malformed(path, "a value", "nothing")
@@ -162,16 +165,16 @@ def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) ->
 
 
 @functools.cache
-def _fields(expected_type: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
+def _fields_and_types(expected_type: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
     """Return the fields and types of a dataclass.
 
-    The result is cached, because finding them takes longer than reading a value.
+    The result is cached, because ``get_type_hints`` takes longer than reading a value.
     """
     return {field.name: field for field in dataclasses.fields(expected_type)}, typing.get_type_hints(expected_type)
 
 
-def _expect(value: object, expected_type: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
-    # In Python a bool is an int, but a record never means it as one.
+def _check_type(value: object, expected_type: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
+    # In Python a bool is an int. In JSON true is not a number.
     if not isinstance(value, expected_type) or (isinstance(value, bool) and expected_type is not bool):
         raise _malformed(where, expected_type.__name__, value)
     return value

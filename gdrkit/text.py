@@ -1,8 +1,8 @@
-"""Escaping of untrusted text for display.
+"""Escaping of untrusted text, such as a host name or the message of a library, for a terminal or a report.
 
-A host name, a path or the message of a library may contain any character. Control characters can move the cursor of a
-terminal or change its colours. Characters that set the direction of writing can make one word look like another. Both
-are shown as escapes.
+Such a text may contain any character. Control characters can move the cursor of a terminal or change its colours.
+Characters that set the direction of writing can make one word look like another. The functions here replace both by
+visible escapes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def escape_controls(text: str) -> str:
 
 
 def single_line(text: str) -> str:
-    """Return the whole text in one line, escaped."""
+    """Return the text as one line, with all white space as single blanks and control characters as escapes."""
     return escape_controls(" ".join(text.split()))
 
 
 def markdown_cell(text: object) -> str:
-    """Return text for one cell of a Markdown table, without new lines, bars and tags."""
+    """Return the text escaped for one cell of a Markdown table: line breaks, bars, backquotes and HTML tags."""
     line = single_line(str(text))
     for character, escape in (("&", "&amp;"), ("|", "\\|"), ("`", "&#96;")):
         line = line.replace(character, escape)
@@ -45,7 +45,7 @@ def markdown_cell(text: object) -> str:
 def _escape(character: str) -> str:
     if character in _UNESCAPED or unicodedata.category(character) not in _ESCAPED_CATEGORIES:
         return character
-    number = ord(character)
-    if number > 0xFFFF:  # noqa: PLR2004 - the largest number with four hexadecimal digits.
-        return f"\\U{number:08x}"
-    return f"\\x{number:02x}" if number <= 0xFF else f"\\u{number:04x}"  # noqa: PLR2004 - two digits.
+    code_point = ord(character)
+    if code_point > 0xFFFF:  # noqa: PLR2004 - the largest number with four hexadecimal digits.
+        return f"\\U{code_point:08x}"
+    return f"\\x{code_point:02x}" if code_point <= 0xFF else f"\\u{code_point:04x}"  # noqa: PLR2004 - two digits.

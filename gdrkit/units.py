@@ -1,7 +1,7 @@
 """Size units, page sizes and the text form of sizes.
 
-"GPU page" has two meanings, so the term is never used alone: the RDMA page of CUDA with 64 KiB, and the host page, the
-unit in which dma-buf ranges are exported and registered.
+"GPU page" has two meanings, so names and texts say which one they mean. ``nvidia-peermem`` pins CUDA memory in GPU
+pages of 64 KiB. A dma-buf is exported and registered in host pages.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Largest distance from the next whole unit at which a size is printed as "4 KiB - 1 B", in bytes.
+# A size less than this number of bytes below a multiple of a unit is printed as "4 KiB - 1 B".
 _NEAR_BYTES = 64
 
-# Page size in which nvidia-peermem pins device memory, in bytes. A dma-buf only needs host pages.
+# Page size in which nvidia-peermem pins device memory, in bytes.
 GPU_RDMA_PAGE_BYTES = 64 * KIB
 HOST_PAGE_BYTES = mmap.PAGESIZE
 
@@ -38,11 +38,11 @@ def format_bytes(length_bytes: int) -> str:
     The text is exact, because a rounded size would hide the odd byte that a test case is about.
     """
     for unit_bytes, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        whole, rest = divmod(length_bytes, unit_bytes)
-        if whole and not rest:
-            return f"{whole} {name}"
-        if whole and unit_bytes - rest < _NEAR_BYTES:
-            return f"{whole + 1} {name} - {unit_bytes - rest} B"
-        if whole and rest < KIB:
-            return f"{whole} {name} + {rest} B"
+        unit_count, remainder_bytes = divmod(length_bytes, unit_bytes)
+        if unit_count and not remainder_bytes:
+            return f"{unit_count} {name}"
+        if unit_count and unit_bytes - remainder_bytes < _NEAR_BYTES:
+            return f"{unit_count + 1} {name} - {unit_bytes - remainder_bytes} B"
+        if unit_count and remainder_bytes < KIB:
+            return f"{unit_count} {name} + {remainder_bytes} B"
     return f"{length_bytes} B"

@@ -1,6 +1,6 @@
 """CUDA devices and their memory, through the CUDA driver API.
 
-Importing this package opens no library; the first call does. ``_driver.py`` is the only file that uses
+Importing this package opens no library. The first call opens libcuda. ``_driver.py`` is the only file that uses
 ``cuda.bindings``.
 """
 

@@ -1,8 +1,8 @@
 """Import and export of DLPack tensors: the structures of ``dlpack.h`` in ctypes.
 
-Both forms are supported: ``DLManagedTensor``, and ``DLManagedTensorVersioned`` of version 1. As the standard requires,
-a consumed capsule is renamed, and its deleter is called exactly once. Sources: dlpack.h, and "Python Specification for
-DLPack" of the array API standard.
+Both structures are supported: ``DLManagedTensor``, and ``DLManagedTensorVersioned`` of version 1. As the standard
+requires, a consumed capsule is renamed, and its deleter is called exactly once. Sources: dlpack.h, and "Python
+Specification for DLPack" of the array API standard.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gdrkit.errors import Reason, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CUDA", "CUDA_HOST", "CUDA_MANAGED", "Tensor", "export", "take"]
+__all__ = ["CUDA", "CUDA_HOST", "CUDA_MANAGED", "Tensor", "consume", "export"]
 
 CUDA = 2  # kDLCUDA
 CUDA_HOST = 3  # kDLCUDAHost
 CUDA_MANAGED = 13  # kDLCUDAManaged
 
-_UNSIGNED = 1  # kDLUInt
+_TYPE_UNSIGNED = 1  # kDLUInt
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _BYTE_BITS = 8
 
@@ -43,14 +43,14 @@ class _Tensor(ctypes.Structure):
     )
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_AddressCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Managed(ctypes.Structure):
+class _ManagedTensor(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-class _Versioned(ctypes.Structure):
+class _VersionedTensor(ctypes.Structure):
     _fields_ = (
         ("major", ctypes.c_uint32),
         ("minor", ctypes.c_uint32),
@@ -61,21 +61,21 @@ class _Versioned(ctypes.Structure):
     )
 
 
-_FORMS: dict[bytes, Any] = {b"dltensor": _Managed, b"dltensor_versioned": _Versioned}
+_STRUCTURES: dict[bytes, Any] = {b"dltensor": _ManagedTensor, b"dltensor_versioned": _VersionedTensor}
 
 _api = ctypes.pythonapi
-_is_valid = _api.PyCapsule_IsValid
-_is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
-_pointer = _api.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-_rename = _api.PyCapsule_SetName
-_rename.restype, _rename.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
-_new = _api.PyCapsule_New
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_is_valid_capsule = _api.PyCapsule_IsValid
+_is_valid_capsule.restype, _is_valid_capsule.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_capsule_pointer = _api.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_rename_capsule = _api.PyCapsule_SetName
+_rename_capsule.restype, _rename_capsule.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
+_new_capsule = _api.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
-# A capsule only points to its name, so these names live as long as this module.
-_USED = {name: ctypes.create_string_buffer(b"used_" + name) for name in _FORMS}
-_NAMES = {name: ctypes.create_string_buffer(name) for name in _FORMS}
+# A capsule has only a pointer to its name, so these names live as long as this module.
+_CONSUMED_NAMES = {name: ctypes.create_string_buffer(b"used_" + name) for name in _STRUCTURES}
+_CAPSULE_NAMES = {name: ctypes.create_string_buffer(name) for name in _STRUCTURES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Tensor:
     release: Callable[[], None]
 
 
-def take(capsule: Any) -> Tensor:
+def consume(capsule: Any) -> Tensor:
     """Consume a capsule and return its tensor.
 
     Raises
@@ -100,82 +100,87 @@ def take(capsule: Any) -> Tensor:
     UsageError
         MALFORMED: it is not a DLPack capsule, it was consumed before, or its version is unknown.
     """
-    name = next((name for name in _FORMS if _is_valid(capsule, name)), None)
+    name = next((name for name in _STRUCTURES if _is_valid_capsule(capsule, name)), None)
     if name is None:
-        message = f"{type(capsule).__name__} is no DLPack capsule that can still be taken"
+        message = f"{type(capsule).__name__} is not a DLPack capsule, or the capsule was consumed before"
         raise UsageError(message, reason=Reason.MALFORMED)
-    address = _pointer(capsule, name)
-    managed = _FORMS[name].from_address(address)
+    address = _capsule_pointer(capsule, name)
+    managed = _STRUCTURES[name].from_address(address)
     if name == b"dltensor_versioned" and managed.major != 1:
         # The capsule is not consumed. It still belongs to its producer, whose destructor deletes it.
-        message = f"DLPack version {managed.major}.{managed.minor} is not known"
+        message = f"the version of DLPack must be 1, not {managed.major}.{managed.minor}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    _rename(capsule, _USED[name])
-    tensor, count = managed.tensor, managed.tensor.ndim
-    once = itertools.count()
+    _rename_capsule(capsule, _CONSUMED_NAMES[name])
+    tensor, dimension_count = managed.tensor, managed.tensor.ndim
+    release_calls = itertools.count()
 
     def release() -> None:
-        if next(once) == 0 and managed.deleter:
-            _Deleter(managed.deleter)(address)
+        if next(release_calls) == 0 and managed.deleter:
+            _AddressCallback(managed.deleter)(address)
 
     return Tensor(
         address=(tensor.data or 0) + tensor.byte_offset,
         device_type=tensor.device_type,
         device_index=tensor.device_id,
-        shape=tuple(tensor.shape[:count]),
-        strides=tuple(tensor.strides[:count]) if tensor.strides else None,
+        shape=tuple(tensor.shape[:dimension_count]),
+        strides=tuple(tensor.strides[:dimension_count]) if tensor.strides else None,
         item_bits=tensor.bits * tensor.lanes,
         read_only=bool(name == b"dltensor_versioned" and managed.flags & _READ_ONLY),
         release=release,
     )
 
 
-# The exported tensors by address: the structure, its shape, and the function to call when the consumer is done.
+# The exported tensors by the address of their structure. Each has the structure, its shape, and the function to call
+# when the consumer releases the tensor.
 _exported: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
 
 
-def _delete(address: int) -> None:
-    _managed, _shape, done = _exported.pop(address)
-    done()
+def _delete_export(address: int) -> None:
+    _managed, _shape, on_release = _exported.pop(address)
+    on_release()
 
 
-def _destroy(capsule: int) -> None:
+def _destroy_capsule(capsule: int) -> None:
     # The capsule is being destroyed, so it is passed as a bare address and not as an object. A consumed capsule has
     # another name and is skipped.
     is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
     pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
-    for name in _FORMS:
+    for name in _STRUCTURES:
         if is_valid(capsule, name):
-            _delete(pointer(capsule, name))
+            _delete_export(pointer(capsule, name))
 
 
 # Callbacks for C code. They live as long as this module.
-_deleter, _destructor = _Deleter(_delete), _Deleter(_destroy)
+_DELETER, _CAPSULE_DESTRUCTOR = _AddressCallback(_delete_export), _AddressCallback(_destroy_capsule)
 
 
-def export(address: int, *, length_bytes: int, device_index: int, is_versioned: bool, done: Callable[[], None]) -> Any:
+def export(
+    address: int, *, length_bytes: int, device_index: int, is_versioned: bool, on_release: Callable[[], None]
+) -> Any:
     """Return a capsule for bytes at a device address.
 
-    `done` is called when the consumer releases the tensor, or when the capsule is deleted without a consumer.
+    `on_release` is called when the consumer releases the tensor, or when the capsule is deleted without a consumer.
     """
     name = b"dltensor_versioned" if is_versioned else b"dltensor"
-    managed = _FORMS[name]()
+    managed = _STRUCTURES[name]()
     shape = (ctypes.c_int64 * 1)(length_bytes)
     managed.tensor = _Tensor(
         address,
         CUDA,
         device_index,
         1,
-        _UNSIGNED,
+        _TYPE_UNSIGNED,
         _BYTE_BITS,
         1,
         ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
         None,
         0,
     )
-    managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
+    managed.deleter = ctypes.cast(_DELETER, ctypes.c_void_p)
     if is_versioned:
         managed.major, managed.minor = 1, 0
     address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, done)
-    return _new(address, ctypes.cast(_NAMES[name], ctypes.c_char_p), ctypes.cast(_destructor, ctypes.c_void_p))
+    _exported[address] = (managed, shape, on_release)
+    return _new_capsule(
+        address, ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p), ctypes.cast(_CAPSULE_DESTRUCTOR, ctypes.c_void_p)
+    )

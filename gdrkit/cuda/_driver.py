@@ -1,6 +1,6 @@
 """Calls of the CUDA driver API, by ``cuda.bindings`` and, where the bindings lack something, by ctypes.
 
-No other file uses ``cuda.bindings``. Nothing is opened until the first call. Almost every call uses :func:`call`, which
+No other file uses ``cuda.bindings``. libcuda is opened by the first call. Almost every call uses :func:`call`, which
 turns a CUresult into an exception with the operation, the number, its name and the arguments. Untyped values of the
 bindings do not leave this package. Source: the CUDA driver API reference.
 """
@@ -27,19 +27,19 @@ __all__ = [
     "buffer_id",
     "bytes_at",
     "call",
-    "constant",
-    "context",
-    "empty_bytes",
+    "call_float",
+    "call_int",
+    "call_int_pair",
+    "call_string",
+    "call_uuid",
+    "current_context",
+    "enum_member",
     "initialize",
-    "integer",
     "ipc_handle_bytes",
     "ipc_handle_from_bytes",
-    "pair",
+    "new_structure",
     "presence",
-    "raw",
-    "real",
-    "structure",
-    "text",
+    "uninitialized_bytes",
 ]
 
 _SONAME = "libcuda.so.1"
@@ -47,16 +47,17 @@ _DLOPEN = f"dlopen {_SONAME}"
 _IMPORT = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
 _DEVICE_NODES = Path("/dev")
-_buffer_id: list[Any] = []  # cuPointerGetAttribute and its attribute, after the first use
-_BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+# The function cuPointerGetAttribute of the bindings and the attribute BUFFER_ID. Empty before the first use.
+_buffer_id_query: list[Any] = []
+_BUFFER_ID_ATTRIBUTE = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 @functools.cache
 def _bindings() -> Any:
     """Return cuda.bindings.driver after checking that it can use libcuda."""
-    # The bindings report every fault of the library as "not found", so it is opened here first. The bindings get the
-    # same library by its SONAME.
+    # The bindings report every fault of libcuda as "not found". So this function opens the library first, to get the
+    # real error. Afterwards the bindings get the same library by its SONAME.
     loader.check_library(_SONAME, operation=_DLOPEN)
     try:
         library = ctypes.CDLL(_SONAME)
@@ -64,7 +65,7 @@ def _bindings() -> Any:
         raise loader.setup_missing(
             operation=_DLOPEN, text=str(error), what_to_do=_DRIVER_ADVICE, default_errno=errno.ENOEXEC
         ) from error
-    # cuda-bindings 13 looks up all other functions with this one (CUDA 12.0).
+    # cuda-bindings 13 looks up all other functions with cuGetProcAddress_v2, which libcuda has since CUDA 12.0.
     if not hasattr(library, "cuGetProcAddress_v2"):
         raise loader.setup_missing(
             operation=_DLOPEN,
@@ -96,15 +97,15 @@ def initialize() -> None:
     try:
         (result,) = function(0)
     except RuntimeError as error:
-        raise _wrong_abi("cuInit", error) from error
+        raise _missing_function_error("cuInit", error) from error
     status = int(result)
     if status == 0:
         return
-    refused = _open_error_of_device_nodes()
-    reason, advice, number = Reason.OTHER, "run nvidia-smi; its output says what the driver lacks", None
-    if refused is not None and status in {_results.NO_DEVICE, _results.OPERATING_SYSTEM, _results.UNKNOWN}:
-        reason, number = Reason.NO_PERMISSION, refused.errno
-        advice = f"give this user read and write permission for {refused.filename}"
+    permission_error = _permission_error_of_device_nodes()
+    reason, advice, error_number = Reason.OTHER, "run nvidia-smi; its output says what the driver lacks", None
+    if permission_error is not None and status in {_results.NO_DEVICE, _results.OPERATING_SYSTEM, _results.UNKNOWN}:
+        reason, error_number = Reason.NO_PERMISSION, permission_error.errno
+        advice = f"give this user read and write permission for {permission_error.filename}"
     elif status == _results.NO_DEVICE:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists a GPU"
     elif status == _results.INVALID_VALUE:
@@ -117,13 +118,13 @@ def initialize() -> None:
         api=Api.CUDA,
         operation="cuInit",
         status=status,
-        status_name=_name_of(result),
-        errno=number,
+        status_name=_result_name(result),
+        errno=error_number,
         arguments={"Flags": 0},
         reason=reason,
         what_to_do=advice,
-        detail="" if refused is None else f"{refused.filename}: {errno_name(refused.errno)}",
-    ) from refused
+        detail="" if permission_error is None else f"{permission_error.filename}: {errno_name(permission_error.errno)}",
+    ) from permission_error
 
 
 def call(operation: str, /, **arguments: Any) -> Any:
@@ -145,12 +146,12 @@ def call(operation: str, /, **arguments: Any) -> Any:
     try:
         result, *values = function(*arguments.values())
     except RuntimeError as error:
-        raise _wrong_abi(operation, error) from error
+        raise _missing_function_error(operation, error) from error
     if int(result):
         raise _results.error_of(
             operation=operation,
             status=int(result),
-            status_name=_name_of(result),
+            status_name=_result_name(result),
             arguments={name: _argument_text(value) for name, value in arguments.items()},
         )
     if not values:
@@ -158,23 +159,23 @@ def call(operation: str, /, **arguments: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _load_buffer_id() -> None:
+def _load_buffer_id_query() -> None:
     initialize()
     bindings = _bindings()
-    _buffer_id.extend((bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID)))
+    _buffer_id_query.extend((bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID_ATTRIBUTE)))
 
 
 def buffer_id(address: int) -> int:
     """Return the BUFFER_ID of cuPointerGetAttribute. The call needs no current context (seen on an H200)."""
-    if not _buffer_id:
-        _load_buffer_id()
-    function, attribute = _buffer_id
+    if not _buffer_id_query:
+        _load_buffer_id_query()
+    function, attribute = _buffer_id_query
     result, value = function(attribute, address)
     if int(result):
         raise _results.error_of(
             operation="cuPointerGetAttribute",
             status=int(result),
-            status_name=_name_of(result),
+            status_name=_result_name(result),
             arguments={"attribute": attribute.name, "ptr": address},
         )
     return int(value)
@@ -183,73 +184,74 @@ def buffer_id(address: int) -> int:
 def presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
     """Return a function that checks whether all chunks of an allocation key still exist.
 
-    It returns True if the address of each chunk still has the buffer id of the key. It is on the path of a cache hit,
-    so it avoids all overhead: each address is converted to the type of the bindings here, not in each call. A failed
-    call returns None, which is not equal to any id.
+    The returned function returns True if the address of each chunk still has the buffer id of the key. It runs at every
+    hit of the region cache, so it avoids all overhead. For that, each address is converted to the type of the bindings
+    once, here, and not in each call. If cuPointerGetAttribute fails, the bindings return None in place of the id. None
+    is not equal to any id.
     """
-    if not _buffer_id:
-        _load_buffer_id()
-    function, attribute = _buffer_id
-    chunks = [(_bindings().CUdeviceptr(base), chunk_id) for base, _length_bytes, chunk_id in key]
+    if not _buffer_id_query:
+        _load_buffer_id_query()
+    function, attribute = _buffer_id_query
+    chunks = [(_bindings().CUdeviceptr(base), expected_id) for base, _length_bytes, expected_id in key]
     if len(chunks) == 1:
-        ((address, only_id),) = chunks
-        return lambda: function(attribute, address)[1] == only_id
+        ((chunk_address, only_expected_id),) = chunks
+        return lambda: function(attribute, chunk_address)[1] == only_expected_id
 
     def is_present() -> bool:
-        for address, chunk_id in chunks:  # noqa: SIM110 - a generator costs as much as the call.
-            if function(attribute, address)[1] != chunk_id:
+        for address, expected_id in chunks:  # noqa: SIM110 - a generator costs as much as the call.
+            if function(attribute, address)[1] != expected_id:
                 return False
         return True
 
     return is_present
 
 
-def integer(operation: str, /, **arguments: Any) -> int:
+def call_int(operation: str, /, **arguments: Any) -> int:
     """Call a function that returns one number, address or handle."""
     return int(call(operation, **arguments))
 
 
-def real(operation: str, /, **arguments: Any) -> float:
+def call_float(operation: str, /, **arguments: Any) -> float:
     """Call a function that returns one float."""
     return float(call(operation, **arguments))
 
 
-def pair(operation: str, /, **arguments: Any) -> tuple[int, int]:
+def call_int_pair(operation: str, /, **arguments: Any) -> tuple[int, int]:
     """Call a function that returns two numbers."""
     first, second = call(operation, **arguments)
     return int(first), int(second)
 
 
-def text(operation: str, /, **arguments: Any) -> str:
+def call_string(operation: str, /, **arguments: Any) -> str:
     """Call a function that returns a C string."""
     return bytes(call(operation, **arguments)).split(b"\0", 1)[0].decode()
 
 
-def raw(operation: str, /, **arguments: Any) -> bytes:
+def call_uuid(operation: str, /, **arguments: Any) -> bytes:
     """Call a function that returns a CUuuid, and return its bytes."""
     return bytes(call(operation, **arguments).bytes)
 
 
-def constant(enumeration: str, number: int) -> object:
-    """Return member `number` of an enumeration of the bindings, which accept no bare number in place of an enum."""
+def enum_member(enumeration: str, number: int) -> object:
+    """Return the member of an enumeration with this number. The bindings do not accept numbers instead of members."""
     return getattr(_bindings(), enumeration)(number)
 
 
-def structure(name: str, /, **fields: Any) -> object:
-    """Return a structure of the bindings with these fields set. ``location__id`` sets ``location.id``."""
+def new_structure(name: str, /, **fields: Any) -> object:
+    """Return a new structure of the bindings with these fields set; ``location__id`` sets ``location.id``."""
     instance = getattr(_bindings(), name)()
     for field, value in fields.items():
-        *path, last = field.split("__")
+        *outer_names, inner_name = field.split("__")
         target = instance
-        for step in path:
-            target = getattr(target, step)
-        setattr(target, last, value)
+        for outer_name in outer_names:
+            target = getattr(target, outer_name)
+        setattr(target, inner_name, value)
     return instance
 
 
 @contextlib.contextmanager
-def context(handle: int) -> Iterator[None]:
-    """Make a context current, and restore the previous one afterwards."""
+def current_context(handle: int) -> Iterator[None]:
+    """Make the context of `handle` current, and restore the previous one afterwards."""
     call("cuCtxPushCurrent", ctx=handle)
     try:
         yield
@@ -257,26 +259,32 @@ def context(handle: int) -> Iterator[None]:
         call("cuCtxPopCurrent")
 
 
-def empty_bytes(length_bytes: int) -> bytes:
+def uninitialized_bytes(length_bytes: int) -> bytes:
     """Return new bytes with undefined content, for a copy to fill.
 
     The C API allows the creator of a bytes object to write to it until other code sees it. This saves time for large
     sizes such as 64 MiB: ``bytes(n)`` would clear the memory first, and ``bytes(bytearray)`` would copy it afterwards.
     """
-    make = ctypes.pythonapi.PyBytes_FromStringAndSize
-    make.restype = ctypes.py_object
-    make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-    new_bytes: bytes = make(None, length_bytes)
+    new_uninitialized = ctypes.pythonapi.PyBytes_FromStringAndSize
+    new_uninitialized.restype = ctypes.py_object
+    new_uninitialized.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+    new_bytes: bytes = new_uninitialized(None, length_bytes)
     return new_bytes
 
 
 def bytes_at(address: int, length_bytes: int) -> Any:
-    """Return an object with the host bytes at an address, for views. It can be weakly referenced, and owns nothing."""
+    """Return a ctypes array of the host bytes at an address, for views. It does not own the bytes.
+
+    Code can keep a weak reference to the array.
+    """
     return (ctypes.c_ubyte * length_bytes).from_address(address)
 
 
 def ipc_handle_bytes(address: int) -> bytes:
-    """Return the handle of cuIpcGetMemHandle as 64 bytes, which the bindings do not expose."""
+    """Call cuIpcGetMemHandle and return the handle as 64 bytes.
+
+    The bindings do not expose these bytes, so this function reads them by ctypes.
+    """
     handle = call("cuIpcGetMemHandle", dptr=address)
     return ctypes.string_at(handle.getPtr(), _IPC_HANDLE_BYTES)
 
@@ -288,7 +296,7 @@ def ipc_handle_from_bytes(data: bytes) -> object:
     return handle
 
 
-def _wrong_abi(operation: str, error: RuntimeError) -> SetupMissing:
+def _missing_function_error(operation: str, error: RuntimeError) -> SetupMissing:
     # The bindings raise RuntimeError (FunctionNotFoundError, DynamicLibNotFoundError) if libcuda lacks a function.
     return loader.setup_missing(
         api=Api.CUDA,
@@ -299,7 +307,7 @@ def _wrong_abi(operation: str, error: RuntimeError) -> SetupMissing:
     )
 
 
-def _open_error_of_device_nodes() -> OSError | None:
+def _permission_error_of_device_nodes() -> OSError | None:
     """Return the error of opening a device node that exists and that this user may not open, or None."""
     for path in sorted(_DEVICE_NODES.glob("nvidia*")):
         if not path.is_char_device():
@@ -312,7 +320,7 @@ def _open_error_of_device_nodes() -> OSError | None:
     return None
 
 
-def _name_of(result: Any) -> str:
+def _result_name(result: Any) -> str:
     return str(getattr(result, "name", f"CUresult {int(result)}"))
 
 

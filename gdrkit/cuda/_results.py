@@ -39,12 +39,12 @@ NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 UNKNOWN = 999
 
-_MEANINGS: dict[int, tuple[Reason, str]] = {
+_REASONS_AND_ADVICE: dict[int, tuple[Reason, str]] = {
     INVALID_VALUE: (Reason.BAD_ARGUMENT, ""),
     OUT_OF_MEMORY: (Reason.OUT_OF_MEMORY, "free device memory, or ask for less"),
     DEINITIALIZED: (Reason.CLOSED, "the driver is shutting down: close everything before the interpreter exits"),
     NO_DEVICE: (Reason.NO_DEVICE, "check that nvidia-smi lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it"),
-    INVALID_DEVICE: (Reason.NO_DEVICE, "cuda.device_count() says how many there are"),
+    INVALID_DEVICE: (Reason.NO_DEVICE, "cuda.device_count() returns the number of devices"),
     INVALID_CONTEXT: (Reason.BAD_ARGUMENT, ""),
     CONTEXT_IS_DESTROYED: (Reason.CLOSED, "the device's primary context was reset by other code of this process"),
     INVALID_HANDLE: (Reason.BAD_ARGUMENT, ""),
@@ -53,20 +53,22 @@ _MEANINGS: dict[int, tuple[Reason, str]] = {
     NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
 }
 
-# For this function, NOT_SUPPORTED refers to the dma-buf export and not to the arguments.
-_EXPORT = "cuMemGetHandleForAddressRange"
-_EXPORT_ADVICE = "load the open NVIDIA kernel modules (CUDA 11.7 or newer, Linux 5.12 or newer), or use nvidia-peermem"
+# If this function returns NOT_SUPPORTED, the driver or the device cannot export dma-bufs at all.
+_DMABUF_EXPORT = "cuMemGetHandleForAddressRange"
+_DMABUF_EXPORT_ADVICE = (
+    "load the open NVIDIA kernel modules (CUDA 11.7 or newer, Linux 5.12 or newer), or use nvidia-peermem"
+)
 
 
 def error_of(
     *, operation: str, status: int, status_name: str, arguments: Mapping[str, object], detail: str = ""
 ) -> ApiError:
-    """Return the exception for a CUresult that is not success; :class:`Unsupported` if the driver lacks support."""
-    reason, what_to_do = _MEANINGS.get(status, (Reason.OTHER, ""))
-    if operation == _EXPORT and status == NOT_SUPPORTED:
-        reason, what_to_do = Reason.DMABUF_EXPORT_UNSUPPORTED, _EXPORT_ADVICE
-    kind = Unsupported if status == NOT_SUPPORTED else ApiError
-    return kind(
+    """Return the exception for a CUresult that is not success: Unsupported for NOT_SUPPORTED, otherwise ApiError."""
+    reason, what_to_do = _REASONS_AND_ADVICE.get(status, (Reason.OTHER, ""))
+    if operation == _DMABUF_EXPORT and status == NOT_SUPPORTED:
+        reason, what_to_do = Reason.DMABUF_EXPORT_UNSUPPORTED, _DMABUF_EXPORT_ADVICE
+    error_class = Unsupported if status == NOT_SUPPORTED else ApiError
+    return error_class(
         api=Api.CUDA,
         operation=operation,
         status=status,

@@ -1,7 +1,7 @@
 """The primary context of a CUDA device.
 
-gdrkit shares the primary context of each device with all other code of the process (the CUDA runtime, PyTorch, ...). It
-restores the context that was current before.
+gdrkit shares the primary context of each device with all other code of the process (the CUDA runtime, PyTorch, ...).
+After each call, gdrkit makes the context current that was current before the call.
 """
 
 from __future__ import annotations
@@ -77,27 +77,27 @@ class PrimaryContext(Closeable):
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._device = _driver.integer("cuDeviceGet", ordinal=index)
-        self._context: int | None = None
+        self._cu_device = _driver.call_int("cuDeviceGet", ordinal=index)
+        self._cu_context: int | None = None
         self._handle: Handle | None = None
-        self._children = ReleaseStack()
-        self._retaining = threading.Lock()
+        self._releases = ReleaseStack()
+        self._retain_lock = threading.Lock()
         self._closed = False
 
     @property
     def name(self) -> str:
         """The driver's name of the device, such as ``NVIDIA H200``."""
-        return _driver.text("cuDeviceGetName", length=_NAME_BYTES, dev=self._device)
+        return _driver.call_string("cuDeviceGetName", length=_NAME_BYTES, dev=self._cu_device)
 
     @property
     def uuid(self) -> str:
         """The UUID as nvidia-smi prints it, ``GPU-...``."""
-        return f"GPU-{uuid.UUID(bytes=_driver.raw('cuDeviceGetUuid', dev=self._device))}"
+        return f"GPU-{uuid.UUID(bytes=_driver.call_uuid('cuDeviceGetUuid', dev=self._cu_device))}"
 
     @property
     def pci_bus_id(self) -> str:
         """The PCI address as in sysfs, such as ``0000:1b:00.0``."""
-        return _driver.text("cuDeviceGetPCIBusId", length=_PCI_BUS_ID_BYTES, dev=self._device).lower()
+        return _driver.call_string("cuDeviceGetPCIBusId", length=_PCI_BUS_ID_BYTES, dev=self._cu_device).lower()
 
     @property
     def closed(self) -> bool:
@@ -106,14 +106,14 @@ class PrimaryContext(Closeable):
 
     def attribute(self, attribute: DeviceAttribute) -> int:
         """Return the value of one attribute. A flag is 0 or 1."""
-        return _driver.integer(
-            "cuDeviceGetAttribute", attrib=_driver.constant("CUdevice_attribute", attribute), dev=self._device
+        return _driver.call_int(
+            "cuDeviceGetAttribute", attrib=_driver.enum_member("CUdevice_attribute", attribute), dev=self._cu_device
         )
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the primary context current on this thread, and restore the previous one afterwards."""
-        with _driver.context(self._retain()):
+        with _driver.current_context(self._retain()):
             yield
 
     def context_handle(self) -> int:
@@ -123,7 +123,7 @@ class PrimaryContext(Closeable):
     @property
     def ordinal(self) -> int:
         """The driver's handle of the device (``CUdevice``)."""
-        return self._device
+        return self._cu_device
 
     def synchronize(self) -> None:
         """Wait until the device has finished all work of the primary context."""
@@ -138,23 +138,23 @@ class PrimaryContext(Closeable):
         Unsupported
             The device does not support the call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
         """
-        target = _driver.constant("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
-        scope = _driver.constant("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
+        target = _driver.enum_member("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
+        scope = _driver.enum_member("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
         with self.current():
             _driver.call("cuFlushGPUDirectRDMAWrites", target=target, scope=scope)
 
     def memory_info(self) -> MemoryInfo:
         """Return the size of the device's memory, and how much of it is free (cuMemGetInfo)."""
         with self.current():
-            free_bytes, total_bytes = _driver.pair("cuMemGetInfo")
+            free_bytes, total_bytes = _driver.call_int_pair("cuMemGetInfo")
         return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` before the device is closed. Return a function that cancels this.
 
-        Packages that build on a device use it.
+        Objects that are created on the device, such as memory and streams, register their `close` here.
         """
-        return self._children.push(close)
+        return self._releases.push(close)
 
     def close(self) -> None:
         """Close everything that was made from this device, in the reverse order, and release the primary context.
@@ -169,10 +169,10 @@ class PrimaryContext(Closeable):
         """
         if self._closed:
             return
-        self._children.run()
-        if self._context is not None:
-            _driver.call("cuDevicePrimaryCtxRelease", dev=self._device)
-            self._context = None
+        self._releases.run()
+        if self._cu_context is not None:
+            _driver.call("cuDevicePrimaryCtxRelease", dev=self._cu_device)
+            self._cu_context = None
         if self._handle is not None:
             self._handle.release()
         self._closed = True
@@ -181,18 +181,18 @@ class PrimaryContext(Closeable):
         if self._closed:
             resource = f"CUDA device {self.index}"
             raise ClosedResource(resource)
-        if self._context is None:
-            with self._retaining:
-                # Two threads may get here at the same time. The context is retained once.
-                if self._context is None:
+        if self._cu_context is None:
+            with self._retain_lock:
+                # Another thread may have retained the context since the check above.
+                if self._cu_context is None:
                     self._handle = Handle("cuda.primary_context")
                     try:
-                        self._context = _driver.integer("cuDevicePrimaryCtxRetain", dev=self._device)
+                        self._cu_context = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device)
                     except BaseException:
                         self._handle.release()
                         self._handle = None
                         raise
-        return self._context
+        return self._cu_context
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.index}{', closed' if self._closed else ''})"

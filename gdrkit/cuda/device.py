@@ -18,12 +18,12 @@ def device_count() -> int:
     SetupMissing
         There is no driver, the driver cannot be used, or there is no device at all.
     """
-    return _driver.integer("cuDeviceGetCount")
+    return _driver.call_int("cuDeviceGetCount")
 
 
 def driver_version() -> tuple[int, int]:
-    """Return the CUDA version that the driver supports, such as ``(13, 0)``. This is not the version of its package."""
-    version = _driver.integer("cuDriverGetVersion")
+    """Return the CUDA version that the driver supports, such as ``(13, 0)``. The driver package has another version."""
+    version = _driver.call_int("cuDriverGetVersion")
     return version // 1000, version % 1000 // 10
 
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ForeignArray", "describe", "wrap"]
 
-_VERSIONS = (2, 3)
-_TYPE = re.compile(r"[<>|=][a-zA-Z](\d+)")
+_INTERFACE_VERSIONS = (2, 3)
+_TYPESTR = re.compile(r"[<>|=][a-zA-Z](\d+)")  # Byte order, type, and size in bytes, such as <f4.
+_LEGACY_DEFAULT_STREAM = 1  # CU_STREAM_LEGACY, which is also its number in DLPack.
 
 
 @runtime_checkable
@@ -81,7 +82,7 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
     Raises
     ------
     Unsupported
-        It is managed memory. The error has the reason.
+        The array is managed memory.
     UsageError
         BAD_ARGUMENT: the array has neither protocol, or is empty, read-only or not contiguous. MALFORMED: the array's
         description of itself is invalid. NOT_DEVICE_MEMORY: it is host memory, or memory of another device.
@@ -98,7 +99,7 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
     except BaseException:
         foreign.release()
         raise
-    memory.before_release(lambda: _release(foreign, array))
+    memory.before_release(lambda: _release_array(foreign, array))
     return memory
 
 
@@ -115,19 +116,20 @@ def describe(array: object) -> ForeignArray:
     raise UsageError(message)
 
 
-def _release(foreign: ForeignArray, _array: object) -> None:
-    # The pending call of this function holds a reference to the array and so keeps it alive.
+def _release_array(foreign: ForeignArray, _array: object) -> None:
+    # The memory stores the call of this function until the memory is closed. The stored call has a reference to the
+    # array, which keeps the array alive.
     foreign.release()
 
 
 def _from_interface(interface: dict[str, Any]) -> ForeignArray:
     version, data, shape, typestr = (interface.get(name) for name in ("version", "data", "shape", "typestr"))
-    if version not in _VERSIONS:
+    if version not in _INTERFACE_VERSIONS:
         raise _malformed("version", version)
     if not (isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], int) and isinstance(data[1], bool)):  # noqa: PLR2004
         raise _malformed("data", data)
-    matched = _TYPE.fullmatch(typestr) if isinstance(typestr, str) else None
-    if matched is None:
+    typestr_match = _TYPESTR.fullmatch(typestr) if isinstance(typestr, str) else None
+    if typestr_match is None:
         raise _malformed("typestr", typestr)
     if interface.get("mask") is not None:
         message = "an array with a mask is not contiguous memory"
@@ -135,7 +137,9 @@ def _from_interface(interface: dict[str, Any]) -> ForeignArray:
     stream = interface.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
         raise _malformed("stream", stream)  # 0 is forbidden, because it could mean two different streams.
-    length_bytes = _contiguous_bytes(shape, interface.get("strides"), item_bytes=int(matched[1]), is_in_bytes=True)
+    length_bytes = _contiguous_bytes(
+        shape, interface.get("strides"), item_bytes=int(typestr_match[1]), has_byte_strides=True
+    )
     return ForeignArray(data[0], length_bytes, data[1], stream, lambda: None)
 
 
@@ -152,51 +156,55 @@ def _from_dlpack(array: _HasDlpack) -> ForeignArray:
             detail="managed memory moves between host and device",
         )
     if device_type != _dlpack.CUDA:
-        message = f"the array lies on a device of DLPack's type {device_type}, not on a CUDA device"
+        message = f"the array is on a device of DLPack's type {device_type}, not on a CUDA device"
         raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
-    # 1 is the legacy default stream. The producer makes it wait for the producer's own work, and `wrap` then waits for
-    # it.
-    tensor = _dlpack.take(array.__dlpack__(stream=1))
+    # The producer makes the legacy default stream wait for the pending work on the array. Then `wrap` waits for that
+    # stream.
+    tensor = _dlpack.consume(array.__dlpack__(stream=_LEGACY_DEFAULT_STREAM))
     try:
-        item_bytes, odd = divmod(tensor.item_bits, 8)
-        if odd:
+        item_bytes, extra_bits = divmod(tensor.item_bits, 8)
+        if extra_bits:
             message = f"elements of {tensor.item_bits} bits are not whole bytes"
-            raise UsageError(message)  # noqa: TRY301 - the producer is told below.
-        length_bytes = _contiguous_bytes(tensor.shape, tensor.strides, item_bytes=item_bytes, is_in_bytes=False)
+            raise UsageError(message)  # noqa: TRY301 - the except clause releases the tensor.
+        length_bytes = _contiguous_bytes(tensor.shape, tensor.strides, item_bytes=item_bytes, has_byte_strides=False)
     except BaseException:
         tensor.release()
         raise
-    return ForeignArray(tensor.address, length_bytes, tensor.read_only, 1, tensor.release)
+    return ForeignArray(tensor.address, length_bytes, tensor.read_only, _LEGACY_DEFAULT_STREAM, tensor.release)
 
 
-def _contiguous_bytes(shape: object, strides: object, *, item_bytes: int, is_in_bytes: bool) -> int:
-    if not _is_numbers(shape) or not (strides is None or _is_numbers(strides)):
-        raise _malformed("shape_strides", (shape, strides))
-    sizes = cast("tuple[int, ...]", shape)
-    if item_bytes <= 0 or any(size < 0 for size in sizes):
-        raise _malformed("shape_itemsize", (shape, item_bytes))
+def _contiguous_bytes(shape: object, strides: object, *, item_bytes: int, has_byte_strides: bool) -> int:
+    """Return the size of an array in bytes, or raise UsageError if the array is not contiguous or is empty.
+
+    The strides count bytes if `has_byte_strides` is true, otherwise elements.
+    """
+    if not _is_int_tuple(shape) or not (strides is None or _is_int_tuple(strides)):
+        raise _malformed("shape_and_strides", (shape, strides))
+    dimensions = cast("tuple[int, ...]", shape)
+    if item_bytes <= 0 or any(dimension < 0 for dimension in dimensions):
+        raise _malformed("shape_and_item_size", (shape, item_bytes))
     if strides is not None:
-        steps = cast("tuple[int, ...]", strides)
-        if len(steps) != len(sizes):
-            raise _malformed("shape_strides", (shape, strides))
-        expected = item_bytes if is_in_bytes else 1
-        for size, step in zip(reversed(sizes), reversed(steps), strict=True):
-            # A dimension of one element has no step.
-            if size != 1 and step != expected:
+        stride_tuple = cast("tuple[int, ...]", strides)
+        if len(stride_tuple) != len(dimensions):
+            raise _malformed("shape_and_strides", (shape, strides))
+        contiguous_stride = item_bytes if has_byte_strides else 1
+        for dimension, stride in zip(reversed(dimensions), reversed(stride_tuple), strict=True):
+            # In a dimension of one element, the stride is never used.
+            if dimension != 1 and stride != contiguous_stride:
                 message = f"the array is not contiguous: shape {shape!r}, strides {strides!r}"
                 raise UsageError(message, what_to_do="make a contiguous copy of it")
-            expected *= size
-    length_bytes = math.prod(sizes) * item_bytes
+            contiguous_stride *= dimension
+    length_bytes = math.prod(dimensions) * item_bytes
     if length_bytes == 0:
         message = "an empty array has no memory"
         raise UsageError(message)
     return length_bytes
 
 
-def _is_numbers(value: object) -> bool:
+def _is_int_tuple(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, int) for item in value)
 
 
 def _malformed(field: str, value: object) -> UsageError:
-    message = f"the array says of itself what cannot be: {field} {value!r}"
+    message = f"the array reports an invalid {field.replace('_', ' ')}: {value!r}"
     return UsageError(message, reason=Reason.MALFORMED)

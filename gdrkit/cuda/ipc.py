@@ -28,15 +28,13 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 def export_handle(memory: CudaMemory) -> bytes:
     """Return the 64-byte handle by which another process can open the allocation of this memory.
 
-    The handle is valid until the allocation is freed in this process.
-
-    The handle always names the whole allocation. The importer gets the base of the allocation, even if `memory` begins
-    inside it.
+    The handle is valid until the allocation is freed in this process. It always names the whole allocation. The
+    importer gets the base of the allocation, even if `memory` begins inside it.
 
     Raises
     ------
     ApiError
-        CUDA_ERROR_INVALID_VALUE: it is not memory of cuMemAlloc. No other memory has such a handle.
+        CUDA_ERROR_INVALID_VALUE: it is not memory of cuMemAlloc. Only memory of cuMemAlloc has an IPC handle.
     """
     with memory.device.current():
         return _driver.ipc_handle_bytes(pointer.address_range(memory.address).base)
@@ -59,7 +57,7 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
     handle : bytes
         The handle that :func:`export_handle` returned in that process.
     length_bytes : int or None
-        How many bytes to use. With None, the whole allocation, which may be larger than the owner's request.
+        How many bytes to use. With None, the whole allocation. It may be larger than the size that the owner requested.
 
     Raises
     ------
@@ -73,25 +71,26 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
         raise UsageError(message, reason=Reason.MALFORMED)
     undo = ReleaseStack()
     with device.current():
-        address = _driver.integer(
+        address = _driver.call_int(
             "cuIpcOpenMemHandle", handle=_driver.ipc_handle_from_bytes(handle), Flags=_LAZY_ENABLE_PEER_ACCESS
         )
         undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
-            wanted_bytes = _checked_length(address, length_bytes)
+            used_bytes = _checked_length(address, length_bytes)
             # The importing process must set this itself: the owner's setting does not apply here.
             pointer.synchronize_copies(address)
         except BaseException as error:
             undo.run_after(error)
             raise
-    return ImportedMemory(device, kind=MemoryKind.CUDA_IMPORTED, address=address, length_bytes=wanted_bytes)
+    return ImportedMemory(device, kind=MemoryKind.CUDA_IMPORTED, address=address, length_bytes=used_bytes)
 
 
 def _checked_length(address: int, length_bytes: int | None) -> int:
-    held = pointer.address_range(address)
-    there_bytes = held.base + held.length_bytes - address
-    wanted_bytes = there_bytes if length_bytes is None else length_bytes
-    if not 0 < wanted_bytes <= there_bytes:
-        message = f"the allocation has {there_bytes} bytes, {wanted_bytes} were asked for"
+    """Return the number of bytes to use, or raise UsageError if the allocation at `address` does not have so many."""
+    allocation = pointer.address_range(address)
+    available_bytes = allocation.base + allocation.length_bytes - address
+    requested_bytes = available_bytes if length_bytes is None else length_bytes
+    if not 0 < requested_bytes <= available_bytes:
+        message = f"length_bytes must be from 1 to {available_bytes} for this allocation, not {requested_bytes}"
         raise UsageError(message)
-    return wanted_bytes
+    return requested_bytes

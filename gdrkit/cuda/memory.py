@@ -23,9 +23,9 @@ __all__ = ["BorrowedMemory", "CudaMemory", "DeviceMemory", "borrow"]
 
 _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 
-# The driver returns INVALID_VALUE for memory that it cannot export. For memory of any kind but these, INVALID_VALUE is
-# about the memory and not about the arguments (seen on an H200 with driver 580).
-_EXPORTABLE = frozenset({MemoryKind.CUDA, MemoryKind.CUDA_VMM, MemoryKind.CUDA_POOL})
+# The kinds of memory that the driver can export as a dma-buf. For every other kind, the driver returns INVALID_VALUE,
+# although the arguments are valid (seen on an H200 with driver 580).
+_EXPORTABLE_KINDS = frozenset({MemoryKind.CUDA, MemoryKind.CUDA_VMM, MemoryKind.CUDA_POOL})
 
 
 class CudaMemory(MemoryResource):
@@ -62,7 +62,7 @@ class CudaMemory(MemoryResource):
     def allocation(self) -> BorrowedMemory:
         """Return all chunks under this memory, from the first byte of the first chunk to the last byte of the last.
 
-        A registration of the result covers every part of it. Closing the result frees nothing.
+        Registering the returned memory registers every byte of these chunks. Closing it frees nothing.
         """
         key = self.allocation_key()
         base = key[0][0]
@@ -99,22 +99,22 @@ class CudaMemory(MemoryResource):
         address = self.address + offset_bytes
         base = align_down(address, alignment_bytes=HOST_PAGE_BYTES)
         end = align_up(address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        kind = _driver.constant("CUmemRangeHandleType", _DMA_BUF_FD)
+        kind = _driver.enum_member("CUmemRangeHandleType", _DMA_BUF_FD)
         with self.device.current():
             try:
-                fd = _driver.integer(
+                fd = _driver.call_int(
                     "cuMemGetHandleForAddressRange", dptr=base, size=end - base, handleType=kind, flags=0
                 )
             except ApiError as error:
-                better = self._explained(error)
-                if better is error:
-                    raise  # Raised from itself, the error would be its own cause.
-                raise better from error
+                clearer = self._clearer_error(error)
+                if clearer is error:
+                    raise  # `raise error from error` would make the error its own cause.
+                raise clearer from error
         return DmabufRange(fd, offset_bytes=address - base, length_bytes=length_bytes, address=address)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy bytes to the host and return them. A length of None means up to the end."""
-        data = _driver.empty_bytes(self._checked_length(offset_bytes, length_bytes))
+        data = _driver.uninitialized_bytes(self._checked_length(offset_bytes, length_bytes))
         self.read_into(data, offset_bytes=offset_bytes)
         return data
 
@@ -131,7 +131,7 @@ class CudaMemory(MemoryResource):
         self._check_open()
         length_bytes = self._checked_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
-            message = f"{byte} is not a byte"
+            message = f"byte must be from 0 to 255, not {byte}"
             raise UsageError(message)
         if length_bytes:
             with self.device.current():
@@ -144,7 +144,7 @@ class CudaMemory(MemoryResource):
     def __cuda_array_interface__(self) -> dict[str, object]:
         """The memory as an array of bytes for torch, cupy, numba, ... (version 3).
 
-        The consumer must have stopped using it before :meth:`close`.
+        The consumer must stop using the array before :meth:`close`.
         """
         self._check_open()
         return {
@@ -177,23 +177,24 @@ class CudaMemory(MemoryResource):
         """
         self._check_open()
         if copy or dl_device not in {None, self.__dlpack_device__()}:
-            # The protocol requires this exception.
-            message = "device memory is shown where it is, and is not copied"
+            # DLPack requires a BufferError here.
+            message = "device memory is exported in place: it cannot be copied or exported to another device"
             raise BufferError(message)
         return _dlpack.export(
             self.address,
             length_bytes=self.length_bytes,
             device_index=self.device.index,
             is_versioned=max_version is not None and max_version[0] >= 1,
-            done=self._release_actions.push(self._refuse_while_shown),
+            on_release=self._release_actions.push(self._refuse_while_exported),
         )
 
-    def _refuse_while_shown(self) -> None:
+    def _refuse_while_exported(self) -> None:
         message = "a consumer of DLPack still uses the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the tensors that were made from it")
 
-    def _explained(self, error: ApiError) -> ApiError:
-        if error.status != _results.INVALID_VALUE or self.kind in _EXPORTABLE:
+    def _clearer_error(self, error: ApiError) -> ApiError:
+        """Return an error that names the kind of memory as the cause. If that is not the cause, return `error`."""
+        if error.status != _results.INVALID_VALUE or self.kind in _EXPORTABLE_KINDS:
             return error
         advice = (
             "let the process that allocated it export the dma-buf and pass the descriptor"
@@ -233,11 +234,11 @@ class DeviceMemory(CudaMemory):
 
     def __init__(self, device: PrimaryContext, length_bytes: int) -> None:
         if length_bytes <= 0:
-            message = f"cannot allocate {length_bytes} bytes"
+            message = f"length_bytes must be above 0, not {length_bytes}"
             raise UsageError(message)
-        held_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
+        allocated_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
         with device.current():
-            address = _driver.integer("cuMemAlloc", bytesize=held_bytes)
+            address = _driver.call_int("cuMemAlloc", bytesize=allocated_bytes)
             undo = ReleaseStack()
             undo.push(lambda: _driver.call("cuMemFree", dptr=address))
             try:
@@ -252,9 +253,10 @@ class DeviceMemory(CudaMemory):
 
 
 class BorrowedMemory(CudaMemory):
-    """Memory that another owner allocated, such as a tensor. :meth:`close` runs the actions and frees nothing.
+    """Memory that another owner allocated, such as a tensor. :meth:`close` does not free it.
 
-    The owner must keep the memory allocated until then: gdrkit cannot detect when other code frees it.
+    :meth:`close` runs the actions of `before_release`. Until then the owner must keep the memory allocated: gdrkit
+    cannot detect when other code frees it.
     """
 
     @property
@@ -267,7 +269,7 @@ class BorrowedMemory(CudaMemory):
 
 
 def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> BorrowedMemory:
-    """Wrap memory that other code allocated. SYNC_MEMOPS is set on it, as on gdrkit's own memory.
+    """Wrap memory that other code allocated, and set SYNC_MEMOPS on it, as on memory that gdrkit allocates.
 
     Parameters
     ----------
@@ -301,6 +303,6 @@ def borrow(device: PrimaryContext, address: int, *, length_bytes: int) -> Borrow
         if kind is MemoryKind.HOST or length_bytes <= 0 or pointer.device_index(address) != device.index:
             message = f"{length_bytes} bytes at {address:#x} are not memory of CUDA device {device.index}"
             raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
-        pointer.allocation_key(address, length_bytes)
+        pointer.allocation_key(address, length_bytes)  # Raises UsageError if the memory ends before the range does.
         pointer.synchronize_copies(address)
     return BorrowedMemory(device, kind=kind, address=address, length_bytes=length_bytes)

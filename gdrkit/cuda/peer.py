@@ -1,6 +1,6 @@
 """Direct access of one device to the memory of another.
 
-Without it the driver stages a copy between two devices through the host, without notice.
+Without peer access the driver stages a copy between two devices through the host, and the copy succeeds all the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["can_access_peer", "peer_access"]
 
 def can_access_peer(device: PrimaryContext, peer: PrimaryContext) -> bool:
     """Return whether `device` can access the memory of `peer` directly (cuDeviceCanAccessPeer)."""
-    return bool(_driver.integer("cuDeviceCanAccessPeer", dev=device.ordinal, peerDev=peer.ordinal))
+    return bool(_driver.call_int("cuDeviceCanAccessPeer", dev=device.ordinal, peerDev=peer.ordinal))
 
 
 @contextlib.contextmanager
@@ -35,21 +35,21 @@ def peer_access(device: PrimaryContext, peer: PrimaryContext) -> Iterator[None]:
     ApiError
         cuCtxEnablePeerAccess failed, for example with CUDA_ERROR_PEER_ACCESS_UNSUPPORTED.
     """
-    theirs = peer.context_handle()
-    is_ours = _enable(device, theirs)
+    peer_context = peer.context_handle()
+    is_newly_enabled = _enable_access(device, peer_context)
     try:
         yield
     finally:
-        if is_ours:
+        if is_newly_enabled:
             with device.current():
-                _driver.call("cuCtxDisablePeerAccess", peerContext=theirs)
+                _driver.call("cuCtxDisablePeerAccess", peerContext=peer_context)
 
 
-def _enable(device: PrimaryContext, theirs: int) -> bool:
-    """Enable the access. Return False if it was enabled before."""
+def _enable_access(device: PrimaryContext, peer_context: int) -> bool:
+    """Enable the access of `device` to `peer_context`. Return False if it was enabled before."""
     with device.current():
         try:
-            _driver.call("cuCtxEnablePeerAccess", peerContext=theirs, Flags=0)
+            _driver.call("cuCtxEnablePeerAccess", peerContext=peer_context, Flags=0)
         except ApiError as error:
             if error.status != _results.PEER_ACCESS_ALREADY_ENABLED:
                 raise

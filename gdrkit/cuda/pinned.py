@@ -1,6 +1,6 @@
 """Pinned host memory: pages that copy engines access without the driver's staging buffers.
 
-It is allocated with cuMemHostAlloc for every context of the process (PORTABLE).
+cuMemHostAlloc allocates it for every context of the process (PORTABLE).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PinnedMemory(Resource):
 
     def __init__(self, device: PrimaryContext, length_bytes: int) -> None:
         if length_bytes <= 0:
-            message = f"cannot pin {length_bytes} bytes"
+            message = f"length_bytes must be above 0, not {length_bytes}"
             raise UsageError(message)
         self.device = device
         self.length_bytes = length_bytes
         with device.current():
-            self._address = _driver.integer("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
-        # The object that all views share, while a view exists.
-        self._array: weakref.ref[Any] | None = None
+            self._address = _driver.call_int("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
+        # The ctypes array under all views. The reference is dead when no view exists.
+        self._view_base: weakref.ref[Any] | None = None
         super().__init__("cuda.pinned", name="pinned memory", on_close=device.on_close)
 
     @property
@@ -63,10 +63,10 @@ class PinnedMemory(Resource):
     def view(self) -> memoryview:
         """Return a writable view of the memory. All views must be deleted before :meth:`close`."""
         self._check_open()
-        array = None if self._array is None else self._array()
+        array = None if self._view_base is None else self._view_base()
         if array is None:
             array = _driver.bytes_at(self._address, self.length_bytes)
-            self._array = weakref.ref(array)
+            self._view_base = weakref.ref(array)
         return memoryview(array).cast("B")
 
     def close(self) -> None:
@@ -75,12 +75,12 @@ class PinnedMemory(Resource):
         Raises
         ------
         UsageError
-            BUSY: a view still exists. After the free it could show memory of another owner.
+            BUSY: a view still exists. After the memory is freed, the view could show memory of another owner.
         """
         super().close()
 
     def _release(self) -> None:
-        if self._array is not None and self._array() is not None:
+        if self._view_base is not None and self._view_base() is not None:
             message = "a view of the pinned memory is still used"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the views that were made from it")
         with self.device.current():

@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 
-# Returns a function that checks whether all chunks of a key still exist, with one driver call for each chunk and
-# without a context.
+# presence(key) returns a function that checks whether all chunks of an allocation key still exist. The returned
+# function makes one driver call for each chunk and needs no current context.
 presence = _driver.presence
 
 
@@ -57,20 +57,20 @@ def memory_kind(address: int) -> MemoryKind:
     neither managed, pooled nor VMM memory, and cannot be exported by CUDA IPC.
     """
     try:
-        memory_type = _ask(_Attribute.MEMORY_TYPE, address)
+        memory_type = _query(_Attribute.MEMORY_TYPE, address)
     except ApiError as error:
         if error.status == _results.INVALID_VALUE:
             return MemoryKind.HOST
         raise
-    if _ask(_Attribute.IS_MANAGED, address):
+    if _query(_Attribute.IS_MANAGED, address):
         return MemoryKind.CUDA_MANAGED
     if memory_type == _MEMORY_TYPE_HOST:
         return MemoryKind.HOST
-    if _ask(_Attribute.MEMPOOL_HANDLE, address):
+    if _query(_Attribute.MEMPOOL_HANDLE, address):
         return MemoryKind.CUDA_POOL
     if _is_vmm(address):
         return MemoryKind.CUDA_VMM
-    return MemoryKind.CUDA if _ask(_Attribute.IS_LEGACY_CUDA_IPC_CAPABLE, address) else MemoryKind.CUDA_IMPORTED
+    return MemoryKind.CUDA if _query(_Attribute.IS_LEGACY_CUDA_IPC_CAPABLE, address) else MemoryKind.CUDA_IMPORTED
 
 
 def buffer_id(address: int) -> int:
@@ -83,12 +83,12 @@ def buffer_id(address: int) -> int:
 
 def device_index(address: int) -> int:
     """Return the number of the device that has the memory at `address`."""
-    return _ask(_Attribute.DEVICE_ORDINAL, address)
+    return _query(_Attribute.DEVICE_ORDINAL, address)
 
 
 def address_range(address: int) -> AddressRange:
     """Return the allocation (in VMM memory, the chunk) at `address`. The device's context must be current."""
-    base, length_bytes = _driver.pair("cuMemGetAddressRange", dptr=address)
+    base, length_bytes = _driver.call_int_pair("cuMemGetAddressRange", dptr=address)
     return AddressRange(base, length_bytes)
 
 
@@ -104,44 +104,46 @@ def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int
         The memory at `address` ends before the range does.
     """
     key = []
-    where = address
-    while where < address + length_bytes:
+    chunk_address = address
+    while chunk_address < address + length_bytes:
         try:
-            chunk = address_range(where)
+            chunk = address_range(chunk_address)
         except ApiError as error:
-            if where == address:
+            if chunk_address == address:
                 raise
-            message = f"device memory at {address:#x} ends at {where:#x}, before {length_bytes} bytes"
+            message = (
+                f"device memory at {address:#x} ends at {chunk_address:#x} and has fewer than {length_bytes} bytes"
+            )
             raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY) from error
-        key.append((chunk.base, chunk.length_bytes, buffer_id(where)))
-        where = chunk.base + chunk.length_bytes
+        key.append((chunk.base, chunk.length_bytes, buffer_id(chunk_address)))
+        chunk_address = chunk.base + chunk.length_bytes
     return tuple(key)
 
 
 def synchronize_copies(address: int) -> None:
-    """Make every synchronous copy of this memory complete before it returns. The device's context must be current.
+    """Make each synchronous copy of this memory return only when it is complete. The device's context must be current.
 
     Without this setting, a cuMemcpy of device memory may return early, and a NIC would read old data. VMM memory does
-    not support the attribute SYNC_MEMOPS (error 801 on an H200). There the flag of the context has the same effect, on
-    all memory of the context.
+    not support the attribute SYNC_MEMOPS (error 801 on an H200). For VMM memory, this function sets the flag of the
+    context, which has the same effect on all memory of the context.
     """
-    attribute = _driver.constant("CUpointer_attribute", _Attribute.SYNC_MEMOPS)
+    attribute = _driver.enum_member("CUpointer_attribute", _Attribute.SYNC_MEMOPS)
     try:
         _driver.call("cuPointerSetAttribute", value=1, attribute=attribute, ptr=address)
     except Unsupported:
-        flags = _driver.integer("cuCtxGetFlags")
+        flags = _driver.call_int("cuCtxGetFlags")
         if not flags & _CTX_SYNC_MEMOPS:
             _driver.call("cuCtxSetFlags", flags=flags | _CTX_SYNC_MEMOPS)
 
 
-def _ask(attribute: _Attribute, address: int) -> int:
-    named = _driver.constant("CUpointer_attribute", attribute)
-    return _driver.integer("cuPointerGetAttribute", attribute=named, ptr=address)
+def _query(attribute: _Attribute, address: int) -> int:
+    member = _driver.enum_member("CUpointer_attribute", attribute)
+    return _driver.call_int("cuPointerGetAttribute", attribute=member, ptr=address)
 
 
 def _is_vmm(address: int) -> bool:
     try:
-        handle = _driver.integer("cuMemRetainAllocationHandle", addr=address)
+        handle = _driver.call_int("cuMemRetainAllocationHandle", addr=address)
     except ApiError as error:
         if error.status == _results.INVALID_VALUE:
             return False

@@ -28,20 +28,20 @@ _EVENT_DEFAULT = 0
 class _StreamOrEvent(Resource):
     """Base of streams and events."""
 
-    _kind = ""
-    _destroy = ""
+    _type_name = ""
+    _destroy_operation = ""
     _destroy_argument = ""
 
-    def __init__(self, device: PrimaryContext, number: int) -> None:
+    def __init__(self, device: PrimaryContext, handle: int) -> None:
         self.device = device
-        self._number = number
-        super().__init__(f"cuda.{self._kind}", name=f"CUDA {self._kind}", on_close=device.on_close)
+        self._driver_handle = handle
+        super().__init__(f"cuda.{self._type_name}", name=f"CUDA {self._type_name}", on_close=device.on_close)
 
     @property
     def handle(self) -> int:
         """The driver's handle."""
         self._check_open()
-        return self._number
+        return self._driver_handle
 
     def current(self) -> AbstractContextManager[None]:
         """Make the context of the device current on this thread; see :meth:`PrimaryContext.current`."""
@@ -49,25 +49,25 @@ class _StreamOrEvent(Resource):
 
     def _release(self) -> None:
         with self.device.current():
-            _driver.call(self._destroy, **{self._destroy_argument: self._number})
+            _driver.call(self._destroy_operation, **{self._destroy_argument: self._driver_handle})
 
 
 class Event(_StreamOrEvent):
     """A CUDA event: a mark in a stream."""
 
-    _kind = "event"
-    _destroy = "cuEventDestroy"
+    _type_name = "event"
+    _destroy_operation = "cuEventDestroy"
     _destroy_argument = "hEvent"
 
     def __init__(self, device: PrimaryContext) -> None:
         with device.current():
-            handle = _driver.integer("cuEventCreate", Flags=_EVENT_DEFAULT)
+            handle = _driver.call_int("cuEventCreate", Flags=_EVENT_DEFAULT)
         super().__init__(device, handle)
 
     def query(self) -> bool:
         """Return whether all work before the event is complete. This is true for an event that was never recorded."""
         with self.device.current():
-            return _done("cuEventQuery", hEvent=self.handle)
+            return _is_complete("cuEventQuery", hEvent=self.handle)
 
     def synchronize(self) -> None:
         """Wait until all work before the event is complete."""
@@ -77,7 +77,7 @@ class Event(_StreamOrEvent):
     def elapsed_ms(self, since: Event) -> float:
         """Return the milliseconds from `since` to this event. Both must be recorded and complete."""
         with self.device.current():
-            return _driver.real("cuEventElapsedTime", hStart=since.handle, hEnd=self.handle)
+            return _driver.call_float("cuEventElapsedTime", hStart=since.handle, hEnd=self.handle)
 
 
 class Stream(_StreamOrEvent):
@@ -86,33 +86,45 @@ class Stream(_StreamOrEvent):
     :meth:`close` first waits for the work, so that no buffer is freed while the device uses it.
     """
 
-    _kind = "stream"
-    _destroy = "cuStreamDestroy"
+    _type_name = "stream"
+    _destroy_operation = "cuStreamDestroy"
     _destroy_argument = "hStream"
 
     def __init__(self, device: PrimaryContext) -> None:
         with device.current():
-            handle = _driver.integer("cuStreamCreate", Flags=_NON_BLOCKING)
-        self._used: list[memoryview] = []
+            handle = _driver.call_int("cuStreamCreate", Flags=_NON_BLOCKING)
+        self._views: list[memoryview] = []  # Host buffers of queued copies, kept alive until synchronize().
         super().__init__(device, handle)
 
     def write(self, memory: CudaMemory, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Queue a copy from the host. `data` must not change before :meth:`synchronize`."""
         view = memoryview(data)
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=memory.length_bytes)
-        self._used.append(view)
-        where = memory.address + offset_bytes
+        self._views.append(view)
+        target_address = memory.address + offset_bytes
         with self.device.current():
-            _driver.call("cuMemcpyHtoDAsync", dstDevice=where, srcHost=view, ByteCount=view.nbytes, hStream=self.handle)
+            _driver.call(
+                "cuMemcpyHtoDAsync",
+                dstDevice=target_address,
+                srcHost=view,
+                ByteCount=view.nbytes,
+                hStream=self.handle,
+            )
 
     def read_into(self, memory: CudaMemory, buffer: bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Queue a copy to the host. `buffer` contains the bytes only after :meth:`synchronize`."""
         view = memoryview(buffer)
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=memory.length_bytes)
-        self._used.append(view)
-        where = memory.address + offset_bytes
+        self._views.append(view)
+        source_address = memory.address + offset_bytes
         with self.device.current():
-            _driver.call("cuMemcpyDtoHAsync", dstHost=view, srcDevice=where, ByteCount=view.nbytes, hStream=self.handle)
+            _driver.call(
+                "cuMemcpyDtoHAsync",
+                dstHost=view,
+                srcDevice=source_address,
+                ByteCount=view.nbytes,
+                hStream=self.handle,
+            )
 
     def copy(
         self,
@@ -123,30 +135,33 @@ class Stream(_StreamOrEvent):
         source_offset_bytes: int = 0,
         target_offset_bytes: int = 0,
     ) -> None:
-        """Queue a copy between device memories, also of two devices. A length of None means up to the end of `source`.
+        """Queue a copy from device memory to device memory of the same or another device.
+
+        A length of None means up to the end of `source`.
 
         Between two devices the copy is direct only inside :func:`~gdrkit.cuda.peer_access`. Otherwise the driver stages
         it through the host.
         """
         length_bytes = source.length_bytes - source_offset_bytes if length_bytes is None else length_bytes
-        for memory, begin in ((source, source_offset_bytes), (target, target_offset_bytes)):
-            check_range(offset_bytes=begin, length_bytes=length_bytes, size_bytes=memory.length_bytes)
-        where, whence = target.address + target_offset_bytes, source.address + source_offset_bytes
+        for memory, offset_bytes in ((source, source_offset_bytes), (target, target_offset_bytes)):
+            check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
+        target_address = target.address + target_offset_bytes
+        source_address = source.address + source_offset_bytes
         with self.device.current():
             if source.device.index == target.device.index:
                 _driver.call(
                     "cuMemcpyDtoDAsync",
-                    dstDevice=where,
-                    srcDevice=whence,
+                    dstDevice=target_address,
+                    srcDevice=source_address,
                     ByteCount=length_bytes,
                     hStream=self.handle,
                 )
             else:
                 _driver.call(
                     "cuMemcpyPeerAsync",
-                    dstDevice=where,
+                    dstDevice=target_address,
                     dstContext=target.device.context_handle(),
-                    srcDevice=whence,
+                    srcDevice=source_address,
                     srcContext=source.device.context_handle(),
                     ByteCount=length_bytes,
                     hStream=self.handle,
@@ -156,9 +171,9 @@ class Stream(_StreamOrEvent):
         """Queue an operation that sets every byte of the range to `byte`. A length of None means up to the end."""
         length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
-        where = memory.address + offset_bytes
+        address = memory.address + offset_bytes
         with self.device.current():
-            _driver.call("cuMemsetD8Async", dstDevice=where, uc=byte, N=length_bytes, hStream=self.handle)
+            _driver.call("cuMemsetD8Async", dstDevice=address, uc=byte, N=length_bytes, hStream=self.handle)
 
     def record(self, event: Event) -> None:
         """Record an event after the work that is queued so far."""
@@ -173,13 +188,13 @@ class Stream(_StreamOrEvent):
     def query(self) -> bool:
         """Return whether all queued work is complete."""
         with self.device.current():
-            return _done("cuStreamQuery", hStream=self.handle)
+            return _is_complete("cuStreamQuery", hStream=self.handle)
 
     def synchronize(self) -> None:
         """Wait until all queued work is complete."""
         with self.device.current():
             _driver.call("cuStreamSynchronize", hStream=self.handle)
-        self._used.clear()
+        self._views.clear()
 
     def _release(self) -> None:
         self.synchronize()
@@ -187,11 +202,11 @@ class Stream(_StreamOrEvent):
 
 
 def wait_for(handle: int) -> None:
-    """Wait until all work of a stream of other code is complete. The device's context must be current."""
+    """Wait until all work of a stream that other code created is complete. The device's context must be current."""
     _driver.call("cuStreamSynchronize", hStream=handle)
 
 
-def _done(operation: str, **arguments: int) -> bool:
+def _is_complete(operation: str, **arguments: int) -> bool:
     try:
         _driver.call(operation, **arguments)
     except ApiError as error:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["VmmMemory", "granularity_bytes"]
 
-_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
-_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
-_POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-_MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
-_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_ALLOCATION_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_HANDLE_POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_GRANULARITY_MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+_ACCESS_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
 def granularity_bytes(device: PrimaryContext) -> int:
     """Return the granularity in bytes. The size of a chunk must be a multiple of it (2 MiB on an H200)."""
-    option = _driver.constant("CUmemAllocationGranularity_flags", _MINIMUM)
+    option = _driver.enum_member("CUmemAllocationGranularity_flags", _GRANULARITY_MINIMUM)
     with device.current():
-        return _driver.integer("cuMemGetAllocationGranularity", prop=_properties(device), option=option)
+        return _driver.call_int("cuMemGetAllocationGranularity", prop=_properties(device), option=option)
 
 
 class VmmMemory(CudaMemory):
@@ -44,18 +44,18 @@ class VmmMemory(CudaMemory):
     :meth:`close` unmaps the chunks, releases their handles and frees the address range, in this order.
     """
 
-    def __init__(self, device: PrimaryContext, *, chunk_bytes: int, chunks: Sequence[Callable[[], int]]) -> None:
-        """Map the chunks; each function in `chunks` makes one handle.
+    def __init__(self, device: PrimaryContext, *, chunk_bytes: int, creators: Sequence[Callable[[], int]]) -> None:
+        """Map one chunk for each function in `creators`, which creates or imports the chunk and returns its handle.
 
         Callers use :meth:`create` and :meth:`import_shareable` instead.
         """
         self.chunk_bytes = chunk_bytes
         self._chunk_handles: list[int] = []
         self._undo = ReleaseStack()
-        length_bytes = chunk_bytes * len(chunks)
+        length_bytes = chunk_bytes * len(creators)
         with device.current():
             try:
-                address = self._build(device, chunks, length_bytes)
+                address = self._map_chunks(device, creators, length_bytes)
             except BaseException as error:
                 self._undo.run_after(error)
                 raise
@@ -70,9 +70,10 @@ class VmmMemory(CudaMemory):
         device : PrimaryContext
             The device to allocate on.
         length_bytes : int
-            Smallest size in bytes, above 0. It is rounded up to whole chunks.
+            Requested size in bytes, above 0. It is rounded up to whole chunks.
         chunk_bytes : int or None
-            Size of a chunk in bytes, rounded up to the granularity of the device. With None, there is one chunk.
+            Requested size of a chunk in bytes. It is rounded up to the granularity of the device. With None, there is
+            one chunk.
 
         Raises
         ------
@@ -82,12 +83,14 @@ class VmmMemory(CudaMemory):
             cuMemCreate, cuMemAddressReserve, cuMemMap or cuMemSetAccess failed. Nothing stays allocated.
         """
         if length_bytes <= 0 or (chunk_bytes is not None and chunk_bytes <= 0):
-            message = f"cannot make {length_bytes} bytes in chunks of {chunk_bytes}"
+            message = f"length_bytes and chunk_bytes must be above 0, not {length_bytes} and {chunk_bytes}"
             raise UsageError(message)
-        step_bytes = granularity_bytes(device)
-        whole_bytes = align_up(chunk_bytes or length_bytes, alignment_bytes=step_bytes)
-        make = functools.partial(_driver.integer, "cuMemCreate", size=whole_bytes, prop=_properties(device), flags=0)
-        return cls(device, chunk_bytes=whole_bytes, chunks=[make] * -(-length_bytes // whole_bytes))
+        rounded_bytes = align_up(chunk_bytes or length_bytes, alignment_bytes=granularity_bytes(device))
+        create_chunk = functools.partial(
+            _driver.call_int, "cuMemCreate", size=rounded_bytes, prop=_properties(device), flags=0
+        )
+        chunk_count = -(-length_bytes // rounded_bytes)  # The quotient is rounded up.
+        return cls(device, chunk_bytes=rounded_bytes, creators=[create_chunk] * chunk_count)
 
     @classmethod
     def import_shareable(cls, device: PrimaryContext, fds: Sequence[int], *, chunk_bytes: int) -> Self:
@@ -104,14 +107,14 @@ class VmmMemory(CudaMemory):
             Size of each chunk in bytes, as the owner states it. The driver does not report it.
         """
         if not fds:
-            message = "no chunk to import"
+            message = "fds must contain at least one descriptor"
             raise UsageError(message)
-        kind = _driver.constant("CUmemAllocationHandleType", _POSIX_FD)
+        handle_type = _driver.enum_member("CUmemAllocationHandleType", _HANDLE_POSIX_FD)
         importers = [
-            functools.partial(_driver.integer, "cuMemImportFromShareableHandle", osHandle=fd, shHandleType=kind)
+            functools.partial(_driver.call_int, "cuMemImportFromShareableHandle", osHandle=fd, shHandleType=handle_type)
             for fd in fds
         ]
-        return cls(device, chunk_bytes=chunk_bytes, chunks=importers)
+        return cls(device, chunk_bytes=chunk_bytes, creators=importers)
 
     @property
     def chunk_count(self) -> int:
@@ -125,27 +128,33 @@ class VmmMemory(CudaMemory):
         """
         self._check_open()
         if not 0 <= chunk_index < self.chunk_count:
-            message = f"there is no chunk {chunk_index} of {self.chunk_count}"
+            message = f"chunk_index must be from 0 to {self.chunk_count - 1}, not {chunk_index}"
             raise UsageError(message)
-        kind = _driver.constant("CUmemAllocationHandleType", _POSIX_FD)
+        handle_type = _driver.enum_member("CUmemAllocationHandleType", _HANDLE_POSIX_FD)
         with self.device.current():
-            return _driver.integer(
-                "cuMemExportToShareableHandle", handle=self._chunk_handles[chunk_index], handleType=kind, flags=0
+            return _driver.call_int(
+                "cuMemExportToShareableHandle", handle=self._chunk_handles[chunk_index], handleType=handle_type, flags=0
             )
 
-    def _build(self, device: PrimaryContext, chunks: Sequence[Callable[[], int]], length_bytes: int) -> int:
-        base = _driver.integer("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
+    def _map_chunks(self, device: PrimaryContext, creators: Sequence[Callable[[], int]], length_bytes: int) -> int:
+        """Reserve the address range, map the chunks into it and return its first address.
+
+        Every completed step is added to `_undo`.
+        """
+        base = _driver.call_int("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
         self._undo.push(functools.partial(_driver.call, "cuMemAddressFree", ptr=base, size=length_bytes))
-        for index, make in enumerate(chunks):
-            where = base + index * self.chunk_bytes
-            handle = make()
+        for index, create_chunk in enumerate(creators):
+            chunk_address = base + index * self.chunk_bytes
+            handle = create_chunk()
             self._chunk_handles.append(handle)
             self._undo.push(functools.partial(_driver.call, "cuMemRelease", handle=handle))
-            _driver.call("cuMemMap", ptr=where, size=self.chunk_bytes, offset=0, handle=handle, flags=0)
-            self._undo.push(functools.partial(_driver.call, "cuMemUnmap", ptr=where, size=self.chunk_bytes))
-        flags = _driver.constant("CUmemAccess_flags", _READ_WRITE)
-        kind = _driver.constant("CUmemLocationType", _DEVICE)
-        access = _driver.structure("CUmemAccessDesc", location__type=kind, location__id=device.index, flags=flags)
+            _driver.call("cuMemMap", ptr=chunk_address, size=self.chunk_bytes, offset=0, handle=handle, flags=0)
+            self._undo.push(functools.partial(_driver.call, "cuMemUnmap", ptr=chunk_address, size=self.chunk_bytes))
+        flags = _driver.enum_member("CUmemAccess_flags", _ACCESS_READ_WRITE)
+        location = _driver.enum_member("CUmemLocationType", _LOCATION_DEVICE)
+        access = _driver.new_structure(
+            "CUmemAccessDesc", location__type=location, location__id=device.index, flags=flags
+        )
         _driver.call("cuMemSetAccess", ptr=base, size=length_bytes, desc=[access], count=1)
         pointer.synchronize_copies(base)
         return base
@@ -155,11 +164,11 @@ class VmmMemory(CudaMemory):
 
 
 def _properties(device: PrimaryContext) -> object:
-    return _driver.structure(
+    return _driver.new_structure(
         "CUmemAllocationProp",
-        type=_driver.constant("CUmemAllocationType", _PINNED),
-        requestedHandleTypes=_driver.constant("CUmemAllocationHandleType", _POSIX_FD),
-        location__type=_driver.constant("CUmemLocationType", _DEVICE),
+        type=_driver.enum_member("CUmemAllocationType", _ALLOCATION_PINNED),
+        requestedHandleTypes=_driver.enum_member("CUmemAllocationHandleType", _HANDLE_POSIX_FD),
+        location__type=_driver.enum_member("CUmemLocationType", _LOCATION_DEVICE),
         location__id=device.index,
         allocFlags__gpuDirectRDMACapable=1,
     )

@@ -1,9 +1,9 @@
-"""The calls of libcufile. Only this file uses ``cuda.bindings.cufile``, and ctypes for memory that calls fill later.
+"""The calls of libcufile, through ``cuda.bindings.cufile``. Only this file imports these bindings.
 
-Nothing is loaded until the first call. libcuda is loaded before libcufile, because libcufile (1.20) loads without
-libcuda but then does not work. The bindings 13.5.0 lose errors of the data path: they return a negative CUfileOpError
-as a count, and raise an errno as a ValueError. This module converts both to exceptions with their numbers. Source:
-``cufile.h``.
+The first call loads libcuda and then libcufile, because libcufile (1.20) loads without libcuda but then does not work.
+The bindings 13.5.0 lose errors of reads and writes: they return a negative CUfileOpError as a count, and raise a
+ValueError for an errno. This module converts both to exceptions with the error number. For memory that libcufile fills
+after a call has returned, it uses ctypes. Source: ``cufile.h``.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = [
 _CUDA = "libcuda.so.1"
 _SONAME = "libcufile.so.0"
 _MODULE = "cuda.bindings.cufile"
-_OPAQUE_FD = 1
-_BATCH_MODE = 1
-_TEXT_BYTES = 4096
+_OPAQUE_FD = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+_BATCH_MODE = 1  # CUFILE_BATCH
+_TEXT_BYTES = 4096  # Buffer size for a text parameter.
 _STATISTICS_FUNCTIONS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
 _ADVICE = "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
 _BINDINGS_ADVICE = "pip install 'gdrkit[cufile]'"
 # The bindings raise "9 is not a valid OpError" for errno 9.
-_LOST_ERRNO = re.compile(r"^(\d+) is not a valid OpError")
+_ERRNO_TEXT = re.compile(r"^(\d+) is not a valid OpError")
 
 
 @functools.cache
@@ -63,18 +63,18 @@ def load() -> Any:
     Raises
     ------
     SetupMissing
-        A library or the bindings are missing, damaged or of another version.
+        A library or the bindings are missing, damaged or of the wrong version.
     """
     _open(_CUDA, "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH")
-    missing: SetupMissing | None = None
+    not_found_error: SetupMissing | None = None
     try:
-        # The bare SONAME comes first, because the bindings use a library that is already loaded, and search elsewhere
-        # only otherwise.
+        # The bindings use a libcufile that is already loaded, so the loader's search path decides which one is used.
+        # If the loader finds none, the bindings search other folders.
         _open(_SONAME, _ADVICE)
     except SetupMissing as error:
         if error.errno != errno.ENOENT:
             raise
-        missing = error
+        not_found_error = error
     try:
         bindings = importlib.import_module(_MODULE)
     except ImportError as error:
@@ -84,14 +84,14 @@ def load() -> Any:
     try:
         bindings.get_version()
     except RuntimeError as error:
-        if missing is not None:
-            raise missing from error
+        if not_found_error is not None:
+            raise not_found_error from error
         raise _wrong_abi_error("cuFileGetVersion", error) from error
     return bindings
 
 
 def call(operation: str, function: str, /, **arguments: Any) -> Any:
-    """Call `function` of the bindings. `arguments` have the names and the order of the header.
+    """Call `function` of the bindings and return its result. `arguments` have the names and the order of the header.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def call(operation: str, function: str, /, **arguments: Any) -> Any:
 
 
 def _call(operation: str, function: str, arguments: dict[str, Any], *, error_arguments: dict[str, Any]) -> Any:
-    """Call `function` of the bindings. An error contains `error_arguments` instead of `arguments`."""
+    """Call `function` of the bindings and return its result. An error contains `error_arguments`, not `arguments`."""
     bindings = load()
     try:
         return getattr(bindings, function)(*arguments.values())
@@ -120,7 +120,7 @@ def _call(operation: str, function: str, arguments: dict[str, Any], *, error_arg
 
 
 def transfer(operation: str, function: str, /, **arguments: Any) -> int:
-    """Call a function of the data path and return the bytes moved.
+    """Call a read or write function of the bindings and return the number of bytes moved.
 
     Raises
     ------
@@ -129,13 +129,13 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
     """
     bindings = load()
     try:
-        moved = int(getattr(bindings, function)(*arguments.values()))
+        moved_bytes = int(getattr(bindings, function)(*arguments.values()))
     except bindings.cuFileError as error:
         raise _results.errno_error(
             operation=operation, number=int(error.status), arguments=_printable(arguments)
         ) from error
     except ValueError as error:
-        match = _LOST_ERRNO.match(str(error))
+        match = _ERRNO_TEXT.match(str(error))
         if match is None:
             raise
         raise _results.errno_error(
@@ -143,25 +143,25 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
         ) from error
     except (AttributeError, RuntimeError) as error:
         raise _wrong_abi_error(operation, error) from error
-    if moved < 0:
-        raise _results.error_of(operation=operation, status=-moved, arguments=_printable(arguments))
-    return moved
+    if moved_bytes < 0:
+        raise _results.error_of(operation=operation, status=-moved_bytes, arguments=_printable(arguments))
+    return moved_bytes
 
 
 @functools.cache
 def library_version() -> int:
-    """Return the version in the form of cuFileGetVersion: 1150 for 1.15."""
+    """Return the version of libcufile in the form of cuFileGetVersion: 1150 for 1.15."""
     return int(call("cuFileGetVersion", "get_version"))
 
 
 def version_text() -> str:
-    """Return the version as text: ``1.15``."""
+    """Return the version of libcufile as text: ``1.15``."""
     version = library_version()
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def use_count() -> int:
-    """Return cuFileUseCount. The bindings mistake its result for a status, so this function uses ctypes."""
+    """Call cuFileUseCount by ctypes and return its result, because the bindings take the result for a status."""
     load()
     function = ctypes.CDLL(_SONAME).cuFileUseCount
     function.restype = ctypes.c_long
@@ -171,7 +171,7 @@ def use_count() -> int:
 def register_file(fd: int) -> int:
     """Register a descriptor by cuFileHandleRegister and return its CUfileHandle_t."""
     description = load().Descr()
-    # The constructor does not clear the memory, and libcufile would use the random contents.
+    # The constructor does not set the memory to zero, and libcufile would use the random contents.
     ctypes.memset(description.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
     description.type = _OPAQUE_FD
     description.handle.fd = fd
@@ -208,12 +208,12 @@ class _IoEvent(ctypes.Structure):
 def io_parameters(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
     """Return CUfileIOParams_t of (file, opcode, address, file offset, buffer offset, length, cookie) tuples."""
     parameters = (_IoParameters * len(requests))()
-    for each, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
+    for entry, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
         parameters, requests, strict=True
     ):
-        each.mode, each.file, each.opcode, each.cookie = _BATCH_MODE, file, opcode, cookie
-        each.address, each.length_bytes = address, length_bytes
-        each.file_offset, each.buffer_offset = file_offset, buffer_offset
+        entry.mode, entry.file, entry.opcode, entry.cookie = _BATCH_MODE, file, opcode, cookie
+        entry.address, entry.length_bytes = address, length_bytes
+        entry.file_offset, entry.buffer_offset = file_offset, buffer_offset
     return parameters
 
 
@@ -222,12 +222,12 @@ class _Timespec(ctypes.Structure):
 
 
 def batch_events(batch: int, *, count_min: int, count_max: int, timeout_s: float | None) -> list[tuple[int, int, int]]:
-    """Call cuFileBatchIOGetStatus and return cookie, status and result of each event."""
+    """Call cuFileBatchIOGetStatus and return (cookie, status, result) of each event."""
     events = (_IoEvent * count_max)()
     count = ctypes.c_uint(count_max)
-    time = _Timespec()
+    timeout = _Timespec()
     if timeout_s is not None:
-        time.seconds, time.nanoseconds = int(timeout_s), int(timeout_s % 1 * 1e9)
+        timeout.seconds, timeout.nanoseconds = int(timeout_s), int(timeout_s % 1 * 1e9)
     call(
         "cuFileBatchIOGetStatus",
         "batch_io_get_status",
@@ -235,7 +235,7 @@ def batch_events(batch: int, *, count_min: int, count_max: int, timeout_s: float
         min_nr=count_min,
         nr=ctypes.addressof(count),
         iocbp=ctypes.addressof(events),
-        timeout=0 if timeout_s is None else ctypes.addressof(time),
+        timeout=0 if timeout_s is None else ctypes.addressof(timeout),
     )
     return [(int(event.cookie or 0), int(event.status), int(event.result)) for event in events[: count.value]]
 
@@ -253,7 +253,7 @@ def submit_batch(batch: int, parameters: Any) -> None:
 
 
 class AsyncArguments:
-    """Arguments and result of an asynchronous call, at fixed addresses. The object must live until the call is over."""
+    """Arguments and result of an asynchronous call, at fixed addresses. The object must live until the call ends."""
 
     def __init__(self, *, length_bytes: int, file_offset: int, buffer_offset: int) -> None:
         self._length = ctypes.c_size_t(length_bytes)
@@ -272,7 +272,7 @@ class AsyncArguments:
 
     @property
     def result(self) -> int:
-        """The result that the call has written; 0 before the stream has executed the call."""
+        """The result of the call; 0 before the stream has executed the call."""
         return self._result.value
 
 
@@ -322,7 +322,7 @@ def set_string_parameter(number: int, text: str) -> None:
 
 
 def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Call cuFileGetParameterPosixPoolSlabArray and return sizes in KiB and counts."""
+    """Call cuFileGetParameterPosixPoolSlabArray and return the sizes in KiB and the counts."""
     sizes, counts = (ctypes.c_size_t * count)(), (ctypes.c_size_t * count)()
     call(
         "cuFileGetParameterPosixPoolSlabArray",
@@ -359,7 +359,7 @@ def _open(soname: str, advice: str) -> None:
 
 
 def _wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
-    # The bindings raise RuntimeError (FunctionNotFoundError) for a function that libcufile does not have.
+    """Return the exception for a function that libcufile does not have (the bindings raise a RuntimeError)."""
     return loader.setup_missing(
         api=Api.CUFILE,
         operation=operation,
@@ -370,5 +370,5 @@ def _wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
 
 
 def _printable(arguments: dict[str, Any]) -> dict[str, object]:
-    """Return the arguments for an error message. Arrays are replaced by the names of their types."""
+    """Return the arguments for an error message, with type names instead of arrays."""
     return {name: value if isinstance(value, int | str) else type(value).__name__ for name, value in arguments.items()}

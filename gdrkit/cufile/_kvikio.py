@@ -1,8 +1,11 @@
 """Transfers between files and device memory by kvikio. Only this file imports kvikio.
 
-kvikio splits a transfer into tasks for its own threads. If it does not use cuFile, it copies through host memory
-itself. Then libcufile counts nothing, and :class:`gdrkit.cufile.RouteMonitor` has no evidence. ``pip install --no-deps
-kvikio-cu13 libkvikio-cu13 rapids-logger`` with numpy and packaging is enough; cupy is not needed.
+kvikio is NVIDIA's library on top of cuFile. It splits a transfer into tasks for its own threads. In its compat mode,
+kvikio copies through host memory without cuFile. Then libcufile counts nothing, and
+:class:`gdrkit.cufile.RouteMonitor` has no evidence of the route.
+
+``pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger`` with numpy and packaging is enough; cupy is not
+needed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ __all__ = ["KvikioFile", "KvikioSettings", "KvikioTransfer", "apply_settings", "
 
 _ADVICE = "pip install --no-deps kvikio-cu13 libkvikio-cu13 rapids-logger, and numpy and packaging"
 _MODES = frozenset({"on", "off", "auto"})
-# The texts of kvikio contain the numbers of libcufile.
+# A number of CUfileOpError in the text of an exception of kvikio.
 _CUFILE_NUMBER = re.compile(r"\b(5\d{3})\b")
 
 
@@ -48,7 +51,7 @@ class KvikioSettings:
     task_bytes : int
         Size of one task, in bytes.
     compat_mode : str
-        ``on`` (never cuFile), ``off`` (always cuFile), ``auto``.
+        ``on`` never uses cuFile, ``off`` always uses cuFile, ``auto`` lets kvikio decide.
     """
 
     thread_count: int = 1
@@ -65,7 +68,7 @@ class KvikioSettings:
 
 @functools.cache
 def _load() -> Any:
-    """Load libcuda and libcufile in the order that is known to be safe, and return the module kvikio."""
+    """Load libcuda and libcufile in the order that works, and return the module kvikio."""
     _cufile.load()
     try:
         importlib.import_module("kvikio.defaults")
@@ -89,7 +92,7 @@ def prefers_compat_mode() -> bool:
 
 @contextlib.contextmanager
 def apply_settings(settings: KvikioSettings) -> Iterator[None]:
-    """Apply settings of kvikio during the block, for the whole process."""
+    """Apply the settings during the block. They apply to all threads of the process."""
     kvikio = _load()
     mode = getattr(kvikio.CompatMode, settings.compat_mode.upper())
     values = {"num_threads": settings.thread_count, "task_size": settings.task_bytes, "compat_mode": mode}
@@ -98,7 +101,7 @@ def apply_settings(settings: KvikioSettings) -> Iterator[None]:
 
 
 class _Array:
-    """An object with the interface that kvikio requires for device memory."""
+    """A byte array at an address, with the interface that kvikio requires for device memory."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -120,7 +123,7 @@ class KvikioTransfer:
         self._keep = keep
 
     def bytes(self) -> int:
-        """Wait for the transfer and return the bytes moved.
+        """Wait for the transfer and return the number of bytes moved.
 
         Raises
         ------
@@ -193,7 +196,7 @@ class KvikioFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -210,19 +213,22 @@ def _call(operation: str, function: Callable[[], Any]) -> Any:
 
 
 def _error_of_text(operation: str, text: str) -> ApiError:
-    # kvikio has no error numbers of its own. Its text contains those of cuFile, and the names of some errnos.
+    """Return the exception for a RuntimeError of kvikio.
+
+    kvikio has no error numbers. The text of its exception contains the numbers of cuFile, and the names of some errnos.
+    """
     numbers = map(int, _CUFILE_NUMBER.findall(text))
     status = next((number for number in numbers if number in _results.NAMES), None)
     if status is not None:
         return _results.error_of(operation=operation, status=status, arguments={"text": text})
     words = text.split()
-    number = next((each for each, name in errno.errorcode.items() if name in words), None)
+    error_number = next((number for number, name in errno.errorcode.items() if name in words), None)
     return ApiError(
         api=Api.CUFILE,
         operation=operation,
-        status=number,
-        status_name="RuntimeError" if number is None else errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name="RuntimeError" if error_number is None else errno_name(error_number),
+        errno=error_number,
         reason=Reason.OTHER,
         detail=text,
     )

@@ -1,8 +1,9 @@
-"""The memory layout of the statistics of libcufile, by its version.
+"""The memory layout of the statistics of libcufile in each of its versions.
 
-The bindings have the layout of only one version. cuFile 1.19 made the first level longer, which moved the levels after
-it. So newer bindings read wrong numbers from libcufile 1.15. This module decodes the buffer by the version of the
-library that filled it. Source: ``cufile.h`` of 1.15, 1.18, 1.19 and 1.20.
+The statistics have three levels, one after another in one buffer. cuFile 1.19 made the first level longer, which moved
+the other levels. The Python bindings know the layout of only one version, so new bindings read wrong numbers from
+libcufile 1.15. This module decodes the buffer with the layout of the library that has filled it. Source: ``cufile.h``
+of 1.15, 1.18, 1.19 and 1.20.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ __all__ = [
     "histograms_of",
 ]
 
-# Versions in the form of cuFileGetVersion: 1000 x major + 10 x minor.
+# The first version with a feature, in the form of cuFileGetVersion: 1000 x major + 10 x minor.
 STATISTICS_SINCE = 1150
 VECTORS_SINCE = 1190
-# cuFile 1.15 discards staged sizes of properties when the driver opens; 1.18 keeps them. The versions between were not
-# tested.
+# cuFile 1.15 discards some sizes that were set before the driver opens (see parameters.py), and 1.18 keeps them. The
+# versions between them were not tested.
 STAGED_SIZES_SINCE = 1180
 # Size of the buffer in bytes, which is larger than the statistics of any version.
 BUFFER_BYTES = 8192
 
+# Names of the counters in the order of the header. The first level has three groups: reads and writes, batches, and
+# vectors. In each group, pairs (a counter of successes and one of errors) precede single counters.
 _PAIRS_FIRST = (
     "read_ops",
     "write_ops",
@@ -97,7 +100,7 @@ _SINGLES_VECTOR = (
     "readv_lat_sum_us",
     "writev_lat_sum_us",
 )
-# The averages of the first level, each with the counters of its sum and of its operations.
+# The averages of the first level. The values are the names of the counters of its sum and of its operations.
 AVERAGES: Mapping[str, tuple[str, str]] = {
     "read_lat_avg_us": ("read_lat_sum_us", "read_ops"),
     "write_lat_avg_us": ("write_lat_sum_us", "write_ops"),
@@ -106,7 +109,8 @@ AVERAGES: Mapping[str, tuple[str, str]] = {
     "readv_lat_avg_us": ("readv_lat_sum_us", "readv_ops"),
     "writev_lat_avg_us": ("writev_lat_sum_us", "writev_ops"),
 }
-_GPU = (
+# The counters of one GPU in the third level.
+_GPU_NAMES = (
     "read_bytes",
     "read_bw_bytes_per_sec",
     "read_utilization",
@@ -137,17 +141,18 @@ _GPU = (
     "n_mmap_free",
     "reg_bytes",
 )
-_WORD_BYTES = 8
+_COUNTER_BYTES = 8
 _UUID_BYTES = 16
-_HISTOGRAM_WORDS = 32
+_HISTOGRAM_COUNTERS = 32
 _GPUS_MAX = 16
 
 
-def _names(version: int) -> Iterator[str]:
-    parts = [(_PAIRS_FIRST, _SINGLES_FIRST), (_PAIRS_BATCH, _SINGLES_BATCH)]
+def _basic_names(version: int) -> Iterator[str]:
+    """Yield the names of the counters of the first level in their order."""
+    groups = [(_PAIRS_FIRST, _SINGLES_FIRST), (_PAIRS_BATCH, _SINGLES_BATCH)]
     if version >= VECTORS_SINCE:
-        parts.append((_PAIRS_VECTOR, _SINGLES_VECTOR))
-    for pairs, singles in parts:
+        groups.append((_PAIRS_VECTOR, _SINGLES_VECTOR))
+    for pairs, singles in groups:
         for pair in pairs:
             yield pair
             yield f"{pair}_err"
@@ -155,30 +160,32 @@ def _names(version: int) -> Iterator[str]:
 
 
 def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
-    """Return the counters of the first level by the header's names. A counter X of successes and errors is two entries,
-    ``X`` and ``X_err``.
+    """Return the counters of the first level by their names in the header.
+
+    A counter X of successes and errors becomes two entries, ``X`` and ``X_err``.
     """
-    names = tuple(_names(version))
+    names = tuple(_basic_names(version))
     return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
 
 
 def histograms_of(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the histograms of read sizes and of write sizes, from the second level."""
     begin = _basic_bytes(version)
-    words = struct.unpack_from(f"<{2 * _HISTOGRAM_WORDS}Q", buffer, begin)
-    return words[:_HISTOGRAM_WORDS], words[_HISTOGRAM_WORDS:]
+    counts = struct.unpack_from(f"<{2 * _HISTOGRAM_COUNTERS}Q", buffer, begin)
+    return counts[:_HISTOGRAM_COUNTERS], counts[_HISTOGRAM_COUNTERS:]
 
 
 def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
-    """Yield UUID and counters of each GPU, from the third level."""
-    begin = _basic_bytes(version) + 2 * _HISTOGRAM_WORDS * _WORD_BYTES
-    (count,) = struct.unpack_from("<I", buffer, begin)
-    begin += _WORD_BYTES  # The count is 4 bytes, followed by 4 bytes of padding.
-    layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU)}Q")
-    for gpu in range(min(count, _GPUS_MAX)):
-        uuid, *values = layout.unpack_from(buffer, begin + gpu * layout.size)
-        yield uuid, dict(zip(_GPU, values, strict=True))
+    """Yield the UUID and the counters of each GPU, from the third level."""
+    begin = _basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
+    (gpus_count,) = struct.unpack_from("<I", buffer, begin)
+    begin += 8  # The number of GPUs has 4 bytes, and 4 bytes of padding follow.
+    layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU_NAMES)}Q")
+    for index in range(min(gpus_count, _GPUS_MAX)):
+        uuid, *values = layout.unpack_from(buffer, begin + index * layout.size)
+        yield uuid, dict(zip(_GPU_NAMES, values, strict=True))
 
 
 def _basic_bytes(version: int) -> int:
-    return len(tuple(_names(version))) * _WORD_BYTES
+    """Return the size of the first level."""
+    return len(tuple(_basic_names(version))) * _COUNTER_BYTES

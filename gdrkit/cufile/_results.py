@@ -1,6 +1,6 @@
-"""Names, reasons and advice for the values of CUfileOpError, and the exceptions for results of calls.
+"""Conversion of the results of libcufile (CUfileOpError or errno) to exceptions with a name, a reason and advice.
 
-Source of the numbers: ``cufile.h`` of cuFile 1.20, enum ``CUfileOpError``.
+Source of the numbers: enum ``CUfileOpError`` in ``cufile.h`` of cuFile 1.20.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PERMISSION_DENIED = 5025
 HANDLE_NOT_REGISTERED = 5027
 ASYNC_NOT_SUPPORTED = 5038
 
-# The names are in the order of the header, which skips two numbers.
-_ORDER = [
+# Names of the numbers from 5001 on. "-" stands for a number that the header does not define.
+_NAMES_IN_ORDER = [
     "DRIVER_NOT_INITIALIZED",
     "DRIVER_INVALID_PROPS",
     "DRIVER_UNSUPPORTED_LIMIT",
@@ -84,15 +84,17 @@ _ORDER = [
 ]
 _BASE = 5000
 NAMES: Mapping[int, str] = {
-    number: f"CU_FILE_{name}" for number, name in enumerate(_ORDER, start=_BASE + 1) if name != "-"
+    number: f"CU_FILE_{name}" for number, name in enumerate(_NAMES_IN_ORDER, start=_BASE + 1) if name != "-"
 }
 
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _NO_CONTEXT = "make a CUDA context current in the calling thread"
-# cuFile 1.15 and 1.20 report this error if there is no direct path and compat mode is not allowed.
+# For DRIVER_NOT_INITIALIZED of cuFileDriverOpen. cuFile 1.15 and 1.20 return it if there is no direct path and compat
+# mode is not allowed.
 _NO_PATH = "load nvidia-fs or set up PCI P2PDMA, or allow compat mode (allow_compat_mode in cufile.json)"
 _UDEV = "check whether the file is on tmpfs or udev's database is missing; gdrkit.cufile.obstacles reports the cause"
-_MEANINGS: dict[int, tuple[Reason, str]] = {
+# Reason and advice for each number.
+_REASONS: dict[int, tuple[Reason, str]] = {
     DRIVER_NOT_INITIALIZED: (Reason.CLOSED, "open the driver first"),
     5006: (Reason.BUSY, "wait until the driver is closed"),
     PLATFORM_NOT_SUPPORTED: (Reason.NOT_SUPPORTED, ""),
@@ -136,11 +138,11 @@ _ERRNO_REASONS = {
 def error_of(
     *, operation: str, status: int, cuda_status: int | None = None, arguments: Mapping[str, object]
 ) -> ApiError:
-    """Return the exception for a CUfileOpError: :class:`~gdrkit.errors.Unsupported` if the call can never work here.
+    """Return the exception for a CUfileOpError. It is ``Unsupported`` if the call can never work on this machine.
 
-    If the error has a CUresult, it is in the arguments as ``cu_err``.
+    A CUresult of the error is added to the arguments as ``cu_err``.
     """
-    reason, what_to_do = _MEANINGS.get(status, (Reason.OTHER, ""))
+    reason, what_to_do = _REASONS.get(status, (Reason.OTHER, ""))
     if cuda_status == _INVALID_CONTEXT:
         what_to_do = _NO_CONTEXT
     if (operation, status) == ("cuFileDriverOpen", DRIVER_NOT_INITIALIZED):
@@ -165,7 +167,7 @@ def result_error(*, operation: str, result: int, arguments: Mapping[str, object]
 
 
 def errno_error(*, operation: str, number: int, arguments: Mapping[str, object]) -> ApiError:
-    """Return the exception for a call that returned -1 and set errno."""
+    """Return the exception for a call that failed with an errno. `number` is the errno."""
     return ApiError(
         api=Api.CUFILE,
         operation=operation,
@@ -174,7 +176,7 @@ def errno_error(*, operation: str, number: int, arguments: Mapping[str, object])
         errno=number,
         arguments=arguments,
         reason=_ERRNO_REASONS.get(number, Reason.OTHER),
-        # An asynchronous call without a current context cannot allocate memory and fails with ENOMEM.
+        # Without a current CUDA context, an asynchronous call cannot allocate memory and fails with ENOMEM.
         what_to_do=_NO_CONTEXT if number == _errno.ENOMEM and operation.endswith("Async") else "",
     )
 

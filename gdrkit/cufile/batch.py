@@ -1,6 +1,6 @@
 """Batches of transfers: one call submits many transfers, and the caller polls for their results.
 
-A batch keeps the memory and the files of its transfers alive until it has returned the result of each.
+A batch keeps the memory and the files of its transfers alive until it has returned all of their results.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchRequest:
     handle : FileHandle
         The file.
     part : BufferRange
-        The part of memory.
+        The part of the memory to read into or write from.
     file_offset_bytes : int
         Offset in the file, in bytes.
     """
@@ -73,12 +73,12 @@ class BatchEvent:
 
     Attributes
     ----------
-    request : Request
+    request : BatchRequest
         The request of this transfer.
-    status : Ended
+    status : BatchStatus
         Final state of the transfer.
     bytes : int
-        Bytes moved; 0 unless the transfer is complete.
+        Number of bytes moved; 0 if the transfer failed.
     error : ApiError or None
         The error if the transfer failed, otherwise None.
     """
@@ -97,7 +97,7 @@ class IoBatch:
     driver : Driver
         The open driver. It destroys the batch when it closes, at the latest.
     capacity : int
-        Largest number of transfers whose result was not fetched yet.
+        Largest number of transfers whose results the caller has not fetched by :meth:`status`.
 
     Raises
     ------
@@ -111,22 +111,22 @@ class IoBatch:
             message = f"capacity must be above 0, not {capacity}"
             raise UsageError(message)
         self.capacity = capacity
-        self._number = int(_cufile.call("cuFileBatchIOSetUp", "batch_io_set_up", nr=capacity))
+        self._batch_id = int(_cufile.call("cuFileBatchIOSetUp", "batch_io_set_up", nr=capacity))
         self._handle = Handle("cufile.batch")
-        self._cancel_on_close = driver.on_close(self.close)
+        self._remove_close_callback = driver.on_close(self.close)
         self._cookies = itertools.count(1)
         self._requests: dict[int, BatchRequest] = {}
-        # The library may read the array of a submission until the last of its transfers has ended.
-        self._submitted: list[object] = []
+        # The arrays that were submitted. libcufile may read an array until all of its transfers have ended.
+        self._submitted_arrays: list[object] = []
         self._closed = False
 
     @property
     def outstanding(self) -> int:
-        """Number of transfers whose result was not fetched yet."""
+        """Number of transfers whose results the caller has not fetched by :meth:`status`."""
         return len(self._requests)
 
     def submit(self, requests: Sequence[BatchRequest]) -> None:
-        """Submit these transfers, all of them or none.
+        """Submit all of these transfers. If this raises, none is submitted.
 
         Raises
         ------
@@ -142,9 +142,9 @@ class IoBatch:
         by_cookie = {next(self._cookies): request for request in requests}
         parameters = _cufile.io_parameters([_parameters_of(cookie, request) for cookie, request in by_cookie.items()])
         with requests[0].part.memory.current():
-            _cufile.submit_batch(self._number, parameters)
+            _cufile.submit_batch(self._batch_id, parameters)
         self._requests |= by_cookie
-        self._submitted.append(parameters)
+        self._submitted_arrays.append(parameters)
 
     def status(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[BatchEvent]:
         """Return the results of transfers that have ended. Each result is returned once.
@@ -154,7 +154,7 @@ class IoBatch:
         count_min : int
             Number of results to wait for.
         timeout_s : float or None
-            Longest time to wait, in seconds. None: until there are `count_min` results.
+            Longest time to wait, in seconds. None: wait without limit until there are `count_min` results.
 
         Raises
         ------
@@ -173,27 +173,30 @@ class IoBatch:
         if not self._requests:
             return []
         results = _cufile.batch_events(
-            self._number, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s
+            self._batch_id, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s
         )
         events = [_event(self._requests.pop(cookie), status, result) for cookie, status, result in results]
         if not self._requests:
-            self._submitted.clear()
+            self._submitted_arrays.clear()
         return events
 
     def cancel(self) -> None:
         """Cancel the transfers that have not started. :meth:`status` returns them with the status CANCELED."""
         self._check_open()
-        _cufile.call("cuFileBatchIOCancel", "batch_io_cancel", batch_idp=self._number)
+        _cufile.call("cuFileBatchIOCancel", "batch_io_cancel", batch_idp=self._batch_id)
 
     def close(self) -> None:
-        """Cancel transfers that have not started, wait for the others and destroy the batch. Later calls do nothing."""
+        """Cancel transfers that have not started, wait for the rest, and destroy the batch.
+
+        A second close does nothing.
+        """
         if self._closed:
             return
-        _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._number)
+        _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._batch_id)
         self._closed = True
         self._requests.clear()
-        self._submitted.clear()
-        self._cancel_on_close()
+        self._submitted_arrays.clear()
+        self._remove_close_callback()
         self._handle.release()
 
     def _check_open(self) -> None:
@@ -205,7 +208,7 @@ class IoBatch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

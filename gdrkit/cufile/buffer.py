@@ -1,4 +1,4 @@
-"""Memory for transfers by cuFile: the interface of memory, parts of it, and its registration."""
+"""Memory for transfers by cuFile: its interface, ranges of it, and its registration with cuFile."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class Memory(Protocol):
     def current(self) -> AbstractContextManager[object]:
         """Make the CUDA context of device memory current in this thread during a block. Host memory needs no context.
 
-        cuFile interprets addresses in the caller's current context. Without a context it refuses to register memory
-        (5011), ends transfers of streams with ENOMEM, and leaves deregistered memory pinned (observed with 1.15 and
-        1.20).
+        cuFile interprets addresses in the current context of the calling thread. Without a current context, cuFile
+        refuses to register memory (CU_FILE_CUDA_DRIVER_ERROR, 5011), fails transfers on streams with ENOMEM, and leaves
+        deregistered memory pinned (observed with 1.15 and 1.20).
         """
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRange:
-    """A part of memory.
+    """A part of a :class:`Memory`.
 
     Attributes
     ----------
     memory : Memory
         The memory.
     offset_bytes : int
-        Offset of the part in the memory.
+        Offset of the part in the memory, in bytes.
     length_bytes : int or None
-        Size of the part. None: up to the end of the memory.
+        Size of the part, in bytes. None: up to the end of the memory.
     """
 
     memory: Memory
@@ -84,7 +84,7 @@ class BufferRange:
 
 
 class TransferRange(NamedTuple):
-    """The memory and the file range of one transfer, checked. Every call of cuFile takes its arguments from it.
+    """The checked memory range and file range of one transfer. Every cuFile call takes its arguments from it.
 
     Attributes
     ----------
@@ -93,11 +93,11 @@ class TransferRange(NamedTuple):
     address : int
         Address of the first byte of the memory.
     offset_bytes : int
-        Offset of the first byte of the transfer in the memory.
+        Offset of the first byte of the transfer in the memory, in bytes.
     length_bytes : int
         Size of the transfer in bytes.
     file_offset_bytes : int
-        Offset of the first byte of the transfer in the file.
+        Offset of the first byte of the transfer in the file, in bytes.
     """
 
     memory: Memory
@@ -108,7 +108,7 @@ class TransferRange(NamedTuple):
 
 
 def checked_length(memory: Memory, *, offset_bytes: int, length_bytes: int | None) -> int:
-    """Return the length of the part that starts at `offset_bytes`; None means up to the end of the memory.
+    """Return the length of a part of the memory. `length_bytes` None means up to the end of the memory.
 
     Raises
     ------
@@ -133,9 +133,9 @@ class RegisteredBuffer:
     Parameters
     ----------
     driver : Driver
-        The open driver. It deregisters the memory when it closes, at the latest.
+        The open driver. If the memory is still registered when the driver closes, the driver deregisters it.
     memory : Memory
-        The memory. It must not be freed before it is deregistered.
+        The memory. It must be deregistered before it is freed.
 
     Raises
     ------
@@ -150,8 +150,9 @@ class RegisteredBuffer:
         self._address = memory.address
         with memory.current():
             _cufile.call("cuFileBufRegister", "buf_register", bufPtr_base=memory.address, length=length_bytes, flags=0)
+        # Counts this buffer in :func:`gdrkit.handles.live` until it is closed.
         self._handle = Handle("cufile.buffer")
-        self._cancel_on_close = driver.on_close(self.close)
+        self._remove_close_callback = driver.on_close(self.close)
         self._closed = False
 
     @property
@@ -166,13 +167,13 @@ class RegisteredBuffer:
         with self.memory.current():
             _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
         self._closed = True
-        self._cancel_on_close()
+        self._remove_close_callback()
         self._handle.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()

@@ -1,6 +1,7 @@
-"""The cuFile driver.
+"""The class :class:`Driver`, the open cuFile driver of this process, and its properties.
 
-All other objects of this package are created from a :class:`Driver`. It closes them before it closes itself.
+All other objects of this package are created from a :class:`Driver`. When the driver is closed, it first closes the
+objects that are still open.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ class Driver:
     Parameters
     ----------
     timeout_s : float or None
-        Longest time in seconds that a child process may take to open the driver before this process opens it (see
-        :mod:`gdrkit.cufile.probe`). None: no child is started; use this if the parent kills this process when it hangs.
+        A child process opens the driver first, because the open may hang (see :mod:`gdrkit.cufile.probe`). This is the
+        longest time for the child, in seconds. None: start no child. Use None only if another process kills this one
+        when it hangs.
 
     Raises
     ------
@@ -84,7 +86,7 @@ class Driver:
             probe.require(timeout_s=timeout_s)
         _cufile.load()
         _cufile.call("cuFileDriverOpen", "driver_open")
-        self._children = ReleaseStack()
+        self._open_objects = ReleaseStack()
         self._handle = Handle("cufile.driver")
         self._closed = False
         self.statistics = Statistics()
@@ -97,8 +99,8 @@ class Driver:
     def properties(self) -> Properties:
         """Return the properties of the library and of nvidia-fs."""
         self.check_open()
-        major, minor, *others = _cufile.properties()
-        return Properties((major, minor), *others)
+        nvfs_major, nvfs_minor, *other_fields = _cufile.properties()
+        return Properties((nvfs_major, nvfs_minor), *other_fields)
 
     def use_count(self) -> int:
         """Return how many times the driver is open in this process."""
@@ -111,8 +113,8 @@ class Driver:
         return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Have `close` called before the driver is closed. Return a function that cancels this."""
-        return self._children.push(close)
+        """Call `close` when the driver is closed, before it closes. Return a function that removes the callback."""
+        return self._open_objects.push(close)
 
     def check_open(self) -> None:
         """Raise :class:`~gdrkit.errors.ClosedResource` if the driver is closed."""
@@ -130,7 +132,7 @@ class Driver:
         """
         if self._closed:
             return
-        self._children.run()
+        self._open_objects.run()
         _cufile.call("cuFileDriverClose", "driver_close")
         self._closed = True
         self._handle.release()
@@ -139,6 +141,6 @@ class Driver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()

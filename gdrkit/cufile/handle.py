@@ -1,7 +1,7 @@
 """Files that are registered with cuFile, and transfers between them and memory.
 
-Each method is one call of cuFile. As with pread, a count below the requested one means the end of the file, or a full
-disk.
+Each method makes one call of cuFile. As with pread and pwrite, fewer bytes than requested mean the end of the file or a
+full disk.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class FileHandle:
     Parameters
     ----------
     driver : Driver
-        The open driver. It deregisters the file when it closes, at the latest.
+        The open driver. If the file is still registered when the driver closes, the driver deregisters it.
     fd : int
-        Descriptor of an open regular file. The caller owns it and closes it after the handle. Direct transfers require
-        O_DIRECT.
+        Descriptor of an open regular file. The caller owns the descriptor, and must close it after this object. Direct
+        transfers require a descriptor with O_DIRECT.
 
     Raises
     ------
     ApiError
-        The library failed. CU_FILE_HANDLE_NOT_REGISTERED (5027) is the error for a file on tmpfs, or on a machine
-        without udev's database; :func:`gdrkit.cufile.obstacles` reports which of them it is.
+        The library failed. CU_FILE_HANDLE_NOT_REGISTERED (5027) means that the file is on tmpfs, or that the machine
+        has no udev database. :func:`gdrkit.cufile.obstacles` reports the cause.
     """
 
     def __init__(self, driver: Driver, fd: int) -> None:
@@ -50,10 +50,10 @@ class FileHandle:
             raise UsageError(message, reason=Reason.BAD_DESCRIPTOR)
         self.driver = driver
         self.fd = fd
-        self._number = _cufile.register_file(fd)
+        self._native_handle = _cufile.register_file(fd)
         self._handle = Handle("cufile.file")
-        self._cancel_on_close = driver.on_close(self.close)
-        # A stream reads and writes the arguments of its transfers later, so they must live until then.
+        self._remove_close_callback = driver.on_close(self.close)
+        # A stream reads and writes the arguments of its transfers after the call, so they must be kept alive.
         self._pending: set[PendingTransfer] = set()
         self._closed = False
 
@@ -68,12 +68,12 @@ class FileHandle:
         if self._closed:
             resource = "the cuFile handle"
             raise ClosedResource(resource)
-        return self._number
+        return self._native_handle
 
     def read(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> int:
-        """Read into memory and return the bytes that arrived.
+        """Read into memory and return the number of bytes that arrived.
 
         Parameters
         ----------
@@ -82,21 +82,21 @@ class FileHandle:
         file_offset_bytes : int
             Offset in the file, in bytes.
         offset_bytes, length_bytes : int
-            Part of the memory; length None: up to its end.
+            Part of the memory, in bytes. If `length_bytes` is None, the part ends at the end of the memory.
 
         Raises
         ------
         ApiError
             The file system failed (``errno``), or cuFile did (a CUfileOpError as status).
         UsageError
-            A value is negative, too large, or not inside the memory.
+            An offset or a length is negative or too large, or the part is not inside the memory.
         """
         return self._transfer("cuFileRead", "read", BufferRange(memory, offset_bytes, length_bytes), file_offset_bytes)
 
     def write(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> int:
-        """Write from memory and return the bytes written; see :meth:`read`."""
+        """Write from memory and return the number of bytes written; see :meth:`read`."""
         part = BufferRange(memory, offset_bytes, length_bytes)
         return self._transfer("cuFileWrite", "write", part, file_offset_bytes)
 
@@ -140,18 +140,18 @@ class FileHandle:
         Raises
         ------
         UsageError
-            ``BUSY``: a stream has not completed one of the transfers.
+            ``BUSY``: a transfer of a stream is not complete.
         """
         if self._closed:
             return
-        unfinished = [pending for pending in self._pending if not pending.done]
-        if unfinished:
-            message = f"{len(unfinished)} transfers of streams are not done"
+        unfinished_count = sum(not pending.done for pending in self._pending)
+        if unfinished_count:
+            message = f"{unfinished_count} transfers of streams are not done"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the streams first")
         self._pending.clear()
-        _cufile.call("cuFileHandleDeregister", "handle_deregister", fh=self._number)
+        _cufile.call("cuFileHandleDeregister", "handle_deregister", fh=self._native_handle)
         self._closed = True
-        self._cancel_on_close()
+        self._remove_close_callback()
         self._handle.release()
 
     def _transfer(self, operation: str, function: str, part: BufferRange, file_offset_bytes: int) -> int:
@@ -176,7 +176,9 @@ class FileHandle:
             message = "parts must have at least one part of memory"
             raise UsageError(message)
         transfers = [part.at(file_offset_bytes) for part in parts]
-        vectors = _cufile.io_vectors([(each.address + each.offset_bytes, each.length_bytes) for each in transfers])
+        vectors = _cufile.io_vectors(
+            [(transfer.address + transfer.offset_bytes, transfer.length_bytes) for transfer in transfers]
+        )
         with transfers[0].memory.current():
             return _cufile.transfer(
                 operation, function, fh=self.number, iov=vectors, file_offset=file_offset_bytes, flags=0
@@ -200,6 +202,6 @@ class FileHandle:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()

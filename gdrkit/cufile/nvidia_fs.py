@@ -1,7 +1,7 @@
-"""Reader of the counters of the kernel driver nvidia-fs.
+"""Reader of the counters of the kernel driver nvidia-fs, in /proc/driver/nvidia-fs.
 
-The counters are those of the whole machine. They prove a transfer of this process only if no other process uses
-nvidia-fs at the time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
+The driver counts for the whole machine. So the counters prove a transfer of this process only if no other process uses
+nvidia-fs at the same time. Source of the format: ``src/nvfs-stat.c`` of gds-nvidia-fs 2.28.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ class NvidiaFs:
         return self.counters.get(name, 0) - before.counters.get(name, 0)
 
     def transferred_bytes(self, before: NvidiaFs, *, writing: bool) -> int:
-        """Return the bytes read or written since `before`; nvidia-fs counts whole MiB."""
+        """Return the number of bytes read or written since `before`. nvidia-fs counts only complete MiB."""
         return self.increase(before, "Writes.writeMiB" if writing else "Reads.readMiB") * _MIB_BYTES
 
 
 def read_nvidia_fs(tree: Tree) -> NvidiaFs | None:
-    """Read the counters below the root of `tree`; return None if nvidia-fs is not loaded."""
+    """Read and return the counters. Return None if nvidia-fs is not loaded."""
     text = tree.text(f"{_FOLDER}/stats")
     if text is None:
         return None
     counters: dict[str, int] = {}
-    processes = 0
+    process_count = 0
     for line in text.splitlines():
         title, _, values = line.partition(":")
-        name = title.strip()
-        if name == "Active Process":
-            processes = int(values) if values.strip().isdecimal() else 0
-        counters |= {f"{name}.{key}": int(value) for key, value in _PAIR.findall(values)}
+        line_name = title.strip()
+        if line_name == "Active Process":
+            process_count = int(values) if values.strip().isdecimal() else 0
+        counters |= {f"{line_name}.{key}": int(value) for key, value in _PAIR.findall(values)}
     modules = tree.text(f"{_FOLDER}/modules") or ""
     return NvidiaFs(
         counting="IO stats: Enabled" in text,
-        process_count=processes,
+        process_count=process_count,
         counters=counters,
         modules=tuple(sorted({word for line in modules.splitlines() for word in line.split()[:1]})),
     )

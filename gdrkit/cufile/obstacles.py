@@ -1,6 +1,7 @@
-"""Causes why transfers between a file and a GPU are not direct on this machine.
+"""Search for the causes why transfers between a file and a GPU are not direct on this machine.
 
-Files of the host are read below a root that is an argument. The settings of libcufile are read from libcufile.
+The functions read /proc and /run of the host through a :class:`~gdrkit.cufile.nvidia_fs.Tree`, so that the files of
+another machine can be examined, too.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["Cause", "Obstacle", "file_storage", "obstacles", "request_obstacles"]
 
 _UDEV = "/run/udev/data"
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-_LAYERED = frozenset({"overlay", "fuse", "9p"})
+_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+# File systems that hide the device with the data.
+_LAYERED_FILE_SYSTEMS = frozenset({"overlay", "fuse", "9p"})
 _ALIGNMENT_BYTES = 4096
-# The file systems on block devices that libcufile supports. For them it finds the device in udev's database.
-_ON_BLOCK_DEVICES = frozenset({"ext4", "xfs"})
+# The file systems on block devices that libcufile supports. It finds their devices in udev's database.
+_BLOCK_FILE_SYSTEMS = frozenset({"ext4", "xfs"})
 
 
 class Cause(enum.Enum):
@@ -43,18 +45,18 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """One cause, with text for people.
+    """One cause why transfers are not direct, with a description and advice.
 
     Attributes
     ----------
     cause : Cause
         The cause, for programs.
     text : str
-        One sentence that describes it.
+        Description of the cause, for messages.
     what_to_do : str
-        How to fix it.
+        Advice how to remove the cause.
     refuses : bool
-        True: libcufile refuses to register the file. False: it registers the file, and transfers are not direct.
+        True: libcufile refuses to register the file. False: libcufile registers the file, but transfers are not direct.
     """
 
     cause: Cause
@@ -78,7 +80,7 @@ class FileStorage:
 
 
 def file_storage(tree: Tree, fd: int) -> FileStorage:
-    """Return the storage of the file of a descriptor.
+    """Return the storage of the file that a descriptor refers to.
 
     Raises
     ------
@@ -96,7 +98,7 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
     Parameters
     ----------
     tree : Tree
-        This host, or another root.
+        Reader of the host's files.
     fd : int
         Descriptor of the file.
     compat_forced : bool
@@ -106,7 +108,7 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
 
 
 def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
-    """Return the obstacles of one transfer.
+    """Return the obstacles that one transfer has in addition to those of its file.
 
     Parameters
     ----------
@@ -115,23 +117,23 @@ def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[O
     host_memory : bool
         Whether the memory is host memory.
     """
-    result = []
+    found_obstacles = []
     if host_memory:
-        result.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "read into memory of a GPU"))
+        found_obstacles.append(Obstacle(Cause.HOST_MEMORY, "the memory is host memory", "read into memory of a GPU"))
     if offset_bits % _ALIGNMENT_BYTES:
-        result.append(
+        found_obstacles.append(
             Obstacle(
                 Cause.UNALIGNED,
                 f"an offset or the length is not a multiple of {_ALIGNMENT_BYTES} bytes",
                 f"align them to {_ALIGNMENT_BYTES} bytes",
             )
         )
-    return tuple(result)
+    return tuple(found_obstacles)
 
 
 def _file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
     storage = file_storage(tree, fd)
-    if storage.file_system in _IN_MEMORY:
+    if storage.file_system in _MEMORY_FILE_SYSTEMS:
         yield Obstacle(
             Cause.TMPFS,
             f"the file is on {storage.file_system}, which is not storage",
@@ -147,24 +149,24 @@ def _file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obs
             "remove CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json",
         )
     yield from _driver_obstacles(tree)
-    if not _flags(fd) & os.O_DIRECT:
+    if not _open_flags(fd) & os.O_DIRECT:
         yield Obstacle(Cause.NOT_O_DIRECT, "the file was opened without O_DIRECT", "open it with O_DIRECT")
 
 
 def _storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstacle]:
-    entry = tree.text(storage.udev_entry)
-    if entry is None or "E:ID_FS_USAGE=filesystem" not in entry.splitlines():
+    udev_text = tree.text(storage.udev_entry)
+    if udev_text is None or "E:ID_FS_USAGE=filesystem" not in udev_text.splitlines():
         yield Obstacle(
             Cause.NO_UDEV_DATABASE,
             f"{storage.udev_entry} has no ID_FS_USAGE=filesystem, so libcufile does not find the device of the file",
             "mount /run/udev of the host into the container, read-only",
             refuses=True,
         )
-    if storage.file_system is not None and storage.file_system not in _ON_BLOCK_DEVICES:
-        layered = storage.file_system.partition(".")[0] in _LAYERED
+    if storage.file_system is not None and storage.file_system not in _BLOCK_FILE_SYSTEMS:
+        is_layered = storage.file_system.partition(".")[0] in _LAYERED_FILE_SYSTEMS
         yield Obstacle(
             Cause.FILE_SYSTEM,
-            f"the file is on {storage.file_system}" + (", which hides the device below it" if layered else ""),
+            f"the file is on {storage.file_system}" + (", which hides the device below it" if is_layered else ""),
             "put the file on ext4 or xfs, or on a network file system that cuFile supports",
         )
 
@@ -181,22 +183,23 @@ def _driver_obstacles(tree: Tree) -> Iterator[Obstacle]:
     if not modules:
         yield Obstacle(
             Cause.NO_STORAGE_MODULE,
-            "nvidia-fs supports no storage driver that is loaded",
+            "nvidia-fs supports none of the loaded storage drivers",
             "build nvidia-fs against the storage drivers that are loaded (it binds their symbols by name)",
         )
 
 
-def _file_system(tree: Tree, device: str) -> str | None:
+def _file_system(tree: Tree, device_number: str) -> str | None:
+    """Return the type of the file system on the device ``major:minor``, or None if mountinfo does not list it."""
     # A line of mountinfo (proc(5)): 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
     for line in (tree.text("/proc/self/mountinfo") or "").splitlines():
-        before, _, after = line.partition(" - ")
-        words = before.split()
-        if len(words) > 2 and words[2] == device and after:  # noqa: PLR2004 - the third field.
-            return after.split()[0]
+        mount_fields, _, type_fields = line.partition(" - ")
+        words = mount_fields.split()
+        if len(words) > 2 and words[2] == device_number and type_fields:  # noqa: PLR2004 - the third field.
+            return type_fields.split()[0]
     return None
 
 
-def _flags(fd: int) -> int:
+def _open_flags(fd: int) -> int:
     import fcntl
 
     return fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -1,6 +1,7 @@
-"""The parameters of libcufile, which are staged while the driver is closed and take effect when it opens.
+"""The parameters of libcufile: functions that set and return them.
 
-While the driver is closed, a read returns the staged value, which is not always the one that the open driver will use.
+Parameters can be set only while the driver is closed. The values are staged: they take effect when the driver opens.
+While the driver is closed, the functions return the staged value, which the driver may discard when it opens.
 The numbers are those of ``cufile.h`` 1.20. A library that does not know a parameter returns CU_FILE_INVALID_VALUE.
 """
 
@@ -73,7 +74,7 @@ class Text(enum.IntEnum):
     LOG_DIR = 2
 
 
-# The parameters that the driver properties report.
+# The parameters that cuFileDriverGetProperties reports. Older versions of libcufile discard their staged values.
 _PROPERTIES = frozenset(
     {
         Size.MAX_DIRECT_IO_SIZE_KB,
@@ -154,12 +155,12 @@ def set_text(parameter: Text, value: str) -> None:
 
 
 def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes in KiB and counts of the pinned buffers of compat mode; `count` is the number of sizes."""
+    """Return the sizes in KiB and the counts of the pinned buffers of compat mode. `count` is the number of sizes."""
     return _cufile.slab_arrays(count)
 
 
 def set_posix_pool(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:
-    """Stage the buffers of compat mode; see :func:`set_size`."""
+    """Stage the sizes and counts of the pinned buffers of compat mode; see :func:`set_size`."""
     if len(sizes_kib) != len(counts) or not sizes_kib:
         message = (
             f"sizes_kib and counts must have the same length of at least 1, not {len(sizes_kib)} and {len(counts)}"

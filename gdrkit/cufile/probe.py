@@ -1,8 +1,8 @@
-"""A test in a child process, with a time limit, whether the cuFile driver opens on this machine.
+"""A test whether the cuFile driver opens on this machine, in a child process with a time limit.
 
-libcufile (1.15 to 1.20) was observed to loop forever in cuFileDriverOpen if /proc/modules does not exist, which is the
-case for a kernel without loadable modules. Only the end of the process stops that. So a child process opens the driver
-first, and this process opens it only if the child has succeeded. The child runs ``python -m gdrkit.cufile.probe``.
+libcufile (1.15 to 1.20) was observed to loop forever in cuFileDriverOpen if /proc/modules does not exist, as with a
+kernel without loadable modules. Only the end of the process ends the loop. So a child process opens the driver first,
+and this process opens it only if the child has succeeded. The child runs ``python -m gdrkit.cufile.probe``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gdrkit.forks import ForkSafeLock
 
 __all__ = ["TIMEOUT_S", "ProbeResult", "main", "probe", "require"]
 
-# If libcufile opened at all, it took less than a second. The rest is a margin for busy machines.
+# An open that succeeds takes less than a second. The rest is a margin for busy machines.
 TIMEOUT_S = 30.0
 _OPERATION = "cuFileDriverOpen in a child process"
 _OUTPUT_CHARACTERS_MAX = 400
@@ -31,12 +31,13 @@ _MODULES = Path("/proc/modules")
 _NO_MODULES = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
 _lock = ForkSafeLock()
-_successes: list[ProbeResult] = []
+# The result of the first successful probe, or an empty list.
+_cached_results: list[ProbeResult] = []
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The result of a child process that has opened the driver.
+    """The result of a child process that opened the driver successfully.
 
     Attributes
     ----------
@@ -53,7 +54,7 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
     Raises
     ------
     SetupMissing
-        ``TIMEOUT``: the child did not end in time, and was killed. Otherwise, the error of the child with its numbers.
+        ``TIMEOUT``: the child did not end in time and was killed. Otherwise the error that the child reported.
     """
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-") as folder:
         child = subprocess.Popen(
@@ -65,12 +66,12 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        output, errors = _wait(child, timeout_s)
+        output, error_output = _wait(child, timeout_s)
     lines = output.decode("utf-8", "backslashreplace").splitlines()
     result = json.loads(lines[-1]) if child.returncode == 0 and lines else None
     if result is None:
-        last = errors.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
-        detail = _exit_text(child.returncode) + (f"; it printed: {last}" if last else "")
+        error_text = error_output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
+        detail = _exit_text(child.returncode) + (f"; it printed: {error_text}" if error_text else "")
         raise _probe_error(detail, Reason.OTHER)
     if "failure" in result:
         raise _error_of_child(result["failure"])
@@ -78,7 +79,9 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
 
 
 def require(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
-    """Return the result of :func:`probe`. A success is cached, because the driver then also opens in this process.
+    """Return the result of :func:`probe`. A success is cached.
+
+    Once the driver has opened in a child process, it also opens in this process.
 
     Raises
     ------
@@ -86,9 +89,9 @@ def require(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
         See :func:`probe`. A failure is not cached.
     """
     with _lock:
-        if not _successes:
-            _successes.append(probe(timeout_s=timeout_s))
-        return _successes[0]
+        if not _cached_results:
+            _cached_results.append(probe(timeout_s=timeout_s))
+        return _cached_results[0]
 
 
 def main() -> int:
@@ -122,7 +125,7 @@ def main() -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, bytes]:
-    """Wait for the child and return its output and its errors. Kill it if it does not end in time."""
+    """Wait for the child and return its standard output and standard error. Kill it if it does not end in time."""
     try:
         return child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
@@ -131,15 +134,16 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, byte
             detail += f"; {why_alive}"
         raise _probe_error(detail, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
     except BaseException:
-        # The child has its own session, so the interrupt of a terminal does not reach it.
+        # The child is in another session, so Ctrl-C in the terminal does not end it.
         _kill(child)
         raise
 
 
 def _kill(child: subprocess.Popen[bytes]) -> str:
-    """Kill the child and all of its processes. Return why it is still alive, or an empty text if it has ended."""
+    """Kill the child and all of its processes. Return the reason if it is still alive, otherwise an empty text."""
     for pipe in (child.stdout, child.stderr):
-        # A process that has left the process group may keep the other ends of the pipes open.
+        # Close the pipes now: a descendant that has left the process group may keep the other ends open. A read would
+        # then not end.
         if pipe is not None:
             pipe.close()
     return kill_child(child)
@@ -162,10 +166,10 @@ def _probe_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupM
     )
 
 
-def _exit_text(code: int) -> str:
-    if code < 0:
-        return f"the child was ended by {signal.Signals(-code).name}"
-    return f"the child exited with {code}"
+def _exit_text(exit_status: int) -> str:
+    if exit_status < 0:
+        return f"the child was killed by {signal.Signals(-exit_status).name}"
+    return f"the child exited with status {exit_status}"
 
 
 if __name__ == "__main__":

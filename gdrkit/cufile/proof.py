@@ -1,8 +1,8 @@
-"""Proof of the route that bytes took.
+"""Proof of the route that the bytes of cuFile transfers took.
 
-A :class:`RouteMonitor` reads the counters of libcufile and of nvidia-fs before and after transfers. Their increase
-shows which route the bytes took. Only this evidence proves a route. The success of a call proves nothing, because
-libcufile silently copies through host memory if there is no direct path.
+A :class:`RouteMonitor` reads the counters of libcufile and of nvidia-fs before and after transfers. The increase of the
+counters shows which route the bytes took. Only this evidence proves a route. The success of a call proves nothing,
+because libcufile silently copies through host memory if there is no direct path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ _UNEXPLAINED = Obstacle(
 
 
 class Route(enum.Enum):
-    """The route of bytes between a file and memory."""
+    """The route of bytes between a file and memory.
+
+    libcufile moves bytes by PCI peer-to-peer (``P2P``), through the driver nvidia-fs (``NVFS``), or through host memory
+    (``POSIX``). ``ENGINE`` is the copy engine of gdrkit.gds, and ``RDMA`` a storage server.
+    """
 
     P2P = "p2p"
     NVFS = "nvfs"
@@ -56,7 +60,11 @@ class Route(enum.Enum):
 
 
 class RouteState(enum.Enum):
-    """State of knowledge about the direct route."""
+    """Whether the direct route is proven, and if not, why.
+
+    ``UNPROVEN``: no counter shows the route. ``FELL_BACK``: the bytes went through host memory. ``NOT_POSSIBLE``:
+    libcufile refused to register the file.
+    """
 
     PROVEN = "proven"
     UNPROVEN = "unproven"
@@ -77,7 +85,7 @@ class Proof:
     evidence : str
         Source of the evidence: ``cufile statistics``, ``nvidia-fs counters``, or empty.
     moved : mapping
-        Increases of the counters, by name.
+        Increase of each counter, by its name.
     causes : tuple of Obstacle
         Reasons why the route was not direct, or why it is unknown.
     """
@@ -94,7 +102,7 @@ class Proof:
         return "; ".join(f"{cause.text} ({cause.cause.value})" for cause in self.causes)
 
     def require_direct(self) -> None:
-        """Fail if the route is not proven to be direct.
+        """Raise an error if the route is not proven to be direct.
 
         Raises
         ------
@@ -121,14 +129,14 @@ class DirectPathError(GdrkitError):
 class RouteMonitor:
     """An observer of the counters during transfers.
 
-    The counters are per process, so no other transfers should run while it observes.
+    libcufile counts all transfers of the process, so no other transfers should run at the same time.
 
     Parameters
     ----------
     driver : Driver
         The open driver, with started statistics.
     tree : Tree
-        This host, or another root.
+        Reader of the host's files.
     """
 
     def __init__(self, driver: Driver, tree: Tree) -> None:
@@ -143,11 +151,11 @@ class RouteMonitor:
         Parameters
         ----------
         fd : int
-            The file of the transfers, for the causes.
+            Descriptor of the file of the transfers. Its obstacles become causes in the proof.
         request : tuple of Obstacle
-            Known obstacles of these transfers.
+            Further known obstacles of these transfers; see :func:`gdrkit.cufile.obstacles.request_obstacles`.
         """
-        # If these transfers fail, the proof of earlier transfers must not remain.
+        # Reset the proof, because an exception in the block must not leave the proof of earlier transfers.
         self.proof = Proof(Route.UNKNOWN, RouteState.UNPROVEN)
         before, error_before = self._read_statistics()
         nvfs_before = read_nvidia_fs(self._tree)
@@ -176,44 +184,44 @@ def proof_from_counters(
     causes: tuple[Obstacle, ...] = (),
     statistics_error: str = "",
 ) -> Proof:
-    """Return the route and the state of knowledge that follow from the counters.
+    """Return the proof that follows from the counters.
 
     Parameters
     ----------
-    delta : Snapshot or None
-        Increase of the statistics of libcufile; None if there are none.
+    delta : StatisticsSnapshot or None
+        Increase of the statistics of libcufile; None if libcufile returned no statistics.
     nvfs : tuple
-        Counters of nvidia-fs before and after; None if it is not loaded.
+        Counters of nvidia-fs before and after the transfers; None if nvidia-fs is not loaded.
     causes : tuple of Obstacle
         Known obstacles.
     statistics_error : str
         The error if libcufile returned no statistics.
     """
     counts = _transfers_by_route(delta) if delta is not None else {}
-    direct = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
-    moved = _transfer_counters(delta)
+    direct_counts = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
+    increases = _transfer_counters(delta)
     if counts.get(Route.POSIX):
-        return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", moved, causes or (_UNEXPLAINED,))
+        return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED,))
     if uncounted := _transfers_without_route(delta):
         text = f"libcufile does not count the route of {uncounted} transfers"
-        advice = "use FileHandle.read and write instead of batches and vectors; they are counted by route"
+        advice = "use FileHandle.read and write instead of batches and vectors, because libcufile counts their routes"
         return Proof(
-            Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
+            Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
         )
-    if any(direct.values()):
-        route = max(direct, key=lambda each: direct[each])
-        return Proof(route, RouteState.PROVEN, "cufile statistics", moved)
+    if any(direct_counts.values()):
+        route = max(direct_counts, key=lambda candidate: direct_counts[candidate])
+        return Proof(route, RouteState.PROVEN, "cufile statistics", increases)
     before, after = nvfs
     if before is not None and after is not None and _is_nvfs_proven(before, after):
-        increases = {name: after.increase(before, name) for name in _NVFS_COUNTERS}
-        return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", increases)
+        nvfs_increases = {name: after.increase(before, name) for name in _NVFS_COUNTERS}
+        return Proof(Route.NVFS, RouteState.PROVEN, "nvidia-fs counters", nvfs_increases)
     text = statistics_error or "no counter of libcufile or nvidia-fs has increased"
     advice = "start the statistics at level 3 (Driver.statistics.start), with cuFile 1.15 or newer"
-    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", moved, (Obstacle(Cause.NOT_COUNTED, text, advice),))
+    return Proof(Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice),))
 
 
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
-    """Return the proof for a file that libcufile refused to register: no route, with the causes."""
+    """Return the proof for a file that libcufile refused to register. It has no route, but the causes."""
     causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
     if not causes:
         causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
@@ -221,27 +229,28 @@ def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
 
 
 def _transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
+    """Return the number of transfers on each route that libcufile counts."""
     counts = {
         route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
         for route in (Route.P2P, Route.NVFS, Route.POSIX)
     }
-    # Batches have their own counters in the first level, in addition to those of the third level or instead of them. A
-    # batch that went through host memory is always counted: direct reads at the same time must not hide it.
-    batches = {
+    # The first level has counters of batches. libcufile counts a batch there, and in some versions in the third level,
+    # too. A batch that went through host memory must always be visible, even beside direct reads.
+    batch_counts = {
         Route.P2P: delta.basic.get("batch_p2p_submit_ops", 0),
         Route.NVFS: delta.basic.get("batch_nvfs_submit_ops", 0),
         Route.POSIX: delta.basic.get("batch_posix_enqueued_ops", 0),
     }
     if not any(counts.values()):
-        return batches
-    return counts | {Route.POSIX: max(counts[Route.POSIX], batches[Route.POSIX])}
+        return batch_counts
+    return counts | {Route.POSIX: max(counts[Route.POSIX], batch_counts[Route.POSIX])}
 
 
 def _transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     """Return the number of batch transfers whose route libcufile does not report.
 
-    libcufile does not count the route of transfers that it submits by the kernel's asynchronous I/O. In compat mode,
-    these are all transfers of batches (observed with 1.15 and 1.20).
+    libcufile does not count the route of transfers that it submits to the kernel's asynchronous I/O. In compat mode,
+    it submits all transfers of batches that way (observed with 1.15 and 1.20).
     """
     if delta is None:
         return 0
@@ -250,26 +259,29 @@ def _transfers_without_route(delta: StatisticsSnapshot | None) -> int:
 
 
 def _transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
-    """Return the increases of the counters of transfers: totals over all GPUs, and those of batches."""
+    """Return the increases of the counters of transfers (totals over all GPUs) and of batches."""
     if delta is None:
         return {}
     names = sorted({name for gpu in delta.gpus for name in gpu.counters if name.startswith("n_")})
-    batches = {name: value for name, value in delta.basic.items() if name.startswith("batch_") and "_ops" in name}
-    return {name: delta.total(name) for name in names} | batches
+    batch_counters = {
+        name: value for name, value in delta.basic.items() if name.startswith("batch_") and "_ops" in name
+    }
+    return {name: delta.total(name) for name in names} | batch_counters
 
 
 def _is_nvfs_proven(before: NvidiaFs, after: NvidiaFs) -> bool:
-    """Return whether the counters of nvidia-fs have increased, and no other process can have caused that."""
+    """Return whether the counters of nvidia-fs have increased, and no other process was using nvidia-fs."""
     is_only_process = max(before.process_count, after.process_count) <= 1
     has_increased = any(after.increase(before, name) > 0 for name in _NVFS_COUNTERS)
     return after.counting and is_only_process and has_increased
 
 
 def _compat_forced() -> bool:
+    """Return whether the environment or the settings of libcufile force compat mode."""
     if os.environ.get("CUFILE_FORCE_COMPAT_MODE", "").lower() in {"1", "true"}:
         return True
     try:
         return parameters.flag(parameters.Flag.FORCE_COMPAT_MODE)
     except ApiError:
-        # A library without this parameter cannot have it set.
+        # This version of libcufile does not have the parameter.
         return False

@@ -1,7 +1,7 @@
-"""The statistics of libcufile: levels 1 to 3, for the whole process (cuFile 1.15).
+"""The statistics of libcufile (cuFile 1.15 and newer): counters of the whole process, in three levels.
 
 For each GPU, the third level counts the transfers that went peer to peer, through nvidia-fs, or through host memory
-(POSIX). It is the only report of cuFile itself about the route of a transfer.
+(POSIX). libcufile reports the route of transfers nowhere else.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GpuCounters", "Level", "Statistics", "StatisticsSnapshot"]
 
-# The names of rates, which libcufile derives from counters.
+# Names of rates, which libcufile derives from counters.
 _RATE = re.compile(r"_bw(_|$)|_per_sec$|_utilization$")
+# Values about the last batch are not counters.
 _LAST_BATCH = "last_batch_"
 
 
@@ -42,7 +43,7 @@ class GpuCounters:
     uuid : str
         UUID of the GPU, as nvidia-smi prints it.
     counters : mapping
-        Counters by the names of the header.
+        Counters by their names in ``cufile.h``.
     """
 
     uuid: str
@@ -56,8 +57,8 @@ class StatisticsSnapshot:
     Attributes
     ----------
     basic : mapping
-        Counters of the first level by the names of the header. Operations are counted twice: successes as
-        ``read_ops``, and errors as ``read_ops_err``.
+        Counters of the first level by their names in ``cufile.h``. Successes and errors have separate counters, such as
+        ``read_ops`` and ``read_ops_err``.
     read_sizes, write_sizes : tuple of int
         Histograms of the second level; empty at a lower level.
     gpus : tuple of GpuCounters
@@ -72,10 +73,9 @@ class StatisticsSnapshot:
     def since(self, before: StatisticsSnapshot) -> StatisticsSnapshot:
         """Return the increase of the counters since `before`, without unchanged counters.
 
-        An average (``..._lat_avg_us``) is that of the operations since `before`, rounded down as in libcufile: the
-        increase of the sum divided by the increase of the count. Rates (``..._bw...``, ``..._per_sec``,
-        ``..._utilization``) are not included, because the difference of two rates is not a rate. ``last_batch_...`` is
-        not a counter; its value is that of this snapshot.
+        An average (``..._lat_avg_us``) is the average over the operations since `before`, rounded down as in libcufile.
+        Rates (``..._bw...``, ``..._per_sec``, ``..._utilization``) are left out, because the difference of two rates is
+        not a rate. ``last_batch_...`` is not a counter, so the value of this snapshot is returned.
         """
         gpus_before = {gpu.uuid: gpu.counters for gpu in before.gpus}
         return StatisticsSnapshot(
@@ -105,7 +105,7 @@ class Statistics:
         Unsupported
             cuFile is older than 1.15.
         """
-        self._check()
+        self._check_version()
         return Level(int(_cufile.call("cuFileGetStatsLevel", "get_stats_level")))
 
     def start(self, level: Level = Level.PER_GPU) -> None:
@@ -116,18 +116,18 @@ class Statistics:
         Unsupported
             cuFile is older than 1.15.
         """
-        self._check()
+        self._check_version()
         _cufile.call("cuFileSetStatsLevel", "set_stats_level", level=int(level))
         _cufile.call("cuFileStatsStart", "stats_start")
 
     def stop(self) -> None:
         """Stop counting. The counters keep their values."""
-        self._check()
+        self._check_version()
         _cufile.call("cuFileStatsStop", "stats_stop")
 
     def reset(self) -> None:
         """Set all counters of this process to 0."""
-        self._check()
+        self._check_version()
         _cufile.call("cuFileStatsReset", "stats_reset")
 
     def snapshot(self, level: Level = Level.PER_GPU) -> StatisticsSnapshot:
@@ -136,7 +136,7 @@ class Statistics:
         Raises
         ------
         ApiError
-            CU_FILE_INVALID_VALUE: this level is not counted.
+            CU_FILE_INVALID_VALUE: the statistics were started at a lower level.
         Unsupported
             cuFile is older than 1.15.
         """
@@ -144,34 +144,34 @@ class Statistics:
         basic = _layout.basic_of(buffer, version=version)
         if level < Level.SIZES:
             return StatisticsSnapshot(basic)
-        reads, writes = _layout.histograms_of(buffer, version=version)
+        read_sizes, write_sizes = _layout.histograms_of(buffer, version=version)
         if level < Level.PER_GPU:
-            return StatisticsSnapshot(basic, reads, writes)
+            return StatisticsSnapshot(basic, read_sizes, write_sizes)
         gpus = tuple(
-            GpuCounters(f"GPU-{uuid.UUID(bytes=raw)}", counters)
-            for raw, counters in _layout.gpus_of(buffer, version=version)
+            GpuCounters(f"GPU-{uuid.UUID(bytes=uuid_bytes)}", counters)
+            for uuid_bytes, counters in _layout.gpus_of(buffer, version=version)
         )
-        return StatisticsSnapshot(basic, reads, writes, gpus)
+        return StatisticsSnapshot(basic, read_sizes, write_sizes, gpus)
 
     @staticmethod
-    def _check() -> None:
+    def _check_version() -> None:
         if _cufile.library_version() < _layout.STATISTICS_SINCE:
             raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.version_text(), since="1.15")
 
 
 def _increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """Return the increase of each counter that has changed; see :meth:`StatisticsSnapshot.since`."""
-    result: dict[str, int] = {}
+    increases: dict[str, int] = {}
     for name, value in now.items():
         if value == before.get(name, 0) or _RATE.search(name):
             continue
-        result[name] = value if name.startswith(_LAST_BATCH) else value - before.get(name, 0)
-    for average, (total, count) in _layout.AVERAGES.items():
-        result.pop(average, None)
-        if result.get(count, 0) > 0:
-            result[average] = result.get(total, 0) // result[count]
-    return result
+        increases[name] = value if name.startswith(_LAST_BATCH) else value - before.get(name, 0)
+    for average_name, (sum_name, count_name) in _layout.AVERAGES.items():
+        increases.pop(average_name, None)
+        if increases.get(count_name, 0) > 0:
+            increases[average_name] = increases.get(sum_name, 0) // increases[count_name]
+    return increases
 
 
 def _subtract(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(now, before, strict=True)) if before else now
+    return tuple(new - old for new, old in zip(now, before, strict=True)) if before else now

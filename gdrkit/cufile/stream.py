@@ -1,6 +1,6 @@
-"""Reads and writes that a CUDA stream executes in order.
+"""Reads and writes by cuFile that a CUDA stream executes in order.
 
-This package does not import CUDA, so the stream object itself reports when it is done.
+The caller provides the stream object, because this package does not import gdrkit.cuda.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CudaStream", "PendingTransfer", "RegisteredStream", "StreamFlags"]
 
 
 class CudaStream(Protocol):
-    """The interface of a CUDA stream."""
+    """The interface of a CUDA stream: that of the streams of gdrkit.cuda."""
 
     @property
     def handle(self) -> int:
@@ -42,7 +42,7 @@ class CudaStream(Protocol):
 
 
 class StreamFlags(enum.IntFlag):
-    """The arguments of a transfer whose values are known when it is queued (``CU_FILE_STREAM_*``)."""
+    """The arguments that do not change after a transfer is queued (``CU_FILE_STREAM_*``)."""
 
     NOTHING = 0
     BUFFER_OFFSET = 1
@@ -77,7 +77,7 @@ class PendingTransfer:
         )
 
     def call_arguments(self) -> dict[str, int]:
-        """Return the arguments of the call between those of the file and of the stream, in the order of the header."""
+        """Return the arguments of the call after the file and before the stream, in the order of ``cufile.h``."""
         length, file_offset, buffer_offset, result = self._arguments.addresses()
         return {
             "bufPtr_base": self._transfer.address,
@@ -89,17 +89,18 @@ class PendingTransfer:
 
     @property
     def done(self) -> bool:
-        """Whether the stream has done the transfer and all of its other work.
+        """Whether the stream has completed the transfer and all of its other work.
 
-        The stream is queried, because libcufile sets the result to 0 at the call already.
+        The result does not show whether the transfer is done, because libcufile sets it to 0 in the call. So the
+        property queries the stream.
         """
-        stream = self._stream  # Another thread may also read it.
+        stream = self._stream  # Another thread may set the attribute to None.
         if stream is not None and (stream.closed or stream.query()):
             self._stream = stream = None
         return stream is None
 
     def bytes(self) -> int:
-        """Return the bytes moved.
+        """Return the number of bytes moved.
 
         Raises
         ------
@@ -120,16 +121,16 @@ class PendingTransfer:
 
 
 class RegisteredStream:
-    """A CUDA stream that is registered with cuFile, which keeps resources for its transfers; a context manager.
+    """A CUDA stream that is registered with cuFile, so that cuFile prepares resources for it; a context manager.
 
     Parameters
     ----------
     driver : Driver
-        The open driver. It deregisters the stream when it closes, at the latest.
+        The open driver. If the stream is still registered when the driver closes, the driver deregisters it.
     stream : int
-        The CUDA driver's handle of the stream. The stream must be destroyed after this object.
+        The CUDA driver's handle of the stream. This object must be closed before the stream is destroyed.
     flags : StreamFlags
-        Arguments whose values will be known when a transfer is queued.
+        Arguments that do not change after a transfer is queued.
 
     Raises
     ------
@@ -142,7 +143,7 @@ class RegisteredStream:
         self.stream = stream
         _cufile.call("cuFileStreamRegister", "stream_register", stream=stream, flags=int(flags))
         self._handle = Handle("cufile.stream")
-        self._cancel_on_close = driver.on_close(self.close)
+        self._remove_close_callback = driver.on_close(self.close)
         self._closed = False
 
     def close(self) -> None:
@@ -151,13 +152,13 @@ class RegisteredStream:
             return
         _cufile.call("cuFileStreamDeregister", "stream_deregister", stream=self.stream)
         self._closed = True
-        self._cancel_on_close()
+        self._remove_close_callback()
         self._handle.release()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """Reader of the traffic counters of RDMA ports.
 
-The counters increase only when bytes pass the port of a NIC. A transfer that is reported as direct must therefore
-increase them.
+The counters of a port increase when bytes pass the port, and only then. So a transfer that is reported as direct, but
+leaves all counters unchanged, did not use a NIC.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def _read(tree: HostTree, device: str, port: int) -> PortCounters:
         port=port,
         sent_bytes=None if sent is None else sent * _WORD_BYTES,
         received_bytes=None if received is None else received * _WORD_BYTES,
-        sent_packets=_first(tree, f"{folder}/port_xmit_packets", f"{hw_folder}/sent_pkts"),
-        received_packets=_first(tree, f"{folder}/port_rcv_packets", f"{hw_folder}/rcvd_pkts"),
+        sent_packets=_first_number(tree, f"{folder}/port_xmit_packets", f"{hw_folder}/sent_pkts"),
+        received_packets=_first_number(tree, f"{folder}/port_rcv_packets", f"{hw_folder}/rcvd_pkts"),
     )
 
 
-def _first(tree: HostTree, *paths: str) -> int | None:
+def _first_number(tree: HostTree, *paths: str) -> int | None:
     """Return the number in the first of the files that can be read, or None."""
-    return next((number for path in paths if (number := tree.number(path)) is not None), None)
+    return next((count for path in paths if (count := tree.number(path)) is not None), None)

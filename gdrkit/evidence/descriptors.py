@@ -13,16 +13,16 @@ _DEVICES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 
 
 def descriptors() -> dict[int, str]:
-    """Return number and target of every open descriptor, e.g. ``{3: "socket:[4711]"}``.
+    """Return the target of every open descriptor by its number, e.g. ``{3: "socket:[4711]"}``.
 
-    The descriptor that this function opens for the listing is left out.
+    The result does not contain the descriptor that this function opens to list the others.
     """
     targets = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - a Path for each entry has no benefit.
         try:
             targets[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
         except FileNotFoundError:
-            # The descriptor was closed meanwhile: it is that of the listing itself, or another thread closed it.
+            # The descriptor was closed meanwhile: os.listdir() closed its descriptor, or another thread closed one.
             continue
     return dict(sorted(targets.items()))
 
@@ -33,14 +33,14 @@ def device_nodes() -> tuple[DeviceNode, ...]:
     A library can access a device only through such a descriptor.
     """
     nodes = {}
-    for number, path in descriptors().items():
+    for descriptor, path in descriptors().items():
         if not path.startswith(_DEVICES):
             continue
         try:
-            status = os.fstat(number)
+            status = os.fstat(descriptor)
         except OSError:
             # Another thread has closed the descriptor meanwhile.
             continue
         if stat.S_ISCHR(status.st_mode):
             nodes[status.st_rdev] = DeviceNode(path, os.major(status.st_rdev), os.minor(status.st_rdev))
-    return tuple(nodes[number] for number in sorted(nodes))
+    return tuple(nodes[device_number] for device_number in sorted(nodes))

@@ -64,7 +64,9 @@ class ElfFile:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    kind: int
+    """A segment from the table of program headers: where it is in the file, and its address when it is loaded."""
+
+    segment_type: int
     offset: int
     address: int
     length_bytes: int
@@ -77,8 +79,8 @@ def read_elf(path: str | os.PathLike[str]) -> ElfFile:
     Raises
     ------
     ApiError
-        ``LIBRARY_DAMAGED``: the file is not ELF64 or is damaged (no errno). ``NO_PERMISSION``, ``LIBRARY_MISSING``,
-        ``OTHER``: the file could not be read; the error has the kernel's errno.
+        ``LIBRARY_DAMAGED``, without an errno: the file is not ELF64, or is damaged. ``NO_PERMISSION``,
+        ``LIBRARY_MISSING`` or ``OTHER``, with the errno of the kernel: the file could not be read.
     """
     try:
         with Path(path).open("rb") as file:
@@ -99,30 +101,30 @@ def read_elf(path: str | os.PathLike[str]) -> ElfFile:
 
 
 def parse_elf(data: bytes, *, name: str = "bytes") -> ElfFile:
-    """Parse a whole ELF64 little-endian file.
+    """Parse the bytes of an ELF64 little-endian file. `name` is used in errors.
 
     Raises
     ------
     ApiError
-        ``LIBRARY_DAMAGED``: `data` is not such a file, or a part of it points outside of it.
+        ``LIBRARY_DAMAGED``: `data` is not such a file, or an offset in it points outside of it.
     """
     return _parse(lambda offset, length: data[offset : offset + length], len(data), name)
 
 
 def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> ElfFile:
-    def read(offset: int, length_bytes: int, part: str) -> bytes:
+    def read(offset: int, length_bytes: int, description: str) -> bytes:
         if offset + length_bytes > size_bytes:
-            raise _damaged(name, f"{part} ends at byte {offset + length_bytes} of a file of {size_bytes}")
+            raise _damaged_error(name, f"{description} ends at byte {offset + length_bytes} of a file of {size_bytes}")
         data = pread(offset, length_bytes)
         if len(data) != length_bytes:
-            raise _damaged(name, f"{part} was cut off while it was read")
+            raise _damaged_error(name, f"{description} was cut off while it was read")
         return data
 
     segments = tuple(_segments(read, name))
     for segment in segments:
-        if segment.kind == _PT_LOAD and segment.offset + segment.length_bytes > size_bytes:
+        if segment.segment_type == _PT_LOAD and segment.offset + segment.length_bytes > size_bytes:
             end = segment.offset + segment.length_bytes
-            raise _damaged(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
+            raise _damaged_error(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
     notes = tuple(_notes(read, segments, name))
     build_id = next((note.content for note in notes if (note.owner, note.kind) == ("GNU", _NT_GNU_BUILD_ID)), None)
     return ElfFile(soname=_soname(read, segments, name), build_id=build_id, notes=notes)
@@ -130,24 +132,26 @@ def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> El
 
 def _segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Segment]:
     header = _HEADER.unpack(read(0, _HEADER.size, "the ELF header"))
+    # The fields e_ident, e_phoff, e_phentsize and e_phnum.
     ident, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
     if ident[:4] != b"\x7fELF":
-        raise _damaged(name, "it does not begin with the ELF magic")
+        raise _damaged_error(name, "it does not begin with the ELF magic")
     if ident[4:7] != b"\x02\x01\x01":
-        raise _damaged(name, "not ELF64, little-endian, version 1")
+        raise _damaged_error(name, "not ELF64, little-endian, version 1")
     if entry_bytes != _PROGRAM_HEADER.size or count == 0:
-        raise _damaged(name, f"{count} program headers of {entry_bytes} bytes")
+        raise _damaged_error(name, f"{count} program headers of {entry_bytes} bytes")
     table = read(table_offset, entry_bytes * count, "the table of program headers")
-    for kind, _flags, offset, address, _physical, length, _memory, alignment in _PROGRAM_HEADER.iter_unpack(table):
-        yield _Segment(kind, offset, address, length, alignment)
+    for header_fields in _PROGRAM_HEADER.iter_unpack(table):
+        segment_type, _flags, offset, address, _physical, length_bytes, _memory, alignment_bytes = header_fields
+        yield _Segment(segment_type, offset, address, length_bytes, alignment_bytes)
 
 
 def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> Iterator[ElfNote]:
     for segment in segments:
-        if segment.kind != _PT_NOTE:
+        if segment.segment_type != _PT_NOTE:
             continue
         if segment.length_bytes > _LARGEST_NOTES_BYTES:
-            raise _damaged(name, f"a note segment of {segment.length_bytes} bytes")
+            raise _damaged_error(name, f"a note segment of {segment.length_bytes} bytes")
         data = read(segment.offset, segment.length_bytes, "a note segment")
         for owner, kind, content in _parse_notes(data, segment, name):
             yield ElfNote(owner=owner, kind=kind, content=_content_text(owner, content))
@@ -156,24 +160,24 @@ def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...
 def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
     # The gABI pads ELF64 notes to 8 bytes. Linkers pad to 4, except in a segment with alignment 8 (GNU properties).
     padding = 8 if segment.alignment_bytes == 8 else 4  # noqa: PLR2004 - see the comment above.
-    at = 0
-    while at + _NOTE_HEADER.size <= len(data):
-        owner_bytes, content_bytes, kind = _NOTE_HEADER.unpack_from(data, at)
-        owner_at = at + _NOTE_HEADER.size
-        content_at = _align_up(owner_at + owner_bytes, padding)
-        if content_at + content_bytes > len(data):
-            raise _damaged(name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment")
-        owner = data[owner_at : owner_at + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
-        yield owner, kind, data[content_at : content_at + content_bytes]
-        at = _align_up(content_at + content_bytes, padding)
+    offset = 0
+    while offset + _NOTE_HEADER.size <= len(data):
+        owner_bytes, content_bytes, kind = _NOTE_HEADER.unpack_from(data, offset)
+        owner_offset = offset + _NOTE_HEADER.size
+        content_offset = _align_up(owner_offset + owner_bytes, padding)
+        if content_offset + content_bytes > len(data):
+            raise _damaged_error(name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment")
+        owner = data[owner_offset : owner_offset + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
+        yield owner, kind, data[content_offset : content_offset + content_bytes]
+        offset = _align_up(content_offset + content_bytes, padding)
 
 
 def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
-    dynamic = next((segment for segment in segments if segment.kind == _PT_DYNAMIC), None)
+    dynamic = next((segment for segment in segments if segment.segment_type == _PT_DYNAMIC), None)
     if dynamic is None:
         return None
     if dynamic.length_bytes > _LARGEST_DYNAMIC_BYTES:
-        raise _damaged(name, f"a dynamic section of {dynamic.length_bytes} bytes")
+        raise _damaged_error(name, f"a dynamic section of {dynamic.length_bytes} bytes")
     data = read(dynamic.offset, dynamic.length_bytes, "the dynamic section")
     entries: dict[int, int] = {}
     for tag, value in _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size]):
@@ -183,20 +187,21 @@ def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ..
     if _DT_SONAME not in entries:
         return None
     if _DT_STRTAB not in entries or entries[_DT_SONAME] >= entries.get(_DT_STRSZ, 0):
-        raise _damaged(name, "the SONAME lies outside of the string table")
+        raise _damaged_error(name, "the SONAME lies outside of the string table")
     begin = _file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
     length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _LARGEST_NAME_BYTES)
     text, end, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
     if not end:
-        raise _damaged(name, "the SONAME has no end")
+        raise _damaged_error(name, "the SONAME has no end")
     return text.decode("utf-8", "backslashreplace")
 
 
 def _file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int:
+    """Return the offset in the file of a byte that is loaded at `address`."""
     for segment in segments:
-        if segment.kind == _PT_LOAD and segment.address <= address < segment.address + segment.length_bytes:
+        if segment.segment_type == _PT_LOAD and segment.address <= address < segment.address + segment.length_bytes:
             return segment.offset + address - segment.address
-    raise _damaged(name, f"address {address:#x} lies in no loaded segment")
+    raise _damaged_error(name, f"address {address:#x} lies in no loaded segment")
 
 
 def _content_text(owner: str, content: bytes) -> str:
@@ -211,7 +216,7 @@ def _align_up(value: int, padding: int) -> int:
     return (value + padding - 1) // padding * padding
 
 
-def _damaged(name: str, detail: str) -> ApiError:
+def _damaged_error(name: str, detail: str) -> ApiError:
     return ApiError(
         api=Api.LOADER,
         operation="parse ELF",

@@ -55,40 +55,45 @@ def read_majors() -> dict[int, set[str]]:
         text = os.read(descriptor, _FILE_BYTES_MAX).decode("utf-8", "backslashreplace")
     majors: dict[int, set[str]] = {}
     for line in text.partition("Block devices:")[0].splitlines():
-        number, _, name = line.strip().partition(" ")
-        if number.isdecimal() and name:
-            majors.setdefault(int(number), set()).add(name)
+        major, _, name = line.strip().partition(" ")
+        if major.isdecimal() and name:
+            majors.setdefault(int(major), set()).add(name)
     return majors
 
 
 @contextlib.contextmanager
-def open_node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
-    """Open a character device whose major number belongs to one of `names` in /proc/devices."""
+def open_node(path: str, majors: dict[int, set[str]], driver_names: frozenset[str]) -> Iterator[tuple[int, DeviceNode]]:
+    """Open a character device, and check that /proc/devices lists its major number for one of `driver_names`.
+
+    `majors` is the result of :func:`read_majors`.
+    """
     with open_checked(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
-        yield descriptor, _device_node(path, os.fstat(descriptor), majors, names)
+        yield descriptor, _device_node(path, os.fstat(descriptor), majors, driver_names)
 
 
-def stat_node(path: str, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
-    """Return the character device at `path`, checked as by :func:`open_node`, without opening the device."""
+def stat_node(path: str, majors: dict[int, set[str]], driver_names: frozenset[str]) -> DeviceNode:
+    """Return the character device at `path`, checked like in :func:`open_node`. The device itself is not opened."""
     with open_checked(path, os.O_PATH) as descriptor:
-        return _device_node(path, os.fstat(descriptor), majors, names)
+        return _device_node(path, os.fstat(descriptor), majors, driver_names)
 
 
-def _device_node(path: str, status: os.stat_result, majors: dict[int, set[str]], names: frozenset[str]) -> DeviceNode:
-    """Return the device of a stat result, if it is a character device of one of the drivers `names`."""
+def _device_node(
+    path: str, status: os.stat_result, majors: dict[int, set[str]], driver_names: frozenset[str]
+) -> DeviceNode:
+    """Return the device that `status` describes, if it is a character device of one of the drivers `driver_names`."""
     if not stat.S_ISCHR(status.st_mode):
         message = f"{path} is not a character device"
         raise MissingEvidence(message)
     node = DeviceNode(path=path, major=os.major(status.st_rdev), minor=os.minor(status.st_rdev))
-    if not majors.get(node.major, set()) & names:
-        message = f"{path} has major number {node.major}, which /proc/devices lists for no {min(names)}"
+    if not majors.get(node.major, set()) & driver_names:
+        message = f"{path} has major number {node.major}, which /proc/devices does not list for {min(driver_names)}"
         raise MissingEvidence(message)
     return node
 
 
 @contextlib.contextmanager
 def open_checked(path: str, flags: int, *, magic: int | None = None) -> Iterator[int]:
-    """Open a file and check that it is on a file system of the type `magic`."""
+    """Open a file and check that it is on a file system of the type `magic`. Without `magic`, nothing is checked."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
@@ -101,7 +106,11 @@ def open_checked(path: str, flags: int, *, magic: int | None = None) -> Iterator
 
 
 def read_at(folder: int, name: str, path: str, *, magic: int) -> str:
-    """Read a small file of an open folder. A mount may cover the file even where it does not cover the folder."""
+    """Read the small file `name` in the folder of the open descriptor `folder`, and check its file system.
+
+    The check of the folder is not sufficient, because a mount can cover a single file. `path` is the path of the
+    folder, for errors.
+    """
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError as error:
@@ -117,8 +126,8 @@ def read_at(folder: int, name: str, path: str, *, magic: int) -> str:
 
 def _check_file_system(descriptor: int, path: str, magic: int | None) -> None:
     if magic is not None and (actual := file_system_type(descriptor)) != magic:
-        names = {SYSFS_MAGIC: "sysfs", PROC_MAGIC: "procfs"}
-        message = f"{path} is not on {names[magic]}: something is mounted there (file system type {actual:#x})"
+        file_system = {SYSFS_MAGIC: "sysfs", PROC_MAGIC: "procfs"}[magic]
+        message = f"{path} is not on {file_system}: something is mounted there (file system type {actual:#x})"
         raise MissingEvidence(message)
 
 

@@ -1,9 +1,10 @@
 """Evidence about GPUs and RDMA devices from kernel interfaces that no library and no mounted file can replace.
 
-A device is proven if the following agree. `missing` has one sentence for each disagreement:
+A device is proven if the sources below agree. The attribute ``missing`` of its evidence has one sentence for each
+disagreement. The sources are:
 
-- its PCI function below /sys/bus/pci, on a mounted sysfs, with the driver that is bound to it;
-- its character device below /dev, whose major number the kernel lists in /proc/devices, on a mounted procfs;
+- its PCI function below /sys/bus/pci, on a genuine sysfs, with the driver that is bound to it;
+- its character device below /dev, whose major number the kernel lists in /proc/devices, on a genuine procfs;
 - the reply of its driver to an ioctl on that device;
 - for an RDMA device also the device list of the kernel over netlink.
 
@@ -45,7 +46,9 @@ _PCI_FUNCTION = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _NVIDIA_VENDOR_ID = 0x10DE
 _NVIDIA_MAJORS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
 _NVIDIA_CARDS_MAX = 32
+# nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t and the numbers of their ioctls.
 _CARD_INFO = struct.Struct("=B3xIBBBxHHIH2xQQQQI10s2x")
+_CARD_MINOR_FIELD = 13
 _RM_VERSION = struct.Struct("=II64s")
 _RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
 _NVIDIA_CARD_INFO, _NVIDIA_VERSION = 200, 210
@@ -54,7 +57,7 @@ _UVERBS_MAJOR = "infiniband_verbs"
 # Fields of struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
 _UVERBS_HEADER = struct.Struct("=HHHHQII")
 _RDMA_VERBS_IOCTL = 0xC0181B01
-# No uverbs object has this number, so that a driver that accepts the header does nothing.
+# No uverbs object has this number. A driver that accepts the header therefore finds no object and does nothing.
 _NO_OBJECT = 0x0FFF
 # Values of enum rdma_driver_id.
 _DRIVERS = {
@@ -165,9 +168,9 @@ def kernel_evidence() -> KernelEvidence:
         majors = read_majors()
     except MissingEvidence as error:
         return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
-    version, control, gpus, nvidia_missing = _nvidia(majors)
+    version, control, gpus, nvidia_missing = _query_nvidia(majors)
     try:
-        rdma = tuple(_rdma(device, majors) for device in rdma_netlink_devices())
+        rdma = tuple(_rdma_evidence(device, majors) for device in rdma_netlink_devices())
         rdma_missing: tuple[str, ...] = ()
     except OSError as error:
         rdma, rdma_missing = (), (failure_text("the list of RDMA devices over netlink", error),)
@@ -181,17 +184,17 @@ def kernel_evidence() -> KernelEvidence:
     )
 
 
-def _nvidia(
+def _query_nvidia(
     majors: dict[int, set[str]],
 ) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
-    """Return the driver's version, its control device, its GPUs, and a sentence for each disagreement."""
+    """Query the NVIDIA driver. Return its version, control device and GPUs, and a sentence for each disagreement."""
     try:
         with open_node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
-            cards = _ioctl(
+            card_table = _ioctl(
                 descriptor, "NV_ESC_CARD_INFO", _NVIDIA_CARD_INFO, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
             )
-            query = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
-            reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, query)
+            version_request = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
+            reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, version_request)
     except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing = []
@@ -199,23 +202,24 @@ def _nvidia(
     version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
     if recognized != _RM_VERSION_RECOGNIZED or not version:
         missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
-    # A container runtime mounts a copy of this file, so its file system type proves nothing. Its text must agree with
-    # the ioctl.
+    # A container runtime mounts a copy of /proc/driver/nvidia/version, so the file system type of that file proves
+    # nothing. The version in the file must agree with the reply to the ioctl.
     procfs_version = nvidia_driver_version(HostTree())
     if version and procfs_version != version:
         missing.append(
             f"/proc/driver/nvidia/version contains {procfs_version or 'no version'}, "
             f"but the NVIDIA driver reports {version}"
         )
-    gpus = tuple(_gpu(card, majors) for card in _CARD_INFO.iter_unpack(cards) if card[0])
+    # The first field says whether the entry describes a card.
+    gpus = tuple(_gpu_evidence(card, majors) for card in _CARD_INFO.iter_unpack(card_table) if card[0])
     if not gpus:
         missing.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
     return version or None, control, gpus, tuple(missing)
 
 
-def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
+def _gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
-    minor = card[13]
+    minor = card[_CARD_MINOR_FIELD]
     address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
     missing = []
     node: DeviceNode | None = None
@@ -228,8 +232,8 @@ def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
             )
     except MissingEvidence as error:
         missing.append(str(error))
-    driver, more = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
-    missing += more
+    driver, pci_missing = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
+    missing += pci_missing
     if vendor_id != _NVIDIA_VENDOR_ID:
         missing.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
     if driver is not None and driver != "nvidia":
@@ -237,21 +241,21 @@ def _gpu(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing))
 
 
-def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
+def _rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
     missing = []
     node: DeviceNode | None = None
     driver_id = device.driver_id
     try:
-        node, driver_id = _uverbs(device, majors)
+        node, driver_id = _uverbs_node(device, majors)
     except MissingEvidence as error:
         missing.append(str(error))
     driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
     address, pci_driver = None, None
     if driver not in SOFTWARE_DRIVERS:
         try:
-            address = _pci_address_of(device)
-            pci_driver, more = _pci_driver(address)
-            missing += more
+            address = _rdma_pci_address(device)
+            pci_driver, pci_missing = _pci_driver(address)
+            missing += pci_missing
         except MissingEvidence as error:
             missing.append(str(error))
     return RdmaEvidence(
@@ -265,7 +269,7 @@ def _rdma(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
     )
 
 
-def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
+def _uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
     """Return the character device of an RDMA device, and the id of the driver that responds on it."""
     if device.uverbs_name is None or device.uverbs_number is None:
         message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
@@ -273,8 +277,8 @@ def _uverbs(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceN
     path = f"/dev/infiniband/{device.uverbs_name}"
     with open_node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
         if (node.major, node.minor) != device.uverbs_number:
-            number = "{}:{}".format(*device.uverbs_number)
-            message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {number} over netlink"
+            major, minor = device.uverbs_number
+            message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {major}:{minor} over netlink"
             raise MissingEvidence(message)
         driver_id = _uverbs_driver(descriptor)
     if device.driver_id not in {None, driver_id}:
@@ -289,21 +293,24 @@ def _uverbs_driver(descriptor: int) -> int:
     The kernel refuses a header with the id of another driver (EINVAL) before it checks anything else. With the right id
     it then refuses the object, which does not exist (EPROTONOSUPPORT).
     """
-    for number in _DRIVERS:
-        header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _NO_OBJECT, 0, 0, 0, number, 0)
+    for driver_id in _DRIVERS:
+        header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _NO_OBJECT, 0, 0, 0, driver_id, 0)
         try:
             fcntl.ioctl(descriptor, _RDMA_VERBS_IOCTL, header)
         except OSError as error:
             if error.errno == errno.EPROTONOSUPPORT:
-                return number
+                return driver_id
             if error.errno != errno.EINVAL:
                 raise MissingEvidence(failure_text("ioctl RDMA_VERBS_IOCTL", error)) from error
     message = "the driver of the uverbs device is not known (ioctl RDMA_VERBS_IOCTL)"
     raise MissingEvidence(message)
 
 
-def _pci_address_of(device: NetlinkDevice) -> str:
-    """Return the PCI function of an RDMA device according to sysfs; the nearest one if its path has several."""
+def _rdma_pci_address(device: NetlinkDevice) -> str:
+    """Return the address of the PCI function of an RDMA device according to sysfs.
+
+    The path of the device in sysfs contains also the bridges above the function. The function is the last one.
+    """
     folder = f"/sys/class/infiniband/{device.name}"
     with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
         guid = read_at(descriptor, "node_guid", folder, magic=SYSFS_MAGIC)
@@ -320,7 +327,10 @@ def _pci_address_of(device: NetlinkDevice) -> str:
 def _pci_driver(
     address: str, *, vendor_id: int | None = None, device_id: int | None = None
 ) -> tuple[str | None, list[str]]:
-    """Return the driver that is bound to a PCI function, and one sentence for each difference from the expected ids."""
+    """Return the driver that is bound to a PCI function, and one sentence for each piece of evidence that is missing.
+
+    `vendor_id` and `device_id` are the ids that the NVIDIA driver reports by ioctl. sysfs must have the same ids.
+    """
     folder = f"/sys/bus/pci/devices/{address}"
     missing = []
     try:
@@ -338,10 +348,10 @@ def _pci_driver(
     return None, missing
 
 
-def _ioctl(descriptor: int, name: str, number: int, argument: bytes) -> bytes:
+def _ioctl(descriptor: int, name: str, ioctl_number: int, argument: bytes) -> bytes:
     """Send an ioctl of the NVIDIA driver, and return the argument as the driver modified it."""
-    # The request number is _IOWR('F', number, size).
-    request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | number
+    # The request is _IOWR('F', ioctl_number, size).
+    request = 3 << 30 | len(argument) << 16 | ord("F") << 8 | ioctl_number
     buffer = bytearray(argument)
     try:
         fcntl.ioctl(descriptor, request, buffer)

@@ -1,7 +1,7 @@
 """Reader of the kernel log, as far as this process may read it.
 
-Reading is best effort, because containers and ``kernel.dmesg_restrict`` can forbid it. The result then has the reason,
-so that it differs from an empty log.
+Containers and ``kernel.dmesg_restrict`` can forbid reading. The result then has the reason, so that it differs from the
+result for an empty log.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelLog", "kernel_log"]
 
 _RECORD_BYTES = 8192
-# This is one regular expression, because a log has thousands of records and a user waits for the doctor.
+# One regular expression is faster than a search for each word, and a log has thousands of records.
 _WORDS = re.compile(rb"nvrm|nvidia|xid|peer_mem|mlx5|infiniband|rdma|iommu|dmar|pcieport|aer:", re.IGNORECASE)
 
 
@@ -47,12 +47,12 @@ def kernel_log(tree: HostTree, *, records_max: int = 100_000) -> KernelLog:
     except OSError as error:
         return KernelLog(lines=(), unreadable=f"/dev/kmsg: {errno_name(error.errno)}")
     try:
-        return _read(descriptor, records_max)
+        return _read_records(descriptor, records_max)
     finally:
         os.close(descriptor)
 
 
-def _read(descriptor: int, records_max: int) -> KernelLog:
+def _read_records(descriptor: int, records_max: int) -> KernelLog:
     lines: list[str] = []
     unreadable = None
     for _ in range(records_max):

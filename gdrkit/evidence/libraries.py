@@ -1,6 +1,6 @@
 """Reader of the shared libraries of a process from its memory map.
 
-Only the libraries that a process has mapped are evidence, and not those that it should load.
+A library that a process has mapped is evidence. A library that the process is expected to load is not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DELETED = " (deleted)"
 
 @dataclass(frozen=True, slots=True)
 class LoadedLibrary:
-    """A file that is mapped executable.
+    """A file that a process has mapped with execute permission: a shared library or a program.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class LoadedLibrary:
     notes : tuple of ElfNote
         All ELF notes of the file.
     error : str or None
-        The reason why the file could not be parsed; then the other fields but `path` are empty.
+        The reason why the file could not be parsed. All fields except `path` are then empty.
     """
 
     path: str
@@ -51,7 +51,7 @@ class LoadedLibrary:
 
 
 def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[LoadedLibrary]:
-    """Return the files that a process has mapped executable, in the order of its memory map.
+    """Return the files that a process has mapped with execute permission, in the order of its memory map.
 
     Parameters
     ----------
@@ -67,27 +67,28 @@ def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[Lo
 
 
 def describe_library(path: str) -> LoadedLibrary:
-    """Read the file of a mapping. For a deleted or damaged file, the result has an ``error``."""
+    """Read a mapped file and return its description. If it was deleted or is damaged, the result has an ``error``."""
     if path.endswith(_DELETED):
-        return _failed(path, "the file was deleted since it was loaded")
+        return _library_with_error(path, "the file was deleted since it was loaded")
     try:
         status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
     except OSError as error:
-        return _failed(path, f"stat: {error.strerror}")
+        return _library_with_error(path, f"stat: {error.strerror}")
     return _read_library(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1024)
 def _read_library(path: str, _device: int, _inode: int, _size_bytes: int, _changed_ns: int) -> LoadedLibrary:
-    # The result is cached, because every case examines the same files. The key changes when a file is replaced.
+    # The result is cached, because every case examines the same files. The parameters that are not used below are part
+    # of the key of the cache, so that a file that was replaced is read again.
     try:
         elf = read_elf(path)
     except ApiError as error:
-        return _failed(path, str(error))
+        return _library_with_error(path, str(error))
     return LoadedLibrary(path=path, soname=elf.soname, build_id=elf.build_id, notes=elf.notes, error=None)
 
 
-def _failed(path: str, error: str) -> LoadedLibrary:
+def _library_with_error(path: str, error: str) -> LoadedLibrary:
     return LoadedLibrary(path=path, soname=None, build_id=None, notes=(), error=error)
 
 

@@ -1,7 +1,7 @@
 """Query of RDMA devices from the kernel over netlink (NETLINK_RDMA, client NLDEV).
 
-No file and no library takes part. A mount over /sys or a library of the same name cannot change these replies. Source:
-include/uapi/rdma/rdma_netlink.h and drivers/infiniband/core/nldev.c of Linux.
+The replies come from the kernel and not from a file or a library, so a mount over /sys or a replaced libibverbs cannot
+change them. The constants are those of include/uapi/rdma/rdma_netlink.h and drivers/infiniband/core/nldev.c of Linux.
 """
 
 from __future__ import annotations
@@ -66,37 +66,38 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
     Raises
     ------
     OSError
-        EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. Other errors as
-        of socket(7).
+        EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. Other errors are
+        those of socket(7).
     """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_RDMA) as netlink:
         netlink.settimeout(_TIMEOUT_S)
         netlink.bind((0, 0))
-        devices = [_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
-        return tuple(_device(netlink, device) for device in devices)
+        device_attribute_maps = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
+        return tuple(_device(netlink, device_attributes) for device_attributes in device_attribute_maps)
 
 
-def _device(netlink: socket.socket, device: dict[int, bytes]) -> NetlinkDevice:
-    index = device.get(_DEV_INDEX, b"")
-    guid = f"{_integer(device, _NODE_GUID) or 0:016x}"
-    without_node = NetlinkDevice(
-        name=_text(device.get(_DEV_NAME, b"")), node_guid=":".join(guid[at : at + 4] for at in range(0, 16, 4))
+def _device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
+    index = device_attributes.get(_DEV_INDEX, b"")
+    guid_digits = f"{_integer_attribute(device_attributes, _NODE_GUID) or 0:016x}"
+    device_without_chardev = NetlinkDevice(
+        name=_text(device_attributes.get(_DEV_NAME, b"")),
+        node_guid=":".join(guid_digits[start : start + 4] for start in range(0, 16, 4)),
     )
-    request = _attribute(_DEV_INDEX, index) + _attribute(_CHARDEV_TYPE, b"uverbs\0")
+    request = _pack_attribute(_DEV_INDEX, index) + _pack_attribute(_CHARDEV_TYPE, b"uverbs\0")
     try:
         replies = list(_request(netlink, _CHARDEV_GET, request, dump=False))
     except OSError:
-        # Linux before 5.3 does not support this command, and a device may have no uverbs node. Its node is then
-        # reported as missing evidence.
-        return without_node
-    uverbs = _attributes(replies[0]) if replies else {}
-    node_number = _integer(uverbs, _CHARDEV)
+        # Linux before 5.3 does not support this command, and a device may have no uverbs node. The caller then reports
+        # the node as missing evidence.
+        return device_without_chardev
+    uverbs = _parse_attributes(replies[0]) if replies else {}
+    chardev_number = _integer_attribute(uverbs, _CHARDEV)
     return NetlinkDevice(
-        name=without_node.name,
-        node_guid=without_node.node_guid,
+        name=device_without_chardev.name,
+        node_guid=device_without_chardev.node_guid,
         uverbs_name=_text(uverbs[_CHARDEV_NAME]) if _CHARDEV_NAME in uverbs else None,
-        uverbs_number=None if node_number is None else (os.major(node_number), os.minor(node_number)),
-        driver_id=_integer(uverbs, _UVERBS_DRIVER_ID),
+        uverbs_number=None if chardev_number is None else (os.major(chardev_number), os.minor(chardev_number)),
+        driver_id=_integer_attribute(uverbs, _UVERBS_DRIVER_ID),
     )
 
 
@@ -112,46 +113,46 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, dump: b
             if message_type == _NLMSG_DONE:
                 return
             if message_type == _NLMSG_ERROR:
-                number = -_ERROR.unpack(_payload(payload, 0, _ERROR.size, 0))[0]
-                if number:
-                    raise OSError(number, os.strerror(number), "NETLINK_RDMA")
+                error_number = -_ERROR.unpack(_checked_slice(payload, 0, _ERROR.size, 0))[0]
+                if error_number:
+                    raise OSError(error_number, os.strerror(error_number), "NETLINK_RDMA")
                 return
             if message_type == command:
                 yield payload
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + _HEADER.size <= len(data):
-        length, message_type, _flags, _sequence, _port = _HEADER.unpack_from(data, at)
-        yield message_type, _payload(data, at, length, _HEADER.size)
-        at += (length + 3) & ~3
+    offset = 0
+    while offset + _HEADER.size <= len(data):
+        length, message_type, _flags, _sequence, _port = _HEADER.unpack_from(data, offset)
+        yield message_type, _checked_slice(data, offset, length, _HEADER.size)
+        offset += (length + 3) & ~3
 
 
-def _attributes(data: bytes) -> dict[int, bytes]:
+def _parse_attributes(data: bytes) -> dict[int, bytes]:
     attributes: dict[int, bytes] = {}
-    at = 0
-    while at + _ATTRIBUTE.size <= len(data):
-        length, number = _ATTRIBUTE.unpack_from(data, at)
-        attributes[number & _TYPE_MASK] = _payload(data, at, length, _ATTRIBUTE.size)
-        at += (length + 3) & ~3
+    offset = 0
+    while offset + _ATTRIBUTE.size <= len(data):
+        length, attribute_type = _ATTRIBUTE.unpack_from(data, offset)
+        attributes[attribute_type & _TYPE_MASK] = _checked_slice(data, offset, length, _ATTRIBUTE.size)
+        offset += (length + 3) & ~3
     return attributes
 
 
-def _payload(data: bytes, at: int, length: int, header_bytes: int) -> bytes:
-    """Return the payload of a message or an attribute whose header begins at `at`. A wrong length is EBADMSG."""
-    if not header_bytes <= length <= len(data) - at:
+def _checked_slice(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:
+    """Return the payload of a message or an attribute whose header begins at `offset`. A wrong length is EBADMSG."""
+    if not header_bytes <= length <= len(data) - offset:
         raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
-    return data[at + header_bytes : at + length]
+    return data[offset + header_bytes : offset + length]
 
 
-def _attribute(number: int, value: bytes) -> bytes:
+def _pack_attribute(attribute_type: int, value: bytes) -> bytes:
     length = _ATTRIBUTE.size + len(value)
-    return _ATTRIBUTE.pack(length, number) + value + bytes(-length % 4)
+    return _ATTRIBUTE.pack(length, attribute_type) + value + bytes(-length % 4)
 
 
-def _integer(attributes: dict[int, bytes], number: int) -> int | None:
-    return int.from_bytes(attributes[number], sys.byteorder) if number in attributes else None
+def _integer_attribute(attributes: dict[int, bytes], attribute_type: int) -> int | None:
+    return int.from_bytes(attributes[attribute_type], sys.byteorder) if attribute_type in attributes else None
 
 
 def _text(value: bytes) -> str:

@@ -1,6 +1,6 @@
 """Gaudi devices and their memory, through hl-thunk.
 
-Importing this package opens no library; the first call does. ``_hlthunk.py`` is the only file that uses the library.
+An import of this package does not open the library; the first call does. Only ``_hlthunk.py`` uses the library.
 """
 
 from __future__ import annotations

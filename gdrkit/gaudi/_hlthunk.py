@@ -1,14 +1,15 @@
 """Calls of the hl-thunk library, by ctypes. No other file uses the library.
 
-Nothing is opened until the first call. Every call uses :func:`call`, which turns a failure into an exception with the
-operation, the number, its name and the arguments. Functions report a failure as -errno, or as 0 in place of an address
-or a handle, with errno set. Source: ``hlthunk.h`` of hl-thunk-open, 2023-05. Newer versions have the same functions for
-memory and dma-bufs.
+The library is opened at the first call. Every call uses :func:`call`, which turns a failure into an exception with the
+operation, the errno and the arguments. A function reports a failure as -errno. A function that returns an address or a
+handle reports a failure as 0, with errno set.
+
+Source: ``hlthunk.h`` of hl-thunk-open, 2023-05. Newer versions have the same functions for memory and dma-bufs.
 
 ``hlthunk_device_memory_alloc`` has two signatures under one name: until 2021 ``(fd, size, contiguous, shared)``, since
 2022-06 ``(fd, size, page_size, contiguous, shared)``. The second one was added together with
-``hlthunk_get_dev_memalloc_page_orders``, so a library that exports that function has the second signature. Otherwise
-the signature is unknown, and allocating is refused: with the wrong signature, the call would silently allocate other
+``hlthunk_get_dev_memalloc_page_orders``, so a library that exports that function has the second signature. With
+any other library, gdrkit refuses to allocate, because a call with the wrong signature would silently allocate other
 memory than requested.
 """
 
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdrkit import loader
 from gdrkit.errors import Api, Reason, SetupMissing, errno_name
-from gdrkit.gaudi._answers import error_of
+from gdrkit.gaudi._errors import error_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,7 @@ __all__ = [
     "address_of",
     "call",
     "close",
-    "count",
+    "device_count",
     "hardware_info",
     "pci_bus_id",
     "request_command_buffer",
@@ -45,16 +46,16 @@ __all__ = [
 ]
 
 _SONAMES = ("libhl-thunk.so", "libhlthunk.so")
-_DLOPEN = f"dlopen {_SONAMES[0]}"
-_ADVICE = (
+_DLOPEN_OPERATION = f"dlopen {_SONAMES[0]}"
+_INSTALL_ADVICE = (
     "install habanalabs-thunk, or put the folder of a libhl-thunk.so (often /usr/lib/habanalabs) on LD_LIBRARY_PATH"
 )
-_NEWER_ENTRY = "hlthunk_get_dev_memalloc_page_orders"
+_NEWER_FUNCTION = "hlthunk_get_dev_memalloc_page_orders"
 _ALLOCATE = "hlthunk_device_memory_alloc"
 
 DONT_CARE = 4  # HLTHUNK_DEVICE_DONT_CARE
-_MINORS = 256  # HLTHUNK_MAX_MINOR
-_BUS_ID_BYTES = 13
+_MINOR_COUNT_MAX = 256  # HLTHUNK_MAX_MINOR
+_BUS_ID_BYTES = 13  # "0000:33:00.0" and its NUL
 
 DMA_DOWN_QUEUE = 0  # GAUDI_QUEUE_ID_DMA_0_0, GAUDI2_QUEUE_ID_PDMA_0_0: host to device
 DMA_UP_QUEUE = 4  # GAUDI_QUEUE_ID_DMA_1_0, GAUDI2_QUEUE_ID_PDMA_1_0: device to host
@@ -64,12 +65,12 @@ _SUBMISSION_IN = struct.Struct("<QQIIII")  # struct hlthunk_cs_in and its paddin
 _SUBMISSION_OUT = struct.Struct("<QIHH")  # struct hlthunk_cs_out and its padding
 
 _WAIT_BUSY = 1  # HL_WAIT_CS_STATUS_BUSY
-_WAIT_COMPLETED = 0
-_WAIT_ABORTED = 3
+_WAIT_COMPLETED = 0  # HL_WAIT_CS_STATUS_COMPLETED
+_WAIT_ABORTED = 3  # HL_WAIT_CS_STATUS_ABORTED
 
-# The used fields of struct hlthunk_hw_ip_info: offset and format character. A newer library may write a longer
-# structure.
+# Size of the buffer for struct hlthunk_hw_ip_info. It has room for the longer structure of a newer library.
 _INFO_BYTES = 4096
+# The used fields of that structure: offset in bytes, and format of the struct module.
 _INFO_FIELDS = {
     "dram_base_address": (8, "<Q"),
     "dram_size": (16, "<Q"),
@@ -81,13 +82,13 @@ _INFO_FIELDS = {
     "default_page_size": (264, "<Q"),
 }
 
-_INT, _UINT, _U64, _TEXT = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_char_p
+_INT, _UINT, _U64, _CHAR_POINTER = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_char_p
 _POINTER = ctypes.c_void_p
 
-# The argument types of each function. A function that returns a 64-bit number returns 0 on failure.
-_STATUS: dict[str, tuple[Any, ...]] = {
-    "hlthunk_open": (_INT, _TEXT),
-    "hlthunk_open_control": (_INT, _TEXT),
+# Argument types of the functions that return 0 or -errno.
+_STATUS_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "hlthunk_open": (_INT, _CHAR_POINTER),
+    "hlthunk_open_control": (_INT, _CHAR_POINTER),
     "hlthunk_close": (_INT,),
     "hlthunk_get_device_count": (_INT,),
     "hlthunk_get_pci_bus_id_from_fd": (_INT, _POINTER, _INT),
@@ -101,7 +102,8 @@ _STATUS: dict[str, tuple[Any, ...]] = {
     "hlthunk_command_submission": (_INT, _POINTER, _POINTER),
     "hlthunk_wait_for_cs": (_INT, _U64, _U64, _POINTER),
 }
-_NUMBER: dict[str, tuple[Any, ...]] = {
+# Argument types of the functions that return a 64-bit handle or address, or 0 on failure.
+_VALUE_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     _ALLOCATE: (_INT, _U64, _U64, ctypes.c_bool, ctypes.c_bool),
     "hlthunk_device_memory_map": (_INT, _U64, _U64),
     "hlthunk_host_memory_map": (_INT, _POINTER, _U64, _U64),
@@ -123,19 +125,19 @@ class HardwareInfo(NamedTuple):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    failure: OSError | None = None
+    reported_error: OSError | None = None
     for soname in _SONAMES:
         loader.check_library(soname, operation=f"dlopen {soname}")
         try:
             return ctypes.CDLL(soname, use_errno=True)
         except OSError as error:
-            # If neither name is found, the error of the first one is raised. If a library is found but does not load,
-            # its error explains why.
-            if failure is None or "cannot open shared object" not in str(error):
-                failure = error
+            # If neither file is found, the error of the first name is raised. If a file is found but does not load, its
+            # error is raised instead.
+            if reported_error is None or "cannot open shared object" not in str(error):
+                reported_error = error
     raise loader.setup_missing(
-        operation=_DLOPEN, text=str(failure), what_to_do=_ADVICE, default_errno=errno.ENOEXEC
-    ) from failure
+        operation=_DLOPEN_OPERATION, text=str(reported_error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOEXEC
+    ) from reported_error
 
 
 @functools.cache
@@ -153,12 +155,12 @@ def _function(operation: str) -> Any:
             what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
             detail="the library does not have this function",
         ) from error
-    function.argtypes = _STATUS[operation] if operation in _STATUS else _NUMBER[operation]
-    function.restype = _INT if operation in _STATUS else _U64
+    function.argtypes = _STATUS_FUNCTIONS[operation] if operation in _STATUS_FUNCTIONS else _VALUE_FUNCTIONS[operation]
+    function.restype = _INT if operation in _STATUS_FUNCTIONS else _U64
     return function
 
 
-def _has_entry(operation: str) -> bool:
+def _has_function(operation: str) -> bool:
     """Return whether the library exports a function."""
     return hasattr(_library(), operation)
 
@@ -171,7 +173,7 @@ def require_page_size() -> None:
     SetupMissing
         ELIBBAD, LIBRARY_WRONG_ABI: the signature is unknown.
     """
-    if not _has_entry(_NEWER_ENTRY):
+    if not _has_function(_NEWER_FUNCTION):
         raise SetupMissing(
             api=Api.HLTHUNK,
             operation=_ALLOCATE,
@@ -180,12 +182,12 @@ def require_page_size() -> None:
             errno=errno.ELIBBAD,
             reason=Reason.LIBRARY_WRONG_ABI,
             what_to_do="install an hl-thunk of 2022-06 (with support of Gaudi2) or newer",
-            detail=f"the library lacks {_NEWER_ENTRY}, so it is unknown whether this function takes a page size",
+            detail=f"the library does not export {_NEWER_FUNCTION}, so the arguments of this function are unknown",
         )
 
 
 def call(operation: str, /, **arguments: Any) -> int:
-    """Call a function with `arguments`, which have the names and the order of the header. Return its result.
+    """Call a function with `arguments`, in the order of the header and with its names. Return its result.
 
     Raises
     ------
@@ -194,21 +196,21 @@ def call(operation: str, /, **arguments: Any) -> int:
     SetupMissing
         The library is missing, or it lacks the function.
     """
-    return _call(operation, arguments, reported=arguments)
+    return _call(operation, arguments, error_arguments=arguments)
 
 
-def _call(operation: str, arguments: Mapping[str, Any], *, reported: Mapping[str, object]) -> int:
+def _call(operation: str, arguments: Mapping[str, Any], *, error_arguments: Mapping[str, object]) -> int:
     function = _function(operation)
     ctypes.set_errno(0)
-    answer = int(function(*arguments.values()))
-    if operation in _NUMBER:
-        number = (ctypes.get_errno() or errno.EINVAL) if answer == 0 else 0
+    result = int(function(*arguments.values()))
+    if operation in _VALUE_FUNCTIONS:
+        error_number = (ctypes.get_errno() or errno.EINVAL) if result == 0 else 0
     else:
-        # Opening by name and close(2) return -1 and set errno. All other functions return -errno itself.
-        number = 0 if answer >= 0 else (ctypes.get_errno() or errno.EPERM) if answer == -1 else -answer
-    if number:
-        raise error_of(operation=operation, number=number, arguments=reported)
-    return answer
+        # hlthunk_open and hlthunk_close return -1 and set errno. All other functions return -errno.
+        error_number = 0 if result >= 0 else (ctypes.get_errno() or errno.EPERM) if result == -1 else -result
+    if error_number:
+        raise error_of(operation=operation, error_number=error_number, arguments=error_arguments)
+    return result
 
 
 def close(fd: int) -> None:
@@ -216,29 +218,29 @@ def close(fd: int) -> None:
     call("hlthunk_close", fd=fd)
 
 
-def count() -> int:
-    """Return the number of devices. If the library has no function for this, each device number is tried."""
-    if _has_entry("hlthunk_get_device_count"):
+def device_count() -> int:
+    """Return the number of devices. If the library has no function for that, try to open each device number."""
+    if _has_function("hlthunk_get_device_count"):
         return call("hlthunk_get_device_count", device_name=DONT_CARE)
     function = _function("hlthunk_open_control")
-    opened = [fd for fd in (int(function(minor, None)) for minor in range(_MINORS)) if fd >= 0]
-    for fd in opened:
+    opened_fds = [fd for fd in (int(function(minor, None)) for minor in range(_MINOR_COUNT_MAX)) if fd >= 0]
+    for fd in opened_fds:
         close(fd)
-    return len(opened)
+    return len(opened_fds)
 
 
 def pci_bus_id(fd: int) -> str:
     """Return the PCI address of a compute or control device, such as ``0000:33:00.0``."""
     text = ctypes.create_string_buffer(_BUS_ID_BYTES)
     arguments = {"fd": fd, "pci_bus_id": text, "len": _BUS_ID_BYTES}
-    _call("hlthunk_get_pci_bus_id_from_fd", arguments, reported={"fd": fd})
+    _call("hlthunk_get_pci_bus_id_from_fd", arguments, error_arguments={"fd": fd})
     return text.value.decode()
 
 
 def hardware_info(fd: int) -> HardwareInfo:
     """Return the result of hlthunk_get_hw_ip_info for a compute or control device."""
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
-    _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, reported={"fd": fd})
+    _call("hlthunk_get_hw_ip_info", {"fd": fd, "hw_ip": buffer}, error_arguments={"fd": fd})
     fields: dict[str, Any] = {
         name: struct.unpack_from(code, buffer, offset)[0] for name, (offset, code) in _INFO_FIELDS.items()
     }
@@ -257,12 +259,15 @@ def submit(fd: int, *, buffer: int, length_bytes: int, queue: int, is_mapped: bo
     chunk = ctypes.create_string_buffer(_CHUNK.pack(buffer, queue, length_bytes, _USER_BUFFER if is_mapped else 0, 0))
     submission = ctypes.create_string_buffer(_SUBMISSION_IN.pack(0, ctypes.addressof(chunk), 0, 1, 0, 0))
     output = ctypes.create_string_buffer(_SUBMISSION_OUT.size)
-    reported = {"fd": fd, "cb": buffer, "queue_index": queue, "cb_size": length_bytes}
-    _call("hlthunk_command_submission", {"fd": fd, "in": submission, "out": output}, reported=reported)
+    error_arguments = {"fd": fd, "cb": buffer, "queue_index": queue, "cb_size": length_bytes}
+    _call("hlthunk_command_submission", {"fd": fd, "in": submission, "out": output}, error_arguments=error_arguments)
     sequence, status, _sync_count, _pad = _SUBMISSION_OUT.unpack(output.raw[: _SUBMISSION_OUT.size])
     if status:
         raise error_of(
-            operation="hlthunk_command_submission", number=errno.EIO, arguments=reported, detail=f"{status=}"
+            operation="hlthunk_command_submission",
+            error_number=errno.EIO,
+            arguments=error_arguments,
+            detail=f"{status=}",
         )
     return int(sequence)
 
@@ -277,12 +282,12 @@ def wait(fd: int, sequence: int, *, timeout_us: int) -> bool:
     """
     status = ctypes.c_uint32()
     arguments = {"fd": fd, "seq": sequence, "timeout_us": timeout_us, "status": ctypes.byref(status)}
-    reported = {"fd": fd, "seq": sequence, "timeout_us": timeout_us}
-    _call("hlthunk_wait_for_cs", arguments, reported=reported)
+    error_arguments = {"fd": fd, "seq": sequence, "timeout_us": timeout_us}
+    _call("hlthunk_wait_for_cs", arguments, error_arguments=error_arguments)
     if status.value in {_WAIT_COMPLETED, _WAIT_BUSY}:
         return status.value == _WAIT_COMPLETED
-    number = errno.EIO if status.value == _WAIT_ABORTED else errno.ETIMEDOUT
-    raise error_of(operation="hlthunk_wait_for_cs", number=number, arguments=reported)
+    error_number = errno.EIO if status.value == _WAIT_ABORTED else errno.ETIMEDOUT
+    raise error_of(operation="hlthunk_wait_for_cs", error_number=error_number, arguments=error_arguments)
 
 
 def request_command_buffer(fd: int, size_bytes: int) -> int:
@@ -292,7 +297,7 @@ def request_command_buffer(fd: int, size_bytes: int) -> int:
     """
     handle = ctypes.c_uint64()
     arguments = {"fd": fd, "cb_size": size_bytes, "cb_handle": ctypes.byref(handle)}
-    _call("hlthunk_request_command_buffer", arguments, reported={"fd": fd, "cb_size": size_bytes})
+    _call("hlthunk_request_command_buffer", arguments, error_arguments={"fd": fd, "cb_size": size_bytes})
     return handle.value
 
 

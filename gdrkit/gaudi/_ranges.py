@@ -1,7 +1,7 @@
-"""First-fit allocator of a range of addresses.
+"""First-fit allocator for parts of a range of addresses.
 
-It is used for the memory of Gaudi 1, which the program itself has to allocate because the driver only counts, and for
-pools.
+It allocates the parts of memory pools, and the memory of Gaudi 1. The driver of Gaudi 1 does not allocate memory, so
+the program has to do that.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ __all__ = ["FirstFit"]
 
 
 class FirstFit:
-    """The free parts of ``[base, base + length)``. It is thread-safe.
+    """A thread-safe allocator that stores the free parts of ``[base, base + length_bytes)``.
 
     Parameters
     ----------
     base, length_bytes : int
-        The range.
+        Address and size of the range, in bytes.
     alignment_bytes : int
-        A power of two. Parts begin at absolute multiples of it, and their sizes are rounded up to multiples of it.
+        A power of two. The addresses of the parts are multiples of it, and their sizes are rounded up to multiples.
     """
 
     def __init__(self, base: int, length_bytes: int, *, alignment_bytes: int) -> None:
         self._alignment_bytes = alignment_bytes
         self._lock = threading.Lock()
-        first = align_up(base, alignment_bytes=alignment_bytes)
+        first_address = align_up(base, alignment_bytes=alignment_bytes)
         end = base + length_bytes
-        self._free: list[tuple[int, int]] = [(first, end)] if first < end else []
+        self._free: list[tuple[int, int]] = [(first_address, end)] if first_address < end else []
 
-    def take(self, length_bytes: int) -> int | None:
-        """Allocate the lowest free part that is large enough. Return its address, or None if there is none."""
+    def allocate(self, length_bytes: int) -> int | None:
+        """Allocate the lowest free part that is large enough. Return its address, or None if there is no such part."""
         aligned_bytes = align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
-            for at, (begin, end) in enumerate(self._free):
+            for index, (begin, end) in enumerate(self._free):
                 if end - begin >= aligned_bytes:
-                    self._free[at : at + 1] = [(begin + aligned_bytes, end)] if end - begin > aligned_bytes else []
+                    self._free[index : index + 1] = (
+                        [(begin + aligned_bytes, end)] if end - begin > aligned_bytes else []
+                    )
                     return begin
         return None
 
-    def give_back(self, address: int, length_bytes: int) -> None:
+    def free(self, address: int, length_bytes: int) -> None:
         """Free a part, and join it with its free neighbours."""
         end = address + align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
             insort(self._free, (address, end))
-            joined: list[tuple[int, int]] = []
-            for begin, stop in self._free:
-                if joined and joined[-1][1] == begin:
-                    joined[-1] = (joined[-1][0], stop)
+            joined_ranges: list[tuple[int, int]] = []
+            for begin, range_end in self._free:
+                if joined_ranges and joined_ranges[-1][1] == begin:
+                    joined_ranges[-1] = (joined_ranges[-1][0], range_end)
                 else:
-                    joined.append((begin, stop))
-            self._free = joined
+                    joined_ranges.append((begin, range_end))
+            self._free = joined_ranges
 
     @property
     def largest_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""An open Gaudi device: its descriptor, its copies, and the memory with an address on it.
+"""The base of an open Gaudi device: its descriptor, its copies, and the memory that has an address on the device.
 
 The kernel allows one program at a time to open a device.
 """
@@ -31,8 +31,8 @@ class MappedRange:
     Attributes
     ----------
     export : callable or None
-        A function of offset and length that returns a range of a dma-buf over the whole memory. None if this memory
-        cannot be exported.
+        A function of offset and length that returns this part of the memory, in a dma-buf over the whole memory. None
+        if the memory cannot be exported.
     """
 
     kind: MemoryKind
@@ -42,7 +42,7 @@ class MappedRange:
 
 
 class GaudiContext(Closeable):
-    """An open device with everything that was made from it; the base of :class:`~gdrkit.gaudi.Device`.
+    """An open device with the objects that were created from it; the base of :class:`~gdrkit.gaudi.Device`.
 
     See :class:`~gdrkit.gaudi.Device` for the parameters and errors.
     """
@@ -50,25 +50,25 @@ class GaudiContext(Closeable):
     def __init__(
         self, number: int | None = None, *, pci_bus_id: str | None = None, module_id: int | None = None
     ) -> None:
-        if [number, pci_bus_id, module_id].count(None) != 2:  # noqa: PLR2004 - one of three.
-            message = "a device is opened by its number, its PCI bus id or its module id"
+        if [number, pci_bus_id, module_id].count(None) != 2:  # noqa: PLR2004 - two of the three are None.
+            message = "exactly one of number, pci_bus_id and module_id must be given"
             raise UsageError(message)
         bus_id = bus_id_of(number, module_id) if pci_bus_id is None else pci_bus_id
         self._fd = _hlthunk.call("hlthunk_open", device_name=_hlthunk.DONT_CARE, busid=bus_id.encode())
-        undo = ReleaseStack()
-        undo.push(lambda: _hlthunk.close(self._fd))
+        release_stack = ReleaseStack()
+        release_stack.push(lambda: _hlthunk.close(self._fd))
         try:
             self.pci_bus_id = _hlthunk.pci_bus_id(self._fd)
             self._info = _hlthunk.hardware_info(self._fd)
             require_gaudi(self._info.device_id)
         except BaseException as error:
-            undo.run_after(error)
+            release_stack.run_after(error)
             raise
         self.module_id = self._info.module_id
         self.generation = Generation.of(self._info.device_id)
-        self._children = ReleaseStack()
+        self._releases = ReleaseStack()
         self._copies = Copies(self._fd, is_gaudi1=not self.generation.maps_memory)
-        self._physical: FirstFit | None = None
+        self._physical_allocator: FirstFit | None = None
         self._mapped_ranges: dict[int, MappedRange] = {}
         self._closed = False
         self._handle = Handle("gaudi.device")
@@ -80,7 +80,7 @@ class GaudiContext(Closeable):
 
     @property
     def fd(self) -> int:
-        """The file descriptor, for other calls of hl-thunk. The device still owns it."""
+        """The file descriptor, for other calls of hl-thunk. The caller must not close it."""
         if self._closed:
             resource = f"Gaudi device {self.pci_bus_id}"
             raise ClosedResource(resource)
@@ -94,26 +94,26 @@ class GaudiContext(Closeable):
 
     @property
     def lost(self) -> bool:
-        """Whether the device failed a copy. Then its driver resets it and frees everything itself."""
+        """Whether the device failed a copy. The driver then resets the device and frees all its memory."""
         return self._copies.lost
 
     @property
-    def physical(self) -> FirstFit:
-        """The free physical memory of a Gaudi 1."""
-        if self._physical is None:
+    def physical_allocator(self) -> FirstFit:
+        """The allocator of the physical memory of a Gaudi 1, whose driver allocates none."""
+        if self._physical_allocator is None:
             base, length_bytes = self._info.dram_base_address, self._info.dram_size
-            self._physical = FirstFit(base, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        return self._physical
+            self._physical_allocator = FirstFit(base, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        return self._physical_allocator
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the device is closed. Return a function that cancels this."""
-        return self._children.push(close)
+        """Call `close` before the device is closed. Return a function that cancels this call."""
+        return self._releases.push(close)
 
     def mapped_ranges(self) -> tuple[MappedRange, ...]:
         """Return all memory that :meth:`query` can find."""
         return tuple(self._mapped_ranges.copy().values())
 
-    def add_mapped(self, mapped: MappedRange) -> Callable[[], None]:
+    def add_mapped_range(self, mapped: MappedRange) -> Callable[[], None]:
         """Add memory that :meth:`query` can find. Return a function that removes it."""
         self._mapped_ranges[mapped.base] = mapped
 
@@ -123,19 +123,19 @@ class GaudiContext(Closeable):
         return remove
 
     def close(self) -> None:
-        """Close everything that was made from this device, in the reverse order, then the device.
+        """Close the objects that were created from this device, newest first, and then the device.
 
         A second close does nothing. An open dma-buf in any process keeps the device busy until it is closed.
 
         Raises
         ------
         ApiError
-            Some objects could not be closed (the error of the first one). The device stays open and can be closed
-            again.
+            An object could not be closed; if there are several, the error is that of the first. The device stays open,
+            and close can be called again.
         """
         if self._closed:
             return
-        self._children.run()
+        self._releases.run()
         self._copies.close()
         _hlthunk.close(self._fd)
         self._closed = True

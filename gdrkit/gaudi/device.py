@@ -1,4 +1,4 @@
-"""One Gaudi device, with the memory, pools and mappings that are made from it."""
+"""One Gaudi device, which allocates memory and creates pools and host mappings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Device"]
 class Device(GaudiContext):
     """One open device, selected by its number, its PCI address or its module id.
 
-    :meth:`close` first closes everything that was made from the device, in the reverse order.
+    :meth:`close` first closes the objects that were created from the device, newest first.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ class Device(GaudiContext):
     Raises
     ------
     ApiError
-        EBUSY: another program has the device. EINVAL: no device has that PCI address.
+        EBUSY: another program has the device open. EINVAL: no device has that PCI address.
     UsageError
-        NO_DEVICE: there is no such number or module id. BAD_ARGUMENT: not exactly one of the three is given.
+        NO_DEVICE: no device has this number or module id. BAD_ARGUMENT: none, or more than one, of the three is given.
     Unsupported
         The device is not a Gaudi.
     SetupMissing

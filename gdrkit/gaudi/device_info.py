@@ -11,10 +11,12 @@ from gdrkit.gaudi import _hlthunk
 
 __all__ = ["DeviceInfo", "Generation", "bus_id_of", "device_count", "list_devices", "require_gaudi"]
 
-_GOYA = 0x0001
-# Device ids of one generation differ in the last five bits. All ids below that of Gaudi 2 are Gaudi 1.
-_GAUDI2 = 0x1020
-_BOARD = 0x1F
+# PCI device ids of enum hl_pci_ids. The ids of one generation differ only in the last five bits, which identify the
+# board. All ids below that of Gaudi 2 are Gaudi 1, except Goya.
+_GOYA_ID = 0x0001
+_GAUDI2_ID = 0x1020
+_GAUDI3_ID = 0x1060
+_BOARD_BITS = 0x1F
 
 
 class Generation(enum.Enum):
@@ -27,10 +29,10 @@ class Generation(enum.Enum):
 
     @classmethod
     def of(cls, pci_device_id: int) -> Generation:
-        """Return the generation of a PCI device id. An unknown id counts as later than the known ones."""
-        if pci_device_id < _GAUDI2:
+        """Return the generation of a PCI device id. An unknown id above the known ones is `LATER`."""
+        if pci_device_id < _GAUDI2_ID:
             return cls.GAUDI
-        return {_GAUDI2: cls.GAUDI2, 0x1060: cls.GAUDI3}.get(pci_device_id & ~_BOARD, cls.LATER)
+        return {_GAUDI2_ID: cls.GAUDI2, _GAUDI3_ID: cls.GAUDI3}.get(pci_device_id & ~_BOARD_BITS, cls.LATER)
 
     @property
     def maps_memory(self) -> bool:
@@ -43,7 +45,7 @@ class Generation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Properties of a device, which can be read even if another program has it.
+    """Properties of a device. They can be read even while another program has the device open.
 
     Attributes
     ----------
@@ -85,15 +87,15 @@ def device_count() -> int:
     SetupMissing
         hl-thunk is missing or cannot be used.
     """
-    return _hlthunk.count()
+    return _hlthunk.device_count()
 
 
 def list_devices() -> tuple[DeviceInfo, ...]:
-    """Return all devices, also those that another program has. They are queried through their control devices."""
-    return tuple(_ask(number) for number in range(device_count()))
+    """Return all devices, also those that another program has open. They are queried through their control devices."""
+    return tuple(_query_device(number) for number in range(device_count()))
 
 
-def _ask(number: int) -> DeviceInfo:
+def _query_device(number: int) -> DeviceInfo:
     fd = _hlthunk.call("hlthunk_open_control", dev_id=number, busid=None)
     with contextlib.ExitStack() as stack:
         stack.callback(_hlthunk.close, fd)
@@ -128,7 +130,7 @@ def bus_id_of(number: int | None, module_id: int | None) -> str:
 
 def require_gaudi(pci_device_id: int) -> None:
     """Raise :class:`Unsupported` if the device is a Goya, which exports no dma-buf."""
-    if pci_device_id == _GOYA:
+    if pci_device_id == _GOYA_ID:
         raise Unsupported(
             api=Api.HLTHUNK,
             operation="hlthunk_get_hw_ip_info",

@@ -1,7 +1,7 @@
 """Host memory that is mapped to a device.
 
-The mapping has a device address, but it is not device memory: no call makes the kernel export a dma-buf of it. To let a
-NIC access host memory, register the memory by its own address.
+The mapping has a device address, but the kernel exports no dma-buf of host memory. To let a NIC access the memory,
+register the memory by its host address.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HostMapping(Resource):
     device : GaudiContext
         The device to map to.
     buffer : bytearray, mmap or memoryview
-        A writable and contiguous buffer. It cannot be resized or closed before the mapping.
+        A writable and contiguous buffer. It cannot be resized or closed until the mapping is closed.
 
     Raises
     ------
@@ -43,7 +43,7 @@ class HostMapping(Resource):
     def __init__(self, device: GaudiContext, buffer: bytearray | mmap.mmap | memoryview) -> None:
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous or not view.nbytes:
-            message = "only a writable, contiguous, non-empty buffer can be mapped"
+            message = "buffer must be writable, contiguous and not empty"
             raise UsageError(message)
         self.device = device
         self.length_bytes = view.nbytes
@@ -56,7 +56,9 @@ class HostMapping(Resource):
             host_size=view.nbytes,
         )
         super().__init__("gaudi.host_mapping", name="Gaudi host mapping", on_close=device.on_close)
-        self._forget = device.add_mapped(MappedRange(MemoryKind.HOST, self.address, self.length_bytes, None))
+        self._remove_mapped_range = device.add_mapped_range(
+            MappedRange(MemoryKind.HOST, self.address, self.length_bytes, None)
+        )
 
     def export_dmabuf(self) -> NoReturn:
         """Always raise, because host memory cannot be exported.
@@ -64,7 +66,7 @@ class HostMapping(Resource):
         Raises
         ------
         Unsupported
-            DMABUF_EXPORT_UNSUPPORTED, always and without a call. The driver would return EINVAL, which does not state
+            DMABUF_EXPORT_UNSUPPORTED, always and without a call. The driver would return EINVAL, which does not explain
             the cause.
         """
         raise Unsupported(
@@ -74,16 +76,16 @@ class HostMapping(Resource):
             status_name="no call",
             arguments={"addr": self.address, "size": self.length_bytes},
             reason=Reason.DMABUF_EXPORT_UNSUPPORTED,
-            what_to_do="allocate device memory, or register the host memory by its own address",
-            detail="it is host memory that the device has mapped, and the kernel exports only the device's own",
+            what_to_do="allocate device memory, or register the host memory by its host address",
+            detail="the memory is host memory that is mapped to the device, and the kernel exports only device memory",
         )
 
     def _release(self) -> None:
-        self.device.copies.settle()
+        self.device.copies.wait_for_pending_copy()
         if not self.device.lost:
             _hlthunk.call("hlthunk_memory_unmap", fd=self.device.fd, device_virt_addr=self.address)
         self._view = None
-        self._forget()
+        self._remove_mapped_range()
 
     def __repr__(self) -> str:
         return f"HostMapping({'closed' if self.closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"

@@ -1,8 +1,8 @@
 """Device memory of Gaudi.
 
-:class:`GaudiMemory` is the base of all kinds. :class:`DeviceMemory` has an allocation of its own, and
-:class:`BorrowedMemory` is a whole allocation of another owner. The driver has no buffer id that would distinguish an
-allocation from a later one at the same address, so this module numbers the allocations.
+:class:`GaudiMemory` is the base class. :class:`DeviceMemory` owns its allocation. :class:`BorrowedMemory` is a view of
+a whole allocation that another object owns. This module numbers the allocations, so that an allocation can be
+distinguished from a later one at the same address. The driver has no id for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gdrkit.buffers import DmabufRange, MemoryKind, MemoryResource
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.forks import ForkSafeLock
 from gdrkit.gaudi import _hlthunk
-from gdrkit.gaudi._answers import error_of
+from gdrkit.gaudi._errors import error_of
 from gdrkit.gaudi.context import MappedRange
 from gdrkit.handles import ReleaseStack
 from gdrkit.units import HOST_PAGE_BYTES, align_down, align_up
@@ -28,24 +28,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocation", "BorrowedMemory", "DeviceMemory", "GaudiMemory"]
 
-_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
+_EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
 
 _lock = ForkSafeLock()
-_numbers = itertools.count(1)
-_live: dict[int, Allocation] = {}
+_allocation_numbers = itertools.count(1)
+_live_allocations: dict[int, Allocation] = {}
 
 
-def _presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+def _presence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+    """Return a function that returns whether the allocations in the key of :meth:`allocation_key` still exist."""
     return lambda: all(
-        number in _live and _live[number].key == ((base, length_bytes, number),) for base, length_bytes, number in key
+        allocation_number in _live_allocations
+        and _live_allocations[allocation_number].key == ((base, length_bytes, allocation_number),)
+        for base, length_bytes, allocation_number in key
     )
 
 
 class Allocation:
     """A contiguous allocation of device memory that is mapped.
 
-    On Gaudi 1 it is a part of the physical memory that this program has reserved, because the driver neither allocates
-    nor maps memory.
+    On Gaudi 1 the driver neither allocates nor maps memory. There, an allocation is a range of physical memory that
+    gdrkit has reserved.
 
     Parameters
     ----------
@@ -63,25 +66,25 @@ class Allocation:
 
     def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         if length_bytes <= 0:
-            message = f"cannot allocate {length_bytes} bytes"
+            message = f"length_bytes must be at least 1, not {length_bytes}"
             raise UsageError(message)
         self.device = device
         self.length_bytes = align_up(length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        _ = device.fd  # This raises if the device is closed. On Gaudi 1 no other step checks this.
-        self._steps = ReleaseStack()
-        self.address = self._mapped() if device.generation.maps_memory else self._set_aside()
-        number = next(_numbers)
-        self.key = ((self.address, self.length_bytes, number),)
+        _ = device.fd  # This raises an error if the device is closed. On Gaudi 1 no other call checks that.
+        self._release_steps = ReleaseStack()
+        self.address = self._allocate_and_map() if device.generation.maps_memory else self._allocate_physical()
+        allocation_number = next(_allocation_numbers)
+        self.key = ((self.address, self.length_bytes, allocation_number),)
         with _lock:
-            _live[number] = self
+            _live_allocations[allocation_number] = self
 
     @property
-    def alive(self) -> bool:
+    def is_allocated(self) -> bool:
         """Whether the memory is still allocated."""
-        return self.key[0][2] in _live
+        return self.key[0][2] in _live_allocations
 
     def export(self, *, offset_bytes: int, length_bytes: int) -> int:
-        """Export whole pages of the allocation as a new dma-buf. Return the descriptor, which the caller owns."""
+        """Export whole pages of the allocation as a new dma-buf. Return the descriptor. The caller closes it."""
         if self.device.generation.maps_memory:
             return _hlthunk.call(
                 "hlthunk_device_mapped_memory_export_dmabuf_fd",
@@ -89,14 +92,14 @@ class Allocation:
                 addr=self.address,
                 size=length_bytes,
                 offset=offset_bytes,
-                flags=_FLAGS,
+                flags=_EXPORT_FLAGS,
             )
         return _hlthunk.call(
             "hlthunk_device_memory_export_dmabuf_fd",
             fd=self.device.fd,
             addr=self.address + offset_bytes,
             size=length_bytes,
-            flags=_FLAGS,
+            flags=_EXPORT_FLAGS,
         )
 
     def close(self) -> None:
@@ -106,14 +109,14 @@ class Allocation:
         ------
         ApiError
             EINVAL, BUSY: a dma-buf of the memory, or a region made from one, still exists. ETIMEDOUT: a copy is not
-            complete. The memory stays mapped, and another close tries again.
+            complete. The memory stays mapped, and close can be called again.
         """
-        self.device.copies.settle()
-        self._steps.run()
+        self.device.copies.wait_for_pending_copy()
+        self._release_steps.run()
         with _lock:
-            _live.pop(self.key[0][2], None)
+            _live_allocations.pop(self.key[0][2], None)
 
-    def _mapped(self) -> int:
+    def _allocate_and_map(self) -> int:
         _hlthunk.require_page_size()
         fd = self.device.fd
         handle = _hlthunk.call(
@@ -124,31 +127,31 @@ class Allocation:
             contiguous=True,
             shared=False,
         )
-        release = _Steps(self.device, handle)
+        unmap_and_free = _UnmapAndFree(self.device, handle)
         try:
-            release.address = _hlthunk.call("hlthunk_device_memory_map", fd=fd, handle=handle, hint_addr=0)
+            unmap_and_free.address = _hlthunk.call("hlthunk_device_memory_map", fd=fd, handle=handle, hint_addr=0)
         except BaseException as error:
-            release.run_after(error)
+            unmap_and_free.run_after(error)
             raise
-        self._steps.push(release)
-        return release.address
+        self._release_steps.push(unmap_and_free)
+        return unmap_and_free.address
 
-    def _set_aside(self) -> int:
-        physical, length_bytes = self.device.physical, self.length_bytes
-        address = physical.take(length_bytes)
+    def _allocate_physical(self) -> int:
+        allocator, length_bytes = self.device.physical_allocator, self.length_bytes
+        address = allocator.allocate(length_bytes)
         if address is None:
             raise error_of(
                 operation="physical memory",
-                number=errno.ENOMEM,
+                error_number=errno.ENOMEM,
                 arguments={"size": length_bytes},
-                detail=f"the largest free part has {physical.largest_bytes} bytes",
+                detail=f"the largest free part has {allocator.largest_bytes} bytes",
             )
-        self._steps.push(lambda: physical.give_back(address, length_bytes))
+        self._release_steps.push(lambda: allocator.free(address, length_bytes))
         return address
 
 
-class _Steps:
-    """Unmap and free, each once, so that a repeated close continues at the step that failed."""
+class _UnmapAndFree:
+    """A call that unmaps and frees memory. After a failure, the next call continues at the step that failed."""
 
     def __init__(self, device: GaudiContext, handle: int) -> None:
         self._device = device
@@ -165,9 +168,9 @@ class _Steps:
         _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=self._handle)
 
     def run_after(self, error: BaseException) -> None:
-        undo = ReleaseStack()
-        undo.push(self)
-        undo.run_after(error)
+        release_stack = ReleaseStack()
+        release_stack.push(self)
+        release_stack.run_after(error)
 
 
 class GaudiMemory(MemoryResource):
@@ -195,19 +198,18 @@ class GaudiMemory(MemoryResource):
         self._check_open()
         return self._allocation.key
 
-    # Returns a function that checks whether the allocation of an earlier allocation_key() still exists.
-    presence = staticmethod(_presence)
+    presence = staticmethod(_presence_check)
 
     def allocation(self) -> BorrowedMemory:
-        """Return the whole allocation under this memory, borrowed. Closing the result frees nothing."""
+        """Return a view of the whole allocation under this memory. A close of the view does not free the memory."""
         self._check_open()
         return BorrowedMemory(self._allocation, export=self._export)
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
         """Export this memory, or a part of it, as a new dma-buf. The caller closes it.
 
-        The driver exports whole host pages, so the range is widened to pages. ``offset_bytes`` of the result is the
-        offset of the requested bytes in the dma-buf.
+        The driver exports whole host pages, so the dma-buf may contain more than the part. ``offset_bytes`` of the
+        result is the offset of the requested bytes in the dma-buf.
 
         Parameters
         ----------
@@ -228,21 +230,23 @@ class GaudiMemory(MemoryResource):
         self._check_open()
         length_bytes = self._checked_length(offset_bytes, length_bytes)
         if length_bytes == 0:
-            message = "an empty range has no dma-buf"
+            message = "length_bytes must be at least 1, not 0"
             raise UsageError(message)
         begin = self._offset_bytes + offset_bytes
         return self._export(begin, length_bytes)
 
     def close(self) -> None:
-        """Run the actions of :meth:`before_release`, then free the memory if it is owned. A second close does nothing.
+        """Run the actions of :meth:`before_release`, then free the memory if this object owns it.
+
+        A second close does nothing.
 
         Raises
         ------
         Exception
-            An action failed. The error is that of the first one, with the others as notes. The memory is *not* freed
-            then, and another close tries again.
+            An action failed. The error is that of the first failed action, with the other errors as notes. The memory
+            is *not* freed, and close can be called again.
         ApiError
-            EINVAL, BUSY: a dma-buf of the memory still exists. The memory stays allocated, and another close tries
+            EINVAL, BUSY: a dma-buf of the memory still exists. The memory stays allocated, and close can be called
             again.
         """
         super().close()
@@ -255,20 +259,20 @@ class GaudiMemory(MemoryResource):
 
     def _export(self, begin: int, length_bytes: int) -> DmabufRange:
         """Export a part of the allocation as a dma-buf."""
-        first = align_down(begin, alignment_bytes=HOST_PAGE_BYTES)
-        end = align_up(begin + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        fd = self._allocation.export(offset_bytes=first, length_bytes=end - first)
+        first_page_offset = align_down(begin, alignment_bytes=HOST_PAGE_BYTES)
+        end_offset = align_up(begin + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        fd = self._allocation.export(offset_bytes=first_page_offset, length_bytes=end_offset - first_page_offset)
         address = self._allocation.address + begin
-        return DmabufRange(fd, offset_bytes=begin - first, length_bytes=length_bytes, address=address)
+        return DmabufRange(fd, offset_bytes=begin - first_page_offset, length_bytes=length_bytes, address=address)
 
     def _check_open(self) -> None:
         super()._check_open()
-        if not self._allocation.alive:
+        if not self._allocation.is_allocated:
             raise ClosedResource(self._name)
 
 
 class DeviceMemory(GaudiMemory):
-    """Device memory with an allocation of its own. :meth:`close` unmaps and frees it.
+    """Device memory that owns its allocation. :meth:`close` unmaps and frees the memory.
 
     Parameters
     ----------
@@ -288,20 +292,20 @@ class DeviceMemory(GaudiMemory):
     def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         allocation = Allocation(device, length_bytes)
         super().__init__(allocation, offset_bytes=0, length_bytes=length_bytes)
-        mapped = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_whole)
-        self._forget = device.add_mapped(mapped)
+        mapped = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_from_allocation)
+        self._remove_mapped_range = device.add_mapped_range(mapped)
 
     def _release(self) -> None:
         self._allocation.close()
-        self._forget()
+        self._remove_mapped_range()
 
-    def _export_whole(self, begin: int, length_bytes: int) -> DmabufRange:
+    def _export_from_allocation(self, begin: int, length_bytes: int) -> DmabufRange:
         fd = self._allocation.export(offset_bytes=0, length_bytes=self._allocation.length_bytes)
         return DmabufRange(fd, offset_bytes=begin, length_bytes=length_bytes, address=self.address + begin)
 
 
 class BorrowedMemory(GaudiMemory):
-    """A whole allocation of another owner. :meth:`close` runs the actions and frees nothing."""
+    """A view of a whole allocation that another object owns. :meth:`close` runs the actions and frees nothing."""
 
     def __init__(self, allocation: Allocation, *, export: Callable[[int, int], DmabufRange]) -> None:
         super().__init__(allocation, offset_bytes=0, length_bytes=allocation.length_bytes)
@@ -309,7 +313,7 @@ class BorrowedMemory(GaudiMemory):
 
     @property
     def owned(self) -> bool:
-        """Always False: the owner frees the memory."""
+        """Always False: another object frees the memory."""
         return False
 
     def _release(self) -> None:

@@ -1,7 +1,7 @@
 """A pool of device memory with one dma-buf.
 
-The driver exports whole pages of an allocation, and each export has a cost. A pool is exported once. Each part of it is
-exported as a duplicate of that descriptor with an offset. UCX does the same with the memory of SynapseAI.
+The driver exports whole pages of an allocation, and each export has a cost. So a pool is exported once. Each part of
+the pool is exported as a duplicate of that descriptor, with an offset. UCX does the same with the memory of SynapseAI.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["MemoryPool", "PoolMemory"]
 
 
 class MemoryPool(Resource):
-    """One allocation that is divided into parts. The first export of a part exports the pool, until the pool is closed.
+    """One allocation that is divided into parts. The first export of a part exports the whole pool.
 
     Parameters
     ----------
@@ -44,23 +44,27 @@ class MemoryPool(Resource):
 
     def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         self.device = device
-        self.storage = Allocation(device, length_bytes)
-        self._free = FirstFit(self.storage.address, self.storage.length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        self._exporting = threading.Lock()
-        self._whole: DmabufRange | None = None
+        self.allocation = Allocation(device, length_bytes)
+        self._allocator = FirstFit(
+            self.allocation.address, self.allocation.length_bytes, alignment_bytes=HOST_PAGE_BYTES
+        )
+        self._export_lock = threading.Lock()
+        self._pool_dmabuf: DmabufRange | None = None
         self._parts = ReleaseStack()
         super().__init__("gaudi.pool", name="Gaudi memory pool", on_close=device.on_close)
-        self._forget = device.add_mapped(MappedRange(MemoryKind.GAUDI, self.address, self.length_bytes, self._exported))
+        self._remove_mapped_range = device.add_mapped_range(
+            MappedRange(MemoryKind.GAUDI, self.address, self.length_bytes, self._export_range)
+        )
 
     @property
     def address(self) -> int:
         """Device address of the first byte."""
-        return self.storage.address
+        return self.allocation.address
 
     @property
     def length_bytes(self) -> int:
         """Size of the pool in bytes, in whole pages."""
-        return self.storage.length_bytes
+        return self.allocation.length_bytes
 
     def allocate(self, length_bytes: int) -> PoolMemory:
         """Allocate a part of the pool.
@@ -72,9 +76,9 @@ class MemoryPool(Resource):
         """
         self._check_open()
         if length_bytes <= 0:
-            message = f"cannot allocate {length_bytes} bytes"
+            message = f"length_bytes must be at least 1, not {length_bytes}"
             raise UsageError(message)
-        address = self._free.take(length_bytes)
+        address = self._allocator.allocate(length_bytes)
         if address is None:
             raise ApiError(
                 api=Api.NONE,
@@ -85,23 +89,25 @@ class MemoryPool(Resource):
                 arguments={"length_bytes": length_bytes},
                 reason=Reason.OUT_OF_MEMORY,
                 what_to_do="close parts of the pool, or make a larger one",
-                detail=f"the largest free part has {self._free.largest_bytes} bytes",
+                detail=f"the largest free part has {self._allocator.largest_bytes} bytes",
             )
         return PoolMemory(self, offset_bytes=address - self.address, length_bytes=length_bytes)
 
     def export(self, *, offset_bytes: int, length_bytes: int) -> DmabufRange:
-        """Return any part of the pool as a duplicate of the pool's dma-buf. The caller closes it.
+        """Return a part of the pool as a duplicate of the pool's dma-buf. The caller closes the duplicate.
 
         Raises
         ------
         ApiError
             The driver cannot export the pool.
         """
-        with self._exporting:
-            if self._whole is None:
-                fd = self.storage.export(offset_bytes=0, length_bytes=self.length_bytes)
-                self._whole = DmabufRange(fd, offset_bytes=0, length_bytes=self.length_bytes, address=self.address)
-            with self._whole.dup() as copy:
+        with self._export_lock:
+            if self._pool_dmabuf is None:
+                fd = self.allocation.export(offset_bytes=0, length_bytes=self.length_bytes)
+                self._pool_dmabuf = DmabufRange(
+                    fd, offset_bytes=0, length_bytes=self.length_bytes, address=self.address
+                )
+            with self._pool_dmabuf.dup() as copy:
                 return DmabufRange(
                     copy.take(),
                     offset_bytes=offset_bytes,
@@ -110,12 +116,12 @@ class MemoryPool(Resource):
                 )
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the pool is closed. Return a function that cancels this."""
+        """Call `close` before the pool is closed. Return a function that cancels this call."""
         return self._parts.push(close)
 
-    def give_back(self, address: int, length_bytes: int) -> None:
+    def free_part(self, address: int, length_bytes: int) -> None:
         """Free a part that :meth:`allocate` returned. Only :class:`PoolMemory` calls this."""
-        self._free.give_back(address, length_bytes)
+        self._allocator.free(address, length_bytes)
 
     def close(self) -> None:
         """Close the parts, the dma-buf and the allocation, in this order. A second close does nothing.
@@ -123,21 +129,21 @@ class MemoryPool(Resource):
         Raises
         ------
         ApiError
-            EINVAL, BUSY: a duplicate of the dma-buf, or a region made from one, still exists. Another close tries
-            again.
+            EINVAL, BUSY: a duplicate of the dma-buf, or a region made from one, still exists. Close can be
+            called again.
         """
         super().close()
 
     def _release(self) -> None:
         self._parts.run()
-        with self._exporting:
-            if self._whole is not None:
-                self._whole.close()
-                self._whole = None
-        self.storage.close()
-        self._forget()
+        with self._export_lock:
+            if self._pool_dmabuf is not None:
+                self._pool_dmabuf.close()
+                self._pool_dmabuf = None
+        self.allocation.close()
+        self._remove_mapped_range()
 
-    def _exported(self, begin: int, length_bytes: int) -> DmabufRange:
+    def _export_range(self, begin: int, length_bytes: int) -> DmabufRange:
         return self.export(offset_bytes=begin, length_bytes=length_bytes)
 
     def __repr__(self) -> str:
@@ -149,13 +155,13 @@ class PoolMemory(GaudiMemory):
 
     def __init__(self, pool: MemoryPool, *, offset_bytes: int, length_bytes: int) -> None:
         """Create a part of `pool`. Callers use :meth:`MemoryPool.allocate` instead."""
-        super().__init__(pool.storage, offset_bytes=offset_bytes, length_bytes=length_bytes)
+        super().__init__(pool.allocation, offset_bytes=offset_bytes, length_bytes=length_bytes)
         self._pool = pool
-        self._leave_pool = pool.on_close(self.close)
+        self._cancel_pool_close = pool.on_close(self.close)
 
     def _release(self) -> None:
-        self._pool.give_back(self.address, self.length_bytes)
-        self._leave_pool()
+        self._pool.free_part(self.address, self.length_bytes)
+        self._cancel_pool_close()
 
     def _export(self, begin: int, length_bytes: int) -> DmabufRange:
         return self._pool.export(offset_bytes=begin, length_bytes=length_bytes)

@@ -1,4 +1,4 @@
-"""Query of the memory at a device address, like UCX's ``mem_query``: type, device, base, length and dma-buf.
+"""Query of the memory at a device address: type, device, base, length and dma-buf, like UCX's ``mem_query``.
 
 hl-thunk has no call for this. The query only finds memory that gdrkit itself allocated or mapped on the device.
 """
@@ -25,14 +25,14 @@ class AddressInfo(Closeable):
     Attributes
     ----------
     kind : MemoryKind
-        Whether it is memory of the device, or host memory that is mapped to it.
+        Whether the memory is device memory, or host memory that is mapped to the device.
     device : GaudiContext
         The device of the address.
     base, length_bytes : int
-        The whole allocation or mapping that contains the address.
+        Address and size in bytes of the whole allocation or mapping that contains the queried range.
     dmabuf : DmabufRange or None
-        The queried bytes, in a dma-buf over the whole memory. None if this memory cannot be exported. The result owns
-        it, unless its ``take()`` was called.
+        The queried bytes, in a dma-buf over the whole memory. None if this memory cannot be exported. :meth:`close`
+        closes the dma-buf, unless the caller has taken its descriptor with ``take()``.
     """
 
     kind: MemoryKind
@@ -48,7 +48,7 @@ class AddressInfo(Closeable):
 
 
 def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> AddressInfo:
-    """Return the memory at ``[address, address + length)``.
+    """Return the memory at ``[address, address + length_bytes)``.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> Addre
         The driver cannot export the memory.
     """
     if length_bytes <= 0:
-        message = f"{length_bytes} bytes are nothing to ask about"
+        message = f"length_bytes must be at least 1, not {length_bytes}"
         raise UsageError(message)
     for mapped in device.mapped_ranges():
         if mapped.base <= address and address + length_bytes <= mapped.base + mapped.length_bytes:
@@ -66,5 +66,5 @@ def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> Addre
             return AddressInfo(
                 kind=mapped.kind, device=device, base=mapped.base, length_bytes=mapped.length_bytes, dmabuf=dmabuf
             )
-    message = f"{length_bytes} bytes at {address:#x} are not in one allocation or mapping of this device"
+    message = f"the {length_bytes} bytes at {address:#x} must be in one allocation or mapping of this device"
     raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)

@@ -1,4 +1,4 @@
-"""File I/O to and from device and host memory, by the copy engine, or by a direct path that was proven for the file.
+"""Transfers between files and device or host memory, by the copy engine or by a direct path proven for the file.
 
 Only ``_native.py`` imports the native engine.
 """

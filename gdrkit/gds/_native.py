@@ -1,27 +1,34 @@
-"""Access to the native copy engine, which is loaded at the first use, and conversion of its errors to those of gdrkit.
+"""Access to the native copy engine, and conversion of its errors to the errors of gdrkit.
 
-``_engine`` is the native module (``native/engine``). It loads libcuda when a device is used first; transfers of host
-memory need no libcuda.
+The native module ``_engine`` (``native/engine``) is imported at the first use. It loads libcuda when a device is first
+used, so transfers of host memory need no libcuda.
 """
 
 from __future__ import annotations
 
 import errno
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing, errno_name
-from gdrkit.loader import import_native
+from gdrkit.loader import LazyModule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from gdrkit.gds import _engine as native
+else:
+    native = LazyModule("gdrkit.gds._engine")
+
 __all__ = ["Failure", "api_error", "call", "native", "reason_of"]
 
-# An error of the engine: (api, operation, number, name).
+# A failed call, as the engine reports it: (API, function, errno or CUresult, name of the CUresult).
 Failure = tuple[str, str, int, str]
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
 _CUDA_OUT_OF_MEMORY = 2
+# CUDA_ERROR_NO_DEVICE and CUDA_ERROR_INVALID_DEVICE.
 _CUDA_NO_DEVICE = frozenset({100, 101})
 _REASONS = {
     errno.ENOENT: Reason.BAD_ARGUMENT,
@@ -40,35 +47,25 @@ _REASONS = {
 _ADVICE = {
     errno.ENOSPC: "free space on the file system, or write to another one",
     errno.EDQUOT: "free space within the quota, or write to another file system",
-    errno.EIO: "see the kernel log: a disk, or the server of this file system, failed",
+    errno.EIO: "see the kernel log: a disk or the server of a network file system failed",
     errno.EISDIR: "name a file, not a folder",
     errno.ENOENT: "check the path",
 }
 
 
-@cache
-def native() -> Any:
-    """Return the module ``gdrkit.gds._engine``.
-
-    Raises
-    ------
-    SetupMissing
-        The module was not built.
-    """
-    return import_native("gdrkit.gds._engine")
-
-
-def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Call a function of the engine and convert its exception to an :class:`ApiError`."""
+def call(
+    function: Callable[_Parameters, _Result], /, *arguments: _Parameters.args, **keywords: _Parameters.kwargs
+) -> _Result:
+    """Call a function of the engine and return its result. Convert its exception to an :class:`ApiError`."""
     try:
-        return function(*arguments, **named)
-    except native().EngineError as error:
+        return function(*arguments, **keywords)
+    except native.EngineError as error:
         raise api_error(error.args) from error
 
 
-def reason_of(number: int) -> Reason:
+def reason_of(error_number: int) -> Reason:
     """Return the reason for an errno of a file operation."""
-    return _REASONS.get(number, Reason.OTHER)
+    return _REASONS.get(error_number, Reason.OTHER)
 
 
 def api_error(
@@ -93,16 +90,17 @@ def api_error(
     """
     api, operation, number, name = failure
     if api == "kernel":
-        missing = operation == "dlopen" or number == errno.ENOSYS
-        return (SetupMissing if missing else error_class)(
-            api=Api.LOADER if missing else Api.KERNEL,
+        # The engine loads libcuda with dlopen. ENOSYS: the library lacks a function that the engine needs.
+        is_driver_missing = operation == "dlopen" or number == errno.ENOSYS
+        return (SetupMissing if is_driver_missing else error_class)(
+            api=Api.LOADER if is_driver_missing else Api.KERNEL,
             operation="dlopen libcuda.so.1" if operation == "dlopen" else operation,
             status=number,
             status_name=errno_name(number),
             errno=number,
             arguments=arguments,
-            reason=Reason.LIBRARY_MISSING if missing else reason_of(number),
-            what_to_do="install the NVIDIA driver" if missing else _ADVICE.get(number, ""),
+            reason=Reason.LIBRARY_MISSING if is_driver_missing else reason_of(number),
+            what_to_do="install the NVIDIA driver" if is_driver_missing else _ADVICE.get(number, ""),
             detail=detail,
         )
     if api == "cufile":

@@ -1,7 +1,7 @@
 """Descriptions of the memory that callers provide for transfers: host memory or memory of a CUDA device.
 
-The memory is described once per call. The description keeps it alive. Before the first byte moves, gdrkit waits for the
-work that the producer of the memory has queued on its stream.
+Each call describes its memory once, and the description keeps the memory alive. If the owner of the memory has queued
+work for it on a CUDA stream, gdrkit waits for that work before the first byte moves.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["HOST", "TransferBuffer", "describe_buffer"]
 HOST = -1
 
 
-def _nothing() -> None:
-    return
+def _release_nothing() -> None:
+    """Do nothing, because the owner of the memory needs no notice."""
 
 
 class TransferBuffer(NamedTuple):
-    """The memory of one call. It is described once, at the beginning of the call.
+    """The memory of one call.
 
     Attributes
     ----------
@@ -45,16 +45,16 @@ class TransferBuffer(NamedTuple):
     length_bytes: int
     device_index: int
     keep: object
-    release: Callable[[], None] = _nothing
+    release: Callable[[], None] = _release_nothing
 
     @property
     def is_host(self) -> bool:
-        """Whether it is host memory."""
+        """Whether the memory is host memory."""
         return self.device_index == HOST
 
 
 def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
-    """Return the description of memory that a caller provides. The caller of this function releases it.
+    """Return the description of memory that a caller provides. The caller of this function must release it.
 
     Parameters
     ----------
@@ -67,20 +67,20 @@ def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
     Raises
     ------
     UsageError
-        The object is not memory, not contiguous, or read-only. NOT_DEVICE_MEMORY: the object states a larger range than
-        the device has allocated.
+        The object is not memory, not contiguous, or read-only. NOT_DEVICE_MEMORY: some bytes of the object are not
+        allocated memory of a device.
     ClosedResource
         The memory of gdrkit was closed.
     """
     if isinstance(buffer, CudaMemory):
         if buffer.closed:
-            what = f"{buffer.kind.value} memory at {buffer.address:#x}"
-            raise ClosedResource(what)
+            memory_name = f"{buffer.kind.value} memory at {buffer.address:#x}"
+            raise ClosedResource(memory_name)
         return TransferBuffer(buffer.address, buffer.length_bytes, buffer.device.index, buffer)
     if hasattr(buffer, "__cuda_array_interface__"):
         return _describe_array(buffer, writable=writable)
     try:
-        memory: Any = native().HostMemory(buffer, writable=writable)
+        host_memory: Any = native.HostMemory(buffer, writable=writable)
     except TypeError as error:
         if hasattr(buffer, "__dlpack__"):
             return _describe_array(buffer, writable=writable)
@@ -90,11 +90,12 @@ def describe_buffer(buffer: object, *, writable: bool) -> TransferBuffer:
         message = f"the {type(buffer).__name__} cannot be used: {error}"
         advice = "pass contiguous memory" + (" that is not read-only" if writable else "")
         raise UsageError(message, what_to_do=advice) from error
-    return TransferBuffer(memory.address, memory.length_bytes, HOST, (memory, buffer), memory.release)
+    keep = (host_memory, buffer)
+    return TransferBuffer(host_memory.address, host_memory.length_bytes, HOST, keep, host_memory.release)
 
 
 def _describe_array(array: object, *, writable: bool) -> TransferBuffer:
-    """Return the description of an array of another library, after the work of its stream is done."""
+    """Return the description of an array of another library. Wait for the work on the stream of the array."""
     description = cuda.describe(array)
     address, length_bytes = description.address, description.length_bytes
     try:

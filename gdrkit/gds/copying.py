@@ -1,7 +1,7 @@
 """Copies of files through device or host memory.
 
-The read of one chunk overlaps with the write of the chunk before it. Holes stay holes. The new file gets its name when
-it is complete: until then, other programs find the old file or no file, and a copy that fails leaves nothing.
+While one chunk is written, the next chunk is read. Holes stay holes. The new file gets its name when it is complete.
+Until then, other programs find the old file or no file, and a copy that fails leaves no file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ CHUNK_BYTES = 256 * MIB
 _CHUNKS_COUNT = 2
 # Largest number of ranges of a sparse file that one transfer moves.
 _RANGES_MAX = 1024
+# Bytes per read(2) of a file whose size is unknown.
 _READ_BYTES = MIB
-_NO_SIZE = "the kernel does not state the size of the file, so it was read by read(2) to its end"
+_WHY_READ = "the kernel does not report the size of the file, so it was read by read(2) to its end"
+# Bytes that are compared at a time.
 _COMPARE_BYTES = 16 * MIB
-# Number of bytes that the error of a difference shows.
+# Number of bytes that the error shows at the first difference.
 _ERROR_BYTES = 16
 
 
@@ -54,7 +56,7 @@ class CopyTotals:
     direct_io_bytes : int
         Bytes that bypassed the page cache.
     why_not_direct : str
-        The reason why the bytes did not take a direct path, if one was wanted.
+        The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
     """
 
     routes: dict[str, int] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class CopyResult:
         Bytes in holes, which were neither read nor written.
     duration_s : float
         Time from the call until the new file has its name, without the comparison, in seconds.
-    read, write : Half
+    read, write : CopyTotals
         Totals of the reads and of the writes.
     is_checked : bool
         Whether both files were compared byte by byte.
@@ -128,9 +130,9 @@ def copy_file(
     access, direct : str
         See :class:`~gdrkit.gds.File`.
     durable : bool
-        Return only when the disk has the bytes and the name of the new file.
+        Wait until the disk has the bytes and the name of the new file.
     check : bool
-        Compare both files byte by byte before the new one gets its name.
+        Compare both files byte by byte before the new file gets its name.
     on_progress : callable or None
         Called with the number of bytes read so far and the size of the file. An exception that it raises ends the copy.
 
@@ -143,37 +145,37 @@ def copy_file(
     UsageError
         Source and destination are the same file, the destination is a device, a FIFO or a socket, or a size is invalid.
     DataMismatch
-        The check found a byte that differs; no new file is left.
+        The check found a byte that differs. No new file is left.
     """
     if chunk_bytes < 1:
         message = f"chunk_bytes must be at least 1, not {chunk_bytes}"
         raise UsageError(message)
     path = Path(destination)
     path = path / Path(source).name if path.is_dir() else path
-    began = time.monotonic()
+    began_s = time.monotonic()
     result = CopyResult(os.fspath(source), str(path))
     with contextlib.ExitStack() as stack:
-        old = stack.enter_context(File(source, access=access, direct=direct))
-        info = os.fstat(old.fileno())
+        source_file = stack.enter_context(File(source, access=access, direct=direct))
+        info = os.fstat(source_file.fileno())
         target = stack.enter_context(open_destination(path))
         if target.is_same_file(info):
             message = f"{source} and {path} are the same file"
             raise UsageError(message)
-        with new_file(target, source_mode=info.st_mode, access=access, direct=direct, durable=durable) as new:
+        with new_file(target, source_mode=info.st_mode, access=access, direct=direct, durable=durable) as copy:
             compare_s = 0.0
-            if _has_no_size(old, info):
-                _copy_to_end(old, new, result, on_progress, check=check)
+            if _has_no_size(source_file, info):
+                _copy_to_end(source_file, copy, result, on_progress, check=check)
             else:
                 result.bytes = info.st_size
                 length = min(chunk_bytes, max(result.bytes, 1))
                 with chunk_buffers(device_index, length, _CHUNKS_COUNT) as chunks:
-                    _copy_ranges(old, new, chunks, result, on_progress)
+                    _copy_ranges(source_file, copy, chunks, result, on_progress)
                 if check:
-                    compare_s = -time.monotonic()
-                    _compare(old.fileno(), new.fileno(), length_bytes=result.bytes)
-                    compare_s += time.monotonic()
+                    compare_began_s = time.monotonic()
+                    _compare(source_file.fileno(), copy.fileno(), length_bytes=result.bytes)
+                    compare_s = time.monotonic() - compare_began_s
             result.is_checked = check
-    result.duration_s = time.monotonic() - began - compare_s
+    result.duration_s = time.monotonic() - began_s - compare_s
     return result
 
 
@@ -185,28 +187,28 @@ def _has_no_size(file: File, info: os.stat_result) -> bool:
         has_last_byte = bool(os.pread(file.fileno(), 1, max(info.st_size - 1, 0)))
     except OSError as error:
         if info.st_size:
-            return False  # The copy reads the bad byte again, and its error reports how much was read before.
+            return False  # The copy will fail at this byte too, and its error reports how many bytes were read before.
         raise os_error("read", file.path, error) from error
     return has_last_byte == (info.st_size == 0)
 
 
 def _copy_to_end(
-    old: File, new: File, result: CopyResult, on_progress: Callable[[int, int], None] | None, *, check: bool
+    source_file: File, copy: File, result: CopyResult, on_progress: Callable[[int, int], None] | None, *, check: bool
 ) -> None:
-    """Copy a file that has no size. A second read may return other bytes, so each chunk is compared at once."""
+    """Copy a file whose size is unknown. Compare each chunk at once, because a second read may return other bytes."""
     memory = bytearray(_READ_BYTES)
-    result.read.why_not_direct = _NO_SIZE
+    result.read.why_not_direct = _WHY_READ
     while True:
         try:
-            count = os.readv(old.fileno(), [memory])
+            count = os.readv(source_file.fileno(), [memory])
         except OSError as error:
-            raise os_error("read", old.path, error) from error
+            raise os_error("read", source_file.path, error) from error
         if count == 0:
             break
         offset = result.bytes
-        result.write.add(new.write_from(memory, file_offset_bytes=offset, length_bytes=count))
+        result.write.add(copy.write_from(memory, file_offset_bytes=offset, length_bytes=count))
         if check:
-            _check_same(memory[:count], os.pread(new.fileno(), count, offset), offset)
+            _check_same(memory[:count], os.pread(copy.fileno(), count, offset), offset)
         result.bytes += count
         if on_progress is not None:
             on_progress(result.bytes, result.bytes)
@@ -215,51 +217,53 @@ def _copy_to_end(
 
 
 def _copy_ranges(
-    old: File, new: File, chunks: list[Any], result: CopyResult, on_progress: Callable[[int, int], None] | None
+    source_file: File, copy: File, chunks: list[Any], result: CopyResult, on_progress: Callable[[int, int], None] | None
 ) -> None:
-    """Copy the data ranges of a file. While one chunk is written, the next one is read."""
+    """Copy the data ranges of a file. While one chunk of memory is written, the next one is filled."""
     writes: list[Transfer | None] = [None] * len(chunks)
     length = len(chunks[0]) if isinstance(chunks[0], bytearray) else chunks[0].length_bytes
 
     def progress_from(offset: int) -> Callable[[int, int], None] | None:
-        return None if on_progress is None else lambda done, _whole: on_progress(offset + done, result.bytes)
+        return None if on_progress is None else lambda done, _total: on_progress(offset + done, result.bytes)
 
-    data_bytes = end = 0
-    for number, ranges in enumerate(_batches(data_ranges(old.fileno(), result.bytes), length)):
-        index = number % len(chunks)
-        if (previous := writes[index]) is not None:
-            result.write.add(previous.result())
-        result.read.add(old.start_readv(chunks[index], ranges).result(on_progress=progress_from(ranges[0][0])))
-        writes[index] = new.start_writev(chunks[index], ranges)
-        data_bytes += sum(each[1] for each in ranges)
-        end = sum(ranges[-1][:2])
+    data_bytes = end_offset = 0
+    for batch_index, ranges in enumerate(_batches(data_ranges(source_file.fileno(), result.bytes), length)):
+        index = batch_index % len(chunks)
+        if (previous_write := writes[index]) is not None:
+            result.write.add(previous_write.result())
+        read = source_file.start_readv(chunks[index], ranges)
+        result.read.add(read.result(on_progress=progress_from(ranges[0][0])))
+        writes[index] = copy.start_writev(chunks[index], ranges)
+        data_bytes += sum(file_range[1] for file_range in ranges)
+        end_offset = sum(ranges[-1][:2])
     for write in writes:
         if write is not None:
-            # The callback runs Python code now and then, so that Ctrl-C takes effect.
-            result.write.add(write.result(on_progress=lambda _done, _whole: None))
+            # With a callback, the wait runs Python code many times per second, so that Ctrl-C takes effect.
+            result.write.add(write.result(on_progress=lambda _done, _total: None))
     result.hole_bytes = result.bytes - data_bytes
-    if end < result.bytes:
+    if end_offset < result.bytes:
+        # The file ends with a hole.
         try:
-            os.ftruncate(new.fileno(), result.bytes)
+            os.ftruncate(copy.fileno(), result.bytes)
         except OSError as error:
-            raise os_error("ftruncate", new.path, error) from error
+            raise os_error("ftruncate", copy.path, error) from error
         if on_progress is not None:
             on_progress(result.bytes, result.bytes)
 
 
 def _batches(ranges: Iterator[tuple[int, int]], length_bytes: int) -> Iterator[list[Range]]:
-    """Split the ranges (begin, end) of a file into lists of (offset, length) that fit into one chunk of memory each."""
+    """Split ranges (begin, end) of a file into batches: lists of (offset, length) that fit into `length_bytes`."""
     batch: list[Range] = []
-    free = length_bytes
+    free_bytes = length_bytes
     for begin, end in ranges:
         offset = begin
         while offset < end:
-            count = min(free, end - offset)
+            count = min(free_bytes, end - offset)
             batch.append((offset, count))
-            offset, free = offset + count, free - count
-            if free == 0 or len(batch) == _RANGES_MAX:
+            offset, free_bytes = offset + count, free_bytes - count
+            if free_bytes == 0 or len(batch) == _RANGES_MAX:
                 yield batch
-                batch, free = [], length_bytes
+                batch, free_bytes = [], length_bytes
     if batch:
         yield batch
 
@@ -275,18 +279,18 @@ def chunk_buffers(device_index: int, length_bytes: int, count: int) -> Iterator[
         yield [stack.enter_context(device.allocate(length_bytes)) for _ in range(count)]
 
 
-def _compare(old: int, new: int, *, length_bytes: int) -> None:
+def _compare(source_fd: int, copy_fd: int, *, length_bytes: int) -> None:
     for offset in range(0, length_bytes, _COMPARE_BYTES):
         count = min(_COMPARE_BYTES, length_bytes - offset)
-        _check_same(os.pread(old, count, offset), os.pread(new, count, offset), offset)
+        _check_same(os.pread(source_fd, count, offset), os.pread(copy_fd, count, offset), offset)
 
 
 def _check_same(expected: bytes | bytearray, actual: bytes, offset_bytes: int) -> None:
-    first = pattern.find_mismatch(expected, actual)
-    if first is not None:
-        excerpt = slice(first, first + _ERROR_BYTES)
+    mismatch = pattern.find_mismatch(expected, actual)
+    if mismatch is not None:
+        excerpt = slice(mismatch, mismatch + _ERROR_BYTES)
         raise DataMismatch(
-            first_offset_bytes=offset_bytes + first,
+            first_offset_bytes=offset_bytes + mismatch,
             expected=bytes(expected[excerpt]),
             actual=actual[excerpt],
             length_bytes=len(expected),

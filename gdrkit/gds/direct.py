@@ -1,7 +1,7 @@
-"""The search for a direct path, and the warning if there is none.
+"""The search for a direct path between a file and a device, and the warning if there is none.
 
-A file takes a direct path only if the path was proven for it. The functions that prove paths are listed in
-:data:`DIRECT_PATH_PROBES`. If none proves one, the copy engine moves the bytes, and one warning names the cause.
+A direct path is used only if a probe has proven it for the file. The probes are listed in :data:`DIRECT_PATH_PROBES`.
+If no probe proves a path, the copy engine moves the bytes through host memory, and one warning names the cause.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class DirectPath(Protocol):
         """
 
     def why_not(self, extents: Sequence[int]) -> str:
-        """Return why these ranges cannot go directly (bad alignment, an earlier fallback), or an empty text."""
+        """Return why these ranges cannot be transferred directly; empty if they can.
+
+        Reasons are a bad alignment, or an earlier transfer of the file that was not direct.
+        """
 
     def close(self) -> None:
         """Release the resources that the path holds for the file."""
@@ -64,7 +67,7 @@ class DirectPathResult:
     path : DirectPath or None
         The proven path, if there is one.
     why : str
-        The reason why there is no path; empty if there is one.
+        The reason why there is no proven path; empty if there is one.
     """
 
     path: DirectPath | None
@@ -80,22 +83,22 @@ class DirectPathResult:
 # path.
 DIRECT_PATH_PROBES: list[Callable[[int, int], DirectPathResult]] = []
 
-_reported: set[str] = set()
+_reported_causes: set[str] = set()
 
 
 def find_direct_path(fd: int, device_index: int) -> DirectPathResult:
-    """Return the first proven path, or the reasons of all probes if no path is proven."""
-    causes = []
+    """Return the first path that a probe proves, or the reasons of all probes if none does."""
+    reasons = []
     for probe in DIRECT_PATH_PROBES:
         result = probe(fd, device_index)
         if result.path is not None:
             return result
-        causes.append(result.why)
-    return DirectPathResult(None, "; ".join(causes) or "this installation has no direct-path probe")
+        reasons.append(result.why)
+    return DirectPathResult(None, "; ".join(reasons) or "this installation has no direct-path probe")
 
 
 def report_fallback(why: str, path: str, *, required: bool) -> None:
-    """Warn that the copy engine moves the bytes, once for each cause. Fail if a direct path is required.
+    """Warn that the copy engine moves the bytes, once for each cause. Raise an error if a direct path is required.
 
     Raises
     ------
@@ -113,12 +116,12 @@ def report_fallback(why: str, path: str, *, required: bool) -> None:
             what_to_do="remove the cause, or allow the copy engine (direct='preferred')",
             detail=why,
         )
-    if why not in _reported:
-        _reported.add(why)
+    if why not in _reported_causes:
+        _reported_causes.add(why)
         message = f"there is no direct path, so the copy engine moves the bytes through host memory: {why}"
         warnings.warn(message, FallbackWarning, stacklevel=6)
 
 
 def forget_warnings() -> None:
-    """Forget which causes were reported, so that each one is reported again."""
-    _reported.clear()
+    """Forget which causes were reported, so that the next fallback warns again."""
+    _reported_causes.clear()

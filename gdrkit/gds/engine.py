@@ -1,9 +1,8 @@
 """The copy engine: threads and pinned memory that move bytes between files and memory.
 
 There is one engine for host memory and one for each NUMA node that has a device. An engine is created at the first use
-and closed at the end of the program, or by :func:`close_engines`. The engine chooses the I/O path of a range by what
-the kernel has cached of it: it copies cached bytes from the page cache and reads others by O_DIRECT
-(``native/engine``).
+and closed at the end of the program, or by :func:`close_engines`. By default, the engine reads cached ranges of a file
+from the page cache and other ranges with O_DIRECT. The native part is in ``native/engine``.
 """
 
 from __future__ import annotations
@@ -27,9 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineJob", "EngineOptions", "close_engines", "engine_for"]
 
+# Numbers of the native enum for the I/O path; see `access` of Engine.submit.
 ACCESS = {"automatic": 0, "buffered": 1, "direct": 2}
 
 _ANY_NUMA_NODE = -1
+# Limits of the settings in EngineOptions.
 _COUNT_MAX = 256
 _BYTES_MIN, _BYTES_MAX = 4 * KIB, GIB
 
@@ -44,7 +45,7 @@ class EngineOptions:
         Largest number of threads. If this process may use fewer processors, the engine has one thread per processor,
         but at least two.
     buffers_count : int
-        Staging buffers of each thread. One is filled while the device copies from the others.
+        Number of staging buffers of each thread. One is filled while the device copies from the others.
     chunk_bytes : int
         Size of one staging buffer and largest size of a chunk, in bytes.
     first_chunk_bytes : int
@@ -63,11 +64,11 @@ class EngineOptions:
     direct_readers_count : int
         Number of concurrent O_DIRECT reads of one transfer.
     direct_read_bytes : int
-        Size of such a read, in bytes.
+        Size of an O_DIRECT read, in bytes.
     direct_writers_count : int
         Number of concurrent O_DIRECT writes of one transfer.
     direct_write_bytes : int
-        Size of such a write, in bytes.
+        Size of an O_DIRECT write, in bytes.
     buffered_writers_count : int
         Number of threads that write into the page cache at the same time for one transfer.
 
@@ -103,36 +104,37 @@ class EngineOptions:
         return min(self.workers_count, max(len(os.sched_getaffinity(0)), 2))
 
 
-# Settings for host memory. No device waits for chunks, and the processors copy all bytes.
+# Settings for host memory. Many threads copy, because the processors move all bytes. Small first chunks have no use,
+# because no device waits for them.
 HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * MIB, first_chunk_bytes=8 * MIB)
 
 
 class EngineJob:
-    """A job of the engine, as a :class:`gdrkit.gds.transfer.TransferJob`."""
+    """A job of the engine; a :class:`gdrkit.gds.transfer.TransferJob`."""
 
     route = Route.ENGINE
     why_not_direct = ""
 
-    def __init__(self, job: Any) -> None:  # noqa: ANN401 - native object.
-        self._job = job
+    def __init__(self, native_job: Any) -> None:  # noqa: ANN401 - native object.
+        self._native_job = native_job
 
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
-        return bool(self._job.wait(timeout_us))
+        return bool(self._native_job.wait(timeout_us))
 
     def cancel(self) -> None:
         """Start no further chunks."""
-        self._job.cancel()
+        self._native_job.cancel()
 
     def progress(self) -> dict[str, Any]:
         """Return the progress of the job."""
-        progress: dict[str, Any] = self._job.progress()
+        progress: dict[str, Any] = self._native_job.progress()
         return progress
 
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived."""
-        counts: list[int] = self._job.arrived()
-        return counts
+        arrived_bytes: list[int] = self._native_job.arrived()
+        return arrived_bytes
 
 
 class Engine:
@@ -149,7 +151,7 @@ class Engine:
     def __init__(self, options: EngineOptions | None = None, *, node: int = _ANY_NUMA_NODE) -> None:
         self.options = options or EngineOptions()
         settings = {**asdict(self.options), "workers_count": self.options.threads_count()}
-        self._engine = call(native().Engine, node=node, **settings)
+        self._engine = call(native.Engine, node=node, **settings)
         self._handle = Handle("gds.engine")
         self._is_inherited = False
         forks.register(self)
@@ -172,15 +174,15 @@ class Engine:
         write : bool
             True: write from memory into files. False: read from files into memory.
         device_index : int
-            Index of the device that has all of the memory; :data:`~gdrkit.gds.HOST` for host memory.
+            Index of the device whose memory all ranges use; :data:`~gdrkit.gds.HOST` for host memory.
         files : list
             Native open files, or paths as bytes. The engine opens paths with `flags` and closes them.
         extents : iterable of int
             Four numbers for each range: index in `files`, offset, address, length.
         access : str
-            ``automatic``, ``buffered`` or ``direct``.
+            ``automatic``, ``buffered`` or ``direct``; see :class:`~gdrkit.gds.File`.
         flags : int
-            Flags of open(2), for paths.
+            Flags with which open(2) opens the paths.
         durable : bool
             A write is complete when the disk has the data (fdatasync).
         """
@@ -188,7 +190,7 @@ class Engine:
             message = f"access must be one of {', '.join(map(repr, ACCESS))}, not {access!r}"
             raise UsageError(message)
         packed = extents if isinstance(extents, array) else array("Q", extents)
-        job = call(
+        native_job = call(
             self._engine.submit,
             write=write,
             access=ACCESS[access],
@@ -198,16 +200,19 @@ class Engine:
             flags=flags,
             durable=durable,
         )
-        return EngineJob(job)
+        return EngineJob(native_job)
 
     def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native object.
-        """Move one short range on the calling thread. Return (bytes, failure or None). See ``native/engine``."""
+        """Move one short range on the calling thread. Return (bytes, failure or None).
+
+        The arguments are those of ``Engine::transfer_small`` in ``native/engine``.
+        """
         return call(self._engine.transfer_small, *arguments)
 
     def close(self) -> None:
         """Complete the queued jobs, then end the threads and free the memory. A second close does nothing.
 
-        In a forked child it does nothing to an engine of the parent.
+        In a child of fork, a close of an engine of the parent does nothing.
         """
         if self._is_inherited:
             return
@@ -215,39 +220,42 @@ class Engine:
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Keep the native engine as it is, and have the child create another one.
+        """Abandon the engine in the child of a fork, so that the child creates another one at the first use.
 
-        Threads do not survive a fork, and the memory and the streams belong to the parent, so the child must not
-        release them.
+        Threads do not survive a fork. The memory and the streams belong to the parent, so the child must not release
+        them.
         """
-        native().keep_forever(self._engine)
+        native.keep_forever(self._engine)
         self._is_inherited = True
         for engines in (_engines, _engines_by_node):
             for key in [key for key, engine in engines.items() if engine is self]:
                 del engines[key]
 
 
-# Engines by device index. Devices of one NUMA node share an engine.
+# Engines by device index, and by NUMA node. Devices of one NUMA node share an engine.
 _engines: dict[int, Engine] = {}
 _engines_by_node: dict[int, Engine] = {}
 _lock = forks.ForkSafeLock()
 
 
 def engine_for(device_index: int) -> Engine:
-    """Return the engine of the device's NUMA node, or the engine of host memory. Create it at the first use."""
+    """Return the engine of the device's NUMA node, or for :data:`HOST` the engine of host memory.
+
+    The engine is created at its first use.
+    """
     engine = _engines.get(device_index)
     if engine is not None:
         return engine
     with _lock:
         if device_index not in _engines:
-            _engines[device_index] = Engine(HOST_OPTIONS) if device_index == HOST else _engine_near(device_index)
+            _engines[device_index] = Engine(HOST_OPTIONS) if device_index == HOST else _device_engine(device_index)
         return _engines[device_index]
 
 
-def _engine_near(device_index: int) -> Engine:
+def _device_engine(device_index: int) -> Engine:
     """Return the engine of the device's NUMA node."""
     with cuda.Device(device_index) as device:
-        node = int(native().node_of_device(device.pci_bus_id))
+        node = int(native.node_of_device(device.pci_bus_id))
     if node not in _engines_by_node:
         _engines_by_node[node] = Engine(node=node)
     return _engines_by_node[node]

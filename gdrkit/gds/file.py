@@ -1,7 +1,7 @@
-"""Files whose bytes are read into, and written from, device or host memory.
+"""The class :class:`File`, which reads files into device or host memory and writes files from it.
 
-The result of each call reports the route that its bytes took. If a direct path is proven for a file, it is used.
-Otherwise the copy engine moves the bytes, and one warning names the cause.
+If a direct path is proven for a file, its bytes take that path. Otherwise the copy engine moves the bytes, and one
+warning names the cause. The result of each call reports the route that its bytes took.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class File:
     mode : str
         ``r`` to read, ``r+`` to read and write, ``w`` to write and truncate or create, ``x`` to create a new file only.
     access : str
-        I/O path of the copy engine. ``automatic`` reads cached ranges from the page cache and others by O_DIRECT, and
-        short ranges (below 256 KiB) always through the page cache. ``buffered`` always uses the page cache. ``direct``
-        reads by O_DIRECT, also short ranges, and writes by O_DIRECT except for short ranges and partial blocks.
+        I/O path of the copy engine. ``automatic`` reads cached ranges and ranges below 256 KiB through the page cache,
+        and other ranges with O_DIRECT. ``buffered`` always uses the page cache. ``direct`` reads with O_DIRECT. It also
+        writes with O_DIRECT, except ranges below 256 KiB and partial blocks.
     direct : str
-        Whether a path between disk and device without host memory is ``preferred``, ``required`` (calls fail if none is
-        proven), or ``never`` used.
+        Use of a direct path, which moves bytes between disk and device without host memory. ``preferred`` uses a direct
+        path if one is proven for the file. ``required`` makes calls fail if none is. ``never`` uses the copy engine.
 
     Raises
     ------
@@ -93,7 +93,7 @@ class File:
     def from_descriptor(
         cls, fd: int, *, path: str, writable: bool, access: Access = "automatic", direct: Direct = "preferred"
     ) -> Self:
-        """Return a File for the descriptor of an open regular file. The File owns it; it is closed on failure, too.
+        """Return a File for the descriptor of an open regular file. The File owns the descriptor, even on failure.
 
         Parameters
         ----------
@@ -121,17 +121,17 @@ class File:
         self.direct: Direct = direct
         self.writable = writable
         try:
-            self._native: Any = native().OpenFile(fd)
+            self._native: Any = native.OpenFile(fd)
         except BaseException:
             os.close(fd)
             raise
         self._fd = fd
         self._direct_paths: dict[int, DirectPathResult] = {}  # By device index.
         self._probe_lock = threading.Lock()
-        # Every transfer takes the lock twice. A Condition would add a Python call to each.
+        # Every transfer takes the lock twice. It takes the Lock itself, because a Condition would add a Python call.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._users_count = 0  # Calls that use the descriptor now. close() waits for them.
+        self._users_count = 0  # Number of calls that use the descriptor now. close() waits for them.
         self._is_closing = False
         self._transfers = TransferSet()
         self._handle = Handle("gds.file")
@@ -159,8 +159,8 @@ class File:
         check_range("range", offset_bytes, length_bytes)
         if length_bytes == 0:
             return 0.0
-        cached, pages = call(self._native.residency, offset_bytes, length_bytes)
-        return cached / pages if pages else 0.0
+        cached_count, pages_count = call(self._native.residency, offset_bytes, length_bytes)
+        return cached_count / pages_count if pages_count else 0.0
 
     def read_into(
         self,
@@ -178,11 +178,11 @@ class File:
         buffer : object
             See :func:`gdrkit.gds.describe_buffer`.
         file_offset_bytes : int
-            Start of the range in the file, in bytes.
+            Offset of the range in the file, in bytes.
         length_bytes : int or None
             Size of the range in bytes. None: up to the end of the memory or of the file, whichever comes first.
         buffer_offset_bytes : int
-            Offset in the memory of the first byte.
+            Offset of the first byte in the memory, in bytes.
         on_progress : callable or None
             See :meth:`Transfer.result`.
 
@@ -200,8 +200,8 @@ class File:
         with released_on_error(memory):
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             if on_progress is not None or not self._is_short_engine_read(memory, length):
-                clip = length_bytes is None
-                transfer = self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clip=clip)
+                clips = length_bytes is None
+                transfer = self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
         if transfer is not None:
             return transfer.result(on_progress=on_progress)
         try:
@@ -222,14 +222,14 @@ class File:
     ) -> Transferred:
         """Write memory into a range of the file, and wait until the kernel has the data.
 
-        Parameters and errors are those of :meth:`read_into`. If `length_bytes` is None, the memory is written up to its
-        end.
+        The other parameters and the errors are those of :meth:`read_into`. If `length_bytes` is None, the memory is
+        written up to its end.
 
         Parameters
         ----------
         durable : bool
-            Wait until the disk has the data. The bytes then bypass the page cache if the file's `access` is
-            ``automatic``, because a copy in the page cache would have to be written back anyway.
+            Wait until the disk has the data. If the file's `access` is ``automatic``, the bytes then bypass the page
+            cache, because the kernel would have to write them from the page cache to the disk anyway.
         """
         return self.start_write_from(
             buffer,
@@ -240,7 +240,7 @@ class File:
         ).result(on_progress=on_progress)
 
     def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
-        """Read many ranges into one memory as one transfer. Thousands of small ranges cost one copy to the device.
+        """Read many ranges into one memory as one transfer. Many small ranges share one copy to the device.
 
         Parameters
         ----------
@@ -267,8 +267,8 @@ class File:
         memory = describe_buffer(buffer, writable=True)
         with released_on_error(memory):
             length = part_length(memory, buffer_offset_bytes, length_bytes)
-            clip = length_bytes is None
-            return self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clip=clip)
+            clips = length_bytes is None
+            return self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
 
     def start_write_from(
         self,
@@ -321,8 +321,8 @@ class File:
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._users_count == 0)
-            for each in self._transfers.all():
-                each.exception()
+            for transfer in self._transfers.all():
+                transfer.exception()
             for result in self._direct_paths.values():
                 result.close()
             self._direct_paths.clear()
@@ -348,11 +348,17 @@ class File:
                 self._changed.notify_all()
 
     def _start_read(
-        self, memory: TransferBuffer, file_offset_bytes: int, length_bytes: int, buffer_offset_bytes: int, *, clip: bool
+        self,
+        memory: TransferBuffer,
+        file_offset_bytes: int,
+        length_bytes: int,
+        buffer_offset_bytes: int,
+        *,
+        clips: bool,
     ) -> Transfer:
-        """Start a read of one range. With `clip`, a range that goes beyond the end of the file ends there."""
+        """Start a read of one range. With `clips`, the range ends at the end of the file."""
         check_range("file range", file_offset_bytes, length_bytes)
-        length = min(length_bytes, max(self.size_bytes - file_offset_bytes, 0)) if clip else length_bytes
+        length = min(length_bytes, max(self.size_bytes - file_offset_bytes, 0)) if clips else length_bytes
         return self._start(memory, [0, file_offset_bytes, memory.address + buffer_offset_bytes, length], write=False)
 
     def _start(self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
@@ -383,7 +389,7 @@ class File:
     def _submit(
         self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool
     ) -> tuple[TransferJob, str]:
-        """Submit a transfer to the direct path or to the engine. Return its job, and why it is not direct."""
+        """Submit a transfer to the direct path or to the engine. Return its job, and the reason if it is not direct."""
         why = self._known_obstacle(memory)
         if not self._uses_engine(memory):
             path, why = self._direct_path_for(memory, extents)
@@ -401,7 +407,7 @@ class File:
         return job, why
 
     def _uses_engine(self, memory: TransferBuffer) -> bool:
-        """Return whether the copy engine is used without a probe for a direct path and without a warning."""
+        """Return whether the copy engine is used without another probe for a direct path and without a warning."""
         if self.direct == "never" or (memory.is_host and self.direct == "preferred"):
             return True
         result = self._direct_paths.get(memory.device_index)
@@ -415,7 +421,7 @@ class File:
     def _direct_path_for(self, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
         """Return the direct path for one transfer, or None and the reason.
 
-        A path may be proven for the file and still not be usable for these ranges.
+        A path that is proven for the file may still be unusable for these ranges.
         """
         if memory.is_host:
             return None, "the memory is host memory"
@@ -428,7 +434,7 @@ class File:
 
     def _is_short_engine_read(self, memory: TransferBuffer, length_bytes: int) -> bool:
         """Return whether a read is so short that the calling thread reads it through the page cache."""
-        is_short = length_bytes <= native().SMALL_BYTES_MAX and self.access != "direct"
+        is_short = length_bytes <= native.SMALL_BYTES_MAX and self.access != "direct"
         return is_short and self._uses_engine(memory)
 
     def _read_short(
@@ -440,16 +446,16 @@ class File:
         *,
         is_exact: bool,
     ) -> Transferred:
-        """Read a short range on the calling thread, which has the lowest latency.
+        """Read a short range on the calling thread, which has a lower latency than a worker thread.
 
-        If `is_exact`, a file that ends before the range is an error.
+        If `is_exact` is true, it is an error if the file ends before the range does.
         """
-        began = time.monotonic()
+        began_s = time.monotonic()
         check_range("file range", file_offset_bytes, length_bytes)
         self._begin_use()
         try:
-            moved, failure = engine_for(memory.device_index).transfer_small(
-                False,  # noqa: FBT003 - the native function has no keywords; it is not a write.
+            moved_bytes, failure = engine_for(memory.device_index).transfer_small(
+                False,  # noqa: FBT003 - this is the native parameter `write`.
                 self._native,
                 file_offset_bytes,
                 memory.address + buffer_offset_bytes,
@@ -459,8 +465,8 @@ class File:
         finally:
             self._end_use()
         why = self._known_obstacle(memory)
-        result = Transferred(moved, Route.ENGINE, 0, (moved,), time.monotonic() - began, why)
-        if failure is None and (moved == length_bytes or not is_exact):
+        result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), time.monotonic() - began_s, why)
+        if failure is None and (moved_bytes == length_bytes or not is_exact):
             return result
         arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
         raise _short_read_error(failure, arguments, result)
@@ -469,7 +475,7 @@ class File:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

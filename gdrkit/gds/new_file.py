@@ -1,8 +1,8 @@
-"""Creation of a file that gets its name only when it is complete, and that leaves nothing behind if it fails.
+"""Creation of a file that gets its name only when it is complete, for copies.
 
-The file is created without a name (open(2), O_TMPFILE) and linked into its folder at the end, so that even SIGKILL
-leaves no part of it. On a file system without O_TMPFILE the file has a hidden temporary name instead, and is renamed or
-removed.
+The file is created without a name (O_TMPFILE of open(2)) and gets its name at the end (linkat(2)). So not even SIGKILL
+leaves an incomplete file. On a file system without O_TMPFILE, the file has a hidden temporary name instead. It is
+renamed at the end, or removed after an error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ __all__ = ["Destination", "new_file", "open_destination"]
 
 # Errors of open(2) for O_TMPFILE if the file system, or an old kernel, does not support it.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS})
-_PERMISSIONS = 0o777
-_OWNER_READ_WRITE = 0o600
-_GROUP = 0o070
+# Permission bits.
+_ALL_BITS = 0o777
+_OWNER_READ_WRITE_BITS = 0o600
+_GROUP_BITS = 0o070
 _FILE_TYPES = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -49,13 +50,13 @@ class Destination:
     Attributes
     ----------
     path : str
-        The whole path, for error messages.
+        The complete path, for error messages.
     folder : int
         Descriptor of the folder (O_PATH). It is open inside the block of :func:`open_destination`.
     name : str
         The last part of the path.
     old : os.stat_result or None
-        The regular file that has this name now, if there is one.
+        The stat result of the regular file that has this name now, if there is one. The new file will replace it.
     """
 
     path: str
@@ -64,20 +65,20 @@ class Destination:
     old: os.stat_result | None
 
     def is_same_file(self, info: os.stat_result) -> bool:
-        """Return whether the file that has the name now is the one with this stat result."""
+        """Return whether this is the stat result of the file that has the name now."""
         return self.old is not None and os.path.samestat(self.old, info)
 
 
 @contextlib.contextmanager
 def open_destination(path: Path) -> Iterator[Destination]:
-    """Open the folder of a path and stat the file with that name. A symbolic link is followed, as cp does.
+    """Open the folder of a path, and stat the file that has the name now. Like cp, follow a symbolic link.
 
     Raises
     ------
     ApiError
         The kernel does not open the folder (ENOENT, ENOTDIR, EACCES), or does not follow the link.
     UsageError
-        The name belongs to a device, FIFO or socket, or to a symbolic link that leads nowhere.
+        The name belongs to a device, FIFO or socket, or to a symbolic link whose target does not exist.
     """
     path = _follow_link(path)
     try:
@@ -96,10 +97,9 @@ def new_file(
 ) -> Iterator[File]:
     """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
-    A new file gets the permission bits of the source without those of the umask. A file that replaces another one gets
-    the permission bits of the replaced file and, if this process may change owners, its owner. Set-user-id,
-    set-group-id and sticky bits are never copied. Until a file that replaces another one has the name, only its owner
-    can open it.
+    If the file replaces no other file, it gets the permission bits of the source without those of the umask. Otherwise
+    it gets the permission bits of the replaced file and, if this process may change owners, its owner; until it has the
+    name, only its owner can open it. Set-user-id, set-group-id and sticky bits are never copied.
 
     Parameters
     ----------
@@ -117,14 +117,14 @@ def new_file(
     ApiError
         The kernel does not create, sync or name the file.
     """
-    source_bits = source_mode & _PERMISSIONS
-    bits = source_bits | _OWNER_READ_WRITE if destination.old is None else _OWNER_READ_WRITE
-    # The name is chosen before the file exists, so that the cleanup after an interrupt can always find the file.
-    temporary = f".gdrkit-{uuid.uuid4().hex}.part"
+    source_bits = source_mode & _ALL_BITS
+    bits = source_bits | _OWNER_READ_WRITE_BITS if destination.old is None else _OWNER_READ_WRITE_BITS
+    # The temporary name is chosen before the file exists, so that the cleanup can remove the file after an interrupt.
+    temporary_name = f".gdrkit-{uuid.uuid4().hex}.part"
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove, destination.folder, temporary)
-        folder = _open_to_sync(destination, stack) if durable else None
-        fd, is_named = _create(destination, temporary, bits)
+        stack.callback(_remove, destination.folder, temporary_name)
+        folder_fd = _open_to_sync(destination, stack) if durable else None
+        fd, has_temporary_name = _create(destination, temporary_name, bits)
         file = stack.enter_context(
             File.from_descriptor(fd, path=destination.path, writable=True, access=access, direct=direct)
         )
@@ -133,9 +133,9 @@ def new_file(
             _set_permissions(fd, destination.old, source_bits)
             if durable:
                 os.fsync(fd)
-            _publish(fd, destination, temporary, is_named=is_named)
-            if folder is not None:
-                os.fsync(folder)
+            _set_final_name(fd, destination, temporary_name, has_temporary_name=has_temporary_name)
+            if folder_fd is not None:
+                os.fsync(folder_fd)
         except ApiError:
             raise
         except OSError as error:
@@ -143,11 +143,11 @@ def new_file(
 
 
 def _follow_link(path: Path) -> Path:
-    """Return the path that a symbolic link leads to, or the path itself if it is not a link."""
+    """Return the target of a symbolic link, or the path itself if it is not a link."""
     if not path.is_symlink():
         return path
     try:
-        # The kernel must follow the link itself, because it refuses links that other users have created in /tmp
+        # open(2) follows the link, so that the kernel can refuse a link that another user has created in /tmp
         # (fs.protected_symlinks).
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -177,7 +177,7 @@ def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
 
 
 def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
-    """Open the folder for fsync(2). That needs read permission, so the folder is opened before anything is copied."""
+    """Open the folder for fsync(2). Without read permission this fails before anything is copied."""
     try:
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=destination.folder)
     except OSError as error:
@@ -186,7 +186,7 @@ def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
     return fd
 
 
-def _create(destination: Destination, temporary: str, bits: int) -> tuple[int, bool]:
+def _create(destination: Destination, temporary_name: str, bits: int) -> tuple[int, bool]:
     """Create an empty file. Return its descriptor, and whether it has the temporary name."""
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
@@ -196,7 +196,7 @@ def _create(destination: Destination, temporary: str, bits: int) -> tuple[int, b
             if error.errno not in _NO_TMPFILE:
                 raise
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return os.open(temporary, flags, bits, dir_fd=destination.folder), True
+        return os.open(temporary_name, flags, bits, dir_fd=destination.folder), True
     except OSError as error:
         raise os_error("create", destination.path, error) from error
 
@@ -205,42 +205,42 @@ def _set_permissions(fd: int, old: os.stat_result | None, source_bits: int) -> N
     info = os.fstat(fd)
     current_bits = stat.S_IMODE(info.st_mode)
     if old is None:
-        # The kernel has applied the umask. The owner bits that only the copy itself needed are removed.
-        bits = current_bits & ~(_OWNER_READ_WRITE & ~source_bits)
+        # The kernel has applied the umask. Remove the owner bits that only the copy needed.
+        bits = current_bits & ~(_OWNER_READ_WRITE_BITS & ~source_bits)
     else:
-        bits = old.st_mode & _PERMISSIONS
+        bits = old.st_mode & _ALL_BITS
         if (info.st_uid, info.st_gid) != (old.st_uid, old.st_gid) and not _set_owner(fd, old):
-            bits &= ~_GROUP  # These bits were meant for another group.
+            bits &= ~_GROUP_BITS  # These bits were the rights of another group.
     if bits != current_bits:
         os.fchmod(fd, bits)
 
 
 def _set_owner(fd: int, old: os.stat_result) -> bool:
-    """Change owner and group to those of the old file, or at least the group. Return whether the group was set."""
-    for owner in (old.st_uid, -1):
+    """Set the owner and the group of the old file, or only the group. Return whether the group was set."""
+    for user_id in (old.st_uid, -1):
         try:
-            os.fchown(fd, owner, old.st_gid)
+            os.fchown(fd, user_id, old.st_gid)
         except PermissionError:
             continue
         return True
     return False
 
 
-def _publish(fd: int, destination: Destination, temporary: str, *, is_named: bool) -> None:
+def _set_final_name(fd: int, destination: Destination, temporary_name: str, *, has_temporary_name: bool) -> None:
     """Give the file its final name."""
     name, folder = destination.name, destination.folder
-    if not is_named:
-        unnamed = f"/proc/self/fd/{fd}"
+    if not has_temporary_name:
+        fd_path = f"/proc/self/fd/{fd}"
         if destination.old is None:
             with contextlib.suppress(FileExistsError):
-                os.link(unnamed, name, dst_dir_fd=folder)
+                os.link(fd_path, name, dst_dir_fd=folder)
                 return
-        # linkat(2) does not replace an existing file; rename(2) does.
-        os.link(unnamed, temporary, dst_dir_fd=folder)
+        # linkat(2) does not replace an existing file, but rename(2) does, and it needs a name to rename.
+        os.link(fd_path, temporary_name, dst_dir_fd=folder)
     _stat_regular(folder, name, destination.path)
-    os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    os.rename(temporary_name, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _remove(folder: int, temporary: str) -> None:
+def _remove(folder: int, temporary_name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=folder)
+        os.unlink(temporary_name, dir_fd=folder)

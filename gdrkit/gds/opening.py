@@ -39,13 +39,13 @@ def open_regular(path: str, flags: int) -> int:
 
 def os_error(operation: str, path: str, error: OSError) -> ApiError:
     """Return the exception for a failed system call."""
-    number = error.errno or errno.EIO
+    error_number = error.errno or errno.EIO
     return ApiError(
         api=Api.KERNEL,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments={"path": path},
-        reason=reason_of(number),
+        reason=reason_of(error_number),
     )

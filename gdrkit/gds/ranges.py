@@ -1,7 +1,7 @@
-"""Ranges of files and of memory: their checks, which are done before anything moves, and the extents of a transfer.
+"""Checks of file ranges and memory ranges before a transfer, and their conversion to extents.
 
 The extents of a transfer are one flat list with four numbers for each range: index of the file, offset in the file,
-address, length in bytes. The copy engine takes this list as it is.
+address, length in bytes. The native copy engine takes this list without further conversion.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Range = tuple[int, int] | tuple[int, int, int]
 _OFFSET_MAX = (1 << 63) - 1
 
 
-def check_range(what: str, offset_bytes: int, length_bytes: int) -> None:
+def check_range(range_name: str, offset_bytes: int, length_bytes: int) -> None:
     """Raise :class:`~gdrkit.errors.UsageError` unless offset and length are valid for a file."""
     if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > _OFFSET_MAX:
-        message = f"a {what} must be inside 0 to 2**63 - 1, not {length_bytes} bytes at offset {offset_bytes}"
+        message = f"a {range_name} must be inside 0 to 2**63 - 1, not {length_bytes} bytes at offset {offset_bytes}"
         raise UsageError(message)
 
 
 def part_length(buffer: TransferBuffer, offset_bytes: int, length_bytes: int | None) -> int:
-    """Return the length of a part of the memory; None means up to its end.
+    """Return the length of a part of the memory. `length_bytes` None means up to the end of the memory.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def part_length(buffer: TransferBuffer, offset_bytes: int, length_bytes: int | N
 
 
 def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
-    """Return the extents of ranges of one file, whose index is 0.
+    """Return the extents for ranges of a single file, whose index is 0.
 
     Raises
     ------
@@ -58,10 +58,10 @@ def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
     """
     extents: list[int] = []
     next_offset = 0
-    for each in ranges:
-        file_offset, length, buffer_offset = (*each, next_offset)[:3]
+    for file_range in ranges:
+        file_offset, length, buffer_offset = (*file_range, next_offset)[:3]
         check_range("file range", file_offset, length)
-        # The comparison is inline, because a call may have many thousand ranges.
+        # part_length raises the error. It is not called for every range, because a call may have thousands of ranges.
         if buffer_offset < 0 or buffer_offset + length > buffer.length_bytes:
             part_length(buffer, buffer_offset, length)
         extents += (0, file_offset, buffer.address + buffer_offset, length)
@@ -70,23 +70,26 @@ def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
 
 
 def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each data range of a file (not a hole); the whole file if SEEK_DATA is not supported."""
-    at = 0
-    while at < size_bytes:
+    """Yield (begin, end) of each data range of a file, so without holes.
+
+    If the file system does not support SEEK_DATA, the complete file is one data range.
+    """
+    offset = 0
+    while offset < size_bytes:
         try:
-            begin = os.lseek(fd, at, os.SEEK_DATA)
+            begin = os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:
+            if error.errno == errno.ENXIO:  # There is no data after the offset.
                 return
             if error.errno != errno.EINVAL:
                 raise
-            yield at, size_bytes
+            yield offset, size_bytes
             return
         if begin >= size_bytes:
             return
         end = min(os.lseek(fd, begin, os.SEEK_HOLE), size_bytes)
         yield begin, end
-        at = end
+        offset = end
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""A benchmark of file transfers by the size of a transfer.
+"""The benchmark of ``gdrkit bench storage``: speed of file transfers by kind and size of the transfer.
 
-Each point is measured for a short time with one transfer after another, as in a program that waits for each transfer.
-"Cached" ranges are in the page cache. "Cold" ranges were dropped from it, and each of them is read once.
+Each point (one kind and one size) is measured for a short time with one transfer after another, as in a program that
+waits for each transfer. "Cached" ranges are in the page cache. "Cold" ranges were dropped from the page cache, and each
+of them is read once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ __all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]
 
 KINDS = ("cached read", "cold read", "write", "durable write")
 SIZES_BYTES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
-# Largest share of a "cold" file that may be cached, and of a "cached" file that may not be.
+# Largest share of a "cold" file that may be cached, and largest share of a "cached" file that may be uncached.
 _SHARE_TOLERANCE = 0.01
+# Bytes per read or write when a test file is created or loaded into the page cache.
 _FILL_BYTES = 16 * MIB
 
 
@@ -56,7 +58,7 @@ class BenchmarkPlan:
     kinds : sequence of str
         Kinds of measurements, from :data:`KINDS`.
     sizes_bytes : sequence of int
-        Sizes of a transfer, in bytes. A size above that of the file is reduced to it.
+        Sizes of a transfer, in bytes. A size above the size of the file is reduced to the size of the file.
     """
 
     folder: Path
@@ -68,8 +70,8 @@ class BenchmarkPlan:
     sizes_bytes: Sequence[int] = SIZES_BYTES
 
     def points(self) -> list[tuple[str, int]]:
-        """Return kind and size in bytes of each point."""
-        sizes = sorted({min(each, self.file_bytes) for each in self.sizes_bytes})
+        """Return (kind, size in bytes) of each point."""
+        sizes = sorted({min(size, self.file_bytes) for size in self.sizes_bytes})
         return [(kind, size) for kind in self.kinds for size in sizes]
 
 
@@ -90,7 +92,7 @@ class BenchmarkPoint:
     latency_us : float
         Median duration of a transfer, in microseconds.
     cpu_s_per_gib : float
-        Processor seconds of this process per GiB.
+        Processor time of this process per GiB, in seconds.
     transfers_count : int
         Number of transfers.
     routes : tuple of str
@@ -111,13 +113,13 @@ class BenchmarkPoint:
 
 
 def measure(
-    plan: BenchmarkPlan, *, on_point: Callable[[BenchmarkPoint, int], None] = lambda _point, _whole: None
+    plan: BenchmarkPlan, *, on_point: Callable[[BenchmarkPoint, int], None] = lambda _point, _points_count: None
 ) -> list[BenchmarkPoint]:
     """Measure every point and return the results.
 
     Parameters
     ----------
-    plan : Plan
+    plan : BenchmarkPlan
         Parameters of the benchmark.
     on_point : callable
         Called after each point, with the point and the number of all points.
@@ -135,10 +137,10 @@ def measure(
     with folder as name:
         path = Path(name) / "read"
         _create_file(path, plan.file_bytes)
-        planned = plan.points()
-        for kind, size in planned:
+        kinds_and_sizes = plan.points()
+        for kind, size in kinds_and_sizes:
             points.append(_measure_point(plan, path, kind, size))
-            on_point(points[-1], len(planned))
+            on_point(points[-1], len(kinds_and_sizes))
     return points
 
 
@@ -149,29 +151,29 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size: int) -> Ben
                 is_cold = kind == "cold read"
                 note = _drop_from_cache(file) if is_cold else _load_into_cache(file)
                 offsets = _random_offsets(plan.file_bytes, size, is_once=is_cold)
-                durations, routes, cpu_s = _time_transfers(
-                    lambda at: file.read_into(memory, file_offset_bytes=at), offsets, seconds=plan.seconds
+                durations_s, routes, cpu_s = _time_transfers(
+                    lambda offset: file.read_into(memory, file_offset_bytes=offset), offsets, seconds=plan.seconds
                 )
         else:
             note, durable = "", kind == "durable write"
             destination = path.with_name("written")
             with File(destination, "w", direct=plan.direct) as file:
                 offsets = itertools.cycle(range(0, _transfers_per_file(plan.file_bytes, size) * size, size))
-                durations, routes, cpu_s = _time_transfers(
-                    lambda at: file.write_from(memory, file_offset_bytes=at, durable=durable),
+                durations_s, routes, cpu_s = _time_transfers(
+                    lambda offset: file.write_from(memory, file_offset_bytes=offset, durable=durable),
                     offsets,
                     seconds=plan.seconds,
                 )
             destination.unlink()
-    total_s, total_bytes = sum(durations), size * len(durations)
+    total_s, total_bytes = sum(durations_s), size * len(durations_s)
     return BenchmarkPoint(
         kind=kind,
         size_bytes=size,
         rate_gb_per_s=total_bytes / total_s / 1e9,
-        operations_per_s=len(durations) / total_s,
-        latency_us=statistics.median(durations) * 1e6,
+        operations_per_s=len(durations_s) / total_s,
+        latency_us=statistics.median(durations_s) * 1e6,
         cpu_s_per_gib=cpu_s / (total_bytes / GIB),
-        transfers_count=len(durations),
+        transfers_count=len(durations_s),
         routes=tuple(sorted(routes)),
         note=note,
     )
@@ -180,24 +182,24 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size: int) -> Ben
 def _time_transfers(
     transfer: Callable[[int], Transferred], offsets: Iterable[int], *, seconds: float
 ) -> tuple[list[float], set[str], float]:
-    """Transfer at one offset after another for this time, at least once.
+    """Transfer at one offset after another for `seconds`, at least once.
 
     Returns
     -------
     tuple
         Duration of each transfer in seconds, the routes, and the processor time in seconds.
     """
-    durations: list[float] = []
+    durations_s: list[float] = []
     routes: set[str] = set()
-    cpu_before_s, began = _cpu_s(), time.monotonic()
+    cpu_before_s, began_s = _cpu_time_s(), time.monotonic()
     for offset in offsets:
-        before = time.monotonic()
+        transfer_began_s = time.monotonic()
         result = transfer(offset)
-        durations.append(time.monotonic() - before)
+        durations_s.append(time.monotonic() - transfer_began_s)
         routes.add(result.route.value)
-        if time.monotonic() - began >= seconds:
+        if time.monotonic() - began_s >= seconds:
             break
-    return durations, routes, _cpu_s() - cpu_before_s
+    return durations_s, routes, _cpu_time_s() - cpu_before_s
 
 
 def _transfers_per_file(file_bytes: int, size: int) -> int:
@@ -205,9 +207,9 @@ def _transfers_per_file(file_bytes: int, size: int) -> int:
 
 
 def _random_offsets(file_bytes: int, size: int, *, is_once: bool) -> Iterable[int]:
-    """Return the offsets of reads: each offset once, or endless random ones. They are the same in each run.
+    """Return random offsets of reads: each offset once if `is_once` is true, else an endless sequence.
 
-    The order is random, because otherwise the kernel would read ahead.
+    The order is random, because otherwise the kernel would read ahead. It is the same in each run.
     """
     count = _transfers_per_file(file_bytes, size)
     generator = random.Random(size)  # noqa: S311 - not used for secrets.
@@ -244,7 +246,7 @@ def _load_into_cache(file: File) -> str:
     return "" if share >= 1 - _SHARE_TOLERANCE else f"{1 - share:.0%} of the file does not stay in the page cache"
 
 
-def _cpu_s() -> float:
+def _cpu_time_s() -> float:
     """Return the processor time of this process so far, in seconds."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

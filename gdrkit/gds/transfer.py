@@ -1,7 +1,7 @@
-"""Transfers as futures, and their results.
+"""Transfers as futures, and their results and errors.
 
 A :class:`Transfer` is a future. It keeps the memory and the file alive until the last byte has moved, even if the
-caller drops its references. Its result reports how many bytes arrived and which route they took.
+caller drops the future. Its result reports how many bytes arrived and which route they took.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Route", "Transfer", "TransferFailed", "TransferJob", "TransferSet", 
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
-# The routes that count as direct. If a direct path is required, the evidence must show one of them.
+# The direct routes. If a direct path is required, a transfer over another route fails.
 DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
 
 
@@ -44,11 +44,11 @@ class Transferred(NamedTuple):
     direct_io_bytes : int
         Bytes that bypassed the page cache (O_DIRECT).
     parts : tuple of int
-        For each range, the bytes that arrived from its beginning without a gap.
+        For each range, the number of bytes that arrived from its beginning without a gap.
     duration_s : float
         Time from the call to the last byte, in seconds.
     why_not_direct : str
-        The reason why the bytes did not go directly; empty if they did, or if no direct path was wanted.
+        The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
     """
 
     bytes: int
@@ -62,13 +62,13 @@ class Transferred(NamedTuple):
 class TransferFailed(ApiError):
     """A transfer ended before all bytes had arrived.
 
-    It is not a TimeoutError, even with ETIMEDOUT: a TimeoutError of :meth:`Transfer.result` means that the transfer
-    continues.
+    Even with ETIMEDOUT this error is not a TimeoutError, because a TimeoutError of :meth:`Transfer.result` means that
+    the transfer continues.
 
     Attributes
     ----------
     transferred : Transferred
-        The part that arrived. Bytes after the end of a part may have been moved too, and are not counted.
+        The result up to the error. Bytes after those that it counts may have been moved, too.
     """
 
     transferred: Transferred
@@ -87,7 +87,7 @@ class TransferJob(Protocol):
 
     @property
     def why_not_direct(self) -> str:
-        """The reason why the route is not direct; empty if it is direct, or if no direct path was wanted."""
+        """The reason why the route is not direct; empty if it is direct, or if the caller wanted no direct path."""
 
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
@@ -103,7 +103,10 @@ class TransferJob(Protocol):
 
 
 class TransferSet:
-    """A set of transfers that were started and are not settled, oldest first. It is thread-safe."""
+    """A set of transfers in progress, oldest first. It is thread-safe.
+
+    A transfer leaves the set when it is settled: its result is stored and its memory is released.
+    """
 
     def __init__(self) -> None:
         self._lock = forks.ForkSafeLock()
@@ -126,25 +129,25 @@ class TransferSet:
             return list(self._transfers)
 
     def rotate(self, count: int) -> list[Transfer]:
-        """Return the first `count` transfers and move them to the end."""
+        """Return the first `count` transfers and move them to the end of the set."""
         with self._lock:
-            first = list(itertools.islice(self._transfers, count))
-            for each in first:
-                self._transfers.move_to_end(each)
-            return first
+            transfers = list(itertools.islice(self._transfers, count))
+            for transfer in transfers:
+                self._transfers.move_to_end(transfer)
+            return transfers
 
     def after_fork_in_child(self) -> None:
-        """Remove all transfers, which the threads of the parent move, and keep their memory."""
-        _of_parent.extend(self._transfers)
+        """Remove all transfers in a child of fork, because only the parent has their threads. Keep their memory."""
+        _transfers_of_parent.extend(self._transfers)
         self._transfers.clear()
 
 
 # All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
-_running = TransferSet()
-# Transfers of the parent process of a fork. Their threads do not exist here, so this process cannot know when they end.
-_of_parent: list[Transfer] = []
-# Number of running transfers that each new transfer polls. Two are enough to reach all of them in time, because each
-# start adds only one.
+_transfers_in_progress = TransferSet()
+# In a child of fork: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
+_transfers_of_parent: list[Transfer] = []
+# Number of transfers in progress that each new transfer polls. Each new transfer adds only one, so with two polls all
+# transfers are polled again and again.
 _POLLED_COUNT = 2
 
 
@@ -152,7 +155,7 @@ _POLLED_COUNT = 2
 class Transfer:
     """A transfer in progress, as a future.
 
-    Callers do not create it: the methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` do.
+    The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create it.
 
     Attributes
     ----------
@@ -167,7 +170,7 @@ class Transfer:
     why_not_direct : str
         The reason why no direct path was used; empty if one was used, or if the caller did not want one.
     direct_required : bool
-        Whether another route is an error.
+        Whether a route that is not direct is an error.
     keep : object
         Objects that must live until the transfer is over.
     group : TransferSet or None
@@ -182,7 +185,7 @@ class Transfer:
     direct_required: bool = False
     keep: object = None
     group: TransferSet | None = None
-    _began: float = field(default_factory=time.monotonic)
+    _began_s: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _result: Transferred | None = None
     _error: GdrkitError | None = None
@@ -190,21 +193,21 @@ class Transfer:
     def __post_init__(self) -> None:
         for group in self._groups():
             group.add(self)
-        # A caller that drops a future never settles it. Later transfers settle it instead.
-        for each in _running.rotate(_POLLED_COUNT):
-            if each is not self and each.job.wait(0):
-                for group in each._groups():  # noqa: SLF001 - same class.
-                    group.discard(each)
-                each._settle()  # noqa: SLF001
+        # If a caller drops a future without a call of result(), a later transfer settles it here.
+        for transfer in _transfers_in_progress.rotate(_POLLED_COUNT):
+            if transfer is not self and transfer.job.wait(0):
+                for group in transfer._groups():  # noqa: SLF001 - same class.
+                    group.discard(transfer)
+                transfer._settle()  # noqa: SLF001
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that have arrived so far."""
+        """Number of bytes that have arrived so far."""
         return int(self.job.progress()["bytes"])
 
     @property
     def length_bytes(self) -> int:
-        """Bytes that were requested."""
+        """Number of bytes that were requested."""
         return sum(self.lengths)
 
     def done(self) -> bool:
@@ -212,7 +215,7 @@ class Transfer:
         return self.job.wait(0)
 
     def cancel(self) -> bool:
-        """Start no further chunks; those in progress complete. Return False if there was nothing left to start."""
+        """Start no further chunks. Chunks in progress complete. Return False if all chunks had been started."""
         self.job.cancel()
         return bool(self.job.progress()["cancelled"])
 
@@ -238,10 +241,11 @@ class Transfer:
         Raises
         ------
         TransferFailed
-            The kernel or the driver failed (``errno``, ``status``), a file was too short (END_OF_FILE), or a caller
-            cancelled the transfer (CANCELLED). ``transferred`` holds the part that arrived.
+            A system call or the driver failed (``errno``, ``status``), a file was too short (END_OF_FILE), a caller
+            cancelled the transfer (CANCELLED), or a required direct path was not taken (NOT_DIRECT). ``transferred``
+            is the result up to the error.
         TimeoutError
-            The transfer is not over. It continues.
+            The transfer was not over in time. It continues.
         """
         if on_progress is None:
             self._wait(timeout_s)
@@ -258,12 +262,12 @@ class Transfer:
             raise self._timeout_error()
 
     def _watch(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         is_late = False
         try:
             while not is_late and not self.job.wait(int(_PROGRESS_S * 1e6)):
                 on_progress(self.bytes_moved, self.length_bytes)
-                is_late = end is not None and time.monotonic() >= end and not self.job.wait(0)
+                is_late = deadline_s is not None and time.monotonic() >= deadline_s and not self.job.wait(0)
             if not is_late:
                 on_progress(self.bytes_moved, self.length_bytes)
         except BaseException:
@@ -283,14 +287,14 @@ class Transfer:
             if self._result is not None:
                 return
             progress, parts = self.job.progress(), tuple(self.job.arrived())
-            # Bytes after a gap are not counted, neither in the total nor in the parts.
-            count = sum(parts)
+            # The parts do not contain bytes after a gap, so the total does not count them either.
+            total_bytes = sum(parts)
             self._result = Transferred(
-                bytes=count,
+                bytes=total_bytes,
                 route=self.job.route,
-                direct_io_bytes=min(int(progress["direct_bytes"]), count),
+                direct_io_bytes=min(int(progress["direct_bytes"]), total_bytes),
                 parts=parts,
-                duration_s=time.monotonic() - self._began,
+                duration_s=time.monotonic() - self._began_s,
                 why_not_direct=self.why_not_direct or self.job.why_not_direct,
             )
             self._error = self._error_of(progress, self._result)
@@ -301,7 +305,7 @@ class Transfer:
             group.discard(self)
 
     def _groups(self) -> tuple[TransferSet, ...]:
-        return (_running,) if self.group is None else (_running, self.group)
+        return (_transfers_in_progress,) if self.group is None else (_transfers_in_progress, self.group)
 
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
@@ -327,7 +331,7 @@ class Transfer:
 def early_end_error(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
-    """Return the error for a transfer that ended early, or took a wrong route, without an error of an API."""
+    """Return the error for a transfer that ended early, or took a route that is not direct, without a failed call."""
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",

@@ -1,4 +1,4 @@
-"""Reads of many whole files as one transfer."""
+"""The function :func:`read_files`, which reads many complete files into one memory as one transfer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ def read_files(
     *,
     access: Access = "automatic",
 ) -> Transfer:
-    """Read many whole files into one memory, as one transfer, and return its future.
+    """Read many complete files into one memory, as one transfer, and return its future.
 
-    The files follow each other in memory. The engine opens and closes the files, many at a time. A file is open only
-    while the engine reads it.
+    The files follow each other in memory. The copy engine opens, reads and closes many files at the same time.
 
     Parameters
     ----------
@@ -40,16 +39,17 @@ def read_files(
     lengths_bytes : sequence of int
         Bytes to read from each file.
     access : str
-        See :class:`File`.
+        See :class:`~gdrkit.gds.File`.
 
     Raises
     ------
     UsageError
-        The lengths do not fit the paths or the memory.
+        There is not one length for each path, or the files do not fit into the memory.
     """
-    names = [os.fsencode(path) for path in paths]
-    if len(names) != len(lengths_bytes):
-        message = f"lengths_bytes must have one length for each of the {len(names)} paths, not {len(lengths_bytes)}"
+    encoded_paths = [os.fsencode(path) for path in paths]
+    paths_count = len(encoded_paths)
+    if paths_count != len(lengths_bytes):
+        message = f"lengths_bytes must have one length for each of the {paths_count} paths, not {len(lengths_bytes)}"
         raise UsageError(message)
     memory = describe_buffer(buffer, writable=True)
     with released_on_error(memory):
@@ -63,9 +63,9 @@ def read_files(
         job = engine_for(memory.device_index).submit(
             write=False,
             device_index=memory.device_index,
-            files=names,
+            files=encoded_paths,
             extents=extents,
             access=access,
             flags=os.O_RDONLY,
         )
-    return Transfer(job, lengths_bytes, memory, {"files_count": len(names), "length_bytes": total_bytes})
+    return Transfer(job, lengths_bytes, memory, {"files_count": paths_count, "length_bytes": total_bytes})

@@ -1,8 +1,9 @@
-"""The pytest plugin of the suites: declared needs, peer processes, evidence, leak checks, records.
+"""The pytest plugin that runs the test cases of gdrkit and of other projects.
 
-A case declares its needs before its body. A case with an unmet need does not run, and its record has all reasons. The
-body of a case must not skip. Importing this package imports neither pytest nor an API, because peer processes import it
-as well.
+A case declares by ``@needs(...)`` what it requires of the machine. A case with an unmet need does not run, and its
+record has all reasons. A case must not skip itself. The plugin also gives cases a second process (a *peer*), detects
+objects that a case left open, and writes one record per case. Importing this package imports neither pytest nor an API,
+because the peer processes import it as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of a case while it runs, and the record made from it."""
+"""The state of a test case while pytest runs it, from which its record is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdrkit import evidence
 from gdrkit.harness.evidence import Evidence
 from gdrkit.harness.needs import apis
 from gdrkit.install_paths import install_paths
-from gdrkit.inventory.facts import notable
+from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
 from gdrkit.report.record import REFUSED, SCHEMA_VERSION
 from gdrkit.report.substrate import combine
@@ -30,25 +30,30 @@ if TYPE_CHECKING:
 
 __all__ = ["CASE", "Case", "title_of"]
 
-_TEXT_CHARACTERS = 1000
-_TRACEBACK_CHARACTERS = 20_000
+_REASON_CHARACTERS_MAX = 1000
+_TRACEBACK_CHARACTERS_MAX = 20_000
 
 
 @dataclass
 class Case:
     """The state of a case.
 
+    A *refusal* is the error with which a registration fails on a machine that lacks a need of the case. If the profile
+    states it, the case runs anyway and must fail with exactly this error.
+
     Attributes
     ----------
+    item : Item
+        The item of pytest.
     needs : tuple of Need
         The declared needs.
     unmet : tuple of CaseReason
-        The needs that are not met, with reasons; empty until the needs were checked.
+        The needs that are not met, with reasons. It is empty until the needs were checked.
     refusal : tuple of RefusalCause or None
-        The causes of the registration refusal that the profile expects, if it explains every unmet need. Then the case
-        runs.
+        The causes of the refusal that the profile expects, or None if the profile does not expect one for all unmet
+        needs.
     refused : tuple of ObservedRefusal
-        The expected refusal, after it has occurred.
+        The expected refusal after it has occurred, else empty.
     evidence : Evidence
         The evidence that the case records.
     baseline : OpenObjects or None
@@ -58,9 +63,11 @@ class Case:
     nics : list of str
         The NICs that the fixtures have opened.
     peers : list
-        The name and the libraries of each peer process that the case has used.
+        The name of each peer process that the case has used, and the libraries that it had loaded.
+    clock_start_s : float
+        Start of the case on the monotonic clock.
     started : datetime
-        Start of the case (UTC).
+        Start of the case in UTC.
     """
 
     item: pytest.Item
@@ -78,7 +85,7 @@ class Case:
 
     @property
     def runs(self) -> bool:
-        """Whether the body runs: all needs are met, or the profile expects a refusal because of the unmet needs."""
+        """Whether pytest runs the case: all needs are met, or the profile expects a refusal."""
         return not self.unmet or self.refusal is not None
 
     @property
@@ -94,7 +101,7 @@ class Case:
         """Check all needs against the facts and the profile of the session."""
         unmet = [(need, reason) for need in self.needs if (reason := need.check(session.facts)) is not None]
         refusals = {session.profile.refusal(need.name) for need, _ in unmet}
-        # A case with unmet needs runs only if one refusal explains all of them.
+        # A case with unmet needs runs only if the profile states the same refusal for all of them.
         self.refusal = refusals.pop() if len(refusals) == 1 else None
         self.unmet = tuple(
             CaseReason(
@@ -118,24 +125,26 @@ class Case:
         phase : str
             The phase.
         text : str
-            The error; the record gets its first line.
+            The error. The record contains its first line.
         details : str
             The traceback.
         """
-        first = text.strip().partition("\n")[0][:_TEXT_CHARACTERS]
-        self.failures.append(CaseReason(text=first if phase == "call" else f"{phase}: {first}"))
-        earlier = str(self.evidence.values.get("traceback", ""))
-        tracebacks = f"{earlier}\n\n{details}".strip()
-        self.evidence.values["traceback"] = tracebacks[-_TRACEBACK_CHARACTERS:]
+        first_line = text.strip().partition("\n")[0][:_REASON_CHARACTERS_MAX]
+        self.failures.append(CaseReason(text=first_line if phase == "call" else f"{phase}: {first_line}"))
+        earlier_tracebacks = str(self.evidence.values.get("traceback", ""))
+        tracebacks = f"{earlier_tracebacks}\n\n{details}".strip()
+        self.evidence.values["traceback"] = tracebacks[-_TRACEBACK_CHARACTERS_MAX:]
 
     def record(self, session: Session) -> Record:
         """Return the record of the case."""
-        processes = [("case", tuple(notable(evidence.libraries()))), *self.peers]
+        processes = [("case", tuple(identifying_libraries(evidence.libraries()))), *self.peers]
         is_not_run = self.verdict is Verdict.NOT_RUN
         if is_not_run and not self.refused:
             processes = []
-        combined = combine(substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes)
-        substrates = {api: substrate.value for api, substrate in sorted(combined.items())}
+        combined_substrates = combine(
+            substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes
+        )
+        substrates = {api: substrate.value for api, substrate in sorted(combined_substrates.items())}
         reasons = {
             Verdict.FAIL: tuple(self.failures),
             Verdict.NOT_RUN: (
@@ -156,7 +165,7 @@ class Case:
             substrate=substrates,
             libraries=tuple(SeenLibrary.of(name, library) for name, libraries in processes for library in libraries),
             seed=session.seed,
-            evidence={key: _portable(value) for key, value in self.evidence.values.items()},
+            evidence={key: _make_portable(value) for key, value in self.evidence.values.items()},
             # The numbers of a failed case are not valid, and a refused case has measured nothing.
             numbers={} if self.failures or is_not_run else self.evidence.numbers,
             routes=() if is_not_run else tuple(self.evidence.routes),
@@ -178,16 +187,16 @@ class Case:
 CASE: pytest.StashKey[Case] = pytest.StashKey()
 
 
-def _portable(value: object) -> object:
+def _make_portable(value: object) -> object:
     """Return JSON data with the paths of this machine replaced by portable names."""
     if isinstance(value, dict):
-        return {key: _portable(each) for key, each in value.items()}
+        return {key: _make_portable(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_portable(each) for each in value]
+        return [_make_portable(item) for item in value]
     return install_paths().portable(value) if isinstance(value, str) and "/" in value else value
 
 
 def title_of(item: pytest.Item) -> str:
-    """Return the first line of the docstring of a case, or an empty text."""
-    text = getattr(getattr(item, "function", None), "__doc__", None) or ""
-    return str(text).strip().partition("\n")[0]
+    """Return the first line of the docstring of a case, or an empty string."""
+    docstring = getattr(getattr(item, "function", None), "__doc__", None) or ""
+    return str(docstring).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The evidence of a case: values, measurements and routes for its record."""
+"""The object by which a case writes values, measurements and routes into its record (the fixture ``evidence``)."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class _Nic(Protocol):
 
 
 class Evidence:
-    """The evidence of one case, the value of the fixture ``evidence``.
+    """The evidence of one case, which the fixture ``evidence`` returns.
 
-    ``evidence["key"] = value`` records any value that has a JSON form.
+    ``evidence["key"] = value`` records any value that :func:`gdrkit.serialization.to_json_data` accepts.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Evidence:
     files : list of ClaimedFile
         The routes between devices and file systems.
     missing : list of CaseReason
-        The missing proofs.
+        Sentences that say what the case could not prove.
     """
 
     def __init__(self) -> None:
@@ -87,10 +87,10 @@ class Evidence:
         Parameters
         ----------
         name : str
-            Name that ends with the unit and, if the value is a statistic, its name: ``write_us``, ``latency_ns_p50``,
-            ``rate_gb_per_s``.
+            Name that ends with the unit, such as ``write_us`` or ``rate_gb_per_s``. If the value is a statistic, its
+            name follows the unit, as in ``latency_ns_p50``.
         value : float
-            Value in that unit.
+            Value in the unit that the name states.
 
         Raises
         ------
@@ -104,19 +104,19 @@ class Evidence:
         self.numbers[name] = float(value)
 
     def unproven(self, missing: str) -> None:
-        """Record a missing proof of a case whose data is correct. The verdict becomes ``unproven``."""
+        """Record that the data is correct, but `missing` was not proven. The verdict becomes ``unproven``."""
         self.missing.append(CaseReason(text=missing))
 
     def route(self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Record the route of the data of this case. It counts only if the case passes."""
-        self.routes.append(_route(device, nic, way, None))
+        """Record the route that the data of this case took. The report uses it only if the case passes."""
+        self.routes.append(_make_claim(device, nic, way, None))
 
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Record that the data took the route `way` instead of the requested one, and the cause."""
-        self.routes.append(_route(device, nic, way, cause))
+        """Record that the data did not take the requested route `way`, and the cause."""
+        self.routes.append(_make_claim(device, nic, way, cause))
 
     def file(self, *, device: _Device | int, mount: str, way: enum.Enum | str, fell_back: str | None = None) -> None:
-        """Record the route of the data between a device and a file system. It counts only if the case passes.
+        """Record the route that the data took between a device and a file system.
 
         Parameters
         ----------
@@ -139,7 +139,7 @@ class Evidence:
         )
 
 
-def _route(device: _Device | int, nic: _Nic | str, way: enum.Enum | str, cause: str | None) -> ClaimedRoute:
+def _make_claim(device: _Device | int, nic: _Nic | str, way: enum.Enum | str, cause: str | None) -> ClaimedRoute:
     return ClaimedRoute(
         device_index=device if isinstance(device, int) else device.index,
         nic=nic if isinstance(nic, str) else nic.name,

@@ -1,6 +1,6 @@
-"""The fixtures of the harness: facts, NICs, devices, peers, seed, evidence.
+"""The pytest fixtures of the harness: facts, NICs, devices, peer processes, seed and evidence.
 
-A fixture that opens an object closes it after the case, so that the leak check finds only objects that the case opened.
+A fixture closes the objects that it opened after the case, before the leak check.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ __all__ = [
 
 
 class PeerPool:
-    """A pool of long-lived peer processes. Each serves one case after another and is reset between them.
+    """A pool of peer processes. Each peer serves one case after another, and is reset after each case.
 
-    A new peer must start an interpreter and import pyverbs, so a peer that still runs is used again.
+    Peers are reused, because a new one is slow: it starts an interpreter and imports pyverbs.
     """
 
     def __init__(self) -> None:
         self._idle: list[Peer] = []
         self._in_use: list[Peer] = []
-        self._count = 0
+        self._started_count = 0
 
     def start(self) -> None:
-        """Start one peer without waiting for it."""
-        self._idle.append(self._new())
+        """Start one peer, and do not wait until it is ready."""
+        self._idle.append(self._start_peer())
 
     def acquire(self) -> Peer:
         """Return an idle peer, or a new one."""
@@ -63,17 +63,17 @@ class PeerPool:
                 self._in_use.append(peer)
                 return peer
             peer.close()
-        peer = self._new()
+        peer = self._start_peer()
         self._in_use.append(peer)
         return peer
 
     def release(self, peer: Peer, case: Case) -> None:
-        """Make the peer close the objects of the case. A peer that ended during the case leaves the pool.
+        """Make the peer close the objects of the case, and return it to the pool unless it has ended.
 
         Raises
         ------
         GdrkitError
-            The peer could not close an object, or an object is still open in it.
+            The peer could not close an object, or still has an open object.
         """
         self._in_use.remove(peer)
         if not peer.alive:
@@ -96,46 +96,46 @@ class PeerPool:
             peer.close()
         self._idle, self._in_use = [], []
 
-    def _new(self) -> Peer:
-        name = f"peer{self._count}"
-        self._count += 1
+    def _start_peer(self) -> Peer:
+        name = f"peer{self._started_count}"
+        self._started_count += 1
         return Peer(name)
 
 
-# Key of the pool in the stash of the configuration.
+# Key of the pool in the stash of the pytest configuration.
 POOL: pytest.StashKey[PeerPool] = pytest.StashKey()
 
 
 @pytest.fixture(scope="session")
 def facts(request: pytest.FixtureRequest) -> Facts:
-    """The facts about this machine, on the substrate of this run."""
+    """The facts about this machine."""
     return request.config.stash[SESSION].facts
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this case. It differs between cases, and is the same in all runs with one ``--seed``."""
+    """The seed of this case. Each case has another seed, which depends only on the case and on ``--seed``."""
     return request.config.stash[SESSION].case_seed(request.node.nodeid)
 
 
 @pytest.fixture
 def evidence(request: pytest.FixtureRequest) -> Evidence:
     """The evidence that the case records."""
-    return _case(request).evidence
+    return _case_of_request(request).evidence
 
 
 @pytest.fixture
 def nic(request: pytest.FixtureRequest) -> Iterator[Nic]:
-    """The first NIC with an active port, open."""
-    with _open_nics(request, count_max=1) as opened:
-        yield opened[0]
+    """The first NIC with an active port, opened."""
+    with _open_nics(request, count_max=1) as opened_nics:
+        yield opened_nics[0]
 
 
 @pytest.fixture
 def nics(request: pytest.FixtureRequest) -> Iterator[tuple[Nic, ...]]:
-    """Every NIC with an active port, open."""
-    with _open_nics(request, count_max=None) as opened:
-        yield opened
+    """All NICs with an active port, opened."""
+    with _open_nics(request, count_max=None) as opened_nics:
+        yield opened_nics
 
 
 @pytest.fixture
@@ -144,13 +144,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     _require_need(request, "cuda")
     from gdrkit import cuda
 
-    with cuda.Device(0) as opened:
-        yield opened
+    with cuda.Device(0) as opened_device:
+        yield opened_device
 
 
 @pytest.fixture
 def devices(request: pytest.FixtureRequest) -> Iterator[tuple[Device, ...]]:
-    """Every CUDA device."""
+    """All CUDA devices."""
     _require_need(request, "cuda")
     from gdrkit import cuda
 
@@ -160,18 +160,18 @@ def devices(request: pytest.FixtureRequest) -> Iterator[tuple[Device, ...]]:
 
 @pytest.fixture
 def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
-    """The first Gaudi, open."""
+    """The first Gaudi device, opened."""
     _require_need(request, "gaudi")
     from gdrkit.gaudi import Device
 
-    with Device(0) as opened:
-        yield opened
+    with Device(0) as opened_device:
+        yield opened_device
 
 
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
-    """A function that returns another peer process at each call."""
-    pool, case = request.config.stash[POOL], _case(request)
+    """A function that returns a further peer process at each call."""
+    pool, case = request.config.stash[POOL], _case_of_request(request)
     acquired: list[Peer] = []
 
     def acquire() -> Peer:
@@ -195,7 +195,7 @@ def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iter
     _require_need(request, "verbs")
     from gdrkit import verbs
 
-    case = _case(request)
+    case = _case_of_request(request)
     with contextlib.ExitStack() as stack:
         nics = verbs.open_active_nics(count_max=count_max)
         for nic in nics:
@@ -205,11 +205,11 @@ def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iter
 
 
 def _require_need(request: pytest.FixtureRequest, api: str) -> None:
-    if not any(need.name.startswith(f"{api}.") for need in _case(request).needs):
+    if not any(need.name.startswith(f"{api}.") for need in _case_of_request(request).needs):
         message = f"{request.node.nodeid} uses the fixture {request.fixturename} and declares no need of {api}"
         raise UsageError(message, what_to_do=f"add @needs({api}.{'nic' if api == 'verbs' else 'device'}()) to the case")
 
 
-def _case(request: pytest.FixtureRequest) -> Case:
+def _case_of_request(request: pytest.FixtureRequest) -> Case:
     case: Case = request.node.stash[CASE]
     return case

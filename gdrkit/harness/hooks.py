@@ -1,7 +1,10 @@
-"""The pytest hooks of the harness, used by both of its plugins.
+"""The pytest hooks of the harness. Both plugins use them: ``plugin.py`` for gdrkit's suites, ``user.py`` for others.
 
-The hooks check the needs of a case before its set-up, so that a case with unmet needs opens nothing. They turn every
+The hooks check the needs of a case before its set-up, so that a case with unmet needs opens no device. They turn every
 other skip into a failure, check for leaks after the tear-down, and write one record per case.
+
+A *refusal* is the error with which a registration fails on a machine that lacks a need of the case. If the profile of
+the machine states it, the case runs anyway, must fail with exactly this error, and is then reported as refused.
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ if TYPE_CHECKING:
 
 __all__ = ["start_harness"]
 
-# The cases that have run, or were not run because of their needs.
+# The cases that pytest has processed, also those that did not run because of an unmet need.
 _CASES: pytest.StashKey[list[Case]] = pytest.StashKey()
 _RUNNING_CASE: pytest.StashKey[Case | None] = pytest.StashKey()
 # Whether the collection is complete.
-_COLLECTED: pytest.StashKey[bool] = pytest.StashKey()
+_IS_COLLECTED: pytest.StashKey[bool] = pytest.StashKey()
 
-# Properties that mark the reports of a phase.
-_REFUSED = ("gdrkit_refused", True)
-_NOT_RUN = ("gdrkit_not_run", True)
-_FIXTURES = frozenset(name for name in fixtures.__all__ if name.islower())
+# User properties of a pytest report. They say why the harness made the case "skipped".
+_REFUSED_PROPERTY = ("gdrkit_refused", True)
+_NOT_RUN_PROPERTY = ("gdrkit_not_run", True)
+_FIXTURE_NAMES = frozenset(name for name in fixtures.__all__ if name.islower())
 
 
 def start_harness(config: pytest.Config, *, strict: bool) -> None:
@@ -59,7 +62,7 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Return the header line with the seed, so that the run can be repeated."""
+    """Return the line of the header with the seed, which is needed to repeat the run."""
     return f"gdrkit: --seed {config.stash[SESSION].seed}"
 
 
@@ -72,31 +75,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         selected = set(path.read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
         items[:] = [item for item in items if item.nodeid in selected]
-    config.stash[_COLLECTED] = True
+    config.stash[_IS_COLLECTED] = True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Check the substrate and the needs, write the plan, and start a peer process."""
-    state = session.config.stash[SESSION]
-    # After an interrupt, pytest also calls this hook, with a part of the cases and before any is deselected.
-    if not session.config.stash.get(_COLLECTED, False):
+    harness_session = session.config.stash[SESSION]
+    # After an interrupt, pytest also calls this hook. The collection is incomplete then.
+    if not session.config.stash.get(_IS_COLLECTED, False):
         return
     cases = [Case(item, needs.declared(item)) for item in session.items if _is_handled(item)]
     for case in cases:
         case.item.stash[CASE] = case
     try:
-        if state.required_substrates:
-            state.check_substrate()
-        if any(case.needs for case in cases) or state.plan or state.records:
-            # The profile is loaded here, so that an error in it or in the facts is reported once, not for each case.
-            _ = state.profile
+        if harness_session.required_substrates:
+            harness_session.check_substrate()
+        if any(case.needs for case in cases) or harness_session.plan or harness_session.records:
+            # This loads the profile and the facts, so that an error in them is reported once and not for each case.
+            _ = harness_session.profile
             for case in cases:
-                case.check_needs(state)
+                case.check_needs(harness_session)
     except GdrkitError as error:
         raise pytest.UsageError(str(error)) from error
-    # Without the cases of files that could not be collected, the plan would be incomplete, so none is written.
-    if state.plan is not None and not session.testsfailed:
-        _write_plan(state.plan, state.profile.name, cases)
+    # No plan is written if a file could not be collected, because the plan would lack the cases of that file.
+    if harness_session.plan is not None and not session.testsfailed:
+        _write_plan(harness_session.plan, harness_session.profile.name, cases)
     pool = session.config.stash[POOL] = PeerPool()
     if not session.config.option.collectonly and any(_uses_peer(case) for case in cases if case.runs):
         pool.start()
@@ -115,7 +118,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Report a module that skips itself at its import as failed, because its cases would disappear."""
+    """Report a module that skips itself while it is imported as failed. Otherwise its cases would be lost unnoticed."""
     report = yield
     if report.outcome == "skipped" and collector.config.stash[SESSION].strict:
         report.outcome = "failed"
@@ -126,30 +129,30 @@ def pytest_make_collect_report(
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Create the state of a case, and append its record after the tear-down."""
-    state, planned = item.config.stash[SESSION], item.stash.get(CASE, None)
-    if planned is None:
+    harness_session, planned_case = item.config.stash[SESSION], item.stash.get(CASE, None)
+    if planned_case is None:
         return (yield)
-    # An item may run several times, so each run has its own state. The needs were checked at collection.
-    case = item.stash[CASE] = Case(item, planned.needs, unmet=planned.unmet, refusal=planned.refusal)
+    # A plugin may run an item several times. Each run gets a new state, with the needs that were checked at collection.
+    case = item.stash[CASE] = Case(item, planned_case.needs, unmet=planned_case.unmet, refusal=planned_case.refusal)
     item.config.stash[_CASES].append(case)
     item.config.stash[_RUNNING_CASE] = case
     result = yield
     item.config.stash[_RUNNING_CASE] = None
-    if state.records is not None:
-        append_record(state.records, case.record(state))
+    if harness_session.records is not None:
+        append_record(harness_session.records, case.record(harness_session))
     return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a case with unmet needs. For any other case, record the objects that are open before it."""
+    """Skip a case with unmet needs. For any other case, record which objects are open before it runs."""
     case = item.stash.get(CASE, None)
     if case is None:
         return
     if not case.runs:
         pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet))
     item.config.stash[SESSION].start_apis({need.name.partition(".")[0] for need in case.needs})
-    case.baseline = leaks.open_objects(own=item.config.stash[POOL].descriptors())
+    case.baseline = leaks.open_objects(harness_descriptors=item.config.stash[POOL].descriptors())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -158,7 +161,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     case = item.stash.get(CASE, None)
     result = yield
     if case is not None and case.baseline is not None:
-        leaks.check(case.baseline, own=item.config.stash[POOL].descriptors)
+        leaks.check(case.baseline, harness_descriptors=item.config.stash[POOL].descriptors)
     return result
 
 
@@ -166,14 +169,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    """Exclude from the leak check of a case the objects that a fixture of wider scope opens."""
+    """Exclude objects that a fixture of module or session scope opens from the leak check of the running case."""
     case = None if fixturedef.scope == "function" else _running_case(request)
     if case is None or case.baseline is None:
         return (yield)
     pool = request.config.stash[POOL]
-    before = leaks.open_objects(own=pool.descriptors())
+    before = leaks.open_objects(harness_descriptors=pool.descriptors())
     result = yield
-    after = leaks.open_objects(own=pool.descriptors())
+    after = leaks.open_objects(harness_descriptors=pool.descriptors())
     case.baseline = leaks.extend_baseline(case.baseline, before, after)
     return result
 
@@ -182,17 +185,17 @@ def pytest_fixture_setup(
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn every skip that is not from the harness into a failure, and record failures."""
+    """Turn every skip that does not come from the harness into a failure, and record failures."""
     case = item.stash.get(CASE, None)
     if case is None:
         return (yield)
     is_refused = _convert_refusal(case, call)
     report = yield
     if is_refused:
-        report.user_properties.append(_REFUSED)
+        report.user_properties.append(_REFUSED_PROPERTY)
     elif report.outcome == "skipped" or hasattr(report, "wasxfail"):
         if not case.runs and call.when == "setup":
-            report.user_properties.append(_NOT_RUN)
+            report.user_properties.append(_NOT_RUN_PROPERTY)
             return report
         cause = "is marked as an expected failure" if hasattr(report, "wasxfail") else "skipped itself"
         report.outcome = "failed"
@@ -212,10 +215,10 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Return the category of the outcomes that only the harness has: not run, refused as expected, unproven."""
-    if report.outcome == "skipped" and _REFUSED in report.user_properties:
+    """Return the names of the outcomes that pytest does not have: not run, refused as expected, unproven."""
+    if report.outcome == "skipped" and _REFUSED_PROPERTY in report.user_properties:
         return "refused as expected", "r", "REFUSED"
-    if report.outcome == "skipped" and _NOT_RUN in report.user_properties:
+    if report.outcome == "skipped" and _NOT_RUN_PROPERTY in report.user_properties:
         return "not run", "n", "NOT RUN"
     if report.when == "call" and report.passed and ("gdrkit_verdict", Verdict.UNPROVEN.value) in report.user_properties:
         return "unproven", "u", "UNPROVEN"
@@ -223,7 +226,10 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the unmet needs and the missing proofs with their reasons, so that an empty run does not look complete."""
+    """Print the unmet needs and the missing proofs with their reasons.
+
+    Otherwise a run in which most cases did not run would look complete.
+    """
     counts: dict[tuple[str, str, bool], int] = {}
     unproven: list[tuple[str, str]] = []
     for case in config.stash.get(_CASES, []):
@@ -247,7 +253,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _convert_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
-    """If the error of this phase is the expected refusal, record it and replace the error by a skip."""
+    """Record the refusal and replace the error by a skip, if the error of this phase is the expected refusal.
+
+    Return whether it is.
+    """
     if case.refusal is None or case.refused or call.excinfo is None or call.when == "teardown":
         return False
     error = call.excinfo.value
@@ -255,14 +264,17 @@ def _convert_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
     if not observed:
         return False
     case.record_refusal(observed)
-    # The error is replaced before pytest formats it, because formatting is slow and the text would not be used.
+    # This is done before pytest formats the error, because formatting is slow and the text would not be used.
     skipped = pytest.skip.Exception("; ".join(map(str, observed))).with_traceback(error.__traceback__)
     call.excinfo = pytest.ExceptionInfo.from_exception(skipped)
     return True
 
 
 def _report_missing_refusal(case: Case, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
-    """Report a phase without the expected refusal as failed, unless a later phase can still have the refusal."""
+    """Report a case as failed if the expected refusal did not occur.
+
+    A refusal that did not occur in the set-up may still occur in the body of the case.
+    """
     if report.outcome == "failed" or call.when == "call":
         actual = "nothing was refused" if call.excinfo is None else _error_text(call.excinfo.value)
         text = f"one RegistrationFailed by {refusal.describe(case.refusal or ())} was expected: {actual}"
@@ -273,14 +285,14 @@ def _report_missing_refusal(case: Case, call: pytest.CallInfo[None], report: pyt
 
 
 def _error_text(error: BaseException) -> str:
-    """Return the class of an error without its module, and its text, which for an assertion is that of pytest."""
+    """Return the name of the class of an error, and its text."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
     text = json.dumps({"profile": profile, "cases": [_plan_data(case) for case in cases]}, indent=2) + "\n"
-    # The file is renamed into place, so that a process that waits for it never reads a part of it.
+    # The complete file is renamed, so that the process that waits for it never reads an incomplete file.
     temporary = path.with_suffix(".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -301,14 +313,14 @@ def _uses_peer(case: Case) -> bool:
 
 
 def _is_handled(item: pytest.Item) -> bool:
-    """Return whether the harness handles this case."""
+    """Return whether the harness handles this case: in strict mode every case, else only one that uses the harness."""
     if item.config.stash[SESSION].strict or item.get_closest_marker(needs.MARK) is not None:
         return True
-    return bool(_FIXTURES & set(getattr(item, "fixturenames", ())))
+    return bool(_FIXTURE_NAMES & set(getattr(item, "fixturenames", ())))
 
 
 def _has_unforeseen(config: pytest.Config) -> bool:
-    """Return whether a case did not run for a reason that fails the run."""
+    """Return whether the run fails because a case did not run for a reason that the profile does not foresee."""
     return config.stash[SESSION].fails_unforeseen and any(
         reason.foreseen is not True
         for case in config.stash[_CASES]
@@ -318,5 +330,5 @@ def _has_unforeseen(config: pytest.Config) -> bool:
 
 
 def _running_case(request: pytest.FixtureRequest) -> Case | None:
-    # The request of a fixture with a wider scope has no item.
+    # The request of a fixture of module or session scope does not refer to the case.
     return request.config.stash.get(_RUNNING_CASE, None)

@@ -1,7 +1,11 @@
-"""Leak check: comparison of the objects that are open before and after a case.
+"""Leak check of the harness: comparison of the objects that are open before and after a case.
 
-The objects are the descriptors of the process, live objects of gdrkit, and the handles in the ledgers of the loaded
-twins. Any growth is a leak. :func:`start_apis` runs first, because a library opens some objects once and keeps them.
+The objects are the file descriptors of the process, the open objects of gdrkit, and the handles in the ledgers of the
+loaded twins. The ledger of a twin lists the driver objects that exist in it. If there are more objects after the case,
+the case has a leak.
+
+A library may open some objects at its first use and keep them. :func:`start_apis` therefore uses each API once before
+the first case.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["OpenObjects", "check", "count_new", "extend_baseline", "ledger_handles", "open_objects", "start_apis"]
 
 _STANDARD_ERROR = 2
-_API_FILES = {
+_API_BY_FILE_PREFIX = {
     "libibverbs.so": "verbs",
     "libcuda.so": "cuda",
     "libcufile.so": "cufile",
@@ -37,11 +41,11 @@ class OpenObjects:
     Attributes
     ----------
     descriptors : mapping
-        The targets of the descriptors, by number.
+        For each file descriptor: the file or socket to which it refers.
     handles : mapping
-        Numbers of live objects of gdrkit, by type.
+        For each type: the count of open objects of gdrkit.
     ledgers : mapping
-        Numbers of live handles in the twins, by type.
+        For each type: the count of open handles in the twins.
     """
 
     descriptors: dict[int, str]
@@ -49,17 +53,17 @@ class OpenObjects:
     ledgers: dict[str, int]
 
 
-def open_objects(*, own: Collection[int] = ()) -> OpenObjects:
-    """Return the objects that are open now, without the descriptors `own`, which belong to the harness."""
-    # The ledgers are read first: when its ledger is read, a twin frees memory that only a closed dma-buf still kept,
-    # and closes its descriptor.
+def open_objects(*, harness_descriptors: Collection[int] = ()) -> OpenObjects:
+    """Return the objects that are open now, without `harness_descriptors`."""
+    # The ledgers are read before the descriptors. When the ledger of a twin is read, the twin also frees device memory
+    # that is no longer used, and closes the descriptor of the memory.
     ledgers = ledger_handles()
     return OpenObjects(
         descriptors={
             number: target
             for number, target in evidence.descriptors().items()
             # pytest replaces standard input, output and error while it captures output.
-            if number > _STANDARD_ERROR and number not in own
+            if number > _STANDARD_ERROR and number not in harness_descriptors
         },
         handles=handles.live(),
         ledgers=ledgers,
@@ -67,47 +71,54 @@ def open_objects(*, own: Collection[int] = ()) -> OpenObjects:
 
 
 def ledger_handles() -> dict[str, int]:
-    """Return the numbers of live handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
+    """Return the counts of open handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
     handle_counts: dict[str, int] = {}
-    for api in sorted({_api(library.path) for library in evidence.libraries() if is_twin(library)} - {""}):
-        state = launch.twin_control().ledger(api) or {}
-        counts = state.get("handles")
+    for api in sorted({_api_of_library(library.path) for library in evidence.libraries() if is_twin(library)} - {""}):
+        ledger = launch.twin_control().ledger(api) or {}
+        counts = ledger.get("handles")
         if isinstance(counts, dict):
             handle_counts |= {f"{api} twin: {type_name}": int(count) for type_name, count in counts.items()}
     return handle_counts
 
 
 def count_new(before: OpenObjects, after: OpenObjects) -> dict[str, int]:
-    """Count by type the objects that are open in `after` and not in `before`."""
-    # A descriptor with another target is also new: the old one was closed, and its number was used again.
-    new = [target for number, target in after.descriptors.items() if before.descriptors.get(number) != target]
-    closed = [target for number, target in before.descriptors.items() if after.descriptors.get(number) != target]
-    descriptors = Counter(_target_type(target) for target in new)
-    descriptors.subtract(_target_type(target) for target in closed)
+    """Return, for each type, how many more objects are open in `after` than in `before`."""
+    # If the target of a descriptor number has changed, the descriptor was closed and its number was reused. It counts
+    # as one closed and one new object.
+    new_targets = [target for number, target in after.descriptors.items() if before.descriptors.get(number) != target]
+    closed_targets = [
+        target for number, target in before.descriptors.items() if after.descriptors.get(number) != target
+    ]
+    descriptors = Counter(_target_type(target) for target in new_targets)
+    descriptors.subtract(_target_type(target) for target in closed_targets)
     growth = {f"descriptor of {type_name}": count for type_name, count in descriptors.items() if count > 0}
-    for old, now in ((before.handles, after.handles), (before.ledgers, after.ledgers)):
-        growth |= {name: count - old.get(name, 0) for name, count in now.items() if count > old.get(name, 0)}
+    for old_counts, new_counts in ((before.handles, after.handles), (before.ledgers, after.ledgers)):
+        growth |= {
+            name: count - old_counts.get(name, 0)
+            for name, count in new_counts.items()
+            if count > old_counts.get(name, 0)
+        }
     return growth
 
 
-def check(before: OpenObjects, *, own: Callable[[], Collection[int]]) -> None:
+def check(before: OpenObjects, *, harness_descriptors: Callable[[], Collection[int]]) -> None:
     """Compare the objects that are open now with `before`.
 
     Raises
     ------
     LeakDetected
-        More objects are open, also after a garbage collection.
+        More objects are open than before, even after a garbage collection.
     """
-    if count_new(before, open_objects(own=own())):
+    if count_new(before, open_objects(harness_descriptors=harness_descriptors())):
         # A reference cycle can keep a descriptor open until the next garbage collection. That is not a leak.
         gc.collect()
-        leaked = count_new(before, open_objects(own=own()))
+        leaked = count_new(before, open_objects(harness_descriptors=harness_descriptors()))
         if leaked:
             raise LeakDetected(leaked)
 
 
 def start_apis(apis: Collection[str]) -> None:
-    """Use each API once, so that it loads its library, starts threads, and opens the objects that it keeps."""
+    """Use each API once. Its library then starts its threads and opens the objects that it keeps open."""
     if "cuda" in apis:
         from gdrkit import cuda
 
@@ -131,19 +142,22 @@ def start_apis(apis: Collection[str]) -> None:
                 nic.queue_pair(nic.completion_queue(depth=1))
 
 
-def _api(path: str) -> str:
+def _api_of_library(path: str) -> str:
     name = path.rpartition("/")[2]
-    return next((api for stem, api in _API_FILES.items() if name.startswith(stem)), "")
+    return next((api for prefix, api in _API_BY_FILE_PREFIX.items() if name.startswith(prefix)), "")
 
 
 def _target_type(target: str) -> str:
-    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains the number of one object.
+    # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number, which is left out.
     head = target.partition(":[")[0]
     return ":".join(head.split(":")[:2]) if head.startswith("/memfd:") else head
 
 
 def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjects) -> OpenObjects:
-    """Return `baseline` with the objects that were opened between `before` and `after`, whose owner lives longer."""
+    """Return `baseline` plus the objects that were opened between `before` and `after`.
+
+    These are the objects of a fixture that outlives the case.
+    """
     return OpenObjects(
         descriptors={
             **baseline.descriptors,
@@ -153,11 +167,11 @@ def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjec
                 if before.descriptors.get(number) != target
             },
         },
-        handles=_added(baseline.handles, before.handles, after.handles),
-        ledgers=_added(baseline.ledgers, before.ledgers, after.ledgers),
+        handles=_add_growth(baseline.handles, before.handles, after.handles),
+        ledgers=_add_growth(baseline.ledgers, before.ledgers, after.ledgers),
     )
 
 
-def _added(baseline: dict[str, int], before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+def _add_growth(baseline: dict[str, int], before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     names = baseline.keys() | after.keys()
     return {name: baseline.get(name, 0) + max(0, after.get(name, 0) - before.get(name, 0)) for name in names}

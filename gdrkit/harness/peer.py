@@ -1,4 +1,7 @@
-"""The peer process of a case, with the methods that create objects in it."""
+"""The class by which a test case uses a peer, a second process with its own NICs, memory and CUDA devices.
+
+A case needs a peer, for example, as the other end of a connection. The fixture ``peer`` returns one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Peer(PeerConnection):
     name : str
         Name of the peer in errors and records.
     environment : mapping or None
-        Environment of the peer; that of this process if None.
+        Environment of the peer. If None, it is the environment of this process.
     """
 
     def __init__(self, name: str = "peer", *, environment: Mapping[str, str] | None = None) -> None:
@@ -48,7 +51,10 @@ class Peer(PeerConnection):
         return self.nic.queue_pair(**limits)
 
     def buffer(self, length_bytes: int, *, seed: int | None = None) -> PeerBuffer:
-        """Register host memory on the first active NIC of the peer; see :meth:`PeerNic.buffer`."""
+        """Register host memory on the first active NIC of the peer, filled with the pattern of `seed` if it is given.
+
+        See :meth:`PeerNic.buffer`.
+        """
         return self.nic.buffer(length_bytes, seed=seed)
 
     def device(self, index: int = 0) -> PeerDevice:
@@ -56,6 +62,6 @@ class Peer(PeerConnection):
         return PeerDevice(self, self.request("cuda.device", index=index))
 
     def reset(self) -> tuple[LoadedLibrary, ...]:
-        """Make the peer close all objects, also :attr:`nic`; see :meth:`PeerConnection.reset`."""
+        """Make the peer close all objects, including :attr:`nic`, and return the libraries that it has loaded."""
         self._nic = None
         return super().reset()

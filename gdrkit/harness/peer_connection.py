@@ -1,7 +1,8 @@
-"""The process of a peer, and the requests by which a case controls it.
+"""The process of a peer, and the requests by which a test case controls it.
 
-A peer is spawned (never forked), reports when it is ready, and executes one request at a time. Every request has a
-timeout. If the peer dies or does not reply in time, the call raises :class:`BrokenResource`.
+A peer is a second process that a test case uses, for example as the other end of a connection. It is spawned (never
+forked), reports when it is ready, and executes one request at a time. Every request has a timeout. If the peer dies or
+does not reply in time, the call raises :class:`BrokenResource`.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ class PeerConnection:
     name : str
         Name of the peer in errors and records.
     environment : mapping or None
-        Environment of the peer; that of this process if None.
+        Environment of the peer. If None, it is the environment of this process.
     """
 
     def __init__(self, name: str = "peer", *, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
-        self._requests = 0
+        self._last_request_id = 0
         self._is_ready = False
-        # The output of the peer goes to a file and is quoted in errors. On the terminal it would appear amid the output
-        # of other cases.
+        # The output of the peer is written to a file, and errors quote it. On the terminal it would appear between the
+        # output of other cases.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the file is open as long as the peer.
         case_end, peer_end = socket.socketpair()
         try:
@@ -81,7 +82,7 @@ class PeerConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code as in :mod:`subprocess` (after a signal its negative number); None while the peer runs."""
+        """Exit code as in :mod:`subprocess`: negative after a signal, and None while the peer runs."""
         return self._process.poll()
 
     def libraries(self) -> tuple[LoadedLibrary, ...]:
@@ -101,9 +102,9 @@ class PeerConnection:
             ``TIMEOUT``: the peer did not end within 10 s and was killed.
         """
         self._ensure_ready()
-        self._requests += 1
+        self._last_request_id += 1
         arguments = {"status": status}
-        self._channel.send({"id": self._requests, "op": "exit", "arguments": arguments, "descriptors": 0})
+        self._channel.send({"id": self._last_request_id, "op": "exit", "arguments": arguments, "descriptors": 0})
         try:
             self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
@@ -112,7 +113,7 @@ class PeerConnection:
             raise self._error(cause, Reason.TIMEOUT) from error
 
     def kill(self) -> None:
-        """Kill the peer and wait for its end. The kernel closes the objects of the peer, which gets no chance to.
+        """Kill the peer and wait for its end. The peer cannot close its objects then; the kernel does.
 
         Raises
         ------
@@ -124,7 +125,7 @@ class PeerConnection:
             raise self._error(cause, Reason.TIMEOUT)
 
     def stop(self) -> None:
-        """Stop the peer (SIGSTOP). It lives, but does not reply until :meth:`resume`."""
+        """Stop the peer (SIGSTOP). It does not reply until :meth:`resume` is called."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -147,7 +148,10 @@ class PeerConnection:
         return from_json_data(tuple[LoadedLibrary, ...], reply["libraries"])
 
     def close(self) -> None:
-        """Close the socket, so that the peer ends, and kill it after 10 s. A second call has no effect."""
+        """Close the socket, which makes the peer exit. Kill the peer if it still runs after 10 s.
+
+        A second call has no effect.
+        """
         if self._output.closed:
             return
         self._channel.close()
@@ -179,20 +183,25 @@ class PeerConnection:
         GdrkitError
             The error that the operation raised in the peer. A note names the peer.
         BrokenResource
-            ``PEER_GONE``: the peer has ended. ``TIMEOUT``: it did not reply in time. It was killed, because its state
-            is unknown.
+            ``PEER_GONE``: the peer has ended. ``TIMEOUT``: the peer did not reply in time, and was killed because its
+            state is unknown.
         """
         self._ensure_ready()
-        self._requests += 1
-        message = {"id": self._requests, "op": operation, "arguments": arguments, "descriptors": len(descriptors)}
+        self._last_request_id += 1
+        message = {
+            "id": self._last_request_id,
+            "op": operation,
+            "arguments": arguments,
+            "descriptors": len(descriptors),
+        }
         try:
             self._channel.send(message, descriptors=tuple(descriptors))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._end_error(operation) from error
         reply = self._receive(operation, request_timeout_s)
-        if reply["id"] != self._requests:
+        if reply["id"] != self._last_request_id:
             self.kill()
-            cause = f"replied to request {reply['id']} instead of {self._requests}"
+            cause = f"replied to request {reply['id']} instead of {self._last_request_id}"
             raise self._error(cause, Reason.MALFORMED)
         if "error" in reply:
             peer_error = error_from_json_data(reply["error"])
@@ -240,7 +249,7 @@ class PeerConnection:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
@@ -249,7 +258,7 @@ class PeerConnection:
 
 
 class PeerObject:
-    """A proxy in the case for an object in the peer, identified by a handle number."""
+    """A proxy, in the process of the case, for an object in the peer. ``number`` is the handle number of the object."""
 
     def __init__(self, peer: PeerConnection, reply: dict[str, Any]) -> None:
         self.peer = peer

@@ -1,4 +1,4 @@
-"""The CUDA operations of a peer process."""
+"""The CUDA operations that a peer process executes when a test case requests them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["operations"]
 
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the CUDA operations on the objects of this process, by name."""
-    server = _Cuda(objects)
+    cuda_operations = _Cuda(objects)
     names = "device allocate open_ipc export_ipc import_vmm contents check write"
-    return {name: getattr(server, name) for name in names.split()}
+    return {name: getattr(cuda_operations, name) for name in names.split()}
 
 
 class _Cuda:

@@ -1,7 +1,7 @@
 # ruff: noqa: ANN401 - options and results come from another process as JSON data.
-"""Proxies in the case for the RDMA objects of a peer.
+"""Proxies, in the process of the test case, for the RDMA objects of a peer process.
 
-Closing a proxy is optional, because a peer closes all objects between two cases.
+Closing a proxy is optional, because the peer closes all its objects after the case.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer_connection import PeerConnection
     from gdrkit.verbs import QueuePair
 
-__all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadBack"]
+__all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadResult"]
 
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 _TIMEOUT_MS = 10_000.0
-# The case waits for the reply longer than the peer waits for a completion, by this time.
+# While the peer waits for a completion, the case waits for the reply of the peer, longer by this time.
 _REPLY_MARGIN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBack:
-    """The completion of an RDMA READ by a peer, and the SHA-256 of the data that it read."""
+class ReadResult:
+    """The result of an RDMA READ by a peer: the completion, and the SHA-256 of the data."""
 
     completion: Completion
     sha256: str
@@ -40,7 +40,7 @@ class PeerRegion(PeerObject):
         self._remote = RemoteRange.from_dict(reply["remote"])
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """Return the remote range of a part of the region, up to the end if `length_bytes` is None."""
+        """Return the address and key of a part of the region. A `length_bytes` of None means up to the end."""
         length_bytes = self._remote.length_bytes - offset_bytes if length_bytes is None else length_bytes
         return self._remote.part(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
@@ -57,7 +57,7 @@ class PeerBuffer(PeerRegion):
             buffer=self.number,
             seed=seed,
             offset_bytes=offset_bytes,
-            length_bytes=self._length(offset_bytes, length_bytes),
+            length_bytes=self._resolve_length(offset_bytes, length_bytes),
             stream_offset_bytes=stream_offset_bytes,
         )
 
@@ -76,21 +76,21 @@ class PeerBuffer(PeerRegion):
             buffer=self.number,
             seed=seed,
             offset_bytes=offset_bytes,
-            length_bytes=self._length(offset_bytes, length_bytes),
+            length_bytes=self._resolve_length(offset_bytes, length_bytes),
             stream_offset_bytes=stream_offset_bytes,
         )
         return digest
 
     def contents(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Return the bytes of the buffer."""
-        length_bytes = self._length(offset_bytes, length_bytes)
+        length_bytes = self._resolve_length(offset_bytes, length_bytes)
         return bytes.fromhex(
             self.peer.request(
                 "verbs.contents", buffer=self.number, offset_bytes=offset_bytes, length_bytes=length_bytes
             )
         )
 
-    def _length(self, offset_bytes: int, length_bytes: int | None) -> int:
+    def _resolve_length(self, offset_bytes: int, length_bytes: int | None) -> int:
         return self._remote.length_bytes - offset_bytes if length_bytes is None else length_bytes
 
 
@@ -126,7 +126,7 @@ class PeerNic(PeerObject):
         return PeerRegion(self.peer, reply)
 
     def queue_pair(self, *, depth: int | None = None, **limits: int) -> PeerQueuePair:
-        """Create a queue pair with its own completion queue of `depth` entries.
+        """Create a queue pair, and a completion queue of `depth` entries for it.
 
         The limits are those of :meth:`gdrkit.verbs.Nic.queue_pair`.
         """
@@ -167,7 +167,7 @@ class PeerQueuePair(PeerObject):
         Parameters
         ----------
         remote : RemoteRange
-            The target in this process.
+            The target memory in the process of the case.
         seed, stream_offset_bytes : int
             Position of the bytes in the pattern; see :mod:`gdrkit.pattern`.
         length_bytes : int or None
@@ -182,8 +182,8 @@ class PeerQueuePair(PeerObject):
         Raises
         ------
         ApiError
-            The request cannot be posted, or did not complete in time (``TIMEOUT``). A completion with an error is not
-            raised but returned.
+            The work request cannot be posted, or did not complete in time (``TIMEOUT``). A completion with an error
+            status is not raised as an error, but returned.
         """
         return self._request_completion(
             "verbs.write",
@@ -205,8 +205,10 @@ class PeerQueuePair(PeerObject):
         local_offset_bytes: int = 0,
         stream_offset_bytes: int = 0,
         timeout_ms: float = _TIMEOUT_MS,
-    ) -> ReadBack:
-        """Read by RDMA READ into a temporary buffer. If `seed` is given, the peer compares the data with its pattern.
+    ) -> ReadResult:
+        """Read by RDMA READ into a temporary buffer of the peer.
+
+        If `seed` is given, the peer compares the data with the pattern of `seed`.
 
         Raises
         ------
@@ -224,7 +226,7 @@ class PeerQueuePair(PeerObject):
             local_offset_bytes=local_offset_bytes,
             stream_offset_bytes=stream_offset_bytes,
         )
-        return ReadBack(completion=_completion(reply["completion"]), sha256=reply["sha256"])
+        return ReadResult(completion=_parse_completion(reply["completion"]), sha256=reply["sha256"])
 
     def send(
         self,
@@ -246,7 +248,10 @@ class PeerQueuePair(PeerObject):
         )
 
     def receive(self, buffer: PeerBuffer | None, *, work_id: int = 0, **part: int) -> None:
-        """Post a receive buffer (None to receive only an immediate). :meth:`wait_received` returns the completion."""
+        """Post a receive buffer. A `buffer` of None receives only an immediate value.
+
+        :meth:`wait_received` returns the completion.
+        """
         number = None if buffer is None else buffer.number
         options = {"work_id": work_id, **part}
         self.peer.request("verbs.post_receive", queue_pair=self.number, buffer=number, options=options)
@@ -277,12 +282,14 @@ class PeerQueuePair(PeerObject):
         state: str = self.peer.request("verbs.state", queue_pair=self.number)
         return state
 
-    def _post(self, operation: str, buffer: PeerBuffer, work_id: int, options: dict[str, Any], **more: Any) -> None:
+    def _post(
+        self, operation: str, buffer: PeerBuffer, work_id: int, options: dict[str, Any], **arguments: Any
+    ) -> None:
         options = {**options, "work_id": work_id}
-        self.peer.request(operation, queue_pair=self.number, buffer=buffer.number, options=options, **more)
+        self.peer.request(operation, queue_pair=self.number, buffer=buffer.number, options=options, **arguments)
 
     def _request_completion(self, operation: str, timeout_ms: float, **arguments: Any) -> Completion:
-        return _completion(self._request(operation, timeout_ms, **arguments))
+        return _parse_completion(self._request(operation, timeout_ms, **arguments))
 
     def _request(self, operation: str, timeout_ms: float, **arguments: Any) -> Any:
         return self.peer.request(
@@ -294,7 +301,7 @@ class PeerQueuePair(PeerObject):
         )
 
 
-def _completion(data: dict[str, Any]) -> Completion:
+def _parse_completion(data: dict[str, Any]) -> Completion:
     opcode = data["opcode"]
     return Completion(
         **{**data, "status": Status(data["status"]), "opcode": None if opcode is None else CompletionOpcode(opcode)}

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401 - results come from another process as JSON data.
-"""Proxies for the CUDA devices of a peer and their memory."""
+"""Proxies, in the process of the test case, for the CUDA devices of a peer process and for their memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PeerMemory(PeerObject):
         """Return the bytes of the memory, read by the peer."""
         arguments: dict[str, Any] = {
             "offset_bytes": offset_bytes,
-            "length_bytes": self._length(offset_bytes, length_bytes),
+            "length_bytes": self._resolve_length(offset_bytes, length_bytes),
         }
         return bytes.fromhex(self.peer.request("cuda.contents", memory=self.number, **arguments))
 
@@ -82,9 +82,9 @@ class PeerMemory(PeerObject):
             memory=self.number,
             seed=seed,
             offset_bytes=offset_bytes,
-            length_bytes=self._length(offset_bytes, length_bytes),
+            length_bytes=self._resolve_length(offset_bytes, length_bytes),
             stream_offset_bytes=stream_offset_bytes,
         )
 
-    def _length(self, offset_bytes: int, length_bytes: int | None) -> int:
+    def _resolve_length(self, offset_bytes: int, length_bytes: int | None) -> int:
         return self.length_bytes - offset_bytes if length_bytes is None else length_bytes

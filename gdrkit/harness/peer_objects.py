@@ -1,4 +1,4 @@
-"""The table of the objects that a peer process has created for its case."""
+"""The table of the objects that a peer process has created for a test case."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["ObjectTable"]
 
 
 class ObjectTable:
-    """Objects by handle number."""
+    """The objects of a peer process. Requests identify an object by its handle number."""
 
     def __init__(self) -> None:
-        self._created: dict[int, Any] = {}
-        self._next = 1
+        self._objects_by_number: dict[int, Any] = {}
+        self._next_number = 1
 
     def add(self, created: object) -> int:
         """Add an object and return its handle number. Numbers are not reused."""
-        number, self._next = self._next, self._next + 1
-        self._created[number] = created
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._objects_by_number[number] = created
         return number
 
     def get(self, number: int, object_type: type) -> Any:  # noqa: ANN401 - the result has the type `object_type`.
@@ -30,8 +30,8 @@ class ObjectTable:
         UsageError
             No object has this number, or it is of another type.
         """
-        created = self._created.get(number)
-        if number not in self._created or not isinstance(created, object_type):
+        created = self._objects_by_number.get(number)
+        if number not in self._objects_by_number or not isinstance(created, object_type):
             message = f"handle {number} is not an open {object_type.__name__}"
             raise UsageError(message)
         return created
@@ -39,21 +39,22 @@ class ObjectTable:
     def close(self, number: int) -> None:
         """Close an object and remove it from the table."""
         self.get(number, object).close()
-        self._created.pop(number)
+        self._objects_by_number.pop(number)
 
     def close_all(self) -> None:
         """Close all objects in the reverse order of their creation.
 
-        The first error is raised after all objects were closed. Further errors are added to it as notes.
+        An error does not stop the closing of the other objects. The first error is raised at the end, and further
+        errors are its notes.
         """
-        first: GdrkitError | None = None
-        for number in sorted(self._created, reverse=True):
+        first_error: GdrkitError | None = None
+        for number in sorted(self._objects_by_number, reverse=True):
             try:
-                self._created.pop(number).close()
+                self._objects_by_number.pop(number).close()
             except GdrkitError as error:
-                if first is None:
-                    first = error
+                if first_error is None:
+                    first_error = error
                 else:
-                    first.add_note(f"a later close also failed: {error}")
-        if first is not None:
-            raise first
+                    first_error.add_note(f"a later close also failed: {error}")
+        if first_error is not None:
+            raise first_error

@@ -1,8 +1,9 @@
-"""The peer process of a case: ``python -m gdrkit.harness.peer_process DESCRIPTOR``.
+"""Program of the peer process of a test case: ``python -m gdrkit.harness.peer_process DESCRIPTOR``.
 
-The process is spawned (never forked), reports that it is ready, and serves requests until its socket closes. It loads
-an API at the first request that needs it, so a peer that gets only RDMA requests does not load CUDA. The objects that
-it creates have handle numbers. ``reset`` closes them in the reverse order of their creation.
+DESCRIPTOR is a socket that is connected to the process of the case. The peer reports that it is ready, and executes
+requests until the socket is closed. It loads an API when the first request needs it, so a peer that gets only RDMA
+requests does not load CUDA. The objects that the peer creates have handle numbers. The request ``reset`` closes them in
+the reverse order of their creation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.harness.leaks import OpenObjects, count_new, ledger_handles
 from gdrkit.harness.peer_objects import ObjectTable
 from gdrkit.harness.wire import Channel, error_to_json_data
-from gdrkit.inventory.facts import notable
+from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.serialization import to_json_data
 
 if TYPE_CHECKING:
@@ -31,19 +32,19 @@ _EXIT_INTERNAL_ERROR = 70  # EX_SOFTWARE of sysexits.h
 
 def serve(channel: Channel) -> None:
     """Serve requests until the case closes the socket."""
-    server = _Server(channel)
+    request_server = _Server(channel)
     channel.send({"ready": True, "process": os.getpid()})
     while (request := channel.receive()) is not None:
         reply: dict[str, Any] = {"id": request["id"]}
         try:
-            reply["result"] = server.execute(request)
+            reply["result"] = request_server.execute(request)
         except GdrkitError as error:
             reply["error"] = error_to_json_data(error)
         channel.send(reply)
 
 
 def main() -> NoReturn:
-    """Serve the socket with the descriptor DESCRIPTOR."""
+    """Serve the requests from the socket DESCRIPTOR, and exit."""
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     is_finished = False
     try:
@@ -55,8 +56,8 @@ def main() -> NoReturn:
         if not is_finished:
             traceback.print_exc()
         sys.stderr.flush()
-        # Some cases leave objects open on purpose. The interpreter would destroy them in an undefined order, so it is
-        # not finalized.
+        # Some cases leave objects open on purpose. A normal exit of Python would destroy them in an undefined order, so
+        # os._exit is used.
         os._exit(0 if is_finished else _EXIT_INTERNAL_ERROR)
 
 
@@ -69,7 +70,7 @@ class _Server:
         self._operations: dict[str, Callable[..., Any]] = {
             "close": self._objects.close,
             "exit": os._exit,
-            "libraries": lambda: to_json_data(list(notable(evidence.libraries()))),
+            "libraries": lambda: to_json_data(list(identifying_libraries(evidence.libraries()))),
             "modules": lambda: sorted({name.partition(".")[0] for name in sys.modules}),
             "reset": self._reset,
         }
@@ -94,21 +95,24 @@ class _Server:
                 os.close(descriptor)
 
     def _load(self, group: str) -> None:
-        # Importing a group loads its API, so the import happens at the first request.
+        # Importing the module of a group loads the API, so it is imported only when a request needs it.
         if group == "verbs":
             from gdrkit.harness.peer_verbs import operations
         elif group == "cuda":
             from gdrkit.harness.peer_cuda import operations
         else:
             from gdrkit.harness.peer_share import operations
-        self._operations |= {f"{group}.{name}": call for name, call in operations(self._objects).items()}
+        self._operations |= {f"{group}.{name}": operation for name, operation in operations(self._objects).items()}
         self._unloaded_groups.discard(group)
 
     def _reset(self) -> dict[str, Any]:
         self._objects.close_all()
-        none = OpenObjects(descriptors={}, handles={}, ledgers={})
+        no_objects = OpenObjects(descriptors={}, handles={}, ledgers={})
         remaining = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
-        return {"leaked": count_new(none, remaining), "libraries": to_json_data(list(notable(evidence.libraries())))}
+        return {
+            "leaked": count_new(no_objects, remaining),
+            "libraries": to_json_data(list(identifying_libraries(evidence.libraries()))),
+        }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The sharing operations of a peer process. It sends and receives handle messages through a socket from the case."""
+"""The operations by which a peer process shares device memory with the process of the test case.
+
+They send and receive handle messages (:mod:`gdrkit.registration.handle_message`) through a socket that the case passes.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = ["operations"]
 
-_TIMEOUT_MS = 10_000.0
+_RECEIVE_TIMEOUT_MS = 10_000.0
 
 
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the sharing operations on the objects of this process, by name."""
-    server = _Share(objects)
+    share_operations = _Share(objects)
     names = "export import_memory register_dmabuf export_gdr import_gdr"
-    return {name: getattr(server, name) for name in names.split()}
+    return {name: getattr(share_operations, name) for name in names.split()}
 
 
 class _Share:
@@ -49,14 +52,14 @@ class _Share:
     def import_memory(self, device: int, descriptors: list[int]) -> dict[str, Any]:
         with (
             _connection(descriptors) as connection,
-            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as message,
+            handle_message.receive(connection, timeout_ms=_RECEIVE_TIMEOUT_MS) as message,
         ):
             return self._add_memory(share.import_memory(self._objects.get(device, cuda.Device), message))
 
     def register_dmabuf(self, nic: int, descriptors: list[int]) -> dict[str, Any]:
         with (
             _connection(descriptors) as connection,
-            handle_message.receive(connection, timeout_ms=_TIMEOUT_MS) as message,
+            handle_message.receive(connection, timeout_ms=_RECEIVE_TIMEOUT_MS) as message,
             share.import_dmabuf(message) as dmabuf,
         ):
             region = self._objects.get(nic, verbs.Nic).register_dmabuf(dmabuf)
@@ -74,6 +77,6 @@ class _Share:
 
 @contextlib.contextmanager
 def _connection(descriptors: list[int]) -> Iterator[socket.socket]:
-    # The descriptor is duplicated, because the caller closes the one that it received.
+    """Return the socket that the case passed, as a duplicate, because the caller closes the received descriptor."""
     with socket.socket(fileno=os.dup(descriptors[0])) as connection:
         yield connection

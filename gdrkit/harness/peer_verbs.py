@@ -1,4 +1,4 @@
-"""The RDMA operations of a peer process."""
+"""The RDMA operations that a peer process executes when a test case requests them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["operations"]
 
-_DEFAULT_DEPTH = 256
+_DEFAULT_QUEUE_DEPTH = 256
 _OPERATIONS = (
     "open_nic",
     "buffer",
@@ -41,7 +41,7 @@ _OPERATIONS = (
 
 
 class _QueuePair:
-    """A queue pair with its own completion queue."""
+    """A queue pair, and the completion queue that only this queue pair uses."""
 
     def __init__(self, nic: verbs.Nic, *, depth: int, limits: dict[str, Any]) -> None:
         self.nic = nic
@@ -67,8 +67,8 @@ class _Buffer:
     def fill(self, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(self.data))
         payload = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
-        # Assignment to a slice of a bytearray may resize it, which is impossible while it is registered. A view does
-        # not resize it.
+        # Assignment to a slice of a bytearray may try to resize it. This fails while the bytearray is registered, so
+        # the assignment is made through a memoryview.
         memoryview(self.data)[offset_bytes : offset_bytes + length_bytes] = payload
 
     def close(self) -> None:
@@ -77,12 +77,16 @@ class _Buffer:
 
 def operations(objects: ObjectTable) -> dict[str, Callable[..., Any]]:
     """Return the RDMA operations on the objects of this process, by name."""
-    server = _Verbs(objects)
-    return {name: getattr(server, name) for name in _OPERATIONS}
+    verbs_operations = _Verbs(objects)
+    return {name: getattr(verbs_operations, name) for name in _OPERATIONS}
 
 
 class _Verbs:
-    """The operations, with the arguments of the requests. `nic`, `buffer` and `queue_pair` are handle numbers."""
+    """The operations that a request can name. A request passes the arguments by name.
+
+    `nic`, `buffer` and `queue_pair` are handles: numbers of objects in the object table. `stream_offset_bytes` is the
+    offset of the first byte in the pattern of `seed`; see :mod:`gdrkit.pattern`.
+    """
 
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
@@ -109,22 +113,22 @@ class _Verbs:
         try:
             region = self._nic(nic).register_dmabuf(source, access=verbs.Access(access))
         finally:
-            source.take()  # The caller closes the received descriptor.
+            source.take()  # Otherwise `source` would close the descriptor, which the caller of this operation closes.
         return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
 
     def fill(self, buffer: int, **arguments: int) -> None:
         self._buffer(buffer).fill(**arguments)
 
     def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
-        data = self._read(buffer, offset_bytes, length_bytes)
+        data = self._bytes_of(buffer, offset_bytes, length_bytes)
         pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
         return hashlib.sha256(data).hexdigest()
 
     def contents(self, buffer: int, offset_bytes: int, length_bytes: int) -> str:
-        return self._read(buffer, offset_bytes, length_bytes).hex()
+        return self._bytes_of(buffer, offset_bytes, length_bytes).hex()
 
     def queue_pair(self, nic: int, depth: int | None, limits: dict[str, int]) -> dict[str, Any]:
-        pair = _QueuePair(self._nic(nic), depth=depth or _DEFAULT_DEPTH, limits=limits)
+        pair = _QueuePair(self._nic(nic), depth=depth or _DEFAULT_QUEUE_DEPTH, limits=limits)
         return {"handle": self._objects.add(pair), "endpoint": pair.queue_pair.endpoint().to_dict()}
 
     def connect(self, queue_pair: int, endpoint: dict[str, Any], options: dict[str, Any]) -> None:
@@ -236,24 +240,24 @@ class _Verbs:
         return self._pair(queue_pair).queue_pair.state.name
 
     def _temporary_buffer(self, pair: _QueuePair, length_bytes: int) -> _Buffer:
-        # A region has at least one byte, but a request may transfer none.
+        # A region has at least one byte, but a work request may transfer 0 bytes.
         return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
 
-    def _read(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
+    def _bytes_of(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
         data = self._buffer(buffer).data
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(data))
         return bytes(memoryview(data)[offset_bytes : offset_bytes + length_bytes])
 
-    def _nic(self, number: int) -> verbs.Nic:
-        nic: verbs.Nic = self._objects.get(number, verbs.Nic)
+    def _nic(self, handle: int) -> verbs.Nic:
+        nic: verbs.Nic = self._objects.get(handle, verbs.Nic)
         return nic
 
-    def _pair(self, number: int) -> _QueuePair:
-        pair: _QueuePair = self._objects.get(number, _QueuePair)
+    def _pair(self, handle: int) -> _QueuePair:
+        pair: _QueuePair = self._objects.get(handle, _QueuePair)
         return pair
 
-    def _buffer(self, number: int) -> _Buffer:
-        buffer: _Buffer = self._objects.get(number, _Buffer)
+    def _buffer(self, handle: int) -> _Buffer:
+        buffer: _Buffer = self._objects.get(handle, _Buffer)
         return buffer
 
 

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=int,
         default=None,
-        help="the seed of the data of the cases; random by default",
+        help="the seed from which cases derive their data; random by default",
     )
 
 

@@ -1,7 +1,8 @@
-"""Comparison of a registration error with the refusal that a profile expects.
+"""Comparison of a registration error with the refusal that the profile of a machine expects.
 
-Only codes are compared, never texts. The error of a manager that tried several devices has one refusal per device. Each
-of them must equal the expected one.
+A refusal is the error with which a registration fails on a machine whose NICs cannot register device memory. Only error
+codes are compared, never texts. If the registration was tried with several devices, each of them must have failed with
+the expected refusal.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ObservedCause:
 
 @dataclass(frozen=True, slots=True)
 class ObservedRefusal:
-    """A refused registration, with the error of each method that was tried, in order."""
+    """A refused registration, with the error of each tried registration method, in order."""
 
     reason: str
     causes: tuple[ObservedCause, ...]
@@ -42,12 +43,12 @@ class ObservedRefusal:
 
 
 def matching_refusals(error: BaseException | None, expected: Sequence[RefusalCause]) -> tuple[ObservedRefusal, ...]:
-    """Return the refusals in `error` if each of them equals the expected one, else an empty tuple."""
+    """Return the refusal of each device in `error` if all equal the expected one, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
     refusals = tuple(_refusals_of_devices(error))
     is_match = bool(refusals) and all(_is_expected(refusal, expected) for refusal in refusals)
-    return tuple(map(_observed, refusals)) if is_match else ()
+    return tuple(map(_make_observed_refusal, refusals)) if is_match else ()
 
 
 def describe(expected: Sequence[RefusalCause]) -> str:
@@ -57,8 +58,8 @@ def describe(expected: Sequence[RefusalCause]) -> str:
 
 def _refusals_of_devices(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
     nested = [cause for cause in error.causes if isinstance(cause, RegistrationFailed)]
-    # An error of several devices has only causes of this type. An error with mixed causes is returned as it is, and
-    # does not equal the expected refusal.
+    # The error of several devices has one RegistrationFailed per device as its causes. An error with other causes is
+    # returned unchanged.
     if nested and len(nested) == len(error.causes):
         for cause in nested:
             yield from _refusals_of_devices(cause)
@@ -79,7 +80,7 @@ def _is_expected(error: RegistrationFailed, expected: Sequence[RefusalCause]) ->
     )
 
 
-def _observed(error: RegistrationFailed) -> ObservedRefusal:
+def _make_observed_refusal(error: RegistrationFailed) -> ObservedRefusal:
     causes = tuple(
         ObservedCause(cause.api.value, cause.operation, cause.status, cause.status_name, cause.errno)
         for cause in error.causes

@@ -1,6 +1,6 @@
-"""The state of a pytest run: facts, substrate, profile, seed.
+"""The objects that all cases of a pytest run share: the options, the facts about the machine, its profile, the seed.
 
-The facts are collected at their first use, so that a run of cases without needs calls no API.
+The facts are collected when they are first used, so that a run of cases without needs opens no device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["SESSION", "Session", "parse_substrate"]
 
 _SEED_BITS = 63
-_APIS = ("verbs", "cuda", "cufile")
+_COMMON_APIS = ("verbs", "cuda", "cufile")
 # The APIs that ``--substrate`` can name. ``--substrate=hardware`` leaves out the last one, whose hardware is rare.
-_NAMED_APIS = (*_APIS, "hlthunk")
+_NAMED_APIS = (*_COMMON_APIS, "hlthunk")
 
 
 class Session:
-    """The state of a pytest run.
+    """The options of a pytest run, and the facts about the machine.
 
     Attributes
     ----------
     strict : bool
-        Whether the harness handles every case of the run.
+        Whether the harness handles every case of the run, not only the cases that use the harness.
     fails_unforeseen : bool
-        Whether a case with an unmet need that the profile does not foresee fails the run.
+        Whether the run fails if a case has an unmet need that the profile does not foresee.
     records, plan, cases : Path or None
         The files of ``--records``, ``--plan`` and ``--cases``.
     required_substrates : mapping
@@ -55,7 +55,7 @@ class Session:
     def __init__(self, config: pytest.Config, *, strict: bool = True) -> None:
         self._config = config
         self.strict = strict
-        # Without ``--profile``, a user has not stated which hardware the machine has.
+        # If a user of another project gives no profile, it is unknown which hardware the machine should have.
         self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
         self.records = _path(config, "records")
         self.plan = _path(config, "plan")
@@ -71,7 +71,7 @@ class Session:
 
     @cached_property
     def facts(self) -> Facts:
-        """The facts in the file of ``--facts``, or else those of this machine."""
+        """The facts in the file of ``--facts``, or the facts about this machine without that option."""
         path = _path(self._config, "facts")
         return probe() if path is None else Facts.from_json(path.read_bytes())
 
@@ -102,7 +102,7 @@ class Session:
 
     @cached_property
     def commit(self) -> str | None:
-        """Commit of the checkout, or None."""
+        """Commit of the checkout, or None if it is unknown."""
         return install_paths().commit()
 
     @cached_property
@@ -120,7 +120,7 @@ class Session:
         """
         for api, required in sorted(self.required_substrates.items()):
             actual = self.substrate.get(api)
-            # An API without facts has no substrate. Then the needs of its cases are unmet, with the reason.
+            # An API without facts has no substrate. The cases that need it do not run, and their records say why.
             if actual is not None and actual is not required:
                 message = f"{api} must run on {required.value}, but runs on {actual.value}"
                 command = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
@@ -128,17 +128,17 @@ class Session:
                 raise UsageError(message, what_to_do=advice)
 
     def start_apis(self, apis: set[str]) -> None:
-        """Use each API once that this run has not used yet; see :func:`gdrkit.harness.leaks.start_apis`."""
+        """Call :func:`gdrkit.harness.leaks.start_apis` for the APIs for which this run has not called it yet."""
         leaks.start_apis(apis - self._started_apis)
         self._started_apis |= apis
 
     def case_seed(self, case: str) -> int:
-        """Return the seed of a case, which differs between cases and is the same in all runs with one seed."""
+        """Return the seed of a case. It depends only on the seed of the run and on the id of the case."""
         digest = hashlib.sha256(f"{self.seed}:{case}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
 
 
-# Key of the session in the stash of the configuration.
+# Key of the session in the stash of the pytest configuration.
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 
 
@@ -154,15 +154,15 @@ def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
         return {}
     if text in ("software", "hardware"):
         substrate = Substrate.TWIN if text == "software" else Substrate.HARDWARE
-        return dict.fromkeys(_NAMED_APIS if substrate is Substrate.TWIN else _APIS, substrate)
+        return dict.fromkeys(_NAMED_APIS if substrate is Substrate.TWIN else _COMMON_APIS, substrate)
     substrates = {}
-    by_name = {member.value: member for member in Substrate}
-    for part in text.split(","):
-        api, _, name = part.strip().partition("=")
-        if api not in _NAMED_APIS or name not in by_name:
-            message = f"{part!r} is not a substrate"
+    substrate_by_name = {member.value: member for member in Substrate}
+    for assignment in text.split(","):
+        api, _, name = assignment.strip().partition("=")
+        if api not in _NAMED_APIS or name not in substrate_by_name:
+            message = f"{assignment!r} is not a substrate"
             raise UsageError(message, what_to_do="write software, hardware, or e.g. verbs=twin,cuda=hardware")
-        substrates[api] = by_name[name]
+        substrates[api] = substrate_by_name[name]
     return substrates
 
 

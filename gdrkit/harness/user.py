@@ -1,8 +1,8 @@
-"""The pytest plugin for suites of other projects. It is installed with gdrkit, and inactive until a project enables it.
+"""The pytest plugin for the tests of other projects. It is installed with gdrkit, and inactive until it is enabled.
 
-A project enables it by ``gdrkit = true`` in its pytest settings or by ``--gdrkit`` on the command line. Then its cases
-may declare needs and use the fixtures of the harness. The plugin handles only cases that do so. The user manual is
-docs/plugin.md.
+A project enables it by ``gdrkit = true`` in its pytest settings, or a user by ``--gdrkit`` on the command line. The
+test cases of the project may then declare needs and use the fixtures of the harness. The plugin does not change other
+cases. The user manual is docs/plugin.md.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 
 __all__: list[str] = []
 
-_STRICT = "gdrkit.harness.plugin"
-_MARK = "needs"
+_STRICT_PLUGIN = "gdrkit.harness.plugin"
+_NEEDS_MARK = "needs"
 _OPTIONS = {
     "--gdrkit-substrate": (
         "SUBSTRATE",
@@ -28,11 +28,11 @@ _OPTIONS = {
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add the options. They have a prefix, because pytest loads this plugin in every environment with gdrkit."""
+    """Add the options. They begin with ``--gdrkit``, because pytest loads this plugin wherever gdrkit is installed."""
     parser.addini(
         "gdrkit", "whether cases may declare needs of gdrkit and use its fixtures", type="bool", default=False
     )
-    if pluginmanager.has_plugin(_STRICT):
+    if pluginmanager.has_plugin(_STRICT_PLUGIN):
         return
     group = parser.getgroup("gdrkit")
     group.addoption("--gdrkit", action="store_true", help="let cases declare needs of gdrkit and use its fixtures")
@@ -49,10 +49,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the harness if the project enables it, except in a run of gdrkit's own suites."""
-    if config.pluginmanager.has_plugin(_STRICT):
+    """Start the harness if it is enabled, except in a run of gdrkit's suites, which use the strict plugin."""
+    if config.pluginmanager.has_plugin(_STRICT_PLUGIN):
         return
-    config.addinivalue_line("markers", f"{_MARK}(*needs): the needs of a case; use gdrkit.harness.needs.needs")
+    config.addinivalue_line("markers", f"{_NEEDS_MARK}(*needs): the needs of a case; use gdrkit.harness.needs.needs")
     if _is_enabled(config):
         from gdrkit.harness.hooks import start_harness
 
@@ -60,12 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Refuse to run cases that declare needs while the plugin is disabled, because nothing would check the needs."""
-    if config.pluginmanager.has_plugin(_STRICT) or _is_enabled(config):
+    """Refuse to run cases that declare needs while the plugin is disabled, because their needs would not be checked."""
+    if config.pluginmanager.has_plugin(_STRICT_PLUGIN) or _is_enabled(config):
         return
     for item in items:
-        mark = item.get_closest_marker(_MARK)
-        if mark is not None and any(type(need).__module__.startswith("gdrkit.") for need in mark.args):
+        marker = item.get_closest_marker(_NEEDS_MARK)
+        if marker is not None and any(type(need).__module__.startswith("gdrkit.") for need in marker.args):
             what_to_do = "add gdrkit = true to the settings of pytest, or --gdrkit"
             message = f"{item.nodeid} declares needs of gdrkit, but its pytest plugin is disabled. To do: {what_to_do}"
             raise pytest.UsageError(message)

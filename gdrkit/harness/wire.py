@@ -1,7 +1,8 @@
-"""The protocol between a case and its peer processes: JSON lines and descriptors over a socket pair.
+"""The protocol between a test case and its peer processes: JSON lines and file descriptors over a socket pair.
 
-A request is ``{"id", "op", "arguments", "descriptors"}``, a reply is ``{"id", "result"}`` or ``{"id", "error"}``.
-An error of gdrkit arrives with its class and its fields.
+A request has the keys ``id``, ``op``, ``arguments`` and ``descriptors`` (the count of descriptors that are sent with
+it). A reply has ``id`` and either ``result`` or ``error``. If an operation raises an error of gdrkit in the peer, the
+case gets an error of the same class with the same fields.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MESSAGE_ERRORS = {cls.__name__: cls for cls in (BrokenResource, UsageError)}
 
 
 class Channel:
-    """One end of the socket pair. It owns the socket, and received descriptors until the caller takes them."""
+    """One end of the socket pair. It owns the socket, and the received descriptors until the caller takes them."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -49,7 +50,7 @@ class Channel:
     def send(self, message: dict[str, Any], *, descriptors: tuple[int, ...] = ()) -> None:
         """Send one message. The receiver gets duplicates of `descriptors`."""
         data = json.dumps(message).encode() + b"\n"
-        # The descriptors arrive with the first byte. If sendmsg sends only a part, the rest follows without them.
+        # The descriptors arrive with the first byte. If sendmsg sends only a part of the data, sendall sends the rest.
         sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
         self._socket.sendall(data[sent:])
 
@@ -65,13 +66,13 @@ class Channel:
         """
         self._socket.settimeout(timeout_s)
         while True:
-            line, end, rest = bytes(self._received).partition(b"\n")
-            if end:
-                self._received = bytearray(rest)
+            line, line_end, remaining = bytes(self._received).partition(b"\n")
+            if line_end:
+                self._received = bytearray(remaining)
                 message = json.loads(line)
                 if not isinstance(message, dict):
-                    text = f"a message must be a JSON object, not {message!r}"
-                    raise UsageError(text, reason=Reason.MALFORMED)
+                    error_message = f"a message must be a JSON object, not {message!r}"
+                    raise UsageError(error_message, reason=Reason.MALFORMED)
                 return message
             try:
                 data, descriptors = scm_rights.receive(
@@ -89,8 +90,8 @@ class Channel:
         if count > len(self._descriptors):
             message = f"{count} descriptors were expected, and {len(self._descriptors)} arrived"
             raise UsageError(message, reason=Reason.MALFORMED)
-        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
-        return taken
+        taken_descriptors, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken_descriptors
 
     def close(self) -> None:
         """Close the socket and the descriptors that the caller has not taken."""
@@ -131,7 +132,7 @@ def error_to_json_data(error: GdrkitError) -> dict[str, Any]:
 
 
 def error_from_json_data(data: dict[str, Any]) -> GdrkitError:
-    """Return the error that `data` describes. If its class is unknown, it is a :class:`GdrkitError` with its text."""
+    """Return the error that `data` describes. It is a plain :class:`GdrkitError` if the class is not known here."""
     error = _error_without_notes(data)
     for note in data["notes"]:
         error.add_note(note)
@@ -161,7 +162,7 @@ def _error_without_notes(data: dict[str, Any]) -> GdrkitError:
         )
     if name == RegistrationFailed.__name__:
         causes = tuple(error_from_json_data(cause) for cause in data["causes"])
-        # The message ends with the texts of the causes, which the constructor appends again.
+        # The message ends with the texts of the causes. They are removed, because the constructor appends them again.
         message = data["message"].partition(": [1] ")[0]
         return RegistrationFailed(message, causes=causes, reason=reason, what_to_do=data["what_to_do"])
     if name == ClosedResource.__name__:

@@ -1,8 +1,8 @@
 """Facts about a Linux host from sysfs, procfs and the loader's cache, and host memory for RDMA.
 
-Every reader takes a :class:`HostTree`, whose root is an argument, so that the same code reads this machine, a capture
-of another one and a tree that a case wrote. Only ``nvml_facts`` needs a library. A file that exists and cannot be read
-is listed in :attr:`HostTree.unreadable`.
+Every reader takes a :class:`HostTree`, so that the same code reads this machine, a capture of another machine, and a
+folder of files that a test has written. Only ``nvml_facts`` needs a library. A file that exists and cannot be read is
+listed in :attr:`HostTree.unreadable`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gdrkit.host.identity import HostIdentity, host_identity
 from gdrkit.host.infiniband import PortFacts, RdmaDevice, rdma_devices
 from gdrkit.host.kernel import KernelFacts, kernel_facts, nvidia_driver_version
 from gdrkit.host.libraries import cached_libraries, find_libraries, find_library
-from gdrkit.host.limits import Limits, process_limits
+from gdrkit.host.limits import Limits, process_limits, raise_open_files_limit
 from gdrkit.host.memory import BorrowedHostMemory, HostAllocator, HostBuffer, HostMemory, MappedFile
 from gdrkit.host.mounts import BlockDevice, Mount, block_device, mount_of, mounts
 from gdrkit.host.nvme import NvmeController, nvme_controllers
@@ -88,6 +88,7 @@ __all__ = [
     "pci_path",
     "process_identity",
     "process_limits",
+    "raise_open_files_limit",
     "rdma_devices",
     "rename_new",
     "starved_s",

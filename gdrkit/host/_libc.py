@@ -1,4 +1,4 @@
-"""Calls of the C library that Python does not offer, by ctypes: prctl, renameat2, the address of a mapping."""
+"""Functions of the C library that Python does not offer, called by ctypes: prctl, fstatfs, renameat2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Return the address of the first byte. It is valid until the mapping is closed or resized."""
+    """Return the address of the first byte of `mapping`. It is valid until the mapping is closed or resized."""
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
@@ -31,7 +31,7 @@ def die_with_parent(parent: int) -> None:
     Parameters
     ----------
     parent : int
-        Process ID of that thread. If that process has ended already, the calling process kills itself.
+        Process ID of the process of that thread. If it has ended already, this function kills the calling process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
@@ -44,40 +44,41 @@ def file_system_type(descriptor: int) -> int:
     Raises
     ------
     OSError
-        As of fstatfs(2).
+        The errors of fstatfs(2).
     """
-    # struct statfs begins with f_type, a long, and is never longer than this.
+    # The first field of struct statfs is f_type, a long. The buffer is larger than the struct on every architecture.
     status = (ctypes.c_ulong * 64)()
     library = ctypes.CDLL(None, use_errno=True)
     if library.fstatfs(descriptor, ctypes.byref(status)) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
     return status[0]
 
 
 def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> None:
     """Rename a file, and refuse to replace an existing one: renameat2(2) with RENAME_NOREPLACE.
 
-    On a file system that does not support the flag (EINVAL) the file is linked and unlinked, with the same refusal.
+    On a file system that does not support the flag (EINVAL), the function links the new name and unlinks the old one.
+    link(2) also refuses to replace an existing file.
 
     Parameters
     ----------
     name, new_name : str
-        Names in the folders.
+        Old and new name of the file, each in its folder.
     folder, new_folder : int
-        Descriptors of the two folders.
+        Descriptors of the folders of the old and of the new name.
 
     Raises
     ------
     OSError
-        EEXIST if `new_name` exists; other numbers as renameat2(2) lists them.
+        EEXIST: `new_name` exists. Other errors are those of renameat2(2).
     """
-    done = _renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
-    number = ctypes.get_errno()
-    if done == 0:
+    result = _renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
+    error_number = ctypes.get_errno()
+    if result == 0:
         return
-    if number not in {errno.EINVAL, errno.ENOSYS}:
-        raise OSError(number, os.strerror(number), name, None, new_name)
+    if error_number not in {errno.EINVAL, errno.ENOSYS}:
+        raise OSError(error_number, os.strerror(error_number), name, None, new_name)
     os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
     os.unlink(name, dir_fd=folder)
 

@@ -1,6 +1,6 @@
-"""NVML by ``pynvml`` (nvidia-ml-py), with its errors converted. No other file names the library.
+"""Calls of NVML through ``pynvml`` (nvidia-ml-py), with its errors converted to those of gdrkit.
 
-Only queries are called; no setting is changed.
+This is the only file that names the library. It calls only queries and changes no setting.
 """
 
 from __future__ import annotations
@@ -98,10 +98,12 @@ def pci_bus_id(handle: Any) -> str:
     return f"{pci_info.domain:04x}:{pci_info.bus:02x}:{pci_info.device:02x}.0"
 
 
-def _error(kind: type[ApiError], operation: str, status: int) -> ApiError:
-    names = (name for name, value in vars(_pynvml()).items() if name.startswith("NVML_ERROR_") and value == status)
-    status_name = next(names, "nvmlReturn_t")
-    return kind(
+def _error(error_type: type[ApiError], operation: str, status: int) -> ApiError:
+    matching_names = (
+        name for name, value in vars(_pynvml()).items() if name.startswith("NVML_ERROR_") and value == status
+    )
+    status_name = next(matching_names, "nvmlReturn_t")
+    return error_type(
         api=Api.NVML,
         operation=operation,
         status=status,

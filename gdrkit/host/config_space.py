@@ -1,7 +1,7 @@
-"""Parser of PCI config space, from the file ``config`` of a function in sysfs.
+"""Parser of the PCI config space of a function, which is the file ``config`` of the function in sysfs.
 
-Every user may read the first 64 bytes. The capabilities lie behind them and need CAP_SYS_ADMIN. Offsets and bits are
-those of linux/pci_regs.h.
+Every user may read the header, which is the first 64 bytes. The capabilities come after it, and only a process with
+CAP_SYS_ADMIN can read them. The offsets and bits here are those of linux/pci_regs.h.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ if TYPE_CHECKING:
 __all__ = ["HEADER_BYTES", "AcsControl", "ConfigSpace", "config_space", "parse_config_space"]
 
 HEADER_BYTES = 64
-_STATUS, _STATUS_CAPABILITIES = 0x06, 0x10
-_FIRST_CAPABILITY = 0x34
-_STANDARD_BYTES, _EXTENDED_BEGIN = 0x100, 0x100
-_EXPRESS = 0x10
-_ACS, _ATS = 0x000D, 0x000F
-_CONTROL = 6  # Offset of the control word in both capabilities.
+_STATUS_OFFSET, _STATUS_HAS_CAPABILITIES = 0x06, 0x10
+_FIRST_CAPABILITY_OFFSET = 0x34
+_STANDARD_END, _EXTENDED_BEGIN = 0x100, 0x100
+_EXPRESS_ID = 0x10
+_ACS_ID, _ATS_ID = 0x000D, 0x000F
+_CONTROL_OFFSET = 6  # Offset of the control word in the ACS and in the ATS capability.
+_ACS_REDIRECT_BITS = 0x04 | 0x08 | 0x10
 _ATS_ENABLE = 0x8000
-_DEVICE_CONTROL = 8
+_DEVICE_CONTROL_OFFSET = 8
 _RELAXED_ORDERING = 0x10
-_SMALLEST_BYTES = 128
-_NO_CAPABILITY = (0, 0xFFFF_FFFF)
+_SMALLEST_READ_REQUEST_BYTES = 128
+# Such a header instead of an extended capability ends the list: there is none, or the device does not respond.
+_EMPTY_HEADERS = (0, 0xFFFF_FFFF)
 
 
 @dataclass(frozen=True, slots=True)
 class AcsControl:
-    """The control word of Access Control Services (ACS). Source validation alone does not redirect traffic."""
+    """The control word of the Access Control Services (ACS) of a bridge, which can redirect peer-to-peer traffic."""
 
     value: int
 
     @property
     def redirects(self) -> bool:
-        """Whether traffic between the devices below is sent to the root complex, by request redirect, completion
-        redirect or upstream forwarding.
+        """Whether the bridge sends traffic between the devices below it up to the root complex.
+
+        Request redirect, completion redirect and upstream forwarding do this. Source validation alone does not.
         """
-        return bool(self.value & 0x1C)
+        return bool(self.value & _ACS_REDIRECT_BITS)
 
     def __str__(self) -> str:
         bits = {"SrcValid": 0x01, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
@@ -60,13 +63,14 @@ class ConfigSpace:
     length_bytes : int
         Number of bytes that could be read: 64 without CAP_SYS_ADMIN, otherwise 256 or 4096.
     acs : AcsControl or None
-        None if the function does not have the capability, or if it could not be read (see :attr:`is_whole`).
+        Control word of ACS. None if the function does not have this capability, or if the capability could not be read
+        (see :attr:`is_whole`).
     ats_enabled : bool or None
-        Whether Address Translation Services are enabled; None as for `acs`.
+        Whether Address Translation Services are enabled. None in the same two cases.
     max_read_request_bytes : int or None
         Maximum read request size in the PCIe device control register, in bytes.
     relaxed_ordering : bool or None
-        Whether the same register enables relaxed ordering.
+        Whether the PCIe device control register enables relaxed ordering.
     """
 
     length_bytes: int
@@ -77,7 +81,7 @@ class ConfigSpace:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the capabilities could be read."""
+        """Whether the capabilities after the header could be read."""
         return self.length_bytes > HEADER_BYTES
 
 
@@ -94,7 +98,7 @@ def config_space(tree: HostTree, address: str) -> ConfigSpace | None:
 
 
 def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpace:
-    """Parse the header and the capabilities.
+    """Parse the header and the capabilities in `data`. `name` is used in errors.
 
     Raises
     ------
@@ -102,59 +106,70 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
         MALFORMED: `data` is shorter than a header, or a list of capabilities loops or leaves `data`.
     """
     if len(data) < HEADER_BYTES:
-        raise _malformed(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
-    standard = dict(_standard(data, name))
-    extended = dict(_extended(data, name))
-    express = standard.get(_EXPRESS)
-    control = None if express is None else _word(data, express + _DEVICE_CONTROL)
-    acs, ats = (_word(data, at + _CONTROL) if (at := extended.get(kind)) is not None else None for kind in (_ACS, _ATS))
+        raise _malformed_error(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
+    standard = dict(_standard_capabilities(data, name))
+    extended = dict(_extended_capabilities(data, name))
+    express_offset = standard.get(_EXPRESS_ID)
+    device_control = None if express_offset is None else _read_word(data, express_offset + _DEVICE_CONTROL_OFFSET)
+    acs, ats = (
+        _read_word(data, offset + _CONTROL_OFFSET) if (offset := extended.get(capability_id)) is not None else None
+        for capability_id in (_ACS_ID, _ATS_ID)
+    )
     return ConfigSpace(
         length_bytes=len(data),
         acs=None if acs is None else AcsControl(acs),
         ats_enabled=None if ats is None else bool(ats & _ATS_ENABLE),
-        max_read_request_bytes=None if control is None else _SMALLEST_BYTES << (control >> 12 & 7),
-        relaxed_ordering=None if control is None else bool(control & _RELAXED_ORDERING),
+        max_read_request_bytes=None
+        if device_control is None
+        else _SMALLEST_READ_REQUEST_BYTES << (device_control >> 12 & 7),
+        relaxed_ordering=None if device_control is None else bool(device_control & _RELAXED_ORDERING),
     )
 
 
-def _standard(data: bytes, name: str) -> Iterator[tuple[int, int]]:
-    if len(data) <= HEADER_BYTES or not (_word(data, _STATUS) or 0) & _STATUS_CAPABILITIES:
+def _standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
+    """Yield the id and the offset of each capability in the first 256 bytes."""
+    if len(data) <= HEADER_BYTES or not (_read_word(data, _STATUS_OFFSET) or 0) & _STATUS_HAS_CAPABILITIES:
         return
-    seen: set[int] = set()
-    at = data[_FIRST_CAPABILITY] & ~3
-    while at:
-        if at in seen:
-            raise _malformed(name, f"the list of capabilities loops at {at:#x}")
-        if not HEADER_BYTES <= at < min(len(data), _STANDARD_BYTES) - 1:
-            raise _malformed(name, f"the list of capabilities leads to {at:#x}, outside the {len(data)} bytes")
-        seen.add(at)
-        yield data[at], at
-        at = data[at + 1] & ~3
+    visited: set[int] = set()
+    offset = data[_FIRST_CAPABILITY_OFFSET] & ~3
+    while offset:
+        if offset in visited:
+            raise _malformed_error(name, f"the list of capabilities loops at {offset:#x}")
+        if not HEADER_BYTES <= offset < min(len(data), _STANDARD_END) - 1:
+            raise _malformed_error(
+                name, f"the list of capabilities leads to {offset:#x}, outside the {len(data)} bytes"
+            )
+        visited.add(offset)
+        yield data[offset], offset
+        offset = data[offset + 1] & ~3
 
 
-def _extended(data: bytes, name: str) -> Iterator[tuple[int, int]]:
+def _extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
+    """Yield the id and the offset of each extended capability, which are after the first 256 bytes."""
     if len(data) <= _EXTENDED_BEGIN:
         return
-    seen: set[int] = set()
-    at = _EXTENDED_BEGIN
-    while at:
-        if at in seen:
-            raise _malformed(name, f"the list of extended capabilities loops at {at:#x}")
-        if not _EXTENDED_BEGIN <= at <= len(data) - 4:
-            raise _malformed(name, f"the list of extended capabilities leads to {at:#x}, outside the {len(data)} bytes")
-        seen.add(at)
-        (header,) = struct.unpack_from("<I", data, at)
-        if header in _NO_CAPABILITY:
+    visited: set[int] = set()
+    offset = _EXTENDED_BEGIN
+    while offset:
+        if offset in visited:
+            raise _malformed_error(name, f"the list of extended capabilities loops at {offset:#x}")
+        if not _EXTENDED_BEGIN <= offset <= len(data) - 4:
+            raise _malformed_error(
+                name, f"the list of extended capabilities leads to {offset:#x}, outside the {len(data)} bytes"
+            )
+        visited.add(offset)
+        (header,) = struct.unpack_from("<I", data, offset)
+        if header in _EMPTY_HEADERS:
             return
-        yield header & 0xFFFF, at
-        at = header >> 20 & ~3
+        yield header & 0xFFFF, offset
+        offset = header >> 20 & ~3
 
 
-def _word(data: bytes, at: int) -> int | None:
-    return struct.unpack_from("<H", data, at)[0] if at + 2 <= len(data) else None
+def _read_word(data: bytes, offset: int) -> int | None:
+    return struct.unpack_from("<H", data, offset)[0] if offset + 2 <= len(data) else None
 
 
-def _malformed(name: str, detail: str) -> ApiError:
+def _malformed_error(name: str, detail: str) -> ApiError:
     return ApiError(
         api=Api.KERNEL,
         operation="read PCI config space",

@@ -34,5 +34,5 @@ def virtual_machine(tree: HostTree) -> str | None:
         if "hypervisor" in line.split():
             return "the cpu flag hypervisor (/proc/cpuinfo)"
     product = tree.text("/sys/class/dmi/id/product_name") or ""
-    known = next((word for word in _VIRTUAL_PRODUCTS if word in product), None)
-    return f"{product} (/sys/class/dmi/id/product_name)" if known else None
+    matching_word = next((word for word in _VIRTUAL_PRODUCTS if word in product), None)
+    return f"{product} (/sys/class/dmi/id/product_name)" if matching_word else None

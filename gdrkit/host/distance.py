@@ -16,7 +16,7 @@ _PCI = "/sys/bus/pci/devices"
 
 
 class Distance(enum.IntEnum):
-    """Distance between two devices. A smaller value is nearer."""
+    """Distance between two devices. A smaller value means that the devices are nearer to each other."""
 
     PIX = 1  # The path crosses at most one PCIe switch.
     PXB = 2  # The path crosses several PCIe switches and no host bridge.
@@ -32,37 +32,38 @@ def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
     The result is empty if there is no such device.
     """
     target = tree.link_parts(f"{_PCI}/{address}") if address else ()
-    start = next((at for at, part in enumerate(target) if part.startswith("pci") and ":" in part), None)
+    start = next((index for index, part in enumerate(target) if part.startswith("pci") and ":" in part), None)
     return () if start is None else target[start:]
 
 
-def pci_distance(tree: HostTree, one: str, other: str) -> Distance:
+def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Distance:
     """Return the distance between two PCI functions, given by their addresses (``0000:1b:00.0``)."""
-    first, second = pci_path(tree, one), pci_path(tree, other)
-    if not first or not second:
+    first_path, second_path = pci_path(tree, first_address), pci_path(tree, second_address)
+    if not first_path or not second_path:
         return Distance.UNKNOWN
-    shared = _shared(first, second)
-    if shared == 0:
-        nodes = {_node(tree, one), _node(tree, other)}
-        # On a host with one NUMA node the kernel says -1 for all devices.
-        return Distance.NODE if len(nodes) == 1 else Distance.SYS
-    if shared == 1:
+    shared_count = _shared_part_count(first_path, second_path)
+    if shared_count == 0:
+        numa_nodes = {_numa_node(tree, first_address), _numa_node(tree, second_address)}
+        # On a host with one NUMA node, numa_node of every device is -1.
+        return Distance.NODE if len(numa_nodes) == 1 else Distance.SYS
+    if shared_count == 1:
         return Distance.PHB
-    # Each path ends with the device itself. The rest are the bridges that the two paths do not share.
-    bridges = max(len(first), len(second)) - 1 - shared
-    # A switch is an upstream bridge, which the paths share, and a downstream bridge for each device.
-    return Distance.PIX if bridges <= 1 else Distance.PXB
+    # Each path ends with the device itself. The parts before it that the other path does not have are bridges.
+    bridge_count = max(len(first_path), len(second_path)) - 1 - shared_count
+    # A switch consists of one upstream bridge, which both paths have, and a downstream bridge for each device below it.
+    return Distance.PIX if bridge_count <= 1 else Distance.PXB
 
 
-def _node(tree: HostTree, address: str) -> int:
-    number = tree.number(f"{_PCI}/{address}/numa_node")
-    return -1 if number is None else number
+def _numa_node(tree: HostTree, address: str) -> int:
+    numa_node = tree.number(f"{_PCI}/{address}/numa_node")
+    return -1 if numa_node is None else numa_node
 
 
-def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+def _shared_part_count(first_path: Sequence[str], second_path: Sequence[str]) -> int:
+    """Return the number of parts with which both paths begin, without the devices at their ends."""
     count = 0
-    for left, right in zip(one[:-1], other[:-1], strict=False):
-        if left != right:
+    for first_part, second_part in zip(first_path[:-1], second_path[:-1], strict=False):
+        if first_part != second_part:
             break
         count += 1
     return count

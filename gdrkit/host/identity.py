@@ -1,6 +1,6 @@
-"""Identity of a host, by which reports of many hosts are distinguished.
+"""Identity of a host, which a report about many hosts uses to tell them apart.
 
-Two machines made from one image may have the same name and machine ID; see :mod:`gdrkit.report.fleet`.
+Two machines that were installed from one image may have the same name and machine ID; see :mod:`gdrkit.report.fleet`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["HostIdentity", "host_identity"]
 
 _SALT = "gdrkit host identity"
-_DIGITS = 16
+_DIGEST_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class HostIdentity:
     name : str
         Host name of the kernel; empty if it cannot be read.
     digest : str or None
-        Salted digest of the machine ID, which itself must not leave the machine (machine-id(5)); None if it is missing.
+        Salted digest of the machine ID; None if the machine has no ID. The ID itself must not leave the machine, see
+        machine-id(5).
     """
 
     name: str
@@ -35,7 +36,7 @@ class HostIdentity:
 
 
 def host_identity(tree: HostTree) -> HostIdentity:
-    """Return the identity of the host behind `tree`."""
+    """Return the identity of the host whose files `tree` reads."""
     machine_id = tree.text("/etc/machine-id")
-    digest = hashlib.sha256(f"{_SALT}:{machine_id}".encode()).hexdigest()[:_DIGITS] if machine_id else None
+    digest = hashlib.sha256(f"{_SALT}:{machine_id}".encode()).hexdigest()[:_DIGEST_DIGITS] if machine_id else None
     return HostIdentity(name=tree.text("/proc/sys/kernel/hostname") or "", digest=digest)

@@ -1,7 +1,7 @@
 """RDMA devices of the kernel, as sysfs shows them.
 
-A program may see other devices than the kernel has, because libibverbs may be replaced. :mod:`gdrkit.verbs` lists the
-devices that a program can open.
+:mod:`gdrkit.verbs` lists the devices that a program can open. They may differ from the devices of the kernel, because
+the libibverbs of the program may not be the one of the system.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PortFacts:
     number : int
         Port number of verbs, from 1.
     state, physical_state : str or None
-        The kernel's words without the number, e.g. ``ACTIVE`` and ``LinkUp``.
+        Names of the states, without the numbers that sysfs shows before them, e.g. ``ACTIVE`` and ``LinkUp``.
     rate : str or None
         Signalling rate, e.g. ``400 Gb/sec (4X NDR)``.
     link_layer : str or None
@@ -49,11 +49,12 @@ class RdmaDevice:
     name : str
         Device name, e.g. ``mlx5_0``.
     driver : str or None
-        ``rxe`` or ``siw`` for a software device of the kernel, else the driver of the bus device below; None if it is
-        unknown.
+        ``rxe`` or ``siw`` for a software device of the kernel, otherwise the driver of the bus device (such as a PCI
+        function) to which the RDMA device belongs; None if it is unknown.
     has_device : bool
-        Whether the RDMA device has a bus device below. One without is a software device of the kernel. A software
-        device may have one, too, which is that of its network interface.
+        Whether sysfs shows a bus device for the RDMA device. If it does not, the RDMA device is a software device of
+        the kernel. If it does, the RDMA device can still be a software device: sysfs then shows the bus device of the
+        network interface that the software device uses.
     node_guid : str or None
         Node GUID, e.g. ``b83f:d203:00a1:7c52``.
     firmware : str or None
@@ -84,7 +85,7 @@ def rdma_devices(tree: HostTree) -> tuple[RdmaDevice, ...]:
 def _device(tree: HostTree, name: str) -> RdmaDevice:
     folder = f"{_DEVICES}/{name}"
     has_device = tree.exists(f"{folder}/device")
-    numbers = sorted(int(entry) for entry in tree.names(f"{folder}/ports") if entry.isdecimal())
+    port_numbers = sorted(int(entry) for entry in tree.names(f"{folder}/ports") if entry.isdecimal())
     numa_node = tree.number(f"{folder}/device/numa_node")
     return RdmaDevice(
         name=name,
@@ -94,30 +95,30 @@ def _device(tree: HostTree, name: str) -> RdmaDevice:
         firmware=tree.text(f"{folder}/fw_ver"),
         pci_address=tree.link_name(f"{folder}/device") if has_device else None,
         numa_node=None if numa_node is None or numa_node < 0 else numa_node,
-        ports=tuple(_port(tree, f"{folder}/ports/{number}", number) for number in numbers),
+        ports=tuple(_port(tree, f"{folder}/ports/{port_number}", port_number) for port_number in port_numbers),
     )
 
 
 def _software_driver(tree: HostTree, folder: str) -> str | None:
-    # rxe and siw use a network interface and show the bus device of that interface as their own, so the driver link
-    # does not tell them from hardware. rxe has a file `parent` in sysfs. Both name themselves in the node description,
-    # which can be changed, but which no hardware driver sets to these words.
+    # The driver link of rxe and siw does not distinguish them from hardware, because it is the link of the network
+    # interface that they use. rxe has a file `parent` in sysfs. The node description of both begins with their name. A
+    # user can change the description, but no hardware driver sets it to these names.
     description = tree.text(f"{folder}/node_desc") or ""
     if description.startswith("rxe") or tree.exists(f"{folder}/parent"):
         return "rxe"
     return "siw" if description.startswith(("siw", "Software iWARP")) else None
 
 
-def _port(tree: HostTree, folder: str, number: int) -> PortFacts:
+def _port(tree: HostTree, folder: str, port_number: int) -> PortFacts:
     return PortFacts(
-        number=number,
-        state=_word(tree.text(f"{folder}/state")),
-        physical_state=_word(tree.text(f"{folder}/phys_state")),
+        number=port_number,
+        state=_enum_name(tree.text(f"{folder}/state")),
+        physical_state=_enum_name(tree.text(f"{folder}/phys_state")),
         rate=tree.text(f"{folder}/rate"),
         link_layer=tree.text(f"{folder}/link_layer"),
     )
 
 
-def _word(text: str | None) -> str | None:
+def _enum_name(text: str | None) -> str | None:
     # "4: ACTIVE" is the value and the name of the enum.
     return None if text is None else text.partition(":")[2].strip() or text

@@ -28,7 +28,8 @@ _MODULES = (
     "rdma_rxe",
     "siw",
 )
-_IOMMU_WORDS = ("iommu", "intel_iommu", "amd_iommu", "pci=")
+# Beginnings of the words of the kernel command line that configure the IOMMU and PCI.
+_IOMMU_ARGUMENT_PREFIXES = ("iommu", "intel_iommu", "amd_iommu", "pci=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class KernelFacts:
     iommu_group_count : int
         Number of IOMMU groups; 0 if no IOMMU translates.
     modules : tuple of str
-        The loaded modules (or built-in ones with parameters) on which direct transfers depend.
+        The modules in /sys/module on which direct transfers depend: loaded modules, and built-in ones with parameters.
     """
 
     release: str | None
@@ -63,7 +64,7 @@ def kernel_facts(tree: HostTree) -> KernelFacts:
     return KernelFacts(
         release=tree.text("/proc/sys/kernel/osrelease"),
         distribution=_distribution(tree.text("/etc/os-release") or ""),
-        iommu_arguments=tuple(word for word in words if word.startswith(_IOMMU_WORDS)),
+        iommu_arguments=tuple(word for word in words if word.startswith(_IOMMU_ARGUMENT_PREFIXES)),
         iommu_group_count=len(tree.names("/sys/kernel/iommu_groups")),
         modules=tuple(name for name in _MODULES if name in loaded),
     )
@@ -73,8 +74,8 @@ def nvidia_driver_version(tree: HostTree) -> str | None:
     """Return the version of the loaded NVIDIA kernel driver, e.g. ``580.159.04``, or None if it is not loaded."""
     text = tree.text("/proc/driver/nvidia/version") or ""
     line = next((line for line in text.splitlines() if line.startswith("NVRM version:")), "")
-    matched = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
-    return matched.group() if matched else None
+    match = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", line)
+    return match.group() if match else None
 
 
 def _distribution(text: str) -> str | None:

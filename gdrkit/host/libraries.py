@@ -1,7 +1,7 @@
 """Prediction of the file that the dynamic loader opens for a library name.
 
-:func:`gdrkit.loader.search_paths` has the order of the search. The loader's cache is parsed by its layout (glibc,
-sysdeps/generic/dl-cache.h), because ``ldconfig -p`` reads the cache of this host only, and not that of a capture.
+:func:`gdrkit.loader.search_paths` has the order of the search. This module parses the loader's cache, /etc/ld.so.cache
+(glibc, sysdeps/generic/dl-cache.h). It does not run ``ldconfig -p``, which cannot read the cache in a capture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["cached_libraries", "find_libraries", "find_library"]
 
 _CACHE = "/etc/ld.so.cache"
-_MAGIC = b"glibc-ld.so.cache1.1"
+_CACHE_MAGIC = b"glibc-ld.so.cache1.1"
 # The fields are magic, count, length of the strings, flags, extension offset and three unused words.
 _HEADER = struct.Struct("<20sIIB3xI3I")
 # The fields are flags, name, path, OS version, hardware capabilities. Offsets count from the header.
@@ -53,23 +53,25 @@ def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Itera
 
 
 def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:
-    """Return every name in the loader's cache with its paths, preferred path first. It is empty without a cache."""
+    """Return the paths of every name in the loader's cache, the preferred path first; empty if there is no cache."""
     data = tree.data(_CACHE) or b""
-    begin = data.find(_MAGIC)
+    begin = data.find(_CACHE_MAGIC)
     if begin < 0 or len(data) - begin < _HEADER.size:
         return {}
-    # A cache in the old format may precede the one in the new format, from whose header the offsets count.
+    # A cache in the old format may come before the cache in the new format. The offsets count from the new header.
     data = data[begin:]
     count = _HEADER.unpack_from(data)[1]
     paths_by_name: dict[str, tuple[str, ...]] = {}
     for index in range(min(count, (len(data) - _HEADER.size) // _ENTRY.size)):
-        _flags, name_at, path_at, _version, _capabilities = _ENTRY.unpack_from(data, _HEADER.size + index * _ENTRY.size)
-        name, path = _string(data, name_at), _string(data, path_at)
+        _flags, name_offset, path_offset, _version, _capabilities = _ENTRY.unpack_from(
+            data, _HEADER.size + index * _ENTRY.size
+        )
+        name, path = _c_string(data, name_offset), _c_string(data, path_offset)
         if name and path:
             paths_by_name[name] = (*paths_by_name.get(name, ()), path)
     return paths_by_name
 
 
-def _string(data: bytes, begin: int) -> str:
+def _c_string(data: bytes, begin: int) -> str:
     end = data.find(b"\0", begin)
     return data[begin:end].decode("utf-8", "surrogateescape") if 0 <= begin < end else ""

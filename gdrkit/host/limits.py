@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import resource
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gdrkit.host.tree import HostTree
 
-__all__ = ["Limits", "process_limits"]
+__all__ = ["Limits", "process_limits", "raise_open_files_limit"]
+
+# Some containers have a hard limit of a thousand million, for which other programs reserve memory.
+_OPEN_FILES_MAX = 1 << 20
 
 # The capabilities (linux/capability.h) on which pinning, raw devices, users and namespaces depend.
 _CAPABILITIES = {
@@ -31,13 +35,13 @@ class Limits:
     Attributes
     ----------
     memlock_bytes : int or None
-        Soft RLIMIT_MEMLOCK in bytes; None if it is unlimited. It does not bind a process with CAP_IPC_LOCK.
+        Soft RLIMIT_MEMLOCK in bytes; None if it is unlimited. The kernel ignores it for a process with CAP_IPC_LOCK.
     memlock_known : bool
         Whether the limit could be read.
     open_files : int or None
         Soft RLIMIT_NOFILE.
     capabilities : tuple of str
-        The effective capabilities, of those that matter here.
+        The effective capabilities of the process, as far as pinning, raw devices, users or namespaces depend on them.
     """
 
     memlock_bytes: int | None
@@ -49,22 +53,34 @@ class Limits:
 def process_limits(tree: HostTree, *, process: str = "self") -> Limits:
     """Read the limits of a process, which is a process ID or ``self``."""
     text = tree.text(f"/proc/{process}/limits") or ""
-    memlock = _soft(text, "Max locked memory")
-    files = _soft(text, "Max open files")
+    locked_memory = _soft_limit(text, "Max locked memory")
+    open_files = _soft_limit(text, "Max open files")
     return Limits(
-        memlock_bytes=int(memlock) if memlock is not None and memlock.isdecimal() else None,
-        memlock_known=memlock is not None,
-        open_files=int(files) if files is not None and files.isdecimal() else None,
+        memlock_bytes=int(locked_memory) if locked_memory is not None and locked_memory.isdecimal() else None,
+        memlock_known=locked_memory is not None,
+        open_files=int(open_files) if open_files is not None and open_files.isdecimal() else None,
         capabilities=_capabilities(tree.text(f"/proc/{process}/status") or ""),
     )
 
 
-def _soft(text: str, name: str) -> str | None:
-    matched = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
-    return matched.group(1) if matched else None
+def raise_open_files_limit() -> None:
+    """Raise the soft limit of open files of this process to its hard limit, or to 2**20 if that is less.
+
+    The usual soft limit is 1024, for programs that call select(2). A server has one descriptor for each open file of a
+    client.
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted_limit = _OPEN_FILES_MAX if hard_limit == resource.RLIM_INFINITY else min(hard_limit, _OPEN_FILES_MAX)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_limit, hard_limit))
+
+
+def _soft_limit(text: str, name: str) -> str | None:
+    match = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
+    return match.group(1) if match else None
 
 
 def _capabilities(status: str) -> tuple[str, ...]:
-    matched = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
-    bits = int(matched.group(1), 16) if matched else 0
+    match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
+    bits = int(match.group(1), 16) if match else 0
     return tuple(name for bit, name in _CAPABILITIES.items() if bits >> bit & 1)

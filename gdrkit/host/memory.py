@@ -1,8 +1,8 @@
 """Host memory that is registered, cached and pooled like device memory.
 
-The region cache must distinguish an old mapping from a new one at the same address. A GPU's driver numbers its
-allocations (buffer IDs); the kernel does not number mappings. :class:`HostMemory` therefore numbers its own mappings,
-and memory that gdrkit did not map cannot be cached.
+The region cache of :mod:`gdrkit.registration` must distinguish an old mapping from a new mapping at the same address. A
+GPU driver numbers its allocations (buffer IDs), but the kernel does not number mappings. This module therefore numbers
+the mappings that it makes. Memory that gdrkit did not map cannot be cached.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory", "MappedFile"]
 
 _lock = ForkSafeLock()
-_numbers = itertools.count(1)
-# Base and length of every live mapping, by its number. A process never uses a number twice.
-_live: dict[int, tuple[int, int]] = {}
+_mapping_numbers = itertools.count(1)
+# Address and length of every mapping that still exists, by its number. A process never uses a number twice.
+_live_mappings: dict[int, tuple[int, int]] = {}
 
 
-def _presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-    """Return a function that returns whether every mapping of `key` still exists."""
-    return lambda: all(_live.get(number) == (base, length_bytes) for base, length_bytes, number in key)
+def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+    """Return a function without parameters. It returns whether every mapping in `key` still exists."""
+    return lambda: all(_live_mappings.get(number) == (address, length_bytes) for address, length_bytes, number in key)
 
 
 class HostBuffer(MemoryResource):
     """A range of host memory with the interface of :class:`gdrkit.buffers.DeviceBuffer`.
 
-    This is the base of :class:`HostMemory` and :class:`BorrowedHostMemory`.
+    This is the base of :class:`HostMemory`, :class:`BorrowedHostMemory` and :class:`MappedFile`.
     """
 
     def __init__(self, mapping: _Mapping, *, length_bytes: int) -> None:
@@ -44,12 +44,12 @@ class HostBuffer(MemoryResource):
         super().__init__(MemoryKind.HOST, address=mapping.address, length_bytes=length_bytes)
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return ((base, length_bytes, number),) of the mapping. A new mapping at the same address has a new number."""
+        """Return ((address, length_bytes, number),) of the mapping. Every mapping has a number of its own."""
         self._check_open()
         return self._mapping.key
 
-    # Returns a function that returns whether the mapping of an earlier :meth:`allocation_key` still exists.
-    presence = staticmethod(_presence)
+    # Takes the result of an earlier :meth:`allocation_key`, and returns a function that checks that mapping.
+    presence = staticmethod(_make_existence_check)
 
     def allocation(self) -> BorrowedHostMemory:
         """Borrow the whole mapping that holds this memory. It stays mapped until the result is closed."""
@@ -77,7 +77,7 @@ class HostBuffer(MemoryResource):
         )
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
-        """Set every byte of the range to `byte` (0 to 255); without `length_bytes`, up to the end of the memory."""
+        """Set every byte of the range to `byte` (0 to 255). Without `length_bytes`, fill to the end of the memory."""
         length_bytes = self._checked_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
             message = f"byte must be 0 to 255, not {byte}"
@@ -90,8 +90,8 @@ class HostBuffer(MemoryResource):
         Raises
         ------
         Exception
-            The error of the first action that failed, with the others as notes. The memory is then *not* freed, because
-            a NIC may still have access to it. Another close tries again.
+            The error of the first action that failed, with the errors of other actions as notes. The memory is then
+            *not* freed, because a NIC may still have access to it. Another call of close() tries again.
         UsageError
             BUSY: the memory is still borrowed.
         """
@@ -110,8 +110,8 @@ class HostMemory(HostBuffer):
     """New zeroed anonymous pages of this process. :meth:`close` unmaps them.
 
     The mapping consists of whole pages, so that the pages that a NIC pins hold no other data. A forked child does not
-    inherit them (MADV_DONTFORK): with copy-on-write, a write by the parent would move the parent to new pages, while
-    the NIC kept the old ones.
+    inherit the pages (MADV_DONTFORK). If it did, copy-on-write would give the parent new pages at its next write, and
+    the NIC would still use the old pages.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class HostMemory(HostBuffer):
 
 
 class BorrowedHostMemory(HostBuffer):
-    """The whole mapping of a :class:`HostMemory`, which cannot be unmapped until this object is closed."""
+    """The whole mapping of another :class:`HostBuffer`. The mapping cannot be unmapped until this object is closed."""
 
     def __init__(self, mapping: _Mapping) -> None:
         mapping.borrow()
@@ -141,15 +141,15 @@ class BorrowedHostMemory(HostBuffer):
 
     @property
     def owned(self) -> bool:
-        """Always False: the :class:`HostMemory` unmaps the memory."""
+        """Always False: the :class:`HostMemory` or :class:`MappedFile` that made the mapping unmaps it."""
         return False
 
     def _release(self) -> None:
-        self._mapping.release()
+        self._mapping.end_borrow()
 
 
 class MappedFile(HostBuffer):
-    """The pages of a shared file, such as POSIX shared memory of another process. :meth:`close` unmaps them.
+    """The pages of a shared file, such as the POSIX shared memory of another process. :meth:`close` unmaps them.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class MappedFile(HostBuffer):
 
 
 class HostAllocator:
-    """Allocator of host memory with the interface of a device that allocates its own memory."""
+    """An allocator of host memory. A :class:`~gdrkit.registration.BufferPool` accepts it in place of a device."""
 
     def allocate(self, length_bytes: int) -> HostMemory:
         """Allocate and return :class:`HostMemory`."""
@@ -195,33 +195,33 @@ class _Mapping:
         try:
             self.pages = mmap.mmap(fd, length_bytes, flags=flags)
         except (OSError, OverflowError, ValueError) as error:
-            # Python raises ValueError without calling mmap(2) if the file is shorter.
+            # If the file is shorter than the mapping, Python raises ValueError and does not call mmap(2).
             reason = Reason.BAD_ARGUMENT if isinstance(error, ValueError) else Reason.OUT_OF_MEMORY
             message = f"mmap of {length_bytes} bytes failed: {error}"
             raise UsageError(message, reason=reason) from error
         self.pages.madvise(mmap.MADV_DONTFORK)
         self.address = address_of(self.pages)
-        number = next(_numbers)
-        self.key = ((self.address, self.length_bytes, number),)
-        self._borrowers = 0
+        self._number = next(_mapping_numbers)
+        self.key = ((self.address, self.length_bytes, self._number),)
+        self._borrower_count = 0
         with _lock:
-            _live[number] = (self.address, self.length_bytes)
+            _live_mappings[self._number] = (self.address, self.length_bytes)
 
     def borrow(self) -> None:
         with _lock:
-            if self.key[0][2] not in _live:
+            if self._number not in _live_mappings:
                 resource = f"host memory at {self.address:#x}"
                 raise ClosedResource(resource)
-            self._borrowers += 1
+            self._borrower_count += 1
 
-    def release(self) -> None:
+    def end_borrow(self) -> None:
         with _lock:
-            self._borrowers -= 1
+            self._borrower_count -= 1
 
     def close(self) -> None:
         with _lock:
-            if self._borrowers:
-                message = f"host memory at {self.address:#x} has {self._borrowers} open borrowers"
+            if self._borrower_count:
+                message = f"host memory at {self.address:#x} has {self._borrower_count} open borrowers"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="close the borrowed memory first")
             self.pages.close()
-            del _live[self.key[0][2]]
+            del _live_mappings[self._number]

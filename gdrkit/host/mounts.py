@@ -21,13 +21,13 @@ class Mount:
     Attributes
     ----------
     device : str
-        ``major:minor`` of the file system; 0:N if it has no block device.
+        ``major:minor`` of the file system; ``0:N`` if it has no block device.
     mount_point : str
         Absolute path of the mount point.
     kind : str
         File system type: ``ext4``, ``overlay``, ...
     source : str
-        Mount source, as it was given to mount(2).
+        Mount source, such as ``/dev/nvme0n1p1`` or ``server:/export``.
     options : tuple of str
         Options of the mount and of the file system.
     """
@@ -71,32 +71,32 @@ def mounts(tree: HostTree) -> tuple[Mount, ...]:
 
 
 def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
-    """Return the mount that has `path`, which must be absolute and free of symbolic links."""
+    """Return the mount on which `path` lies. `path` must be absolute and contain no symbolic links."""
 
-    def holds(mount: Mount) -> bool:
+    def contains(mount: Mount) -> bool:
         return path == mount.mount_point or path.startswith(mount.mount_point.rstrip("/") + "/")
 
-    # If two mounts have the same mount point, the later one hides the other.
+    # If two mounts have the same mount point, the later one hides the earlier one.
     return max(
-        (mount for mount in reversed(table) if holds(mount)), key=lambda mount: len(mount.mount_point), default=None
+        (mount for mount in reversed(table) if contains(mount)), key=lambda mount: len(mount.mount_point), default=None
     )
 
 
-def block_device(tree: HostTree, number: str) -> BlockDevice | None:
+def block_device(tree: HostTree, device_number: str) -> BlockDevice | None:
     """Return the properties of the block device ``major:minor``, or None if sysfs does not have it."""
-    folder = f"/sys/dev/block/{number}"
+    folder = f"/sys/dev/block/{device_number}"
     parts = tree.link_parts(folder)
     if not parts:
         return None
     is_partition = tree.exists(f"{folder}/partition")
     name = parts[-2] if is_partition and len(parts) > 1 else parts[-1]
-    whole = f"/sys/class/block/{name}"
+    disk_folder = f"/sys/class/block/{name}"
     return BlockDevice(
-        number=number,
+        number=device_number,
         name=name,
         mapper=tree.text(f"{folder}/dm/uuid"),
-        raid_level=tree.text(f"{whole}/md/level"),
-        has_integrity=tree.number(f"{whole}/integrity/device_is_integrity_capable") == 1,
+        raid_level=tree.text(f"{disk_folder}/md/level"),
+        has_integrity=tree.number(f"{disk_folder}/integrity/device_is_integrity_capable") == 1,
     )
 
 
@@ -104,17 +104,17 @@ def _mount(line: str) -> Mount | None:
     fields = line.split(" ")
     if len(fields) < _FIELDS_MIN or "-" not in fields[6:]:
         return None
-    # A variable number of optional fields precedes the dash.
-    dash = fields.index("-", 6)
-    behind = fields[dash + 1 :]
-    if len(behind) < 3:  # noqa: PLR2004 - kind, source, options.
+    # A line has six fields, a variable number of optional fields, a dash, and three fields (proc(5)).
+    dash_index = fields.index("-", 6)
+    fields_after_dash = fields[dash_index + 1 :]
+    if len(fields_after_dash) < 3:  # noqa: PLR2004 - kind, source, options.
         return None
     return Mount(
         device=fields[2],
         mount_point=_unescape(fields[4]),
-        kind=behind[0],
-        source=_unescape(behind[1]),
-        options=(*fields[5].split(","), *behind[2].split(",")),
+        kind=fields_after_dash[0],
+        source=_unescape(fields_after_dash[1]),
+        options=(*fields[5].split(","), *fields_after_dash[2].split(",")),
     )
 
 

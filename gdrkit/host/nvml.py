@@ -1,7 +1,7 @@
 """PCIe links and BAR1 of each GPU, from NVML.
 
-The library is loaded by the call, not by the import. The PCIe link of an idle GPU is slowed down to save power, so its
-generation is meaningful only under load.
+The library is loaded by the call of :func:`nvml_facts`, not by the import of this module. The PCIe link of an idle GPU
+is slowed down to save power, so its generation is meaningful only under load.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class GpuLink:
     pci_bus_id : str
         PCI address as sysfs writes it.
     link_generation, link_generation_max, link_width, link_width_max : int or None
-        Present state of the PCIe link, and the most that both GPU and slot support.
+        PCIe generation and lanes of the link now, and the most that both GPU and slot support.
     replay_count : int or None
         Number of transfers that the link repeated.
     bar1_bytes, bar1_free_bytes : int or None
         Size and free part of BAR1, through which a NIC or an NVMe controller accesses GPU memory.
     common_ancestor : mapping
-        nvmlGpuTopologyLevel_t to each other GPU, by the PCI address of that GPU (0 same board, 10 PIX, 20 PXB, 30 PHB,
-        40 NODE, 50 SYS).
+        Distance to every other GPU, by the PCI address of that GPU, as nvmlGpuTopologyLevel_t: 0 same board, 10 PIX,
+        20 PXB, 30 PHB, 40 NODE, 50 SYS.
     """
 
     pci_bus_id: str
@@ -73,9 +73,9 @@ def nvml_facts() -> NvmlFacts:
 def _gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
     handle = handle_of[address]
     levels = {
-        other: _nvml.call_if_supported("nvmlDeviceGetTopologyCommonAncestor", handle, its)
-        for other, its in handle_of.items()
-        if other != address
+        other_address: _nvml.call_if_supported("nvmlDeviceGetTopologyCommonAncestor", handle, other_handle)
+        for other_address, other_handle in handle_of.items()
+        if other_address != address
     }
     bar1 = _nvml.call_if_supported("nvmlDeviceGetBAR1MemoryInfo", handle)
     return GpuLink(
@@ -87,5 +87,5 @@ def _gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
         replay_count=_nvml.call_if_supported("nvmlDeviceGetPcieReplayCounter", handle),
         bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
         bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
-        common_ancestor={other: int(level) for other, level in levels.items() if level is not None},
+        common_ancestor={address: int(level) for address, level in levels.items() if level is not None},
     )

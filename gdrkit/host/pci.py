@@ -1,4 +1,4 @@
-"""PCI devices as sysfs shows them. A GPU is recognised by vendor and class, also without a driver."""
+"""PCI devices as sysfs shows them. A GPU is recognised by its vendor and class, even if it has no driver."""
 
 from __future__ import annotations
 
@@ -109,9 +109,14 @@ def is_gpu(device: PciDevice) -> bool:
 
 
 def is_nic(device: PciDevice) -> bool:
-    """Return whether class and vendor are those of a NIC that may support RDMA; see also `rdma_devices`."""
-    kind = device.class_code >> 8
-    return kind == _CLASS_INFINIBAND or (kind == _CLASS_ETHERNET and device.vendor_id == _VENDOR_MELLANOX)
+    """Return whether class and vendor are those of a NIC that may support RDMA.
+
+    :func:`gdrkit.host.rdma_devices` has the NICs whose driver supports RDMA.
+    """
+    class_and_subclass = device.class_code >> 8
+    return class_and_subclass == _CLASS_INFINIBAND or (
+        class_and_subclass == _CLASS_ETHERNET and device.vendor_id == _VENDOR_MELLANOX
+    )
 
 
 def is_nvme(device: PciDevice) -> bool:
@@ -125,5 +130,5 @@ def is_bridge(device: PciDevice) -> bool:
 
 
 def habana_accelerators(tree: HostTree) -> tuple[PciDevice, ...]:
-    """Return the devices of Habana Labs: Gaudi, Gaudi 2, Gaudi 3. The vendor ID is used for no other kind of device."""
+    """Return the devices with the vendor ID of Habana Labs, which are all accelerators: Gaudi, Gaudi 2, Gaudi 3."""
     return tuple(device for device in pci_devices(tree) if device.vendor_id == _VENDOR_HABANA)

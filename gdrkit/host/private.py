@@ -1,8 +1,8 @@
-"""Folders and files that only this user may change.
+"""Folders and files that only this user may change, for locks, tokens and records.
 
-A lock, a token or a record below a folder that other users can write is worth nothing if another user can plant it.
-Everything here is opened relative to the descriptor of its folder and never through a symbolic link, and its owner and
-its mode are checked on the open descriptor. The folder itself is opened by the path that its user gave.
+The parent of such a folder may be a folder to which other users can write, for example /tmp. Another user could then
+put a false folder or a symbolic link in its place. :class:`PrivateFolder` therefore opens each file relative to the
+descriptor of its folder and follows no symbolic link. It checks owner and mode of the open descriptor.
 """
 
 from __future__ import annotations
@@ -23,60 +23,61 @@ if TYPE_CHECKING:
 __all__ = ["PrivateFolder"]
 
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | _OPEN
+_WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | _OPEN_FLAGS
 _TEXT_BYTES_MAX = 65536
 
 
 class PrivateFolder:
-    """An open folder with mode 0700 that belongs to this user; a context manager that closes its descriptor.
+    """An open folder with mode 0700 that belongs to this user. As a context manager it closes its descriptor.
 
     Attributes
     ----------
     fd : int
-        Descriptor of the folder, borrowed by callers.
+        Descriptor of the folder. This object closes it.
     path : Path
         Path of the folder, for error messages and for the addresses of sockets.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
-        """Take over the descriptor of a checked folder; use :meth:`below` or :meth:`folder`."""
+        """Take over the descriptor of a checked folder. Callers use :meth:`below` or :meth:`folder` instead."""
         self.fd = fd
         self.path = path
 
     @classmethod
-    def below(cls, path: Path, *, parent: int | None = None, create: bool = True) -> Self:
+    def below(cls, path: Path, *, parent_fd: int | None = None, create: bool = True) -> Self:
         """Open the private folder `path`, in a parent folder that other users may be able to read or write.
 
         Parameters
         ----------
         path : Path
             Path of the private folder. Symbolic links in the path of its parent are followed.
-        parent : int or None
-            Descriptor of the parent folder. None: it is opened here.
+        parent_fd : int or None
+            Descriptor of the parent folder. None means that this method opens the parent.
         create : bool
             Whether to make the folder if it is missing.
 
         Raises
         ------
         SetupMissing
-            EPERM: other users can rename what lies in the parent, or the folder is not private to this user. ELOOP: a
-            symbolic link has its name. ENOTDIR: a file has its name.
+            EPERM: other users can rename files in the parent, or the folder is not private to this user. ELOOP: `path`
+            is a symbolic link. ENOTDIR: `path` is a file.
         OSError
             Any other failure of mkdir or open.
         """
-        opened = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if parent is None else parent
+        if parent_fd is not None:
+            return cls(_open_folder(parent_fd, path.name, path, create=create), path)
+        opened_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            return cls(_opened_folder(opened, path.name, path, create=create), path)
+            return cls(_open_folder(opened_fd, path.name, path, create=create), path)
         finally:
-            if parent is None:
-                os.close(opened)
+            os.close(opened_fd)
 
     def folder(self, name: str) -> PrivateFolder:
-        """Open the private folder `name` in this one, and make it if it is missing; raises as :meth:`below`."""
-        return PrivateFolder(_opened_folder(self.fd, name, self.path / name, create=True), self.path / name)
+        """Open the private folder `name` in this folder, and make it if it is missing. Errors: see :meth:`below`."""
+        return PrivateFolder(_open_folder(self.fd, name, self.path / name, create=True), self.path / name)
 
     def open(self, name: str, flags: int) -> int:
         """Open the file `name` and return its descriptor.
@@ -90,10 +91,10 @@ class PrivateFolder:
         """
         path = self.path / name
         try:
-            # O_NONBLOCK: a FIFO is refused below instead of waited for.
-            fd = os.open(name, flags | _OPEN | os.O_NONBLOCK, _FILE_MODE, dir_fd=self.fd)
+            # With O_NONBLOCK, open does not wait for the other end of a FIFO. _check_file() then refuses the FIFO.
+            fd = os.open(name, flags | _OPEN_FLAGS | os.O_NONBLOCK, _FILE_MODE, dir_fd=self.fd)
         except OSError as error:
-            raise _refusal(error, path) from error
+            raise _open_error(error, path) from error
         try:
             _check_file(os.fstat(fd), path)
         except BaseException:
@@ -102,7 +103,7 @@ class PrivateFolder:
         return fd
 
     def lock(self, name: str) -> int:
-        """Lock the file `name`, made if it is missing, and return the descriptor that holds the lock.
+        """Lock the file `name` and return the descriptor that holds the lock. Make the file if it is missing.
 
         Raises
         ------
@@ -120,21 +121,29 @@ class PrivateFolder:
         return fd
 
     def read_text(self, name: str) -> str:
-        """Return the ASCII text of the file `name`; raises as :meth:`open`, and ValueError for other bytes."""
+        """Return the ASCII text of the file `name`.
+
+        Raises
+        ------
+        ValueError
+            The file has bytes that are not ASCII.
+        SetupMissing, OSError
+            As :meth:`open`.
+        """
         with os.fdopen(self.open(name, os.O_RDONLY), encoding="ascii") as file:
             return file.read(_TEXT_BYTES_MAX)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write the file `name` so that it has all of `text`, or what it had before."""
-        draft = f".{name}.new"
+        """Replace the contents of the file `name` by `text`. If this fails, the file keeps its old contents."""
+        new_name = f".{name}.new"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft, dir_fd=self.fd)
-        with os.fdopen(self.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
+            os.unlink(new_name, dir_fd=self.fd)
+        with os.fdopen(self.open(new_name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
             file.write(text)
-        os.rename(draft, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.rename(new_name, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def has(self, name: str) -> bool:
-        """Return whether something, of whatever type, has this name."""
+        """Return whether a file of any type has this name."""
         try:
             os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -142,7 +151,7 @@ class PrivateFolder:
         return True
 
     def unlink(self, name: str) -> None:
-        """Remove a name, if it is there."""
+        """Remove the file `name` if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
@@ -156,25 +165,25 @@ class PrivateFolder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
 
-def _opened_folder(parent: int, name: str, path: Path, *, create: bool) -> int:
-    _check_parent(parent, path.parent)
+def _open_folder(parent_fd: int, name: str, path: Path, *, create: bool) -> int:
+    _check_parent(parent_fd, path.parent)
     if create:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(name, _FOLDER_MODE, dir_fd=parent)
+            os.mkdir(name, _FOLDER_MODE, dir_fd=parent_fd)
     try:
-        fd = os.open(name, _FOLDER, dir_fd=parent)
+        fd = os.open(name, _FOLDER_FLAGS, dir_fd=parent_fd)
     except OSError as error:
-        raise _refusal(error, path, parent=parent) from error
+        raise _open_error(error, path, parent_fd=parent_fd) from error
     try:
-        info = os.fstat(fd)
-        _check_folder(info, path)
-        if info.st_mode & _OTHERS:
-            # Other users could only look at it: nothing in it is theirs.
+        status = os.fstat(fd)
+        _check_folder(status, path)
+        if status.st_mode & _ACCESS_BY_OTHERS:
+            # Other users could read the folder and not write to it, so every file in it is of this user.
             os.fchmod(fd, _FOLDER_MODE)
     except BaseException:
         os.close(fd)
@@ -182,10 +191,10 @@ def _opened_folder(parent: int, name: str, path: Path, *, create: bool) -> int:
     return fd
 
 
-def _check_parent(parent: int, path: Path) -> None:
-    """Refuse a folder in which other users can rename what this user makes."""
-    mode = os.fstat(parent).st_mode
-    if mode & _OTHERS_WRITE and not mode & stat.S_ISVTX:
+def _check_parent(parent_fd: int, path: Path) -> None:
+    """Raise SetupMissing if other users can rename the files of this user in this folder."""
+    mode = os.fstat(parent_fd).st_mode
+    if mode & _WRITE_BY_OTHERS and not mode & stat.S_ISVTX:
         raise _not_private(
             path,
             f"its mode is {stat.S_IMODE(mode):04o}, so that other users can replace what gdrkit keeps in it",
@@ -193,59 +202,62 @@ def _check_parent(parent: int, path: Path) -> None:
         )
 
 
-def _check_folder(info: os.stat_result, path: Path) -> None:
-    _check_owner(info, path)
-    if info.st_mode & _OTHERS_WRITE:
+def _check_folder(status: os.stat_result, path: Path) -> None:
+    _check_owner(status, path)
+    if status.st_mode & _WRITE_BY_OTHERS:
         raise _not_private(
             path,
-            f"its mode is {stat.S_IMODE(info.st_mode):04o}, so that other users may have put something into it",
-            f"look at what lies in {path}, then chmod 700 or remove it",
+            f"its mode is {stat.S_IMODE(status.st_mode):04o}, so that other users may have put something into it",
+            f"check the files in {path}, then run chmod 700 {path}, or remove the folder",
         )
 
 
-def _check_file(info: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(info.st_mode):
+def _check_file(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise _not_private(path, "it is not a regular file", f"remove {path}")
-    _check_owner(info, path)
-    if info.st_mode & _OTHERS:
+    _check_owner(status, path)
+    if status.st_mode & _ACCESS_BY_OTHERS:
         raise _not_private(
             path,
-            f"its mode is {stat.S_IMODE(info.st_mode):04o}, so that other users may have read or written it",
-            f"remove {path}, so that gdrkit makes a new one; or chmod 600 if no other user has had access",
+            f"its mode is {stat.S_IMODE(status.st_mode):04o}, so that other users may have read or written it",
+            f"remove {path}, so that gdrkit makes a new file; or chmod 600 {path} if no other user has had access",
         )
 
 
-def _check_owner(info: os.stat_result, path: Path) -> None:
-    if info.st_uid != os.geteuid():
+def _check_owner(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.geteuid():
         raise _not_private(
             path,
-            f"it belongs to user {info.st_uid}, and this process is user {os.geteuid()}",
-            f"run this as user {info.st_uid}, or remove {path} if that user should not have made it",
+            f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}",
+            f"run this as user {status.st_uid}, or remove {path} if that user should not have made it",
         )
 
 
-def _refusal(error: OSError, path: Path, *, parent: int | None = None) -> SetupMissing | OSError:
-    """Return the error to raise when open failed: ELOOP and ENOTDIR say that something planted may be there."""
-    number = error.errno
-    if number == errno.ENOTDIR and parent is not None:
-        # O_DIRECTORY with O_NOFOLLOW is ENOTDIR for a link too.
+def _open_error(error: OSError, path: Path, *, parent_fd: int | None = None) -> SetupMissing | OSError:
+    """Return the error to raise for a failed open.
+
+    ELOOP, ENOTDIR and ENXIO mean that another user may have put a file there. They become SetupMissing.
+    """
+    error_number = error.errno
+    if error_number == errno.ENOTDIR and parent_fd is not None:
+        # open with O_DIRECTORY and O_NOFOLLOW fails with ENOTDIR for a symbolic link too.
         with contextlib.suppress(OSError):
-            if stat.S_ISLNK(os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_mode):
-                number = errno.ELOOP
-    if number == errno.ELOOP:
-        return _not_private(path, "it is a symbolic link, which gdrkit does not follow", f"remove {path}", number)
-    if number in {errno.ENOTDIR, errno.ENXIO}:
-        return _not_private(path, "it has another type than gdrkit gave it", f"remove {path}", number)
-    return OSError(number, error.strerror, str(path))
+            if stat.S_ISLNK(os.stat(path.name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
+                error_number = errno.ELOOP
+    if error_number == errno.ELOOP:
+        return _not_private(path, "it is a symbolic link, which gdrkit does not follow", f"remove {path}", error_number)
+    if error_number in {errno.ENOTDIR, errno.ENXIO}:
+        return _not_private(path, "it is not a file of the type that gdrkit makes", f"remove {path}", error_number)
+    return OSError(error_number, error.strerror, str(path))
 
 
-def _not_private(path: Path, detail: str, what_to_do: str, number: int = errno.EPERM) -> SetupMissing:
+def _not_private(path: Path, detail: str, what_to_do: str, error_number: int = errno.EPERM) -> SetupMissing:
     return SetupMissing(
         api=Api.KERNEL,
         operation="open",
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments={"path": str(path)},
         reason=Reason.NO_PERMISSION,
         what_to_do=what_to_do,

@@ -1,7 +1,7 @@
 """Identity of a process that another process can check.
 
-The kernel reuses process IDs. Together with its start time and the boot ID of the machine, a process ID names one
-process for ever.
+The kernel reuses process IDs. A process ID together with the start time of the process and the boot ID of the machine
+is unique.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ __all__ = ["BOOT_ID_BYTES", "ProcessIdentity", "is_running", "process_identity",
 
 BOOT_ID_BYTES = 16
 
-_START_FIELD = 22  # The field of /proc/<pid>/stat, counted from 1 as in proc(5).
-_AFTER_NAME = 3  # The state is the first field after the name.
-_GONE = frozenset("ZXx")  # A process in such a state has closed its descriptors.
+# Numbers of fields of /proc/<pid>/stat, counted from 1 as in proc(5). The first field after the name is the state.
+_START_TIME_FIELD = 22
+_FIRST_FIELD_AFTER_NAME = 3
+_ENDED_STATES = frozenset("ZXx")  # A process in such a state (zombie, dead) has closed its descriptors.
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class ProcessIdentity:
     Attributes
     ----------
     boot_id : bytes
-        16 random bytes that the kernel draws at boot; zeros if they are not readable.
+        16 random bytes that the kernel chooses at boot; zeros if they cannot be read.
     process_id : int
         Process ID in its own PID namespace.
     namespace : int
-        Inode number of that namespace; 0 if it is not readable.
+        Inode number of that namespace; 0 if it cannot be read.
     started_ticks : int
         Start time in clock ticks since the boot.
     """
@@ -51,25 +52,25 @@ def this_process(tree: HostTree | None = None) -> ProcessIdentity:
         boot_id=_boot_id(tree),
         process_id=os.getpid(),
         namespace=_namespace(tree),
-        started_ticks=_started(tree, "self")[0] or 0,
+        started_ticks=_start_time_and_state(tree, "self")[0] or 0,
     )
 
 
 def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessIdentity | None:
     """Return the identity of a process of this PID namespace, or None if the process does not exist."""
     tree = HostTree() if tree is None else tree
-    started, _state = _started(tree, str(process_id))
-    if started is None:
+    started_ticks, _state = _start_time_and_state(tree, str(process_id))
+    if started_ticks is None:
         return None
     return ProcessIdentity(
-        boot_id=_boot_id(tree), process_id=process_id, namespace=_namespace(tree), started_ticks=started
+        boot_id=_boot_id(tree), process_id=process_id, namespace=_namespace(tree), started_ticks=started_ticks
     )
 
 
 def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool | None:
-    """Return whether the process still runs, or None if that is not visible from here.
+    """Return whether the process still runs, or None if this process cannot see that.
 
-    It is not visible from another PID namespace, or if /proc hides the processes of other users.
+    A process cannot see the processes of another PID namespace, or those that /proc hides from its user.
     """
     tree = HostTree() if tree is None else tree
     boot_id = _boot_id(tree)
@@ -78,26 +79,30 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     namespace = _namespace(tree)
     if not namespace or namespace != identity.namespace:
         return None
-    started, state = _started(tree, str(identity.process_id))
-    if started is not None:
-        return started == identity.started_ticks and state not in _GONE
+    started_ticks, state = _start_time_and_state(tree, str(identity.process_id))
+    if started_ticks is not None:
+        return started_ticks == identity.started_ticks and state not in _ENDED_STATES
     return _exists(identity.process_id)
 
 
 def starved_s(process_id: int, tree: HostTree | None = None) -> float:
-    """Return the longest time, in seconds, that one thread of the process waited for a processor.
+    """Return how long a thread of the process was ready to run and had no processor, in seconds.
 
-    It is 0 if the process does not exist or the kernel does not account for waits. A wait counts when it is over.
+    The result is that of the thread that waited longest. It is 0 if the process does not exist or the kernel does not
+    account for waits. A wait is included when it has ended.
     """
     tree = HostTree() if tree is None else tree
     folder = f"/proc/{process_id}/task"
     texts = (tree.text(f"{folder}/{thread}/schedstat") for thread in tree.names(folder))
-    # schedstat has the time on a processor and the time in its queue, both in ns, and a count.
-    rows = [text.split() for text in texts if text]
-    return max((int(fields[1]) * 1e-9 for fields in rows if len(fields) > 1 and fields[1].isdecimal()), default=0.0)
+    # The fields of schedstat: time on a processor (ns), time in the queue of a processor (ns), number of time slices.
+    thread_fields = [text.split() for text in texts if text]
+    return max(
+        (int(fields[1]) * 1e-9 for fields in thread_fields if len(fields) > 1 and fields[1].isdecimal()), default=0.0
+    )
 
 
 def _exists(process_id: int) -> bool | None:
+    """Return False if there is no such process, and None if there is one, because it can have another start time."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
@@ -116,16 +121,16 @@ def _boot_id(tree: HostTree) -> bytes:
 
 
 def _namespace(tree: HostTree) -> int:
-    matched = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
-    return int(matched[1]) & 0xFFFF_FFFF if matched else 0
+    match = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
+    return int(match[1]) & 0xFFFF_FFFF if match else 0
 
 
-def _started(tree: HostTree, process: str) -> tuple[int | None, str]:
+def _start_time_and_state(tree: HostTree, process: str) -> tuple[int | None, str]:
     text = tree.text(f"/proc/{process}/stat")
     if text is None:
         return None, ""
-    # The name may contain blanks and brackets; the last bracket ends it.
+    # The name of the program may contain blanks and parentheses. The last parenthesis of the line ends the name.
     fields = text.rpartition(")")[2].split()
-    if len(fields) <= _START_FIELD - _AFTER_NAME:
+    if len(fields) <= _START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME:
         return None, ""
-    return int(fields[_START_FIELD - _AFTER_NAME]), fields[0]
+    return int(fields[_START_TIME_FIELD - _FIRST_FIELD_AFTER_NAME]), fields[0]

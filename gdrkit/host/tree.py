@@ -1,10 +1,11 @@
-"""Reader of the small files of a host, below a root that is an argument.
+"""Reader of the small files of a host, which are on a disk or in a capture.
 
-A missing file is reported as None or as an empty result. A file that exists and cannot be read is also added to
-:attr:`HostTree.unreadable` with the errno, so that "not allowed to read" is never taken for "not there". A file with
-malformed contents is added there as EBADMSG.
+For a missing file the result is None or empty. A file that exists and cannot be read is also added to
+:attr:`HostTree.unreadable` with the errno, so that a caller does not confuse "not allowed to read" with "does not
+exist". A file with malformed contents is added there with EBADMSG.
 
-The bytes come from an object with the interface :class:`Files`: the disk, or a capture.
+:class:`HostTree` gets the bytes from an object with the interface :class:`Files`: :class:`DiskFiles`, or
+``CapturedFiles`` of :mod:`gdrkit.inventory`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["DiskFiles", "Files", "HostTree", "Unreadable"]
 
 _LARGEST_FILE_BYTES = 16 << 20
 # For /proc/sys the kernel allocates a buffer of the size of the read, and fails with ENOMEM if it is too large.
-_PART_BYTES = 64 << 10
+_READ_BYTES = 64 << 10
 _LINES_MAX = 10_000
 
 
@@ -51,10 +52,10 @@ class Files(Protocol):
         """Return the names in a folder, sorted."""
 
     def link(self, name: str) -> str:
-        """Return the target of a symbolic link. Another kind of file fails with EINVAL."""
+        """Return the target of a symbolic link. For another type of file, fail with EINVAL."""
 
     def check_exists(self, name: str) -> None:
-        """Fail with ENOENT if the path does not exist. A symbolic link exists wherever it points to."""
+        """Fail with ENOENT if the path does not exist. A symbolic link exists even if its target does not."""
 
 
 class DiskFiles:
@@ -70,7 +71,7 @@ class DiskFiles:
     def read(self, name: str) -> bytes:
         """See :class:`Files`."""
         with self.path(name).open("rb", buffering=0) as file:
-            return _read_parts(file)
+            return _read_in_chunks(file)
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
         """See :class:`Files`."""
@@ -119,7 +120,7 @@ class HostTree:
 
     @property
     def unreadable(self) -> tuple[Unreadable, ...]:
-        """The files that could not be read until now, in the order of the attempts."""
+        """The files that could not be read so far, in the order of the attempts."""
         return tuple(self._unreadable.values())
 
     def path(self, name: str) -> Path:
@@ -131,7 +132,7 @@ class HostTree:
             NOT_SUPPORTED: the tree is a capture.
         """
         if not isinstance(self.files, DiskFiles):
-            message = f"{name} is in a capture and has no path on this machine"
+            message = f"{name} is in a capture, so it has no path on this machine"
             raise UsageError(message, reason=Reason.NOT_SUPPORTED)
         return self.files.path(name)
 
@@ -140,7 +141,7 @@ class HostTree:
         try:
             return self.files.read(name)
         except OSError as error:
-            self._note(name, error)
+            self._record_unreadable(name, error)
             return None
 
     def text(self, name: str) -> str | None:
@@ -158,28 +159,28 @@ class HostTree:
             return None
 
     def lines(self, name: str, words: Sequence[str]) -> tuple[str, ...]:
-        """Return the lines of a file that contain one of `words`; none if the file cannot be read."""
+        """Return the lines of a file that contain one of `words`, or an empty tuple if the file cannot be read."""
         try:
             return tuple(self.files.lines(name, words))
         except OSError as error:
-            self._note(name, error)
+            self._record_unreadable(name, error)
             return ()
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the names in a folder, sorted; none if the folder cannot be read."""
+        """Return the names in a folder, sorted, or an empty tuple if the folder cannot be read."""
         try:
             return tuple(self.files.list(name))
         except OSError as error:
-            self._note(name, error)
+            self._record_unreadable(name, error)
             return ()
 
     def link_name(self, name: str) -> str | None:
-        """Return the last part of the target of a symbolic link, by which sysfs names drivers and groups."""
+        """Return the last part of the target of a symbolic link. In sysfs it names a driver or an IOMMU group."""
         parts = self.link_parts(name)
         return parts[-1] if parts else None
 
     def link_parts(self, name: str) -> tuple[str, ...]:
-        """Return the parts of the target of a symbolic link, by which sysfs shows the bridges above a device.
+        """Return the parts of the target of a symbolic link. In sysfs they show the bridges above a device.
 
         The result is empty if `name` is not a symbolic link.
         """
@@ -188,7 +189,7 @@ class HostTree:
         except OSError as error:
             # EINVAL means that the file exists and is not a link.
             if error.errno != errno.EINVAL:
-                self._note(name, error)
+                self._record_unreadable(name, error)
             return ()
 
     def exists(self, name: str) -> bool:
@@ -196,18 +197,18 @@ class HostTree:
         try:
             self.files.check_exists(name)
         except OSError as error:
-            self._note(name, error)
+            self._record_unreadable(name, error)
             return False
         return True
 
-    def _note(self, name: str, error: OSError) -> None:
-        number = error.errno or errno.EIO
-        if number not in (errno.ENOENT, errno.ENOTDIR):
-            self._unreadable[name] = Unreadable(path=name, errno=number, errno_name=errno_name(number))
+    def _record_unreadable(self, name: str, error: OSError) -> None:
+        error_number = error.errno or errno.EIO
+        if error_number not in (errno.ENOENT, errno.ENOTDIR):
+            self._unreadable[name] = Unreadable(path=name, errno=error_number, errno_name=errno_name(error_number))
 
 
-def _read_parts(file: FileIO) -> bytes:
+def _read_in_chunks(file: FileIO) -> bytes:
     data = bytearray()
-    while len(data) < _LARGEST_FILE_BYTES and (part := file.read(_PART_BYTES)):
-        data += part
+    while len(data) < _LARGEST_FILE_BYTES and (chunk := file.read(_READ_BYTES)):
+        data += chunk
     return bytes(data)

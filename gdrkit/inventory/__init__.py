@@ -1,8 +1,8 @@
 """Facts about a machine and its APIs, as frozen values, and the doctor that examines them.
 
-``probe`` reads the files of the host and queries each API in a child process, so that a damaged library can end only
-the child. ``diagnose`` applies the rules to this machine or to a captured one; each rule is a cause of transfers
-that are not direct. All later decisions (needs, plans, routes, reports) are pure functions of :class:`Facts`.
+``probe`` reads the files of the host and queries each API in a child process, so that a damaged library can crash only
+the child. ``diagnose`` applies rules to this machine or to a captured machine. Each rule looks for one cause of
+transfers that are not direct. All later decisions (needs, plans, routes, reports) are pure functions of :class:`Facts`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gdrkit.inventory.facts import (
     VerbsFacts,
 )
 from gdrkit.inventory.limits import Limit, device_limit, path_limit
-from gdrkit.inventory.machine import Machine, replayed, this_machine
+from gdrkit.inventory.machine import Machine, captured_machine, this_machine
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
 from gdrkit.inventory.profile import (
@@ -71,6 +71,7 @@ __all__ = [
     "Topology",
     "TopologyDevice",
     "VerbsFacts",
+    "captured_machine",
     "choose_profile",
     "device_limit",
     "diagnose",
@@ -80,7 +81,6 @@ __all__ = [
     "path_limit",
     "probe",
     "read_capture",
-    "replayed",
     "rule_of",
     "this_machine",
     "topology",

@@ -1,8 +1,8 @@
-"""Queries of the APIs that this process can load.
+"""Queries of one API each (CUDA, verbs, NVML, hl-thunk, memory registration), for the facts about a machine.
 
 The module runs as ``python -m gdrkit.inventory.api_query API DESCRIPTOR`` in a child process of ``probe``. It
 initialises CUDA, opens NICs and allocates a little memory, which must not happen in a process that only collects facts.
-A result is what an API returned for a call with real arguments, and is never derived from a version or a name.
+A fact is what an API returned for a call with real arguments. It is never derived from a version or a name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 from gdrkit import evidence, host, serialization
 from gdrkit.buffers import MemoryKind
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, RegistrationFailed, UsageError
-from gdrkit.inventory.facts import ApiFailure, CudaDeviceFacts, CudaFacts, NicFacts, RouteFacts, VerbsFacts, notable
+from gdrkit.inventory.facts import (
+    ApiFailure,
+    CudaDeviceFacts,
+    CudaFacts,
+    NicFacts,
+    RouteFacts,
+    VerbsFacts,
+    identifying_libraries,
+)
 from gdrkit.inventory.gaudi import query_gaudi
 
 if TYPE_CHECKING:
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "query_cuda", "query_registration", "query_verbs"]
 
-_ATTRIBUTES = (
+_ATTRIBUTE_NAMES = (
     "COMPUTE_CAPABILITY_MAJOR",
     "COMPUTE_CAPABILITY_MINOR",
     "DMA_BUF_SUPPORTED",
@@ -55,11 +63,11 @@ def query_cuda() -> CudaFacts:
     from gdrkit import cuda
 
     major, minor = cuda.driver_version()
-    devices = tuple(_device(cuda.Device(index)) for index in range(cuda.device_count()))
+    devices = tuple(_device_facts(cuda.Device(index)) for index in range(cuda.device_count()))
     return CudaFacts(
         driver_version=f"{major}.{minor}",
         devices=devices,
-        libraries=notable(evidence.libraries()),
+        libraries=identifying_libraries(evidence.libraries()),
         nodes=evidence.device_nodes(),
     )
 
@@ -75,8 +83,8 @@ def query_verbs() -> VerbsFacts:
     from gdrkit import verbs
 
     nodes: dict[evidence.DeviceNode, None] = {}
-    nics = tuple(_nic(info, nodes) for info in verbs.list_nics())
-    return VerbsFacts(nics=nics, libraries=notable(evidence.libraries()), nodes=tuple(nodes))
+    nics = tuple(_nic_facts(info, nodes) for info in verbs.list_nics())
+    return VerbsFacts(nics=nics, libraries=identifying_libraries(evidence.libraries()), nodes=tuple(nodes))
 
 
 def query_registration() -> tuple[RouteFacts, ...]:
@@ -90,19 +98,19 @@ def query_registration() -> tuple[RouteFacts, ...]:
     from gdrkit import cuda, verbs
 
     routes: list[RouteFacts] = []
-    ports = {info.name: info.active_port or 1 for info in verbs.list_nics()}
+    port_of_nic = {info.name: info.active_port or 1 for info in verbs.list_nics()}
     for index in range(cuda.device_count()):
         with cuda.Device(index) as device, device.allocate(_REGISTERED_BYTES) as memory:
-            for name, port in ports.items():
+            for name, port in port_of_nic.items():
                 with verbs.Nic.open(name, port=port) as nic:
                     routes += _try_routes(device, memory, nic, name)
     return tuple(routes)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Query the API and write the result or the failure as one JSON object to DESCRIPTOR.
+    """Query an API and write the result or the failure as one JSON object.
 
-    The arguments are ``API DESCRIPTOR``.
+    The arguments are ``API DESCRIPTOR``: the name of the API, and the descriptor to write to.
 
     Raises
     ------
@@ -115,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         "verbs": query_verbs,
         "registration": query_registration,
         "nvml": host.nvml_facts,
-        "hlthunk": lambda: query_gaudi(lambda: notable(evidence.libraries())),
+        "hlthunk": lambda: query_gaudi(lambda: identifying_libraries(evidence.libraries())),
     }
     if name not in queries:
         message = f"the API must be one of {', '.join(queries)}, not {name!r}"
@@ -130,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _device(device: Device) -> CudaDeviceFacts:
+def _device_facts(device: Device) -> CudaDeviceFacts:
     from gdrkit.cuda import DeviceAttribute
 
     with device:
@@ -139,23 +147,23 @@ def _device(device: Device) -> CudaDeviceFacts:
             name=device.name,
             uuid=device.uuid,
             pci_bus_id=device.pci_bus_id,
-            attributes=dict(_attributes(device, DeviceAttribute)),
+            attributes=dict(_supported_attributes(device, DeviceAttribute)),
         )
 
 
-def _attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
-    for name in _ATTRIBUTES:
+def _supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
+    for name in _ATTRIBUTE_NAMES:
         try:
             yield name, device.attribute(getattr(enumeration, name))
         except ApiError as error:
-            # An older driver does not know a newer attribute, which is then left out. Any other error is a failure of
-            # the API.
+            # A driver may be older than the attribute and not know it. Such an attribute is left out of the facts. Any
+            # other error is a failure of the API.
             if error.api is not Api.CUDA or error.reason not in (Reason.BAD_ARGUMENT, Reason.NOT_SUPPORTED):
                 raise
 
 
-def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
-    """Open one device, query it, and add the character devices that are open meanwhile to `nodes`."""
+def _nic_facts(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
+    """Open one device, query it, and add to `nodes` the character devices that this process has open meanwhile."""
     from gdrkit import verbs
 
     dmabuf: bool | None = None
@@ -181,7 +189,7 @@ def _nic(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
 def _try_routes(device: Device, memory: object, nic: Nic, name: str) -> Iterator[RouteFacts]:
     from gdrkit import registration
 
-    for route in registration.RegistrationRoute.ways_of(MemoryKind.CUDA):
+    for route in registration.RegistrationRoute.methods_for(MemoryKind.CUDA):
         failure: ApiFailure | None = None
         try:
             registration.register(memory, [nic], route=route).close()  # type: ignore[arg-type]
@@ -193,13 +201,13 @@ def _try_routes(device: Device, memory: object, nic: Nic, name: str) -> Iterator
 
 
 def _registration_failure(error: GdrkitError, operation: str) -> ApiFailure:
-    # Only one route was tried, so the last cause is that of this route. The message leaves out the arguments of the
-    # call (an address, a descriptor), which differ from run to run and have no meaning here.
+    # Only one route was tried, so the last cause is the error of this route. The message does not contain the arguments
+    # of the call (an address, a descriptor), because they differ from run to run.
     cause = error.causes[-1] if isinstance(error, RegistrationFailed) and error.causes else error
     failure = ApiFailure.of(cause, api="registration", operation=operation)
     if isinstance(cause, ApiError):
-        number = "" if cause.status is None else f" ({cause.status})"
-        failure = replace(failure, message=f"{cause.operation} failed: {cause.status_name}{number}")
+        status_number = "" if cause.status is None else f" ({cause.status})"
+        failure = replace(failure, message=f"{cause.operation} failed: {cause.status_name}{status_number}")
     return failure
 
 

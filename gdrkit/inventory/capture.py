@@ -1,8 +1,9 @@
 """Captures of machines: everything that was read of a machine, and a file interface that replays it.
 
-A capture holds the results of reads and not files. It is never unpacked, so the paths in a hostile capture reach
-nothing. A path that did not exist on the machine fails with ENOENT. A path that was not read when the capture was made
-fails with ENODATA, so that a check never reports "none" for "not in this capture".
+A capture holds the results of reads and not files. It is never unpacked, so the paths in a hostile capture cannot
+overwrite files of this machine. A path that did not exist on the captured machine fails with ENOENT. A path that was
+not read when the capture was made fails with ENODATA, so that a rule does not confuse "not captured" with "does not
+exist".
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["FUNCTIONS_MAX", "SCHEMA_VERSION", "Capture", "CapturedFiles", "RecordedReads", "Recorder"]
 
 SCHEMA_VERSION = 1
-# A host with 517 PCI functions is a large one; SR-IOV adds some thousands.
+# Limit of PCI functions in a capture. A large host has 517 functions, and SR-IOV can add some thousands.
 FUNCTIONS_MAX = 4096
 _LINKS_MAX, _PATH_BYTES_MAX = 40, 4096  # The kernel's limits MAXSYMLINKS and PATH_MAX.
 _DEVICES = "/sys/bus/pci/devices"
@@ -42,7 +43,7 @@ class RecordedReads:
     Attributes
     ----------
     texts, binaries : mapping
-        Contents of files: as text if they are UTF-8, otherwise in base64.
+        Contents of files. `texts` has those that are UTF-8; `binaries` has the others, in base64.
     lines : mapping
         The lines that contain one of the searched words. The key is the path and the words, joined by ``|``.
     folders : mapping
@@ -50,9 +51,10 @@ class RecordedReads:
     links : mapping
         Target of a symbolic link.
     present : tuple of str
-        Paths that exist and of which nothing else is known.
+        Paths that were only tested for existence, and exist.
     refused : mapping
-        The errno of a failed read, by its type (``read``, ``lines``, ``list``, ``link``, ``look``) and path.
+        The errno of a failed read, by the type of read and the path. The types are ``read``, ``lines``, ``list``,
+        ``link`` and ``look``, which is a test for existence.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -73,11 +75,11 @@ class Capture:
     origin : str
         Source of the capture, for people: ``gdrkit 0.1.0 facts --save``, ``lspci -vvv``.
     answers : RecordedReads
-        Results of the reads of its files.
+        Results of the reads of the machine's files.
     facts : Facts or None
         Facts about the machine and its APIs; None if only files were saved.
     kernel_log : KernelLog or None
-        Messages of its kernel about devices.
+        Messages of the machine's kernel about devices.
     environment : mapping
         Environment variables that matter to direct transfers.
     observations : tuple of Observation
@@ -93,7 +95,7 @@ class Capture:
     observations: tuple[Observation, ...] = ()
 
     def check(self) -> None:
-        """Refuse a capture that no machine can have produced.
+        """Raise an error for a capture that no machine can have produced.
 
         Raises
         ------
@@ -102,30 +104,30 @@ class Capture:
             an invalid name or type of read, too many PCI functions, or contents that are not base64.
         """
         if self.schema_version != SCHEMA_VERSION:
-            _refuse(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
-        unknown = self.answers.refused.keys() - {"read", "lines", "list", "link", "look"}
-        if unknown:
-            _refuse(f"{', '.join(sorted(unknown))} is not a type of read")
+            _raise_malformed(f"expected schema_version {SCHEMA_VERSION}, found {self.schema_version}")
+        unknown_types = self.answers.refused.keys() - {"read", "lines", "list", "link", "look"}
+        if unknown_types:
+            _raise_malformed(f"{', '.join(sorted(unknown_types))} is not a type of read")
         if len(self.answers.folders.get(_DEVICES, ())) > FUNCTIONS_MAX:
-            _refuse(f"{_DEVICES} has more than {FUNCTIONS_MAX} PCI functions")
-        tables = [getattr(self.answers, each.name) for each in fields(self.answers) if each.name != "refused"]
+            _raise_malformed(f"{_DEVICES} has more than {FUNCTIONS_MAX} PCI functions")
+        tables = [getattr(self.answers, table.name) for table in fields(self.answers) if table.name != "refused"]
         for path in {path for table in (*tables, *self.answers.refused.values()) for path in table}:
             file = path.partition("|")[0] if path in self.answers.lines else path
             if not file.startswith("/") or file != posixpath.normpath(file) or "\0" in file:
-                _refuse(f"{path[:80]!r} is not an absolute and normalized path")
+                _raise_malformed(f"{path[:80]!r} is not an absolute and normalized path")
             _check_length(file)
         for target in self.answers.links.values():
             _check_length(target)
         for names in self.answers.folders.values():
             if any(not name or "/" in name or name in (".", "..") for name in names):
-                _refuse("a folder contains an invalid file name")
+                _raise_malformed("a folder contains an invalid file name")
         for path, text in self.answers.binaries.items():
             _check_base64(path, text)
 
 
 def _check_length(path: str) -> None:
     if len(path) > _PATH_BYTES_MAX:
-        _refuse(f"the path that begins with {path[:80]!r} has more than {_PATH_BYTES_MAX} characters")
+        _raise_malformed(f"the path that begins with {path[:80]!r} has more than {_PATH_BYTES_MAX} characters")
 
 
 def _check_base64(path: str, text: str) -> None:
@@ -136,31 +138,31 @@ def _check_base64(path: str, text: str) -> None:
         raise UsageError(message, reason=Reason.MALFORMED) from error
 
 
-def _refuse(problem: str) -> None:
+def _raise_malformed(problem: str) -> None:
     message = f"capture: {problem}"
     raise UsageError(message, reason=Reason.MALFORMED)
 
 
 class CapturedFiles:
-    """Files of a captured machine: replays the recorded results; see :class:`gdrkit.host.Files`."""
+    """Files of a captured machine, whose methods return the recorded results; see :class:`gdrkit.host.Files`."""
 
-    def __init__(self, answers: RecordedReads) -> None:
-        self.answers = self._answers = answers
-        self._present = frozenset(answers.present)
+    def __init__(self, reads: RecordedReads) -> None:
+        self.reads = self._reads = reads
+        self._present = frozenset(reads.present)
         # These are sets, because each lookup of a file tests whether its name is in the folder.
-        self._names = {path: frozenset(names) for path, names in answers.folders.items()}
-        # Most reads are of the files of one folder, whose path may have dozens of components.
+        self._names_in_folder = {path: frozenset(names) for path, names in reads.folders.items()}
+        # The links in the path of a folder are resolved once, because most reads are of files in the same few folders.
         self._resolved_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow(f"{folder}/."))
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file."""
-        path = self._find("read", name, self._answers.texts, self._answers.binaries)
-        text = self._answers.texts.get(path)
-        return base64.b64decode(self._answers.binaries[path]) if text is None else text.encode()
+        path = self._find("read", name, self._reads.texts, self._reads.binaries)
+        text = self._reads.texts.get(path)
+        return base64.b64decode(self._reads.binaries[path]) if text is None else text.encode()
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
-        """Return the lines that contain one of `words`, as recorded for these words or from the whole file."""
-        recorded = self._answers.lines.get("|".join((name, *words)))
+        """Return the lines that contain one of `words`: the recorded result, else a search in the recorded file."""
+        recorded = self._reads.lines.get("|".join((name, *words)))
         if recorded is not None:
             return list(recorded)
         self._raise_recorded("lines", name)
@@ -169,12 +171,12 @@ class CapturedFiles:
 
     def list(self, name: str) -> list[str]:
         """Return the names in a folder."""
-        return list(self._answers.folders[self._find("list", name, self._answers.folders)])
+        return list(self._reads.folders[self._find("list", name, self._reads.folders)])
 
     def link(self, name: str) -> str:
         """Return the target of a symbolic link. A file that is not a link fails with EINVAL."""
         try:
-            return self._answers.links[self._find("link", name, self._answers.links)]
+            return self._reads.links[self._find("link", name, self._reads.links)]
         except FileNotFoundError:
             if self._exists(name):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name) from None
@@ -188,20 +190,20 @@ class CapturedFiles:
 
     def _exists(self, name: str) -> bool:
         tables = (
-            self._answers.texts,
-            self._answers.binaries,
-            self._answers.folders,
-            self._answers.links,
+            self._reads.texts,
+            self._reads.binaries,
+            self._reads.folders,
+            self._reads.links,
             self._present,
         )
         if any(path in table for path in dict.fromkeys((name, self._resolved(name))) for table in tables):
             return True
-        folder, _, last = self._resolved(name).rpartition("/")
-        return last in self._names.get(folder or "/", ())
+        folder, _, last_part = self._resolved(name).rpartition("/")
+        return last_part in self._names_in_folder.get(folder or "/", ())
 
     def _find(self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
         """Return the path under which a table has the file, or raise the recorded error."""
-        # A result under the unresolved name comes first, because the captured machine itself followed its links.
+        # A result that was recorded under `name` itself is preferred: the captured machine followed the links then.
         self._raise_recorded(read_type, name)
         for path in dict.fromkeys((name, self._resolved(name))):
             self._raise_recorded(read_type, path)
@@ -211,36 +213,36 @@ class CapturedFiles:
 
     def _raise_recorded(self, read_type: str, name: str) -> None:
         """Raise the error with which this read failed on the captured machine, if it failed."""
-        number = self._answers.refused.get(read_type, {}).get(name)
-        if number is not None:
-            raise OSError(number, os.strerror(number), name)
+        error_number = self._reads.refused.get(read_type, {}).get(name)
+        if error_number is not None:
+            raise OSError(error_number, os.strerror(error_number), name)
 
     def _absence(self, name: str) -> OSError:
-        """Return ENOENT if a known folder above does not contain the path, and ENODATA if the capture does not say."""
+        """Return ENOENT if a captured folder shows that the path did not exist, and otherwise ENODATA."""
         parts = self._resolved(name).strip("/").split("/")
         for depth, part in enumerate(parts):
             folder = "/" + "/".join(parts[:depth])
-            if folder in self._names and part not in self._names[folder]:
+            if folder in self._names_in_folder and part not in self._names_in_folder[folder]:
                 return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
 
     def _resolved(self, name: str) -> str:
-        """Return `name` after resolving the symbolic links of this capture, except one that the last name may be."""
-        folder, _, last = name.rpartition("/")
-        if not folder or last in ("", ".", ".."):
+        """Return `name` with the symbolic links of this capture resolved. The last part of `name` is not followed."""
+        folder, _, last_part = name.rpartition("/")
+        if not folder or last_part in ("", ".", ".."):
             return self._follow(name)
-        return posixpath.join(self._resolved_folder(folder), last)
+        return posixpath.join(self._resolved_folder(folder), last_part)
 
     def _follow(self, name: str) -> str:
-        """Return `name` after resolving the symbolic links of this capture."""
-        path, rest, links_left = "/", [part for part in name.split("/") if part], _LINKS_MAX
-        while rest:
-            part = rest.pop(0)
+        """Return `name` with the symbolic links of this capture resolved in all parts but the last."""
+        path, remaining_parts, links_left = "/", [part for part in name.split("/") if part], _LINKS_MAX
+        while remaining_parts:
+            part = remaining_parts.pop(0)
             if part in (".", ".."):
                 path = posixpath.dirname(path) if part == ".." else path
                 continue
             candidate = posixpath.join(path, part)
-            target = self._answers.links.get(candidate) if rest else None
+            target = self._reads.links.get(candidate) if remaining_parts else None
             if target is None:
                 path = candidate
                 continue
@@ -248,7 +250,7 @@ class CapturedFiles:
             if links_left < 0:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
             path = "/" if target.startswith("/") else path
-            rest = [part for part in target.split("/") if part] + rest
+            remaining_parts = [part for part in target.split("/") if part] + remaining_parts
         return path
 
 
@@ -257,13 +259,13 @@ class Recorder:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._answers = RecordedReads()
+        self._reads = RecordedReads()
         self._present: dict[str, None] = {}
 
     @property
-    def answers(self) -> RecordedReads:
-        """The results that were recorded until now."""
-        recorded = self._answers
+    def reads(self) -> RecordedReads:
+        """The results that were recorded so far."""
+        recorded = self._reads
         return RecordedReads(
             texts=dict(recorded.texts),
             binaries=dict(recorded.binaries),
@@ -281,9 +283,9 @@ class Recorder:
         except OSError as error:
             raise self._record_error("read", name, error) from error
         try:
-            self._answers.texts[name] = data.decode("utf-8")
+            self._reads.texts[name] = data.decode("utf-8")
         except UnicodeDecodeError:
-            self._answers.binaries[name] = base64.b64encode(data).decode()
+            self._reads.binaries[name] = base64.b64encode(data).decode()
         return data
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
@@ -292,7 +294,7 @@ class Recorder:
             lines = self._files.lines(name, words)
         except OSError as error:
             raise self._record_error("lines", name, error) from error
-        self._answers.lines["|".join((name, *words))] = tuple(lines)
+        self._reads.lines["|".join((name, *words))] = tuple(lines)
         return lines
 
     def list(self, name: str) -> list[str]:
@@ -301,7 +303,7 @@ class Recorder:
             names = self._files.list(name)
         except OSError as error:
             raise self._record_error("list", name, error) from error
-        self._answers.folders[name] = tuple(names)
+        self._reads.folders[name] = tuple(names)
         return names
 
     def link(self, name: str) -> str:
@@ -310,7 +312,7 @@ class Recorder:
             target = self._files.link(name)
         except OSError as error:
             raise self._record_error("link", name, error) from error
-        self._answers.links[name] = target
+        self._reads.links[name] = target
         return target
 
     def check_exists(self, name: str) -> None:
@@ -322,6 +324,6 @@ class Recorder:
         self._present[name] = None
 
     def _record_error(self, read_type: str, name: str, error: OSError) -> OSError:
-        number = error.errno or errno.EIO
-        self._answers.refused.setdefault(read_type, {})[name] = number
-        return OSError(number, os.strerror(number), name)
+        error_number = error.errno or errno.EIO
+        self._reads.refused.setdefault(read_type, {})[name] = error_number
+        return OSError(error_number, os.strerror(error_number), name)

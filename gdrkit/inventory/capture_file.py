@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["parse_capture", "read_capture", "write_capture"]
 
-# Importing a file and replaying it must not grow the process by more than 256 MiB. Python stores a text of n bytes in
-# up to 4n bytes (one character outside of the BMP suffices), twice during parsing, and a JSON value in up to 200 bytes.
-# The capture of a host with 517 PCI functions has 3 MiB and 12,000 tokens.
+# With these limits, importing and replaying a file takes at most 256 MiB of memory. Python stores a text of n bytes in
+# up to 4n bytes (one character outside of the BMP suffices), and has two copies of it during parsing. It stores a JSON
+# value in up to 200 bytes. The capture of a host with 517 PCI functions has 3 MiB and 12,000 tokens.
 _FILE_BYTES_MAX = 16 << 20
 _TOKENS_MAX = 300_000
 _DEPTH_MAX = 64
-_GZIP = b"\x1f\x8b"
-# Matches a JSON string, a bracket or a comma. A lone quotation mark begins a string that never ends. The quantifiers
-# are possessive, so that no input makes the search backtrack.
+_GZIP_MAGIC = b"\x1f\x8b"
+# Matches a JSON string, a bracket, a comma, or the quotation mark of a string that has no end. The quantifiers are
+# possessive, so that no input makes the search backtrack.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},"]', re.DOTALL)
-_LSPCI = re.compile(rb"\s*(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7] ")
+_LSPCI_FIRST_LINE = re.compile(rb"\s*(?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7] ")
 
 
 def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
@@ -44,7 +44,7 @@ def write_capture(path: str | os.PathLike[str], capture: Capture) -> None:
 
 
 def read_capture(path: str | os.PathLike[str]) -> Capture:
-    """Read a file of :func:`write_capture`, a topology XML of NCCL, the output of lspci, or a copied folder.
+    """Read a capture: a file of :func:`write_capture`, a topology XML of NCCL, the output of lspci, or a copied folder.
 
     Raises
     ------
@@ -73,13 +73,13 @@ def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
     if len(data) > _FILE_BYTES_MAX:
         message = f"{name}: the file has more than {_FILE_BYTES_MAX} bytes"
         raise UsageError(message, reason=Reason.MALFORMED)
-    data = _decompress(data, name) if data.startswith(_GZIP) else data
-    start = data.lstrip()[:1]
-    if start == b"<":
+    data = _decompress(data, name) if data.startswith(_GZIP_MAGIC) else data
+    first_byte = data.lstrip()[:1]
+    if first_byte == b"<":
         capture = import_nccl_topology(data)
-    elif _LSPCI.match(data):
+    elif _LSPCI_FIRST_LINE.match(data):
         capture = import_lspci(data)
-    elif start == b"{":
+    elif first_byte == b"{":
         capture = _parse_json(data, name)
     else:
         message = f"{name} is neither a capture, nor a topology XML of NCCL, nor the output of lspci"
@@ -105,7 +105,7 @@ def _decompress(data: bytes, name: str) -> bytes:
 
 def _parse_json(data: bytes, name: str) -> Capture:
     try:
-        # json.loads would also accept UTF-16, in which the tokens counted below look different.
+        # json.loads would also accept UTF-16, in which _check_size() would not find the tokens.
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         message = f"{name}: not JSON: {error}"
@@ -120,10 +120,10 @@ def _check_size(text: str, name: str) -> None:
     """Refuse a JSON text whose values would take too much memory, before it is parsed."""
     depth = 0
     for count, match in enumerate(_TOKEN.finditer(text)):
-        sign = match[0]
-        if sign in "[{":
+        symbol = match[0]
+        if symbol in "[{":
             depth += 1
-        elif sign in "]}":
+        elif symbol in "]}":
             depth -= 1
         problem = (
             f"more than {_TOKENS_MAX} values"
@@ -131,7 +131,7 @@ def _check_size(text: str, name: str) -> None:
             else f"values nested more than {_DEPTH_MAX} deep"
             if depth > _DEPTH_MAX
             else f"not JSON: the string at character {match.start()} has no end"
-            if sign == '"'
+            if symbol == '"'
             else None
         )
         if problem is not None:

@@ -1,4 +1,7 @@
-"""Queries in child processes, so that a damaged library ends the child and not the caller."""
+"""Queries in child processes, so that a damaged library crashes the child and not the caller.
+
+The children run :mod:`gdrkit.inventory.api_query` and :mod:`gdrkit.inventory.experiments`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildQuery"]
 
 _OUTPUT_CHARACTERS_MAX = 400
+# Longest time without a processor that does not count as time of the query.
 _STARVED_MAX_S = 100.0
 
 
@@ -30,9 +34,9 @@ class ChildQuery:
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._command = command
         self._api = command[-1]
-        # These are files and not pipes: a file takes a result of any length without a reader, and its end does not
-        # depend on the processes that the child starts, which inherit it. The output of libraries goes to another file
-        # than the result.
+        # These are files and not pipes. A file takes a result of any length without a reader. A pipe would also stay
+        # open as long as a process that the child has started still has it. Libraries may print text, so the output of
+        # the child goes to a file of its own.
         self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         try:
@@ -43,7 +47,7 @@ class ChildQuery:
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                # A group of its own, so that the processes that the child starts are killed with it.
+                # The child gets its own process group, so that the processes that it starts are killed with it.
                 process_group=0,
             )
         except BaseException:
@@ -57,18 +61,18 @@ class ChildQuery:
         Parameters
         ----------
         timeout_s : float
-            Time limit of the child, in seconds. Up to 100 s in which the child was runnable and had no processor do not
-            count: on a busy machine, the start of an interpreter alone was seen to take half a minute.
+            Time limit of the child, in seconds. Time in which the child was ready to run and had no processor does not
+            count, up to 100 s. On a busy machine, the start of the interpreter alone has taken half a minute.
         """
         try:
             has_ended = self._wait(timeout_s)
-            not_killed = kill_child(self._child)
-            output = _contents(self._output)
-            text = _contents(self._result)
+            kill_failure = kill_child(self._child)
+            output = _read_all(self._output)
+            text = _read_all(self._result)
         finally:
             self.close()
         if not has_ended:
-            message = f"no result within {timeout_s:g} s" + (f"; {not_killed}" if not_killed else "")
+            message = f"no result within {timeout_s:g} s" + (f"; {kill_failure}" if kill_failure else "")
             return None, self._failure(Reason.TIMEOUT, message, output)
         if not text:
             return None, self._failure(Reason.OTHER, _describe_end(self._child.returncode), output)
@@ -98,7 +102,7 @@ class ChildQuery:
             self._output.close()
 
     def _failure(self, reason: Reason, message: str, output: bytes) -> ApiFailure:
-        last = output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
+        last_output = output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
         return ApiFailure(
             api=self._api,
             operation="query in a child process",
@@ -106,12 +110,12 @@ class ChildQuery:
             status_name="",
             errno=None,
             reason=reason,
-            message=f"{self._api}: {message}" + (f"; it printed: {last}" if last else ""),
+            message=f"{self._api}: {message}" + (f"; it printed: {last_output}" if last_output else ""),
             what_to_do=f"run the query alone to see the cause: {sys.executable} -m {' '.join(self._command)} 1",
         )
 
 
-def _contents(file: IO[bytes]) -> bytes:
+def _read_all(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()
 

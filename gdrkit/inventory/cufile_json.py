@@ -1,4 +1,4 @@
-"""Reader of cufile.json, the configuration of libcufile: JSON with comments.
+"""Reader of cufile.json, the configuration file of libcufile, which is JSON with comments.
 
 This module finds the file that the library would read, and parses it. The settings that the library really uses are
 known only after the library was opened.
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PATH", "config_path", "parse_config", "read_config", "value"]
 
 DEFAULT_PATH = "/etc/cufile.json"
-_VARIABLE = "CUFILE_ENV_PATH_JSON"
-# Strings come first, so that a string that contains a comment sign is not changed.
+_PATH_VARIABLE = "CUFILE_ENV_PATH_JSON"
+# Matches a string or a comment. A whole string is matched, so that a comment sign in it does not begin a comment.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-# Without its comments, the file that NVIDIA ships has a comma after the last entry of some objects.
+# Matches a string, or a comma after the last entry of an object or array. The file that NVIDIA ships has such commas.
 _LAST_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])')
 
 
 def config_path(tree: HostTree, environment: Mapping[str, str]) -> str | None:
     """Return the path that the library would read, or None if there is no file and the library uses its defaults."""
-    path = environment.get(_VARIABLE) or DEFAULT_PATH
+    path = environment.get(_PATH_VARIABLE) or DEFAULT_PATH
     return path if path.startswith("/") and tree.exists(path) else None
 
 
@@ -41,11 +41,11 @@ def parse_config(text: str, *, name: str = "cufile.json") -> dict[str, Any]:
     UsageError
         ``MALFORMED``: the text is not JSON with comments, or its top-level value is not an object.
     """
-    stripped = text
+    json_text = text
     for pattern in (_COMMENTS, _LAST_COMMAS):
-        stripped = pattern.sub(lambda match: match[0] if match[0].startswith('"') else " ", stripped)
+        json_text = pattern.sub(lambda match: match[0] if match[0].startswith('"') else " ", json_text)
     try:
-        data = json.loads(stripped)
+        data = json.loads(json_text)
     except (ValueError, RecursionError) as error:
         message = f"{name}: not JSON with comments: {error}"
         raise UsageError(message, reason=Reason.MALFORMED, what_to_do="fix the file, or remove it") from error
@@ -56,7 +56,7 @@ def parse_config(text: str, *, name: str = "cufile.json") -> dict[str, Any]:
 
 
 def read_config(tree: HostTree, environment: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the path and the contents; None and an empty mapping if there is no file.
+    """Return the path and the contents of cufile.json, or None and an empty mapping if there is no file.
 
     Raises
     ------

@@ -37,7 +37,7 @@ class Diagnosis:
     unreadable : tuple of Unreadable
         Every file that a rule could not read.
     privileges : tuple of str
-        Reads that need a privilege that this process does not have, with the rules that make them.
+        One sentence for each missing privilege: what cannot be read without the privilege, and the rules that need it.
     """
 
     schema_version: int
@@ -59,59 +59,63 @@ class Diagnosis:
 def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
     """Apply `rules` to `machine` and return the diagnosis."""
     findings = tuple(rule.apply(machine) for rule in rules)
-    unreadable = {item.path: item for item in machine.facts.unreadable}
-    unreadable |= {item.path: item for finding in findings for item in finding.unreadable}
+    unreadable = {unreadable_file.path: unreadable_file for unreadable_file in machine.facts.unreadable}
+    unreadable |= {
+        unreadable_file.path: unreadable_file for finding in findings for unreadable_file in finding.unreadable
+    }
     return Diagnosis(
         schema_version=SCHEMA_VERSION,
         facts_digest=machine.facts.digest,
         missing=tuple(_missing(machine)),
         findings=findings,
         unreadable=tuple(unreadable.values()),
-        privileges=tuple(_privileges(machine)),
+        privileges=tuple(_missing_privileges(machine)),
     )
 
 
-def _privileges(machine: Machine) -> Iterator[str]:
-    def rules_with(capability: str) -> str:
+def _missing_privileges(machine: Machine) -> Iterator[str]:
+    def rules_that_need(capability: str) -> str:
         return ", ".join(rule.code for rule in RULES if capability in rule.privilege)
 
-    # If only the files of a machine are known, the privileges of the process that read them are unknown.
+    # `facts.python` is empty for an imported capture. Such a capture has only files. The privileges of the process that
+    # read them are unknown.
     if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
-        yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({rules_with('CAP_SYS_ADMIN')})"
+        yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({rules_that_need('CAP_SYS_ADMIN')})"
     if machine.kernel_log.unreadable:
-        yield f"the kernel log: {machine.kernel_log.unreadable} ({rules_with('CAP_SYSLOG')})"
+        yield f"the kernel log: {machine.kernel_log.unreadable} ({rules_that_need('CAP_SYSLOG')})"
 
 
 def _missing(machine: Machine) -> Iterator[str]:
     facts, tree = machine.facts, host.HostTree.of(machine.files)
 
-    def absent(path: str) -> bool:
-        # A file that was not read when the machine was captured is not known to be missing.
-        return not tree.exists(path) and all(item.path != path for item in tree.unreadable)
+    def is_absent(path: str) -> bool:
+        # A file that could not be read, or that is not in the capture, may exist.
+        return not tree.exists(path) and all(unreadable_file.path != path for unreadable_file in tree.unreadable)
 
-    has_gpu = any(host.is_gpu(one) for one in machine.functions) or bool(facts.cuda and facts.cuda.devices)
+    has_gpu = any(host.is_gpu(function) for function in machine.functions) or bool(facts.cuda and facts.cuda.devices)
     if not has_gpu and not _is_unknown(tree, "/sys/bus/pci/devices"):
         yield "no NVIDIA GPU on PCI"
     if (
         facts.nvidia_driver_version is None
         and not (facts.cuda and facts.cuda.devices)
-        and absent("/proc/driver/nvidia")
+        and is_absent("/proc/driver/nvidia")
     ):
         yield "no NVIDIA driver"
     has_nic = bool(facts.rdma_devices or (facts.verbs and facts.verbs.nics))
-    # The folder of the class exists as soon as the first driver is loaded, and may be empty.
-    rdma = "/sys/class/infiniband"
-    if not has_nic and not tree.names(rdma) and not _is_unknown(tree, rdma):
+    # This folder exists as soon as the first RDMA driver is loaded, and may be empty.
+    rdma_folder = "/sys/class/infiniband"
+    if not has_nic and not tree.names(rdma_folder) and not _is_unknown(tree, rdma_folder):
         yield "no RDMA device"
-    if absent("/proc/driver/nvidia-fs"):
+    if is_absent("/proc/driver/nvidia-fs"):
         yield "no nvidia-fs"
     if not tree.names("/run/udev/data") and not _is_unknown(tree, "/run/udev/data"):
         yield "no udev database (/run/udev/data)"
-    # The search path of the loader is known only for a machine on which gdrkit ran.
+    # The search path of the loader is known only if gdrkit ran on the machine.
     if facts.python and not any(library.path for library in facts.libraries if library.soname == "libcufile.so.0"):
         yield "no libcufile.so.0 in the folders of the loader"
 
 
 def _is_unknown(tree: host.HostTree, folder: str) -> bool:
-    tree.names(folder)
-    return any(item.path == folder for item in tree.unreadable)
+    """Return whether the names in a folder could not be read, or are not in the capture."""
+    tree.names(folder)  # Adds the folder to `tree.unreadable` if it cannot be read.
+    return any(unreadable_file.path == folder for unreadable_file in tree.unreadable)

@@ -2,7 +2,7 @@
 
 The module runs as ``python -m gdrkit.inventory.experiments NAME DESCRIPTOR`` in a child process with a time limit. An
 experiment allocates a little memory, registers it, transfers bytes over each NIC in loopback, and releases everything.
-Its result is its observations, in words. The rules of the doctor decide what these mean.
+It returns its observations in words, by the step of the experiment. The rules of the doctor decide what they mean.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ __all__ = ["EXPERIMENTS", "main"]
 
 _TRANSFER_BYTES = 64 * KIB
 _COPY_BYTES = 64 * MIB
-_ROUNDS = 50
+_FLUSH_ROUNDS = 50
+# Copies before the links are read, so that an idle GPU has time to raise the speed of its link.
 _COPIES_MIN = 20
+# Seed of the patterns that are transferred. Any value would do.
 _SEED = 0x6D6F76
 _COMPLETION_TIMEOUT_MS = 2000.0
 _COPY_TIMEOUT_S = 10.0
-_PCI = "/sys/bus/pci/devices"
+_PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 class _Loopback:
@@ -48,11 +50,11 @@ class _Loopback:
     def __init__(self, nic: Nic) -> None:
         self._stack = ExitStack()
         with ExitStack() as stack:
-            pairs = []
+            queue_pairs = []
             for _ in range(2):
-                queue = stack.enter_context(nic.completion_queue(depth=16))
-                pairs.append(stack.enter_context(nic.queue_pair(queue)))
-            requester, responder = pairs
+                completion_queue = stack.enter_context(nic.completion_queue(depth=16))
+                queue_pairs.append(stack.enter_context(nic.queue_pair(completion_queue)))
+            requester, responder = queue_pairs
             requester.connect(responder.endpoint())
             responder.connect(requester.endpoint())
             self._pair: QueuePair = requester
@@ -81,7 +83,7 @@ class _Loopback:
         self._stack.close()
 
 
-def _p2p() -> dict[str, str]:
+def _try_p2p() -> dict[str, str]:
     """Write to and read from the memory of each CUDA device by each active NIC, and return the result of each."""
     from gdrkit import cuda, registration
 
@@ -91,23 +93,23 @@ def _p2p() -> dict[str, str]:
             with ExitStack() as stack:
                 nic, device = _open(stack, nic_name, port, index)
                 memory = stack.enter_context(device.allocate(_TRANSFER_BYTES))
-                registered = stack.enter_context(registration.register(memory, [nic]))
-                loop = stack.enter_context(_Loopback(nic))
+                registered_memory = stack.enter_context(registration.register(memory, [nic]))
+                loopback = stack.enter_context(_Loopback(nic))
                 name = f"GPU {index} and {nic_name}"
-                loop.fill(_SEED)
-                status = loop.write(registered.remote(nic)).status.name
-                observations[f"RDMA WRITE into {name}"] = _result(status, memory.read(), _SEED)
+                loopback.fill(_SEED)
+                status = loopback.write(registered_memory.remote(nic)).status.name
+                observations[f"RDMA WRITE into {name}"] = _transfer_result(status, memory.read(), _SEED)
                 if status != "SUCCESS":
-                    # The queue pair is in the error state, so the read needs a new one.
-                    loop = stack.enter_context(_Loopback(nic))
+                    # The queue pair is in the error state, so the read needs a new queue pair.
+                    loopback = stack.enter_context(_Loopback(nic))
                 memory.write(pattern.payload(_TRANSFER_BYTES, seed=_SEED + 1))
-                status = loop.read(registered.remote(nic)).status.name
-                observations[f"RDMA READ from {name}"] = _result(status, bytes(loop.data), _SEED + 1)
+                status = loopback.read(registered_memory.remote(nic)).status.name
+                observations[f"RDMA READ from {name}"] = _transfer_result(status, bytes(loopback.data), _SEED + 1)
     return observations
 
 
-def _result(status: str, data: bytes, seed: int) -> str:
-    """Return the status of a completion, or the mismatch if it is SUCCESS and the data is not that of `seed`."""
+def _transfer_result(status: str, data: bytes, seed: int) -> str:
+    """Return the status of a completion, or the mismatch if the status is SUCCESS and `data` is not that of `seed`."""
     if status != "SUCCESS":
         return status
     try:
@@ -117,42 +119,45 @@ def _result(status: str, data: bytes, seed: int) -> str:
     return status
 
 
-def _stale_key() -> dict[str, str]:
-    """Write with the rkey of freed memory, and return whether the write reached the next owner of the address.
+def _try_stale_key() -> dict[str, str]:
+    """Write with the rkey of freed memory, and return whether the write changed the next allocation at that address.
 
-    The result also says whether the driver's buffer id distinguishes the freed memory from its successor.
+    The result also says whether that allocation has another buffer id of the driver than the freed memory.
     """
     from gdrkit import cuda, registration
 
     nics = _active_nics()
     with ExitStack() as stack:
         nic, device = _open(stack, *nics[0], 0)
-        first = stack.enter_context(device.allocate(2 * MIB))
-        # The owner does not know about a registration of a borrowed view, so its free does not deregister.
-        view = stack.enter_context(cuda.borrow(device, first.address, length_bytes=first.length_bytes))
-        registered: Registration = stack.enter_context(registration.register(view, [nic]))
-        remote = registered.remote(nic, length_bytes=_TRANSFER_BYTES)
-        old_id, address = first.buffer_id(), first.address
-        first.close()
+        freed_memory = stack.enter_context(device.allocate(2 * MIB))
+        # Only a borrowed view of the memory is registered. The owner does not know of this registration, so closing the
+        # owner does not deregister it.
+        view = stack.enter_context(cuda.borrow(device, freed_memory.address, length_bytes=freed_memory.length_bytes))
+        registered_memory: Registration = stack.enter_context(registration.register(view, [nic]))
+        remote = registered_memory.remote(nic, length_bytes=_TRANSFER_BYTES)
+        old_buffer_id, address = freed_memory.buffer_id(), freed_memory.address
+        freed_memory.close()
         successor = stack.enter_context(device.allocate(2 * MIB))
         successor.fill(0x5A)
         is_same_address = successor.address == address
-        new_id = successor.buffer_id()
-        loop = stack.enter_context(_Loopback(nic))
-        loop.fill(_SEED)
-        status = loop.write(remote).status.name
-        reached = successor.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
-        registered.close()
+        new_buffer_id = successor.buffer_id()
+        loopback = stack.enter_context(_Loopback(nic))
+        loopback.fill(_SEED)
+        status = loopback.write(remote).status.name
+        is_reached = successor.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
+        registered_memory.close()
     return {
         "the address came back": "yes" if is_same_address else "no",
-        "buffer id": "the same" if is_same_address and new_id == old_id else f"{old_id}, then {new_id}",
+        "buffer id": "the same"
+        if is_same_address and new_buffer_id == old_buffer_id
+        else f"{old_buffer_id}, then {new_buffer_id}",
         "a write by the old key": status,
-        "the new owner was reached by the old key": "yes" if reached else "no",
+        "the new owner was reached by the old key": "yes" if is_reached else "no",
     }
 
 
-def _flush() -> dict[str, str]:
-    """Count how often a copy by a device, after completion and flush, does not see the bytes that a NIC wrote."""
+def _try_flush() -> dict[str, str]:
+    """Count how often a copy by a device does not see the bytes that a NIC wrote, after completion and flush."""
     from gdrkit import cuda, registration
 
     observations: dict[str, str] = {}
@@ -161,57 +166,59 @@ def _flush() -> dict[str, str]:
         with ExitStack() as stack:
             nic, device = _open(stack, *nics[0], index)
             ordering = registration.Ordering.of(device)
-            memory, copy = stack.enter_context(device.allocate(_TRANSFER_BYTES)), bytearray(_TRANSFER_BYTES)
-            registered = stack.enter_context(registration.register(memory, [nic]))
-            loop, stream = stack.enter_context(_Loopback(nic)), stack.enter_context(device.stream())
+            memory, copied_data = stack.enter_context(device.allocate(_TRANSFER_BYTES)), bytearray(_TRANSFER_BYTES)
+            registered_memory = stack.enter_context(registration.register(memory, [nic]))
+            loopback, stream = stack.enter_context(_Loopback(nic)), stack.enter_context(device.stream())
             observations[f"writes of NICs are visible to GPU {index}"] = (
                 "without a flush" if not ordering.needs_flush else "after one"
             )
             stale_count = 0
-            for turn in range(_ROUNDS):
-                loop.fill(_SEED + turn)
-                loop.write(registered.remote(nic)).expect()
-                # If the device offers a flush, the call must work, whether a flush is needed or not.
+            for round_index in range(_FLUSH_ROUNDS):
+                loopback.fill(_SEED + round_index)
+                loopback.write(registered_memory.remote(nic)).expect()
+                # If the device supports the flush, it is called even where it is not needed, and must succeed.
                 if ordering.flush_options & registration.FlushOption.HOST:
                     device.flush_remote_writes()
-                stream.read_into(memory, copy)
+                stream.read_into(memory, copied_data)
                 stream.synchronize()
-                stale_count += copy != loop.data
-            observations[f"old data on GPU {index} in {_ROUNDS} rounds"] = str(stale_count)
+                stale_count += copied_data != loopback.data
+            observations[f"old data on GPU {index} in {_FLUSH_ROUNDS} rounds"] = str(stale_count)
     return observations
 
 
-def _load() -> dict[str, str]:
-    """Return the trained speed of each PCIe link above each device while copies run."""
+def _read_links_under_load() -> dict[str, str]:
+    """Return the trained speed of each PCIe link above each CUDA device while copies to the device run."""
     from gdrkit import cuda, host
 
     tree, observations = host.HostTree(), {}
     for index in range(cuda.device_count()):
         with cuda.Device(index) as device, device.allocate(_COPY_BYTES) as memory:
-            done = threading.Event()
-            data, copies = bytes(_COPY_BYTES), [0]
+            stop_copying = threading.Event()
+            data = bytes(_COPY_BYTES)
 
-            def copy(
-                memory: object = memory, data: bytes = data, done: threading.Event = done, copies: list[int] = copies
+            # Default values bind the variables of this iteration. A closure would use those of the last iteration.
+            def copy_until_stopped(
+                memory: object = memory, data: bytes = data, stop_copying: threading.Event = stop_copying
             ) -> None:
-                while not done.is_set():
+                while not stop_copying.is_set():
                     memory.write(data)  # type: ignore[attr-defined]
-                    copies[0] += 1
 
             for _ in range(_COPIES_MIN):
                 memory.write(data)
-            worker = threading.Thread(target=copy, name=f"copies to GPU {index}", daemon=True)
+            worker = threading.Thread(target=copy_until_stopped, name=f"copies to GPU {index}", daemon=True)
             worker.start()
             try:
-                for part in host.pci_path(tree, device.pci_bus_id.lower())[1:]:
-                    observations[part] = tree.text(f"{_PCI}/{part}/current_link_speed") or "unknown"
+                for function_address in host.pci_path(tree, device.pci_bus_id.lower())[1:]:
+                    observations[function_address] = (
+                        tree.text(f"{_PCI_DEVICES}/{function_address}/current_link_speed") or "unknown"
+                    )
             finally:
-                done.set()
+                stop_copying.set()
                 join_threads([worker], timeout_s=_COPY_TIMEOUT_S)
     return observations
 
 
-def _driver_open() -> dict[str, str]:
+def _open_driver() -> dict[str, str]:
     """Open and close the driver of cuFile."""
     from gdrkit import cufile
 
@@ -221,10 +228,10 @@ def _driver_open() -> dict[str, str]:
     return {f"cuFileDriverOpen of cuFile {major}.{minor}": "opened"}
 
 
-def _pool() -> dict[str, str]:
-    """Submit a batch of as many reads as cuFile accepts at once, and count the results.
+def _fill_bounce_buffer_pool() -> dict[str, str]:
+    """Submit one batch with as many reads as cuFile accepts, and count the results.
 
-    Each of the reads may need a bounce buffer.
+    Each read may need a bounce buffer of cuFile's pool.
     """
     from gdrkit import cuda, cufile
 
@@ -235,14 +242,16 @@ def _pool() -> dict[str, str]:
         # The parent process chooses the folder of temporary files (TMPDIR) and removes it.
         path = Path(tempfile.mkdtemp(), "data")
         path.write_bytes(pattern.payload(_TRANSFER_BYTES, seed=_SEED))
-        data = stack.enter_context(path.open("rb"))
-        file = stack.enter_context(cufile.FileHandle(driver, data.fileno()))
+        data_file = stack.enter_context(path.open("rb"))
+        file_handle = stack.enter_context(cufile.FileHandle(driver, data_file.fileno()))
         count = driver.properties().max_batch_io
         batch = stack.enter_context(cufile.IoBatch(driver, count))
-        batch.submit([cufile.BatchRequest(cufile.Opcode.READ, file, cufile.BufferRange(memory))] * count)
-        ended = Counter(event.status.name for event in batch.status(count_min=count))
+        batch.submit([cufile.BatchRequest(cufile.Opcode.READ, file_handle, cufile.BufferRange(memory))] * count)
+        status_counts = Counter(event.status.name for event in batch.status(count_min=count))
     return {
-        f"{count} reads of {_TRANSFER_BYTES} bytes in one batch": ", ".join(f"{n} {name}" for name, n in ended.items())
+        f"{count} reads of {_TRANSFER_BYTES} bytes in one batch": ", ".join(
+            f"{result_count} {name}" for name, result_count in status_counts.items()
+        )
     }
 
 
@@ -264,19 +273,19 @@ def _open(stack: ExitStack, nic_name: str, port: int, index: int) -> tuple[Nic, 
 
 
 EXPERIMENTS: dict[str, Callable[[], dict[str, str]]] = {
-    "p2p": _p2p,
-    "stale_key": _stale_key,
-    "flush": _flush,
-    "load": _load,
-    "driver_open": _driver_open,
-    "pool": _pool,
+    "p2p": _try_p2p,
+    "stale_key": _try_stale_key,
+    "flush": _try_flush,
+    "load": _read_links_under_load,
+    "driver_open": _open_driver,
+    "pool": _fill_bounce_buffer_pool,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the experiment NAME and write the result or the failure as one JSON object to DESCRIPTOR.
+    """Run an experiment and write the result or the failure as one JSON object.
 
-    The arguments are ``NAME DESCRIPTOR``.
+    The arguments are ``NAME DESCRIPTOR``: the name of the experiment, and the descriptor to write to.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Facts about one machine, as frozen values. Their JSON form is read back as an equal value.
+"""Facts about one machine, as frozen dataclasses that can be written as JSON and read again.
 
 A fact is something that was observed. An API whose query failed has an :class:`ApiFailure` instead, which says what to
 do.
@@ -40,7 +40,7 @@ __all__ = [
     "PackageFacts",
     "RouteFacts",
     "VerbsFacts",
-    "notable",
+    "identifying_libraries",
 ]
 
 SCHEMA_VERSION = 1
@@ -48,7 +48,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ApiFailure:
-    """The failure of the query of an API, with the fields of :class:`~gdrkit.errors.ApiError`."""
+    """The reason why an API could not be queried, with the fields of :class:`~gdrkit.errors.ApiError`."""
 
     api: str
     operation: str
@@ -122,7 +122,7 @@ class NicFacts:
     active_ports : tuple of int
         Numbers of the active ports.
     dmabuf : bool or None
-        Whether a call showed that the device registers dma-bufs; None if it could not be opened (see ``failure``).
+        Whether the device can register dma-bufs, as a call showed; None if it could not be opened (see ``failure``).
     """
 
     name: str
@@ -155,7 +155,7 @@ class RouteFacts:
 
 @dataclass(frozen=True, slots=True)
 class LibraryFacts:
-    """The library that the loader would open for a name; ``path`` is None if there is none."""
+    """The library that the loader would open for `soname`; ``path`` is None if it would not find one."""
 
     soname: str
     path: str | None
@@ -173,7 +173,9 @@ class PackageFacts:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFacts:
-    """Registers in the config space of a GPU, NIC, NVMe controller or bridge above one; None if not readable.
+    """Registers in the config space of a GPU, NIC or NVMe controller, or of a bridge above such a device.
+
+    A register that could not be read is None.
 
     Attributes
     ----------
@@ -198,7 +200,7 @@ class CufileFacts:
     Attributes
     ----------
     config_path : str or None
-        The cufile.json that the library would read; None if there is none and the library uses its defaults.
+        The cufile.json that the library would read; None if the file does not exist and the library uses its defaults.
     nvidia_fs_version : str or None
         Version of the loaded kernel module nvidia-fs.
     nvidia_fs_modules : tuple of str
@@ -228,7 +230,7 @@ class Facts:
     accelerators : tuple of PciDevice
         Accelerators of Habana Labs on the PCI bus, with or without a driver.
     gaudi : facts or None
-        Result of the query of hl-thunk, which is made if there is a library or a device.
+        Result of the query of hl-thunk. It is made if the machine has such a library or a device of Habana Labs.
     unreadable : tuple of Unreadable
         Files that exist and could not be read.
     virtual_machine : str or None
@@ -283,7 +285,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "facts") -> Self:
-        """Parse the output of :meth:`to_json`; errors name the text `where`.
+        """Parse the output of :meth:`to_json`. `where` names the text in errors.
 
         Raises
         ------
@@ -299,7 +301,7 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """Digest of these facts."""
+        """SHA-256 digest of these facts, as in the field facts_digest of a record."""
         return serialization.digest(self)
 
     @property
@@ -328,16 +330,24 @@ class Facts:
         return result.libraries if result is not None else ()
 
 
-def notable(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:
-    """Return the libraries that identify an API's implementation.
+def identifying_libraries(libraries: Iterable[LoadedLibrary]) -> tuple[LoadedLibrary, ...]:
+    """Return the libraries that show which implementation of an API a process uses.
 
     These are the libraries of the APIs, their bindings, the RDMA providers, and every library that has a GDRKIT note.
     """
-    stems = ("libibverbs.", "librdmacm.", "libcuda.", "libcufile", "libhl-thunk.", "libhlthunk.", "libnvidia-ml.")
+    file_name_prefixes = (
+        "libibverbs.",
+        "librdmacm.",
+        "libcuda.",
+        "libcufile",
+        "libhl-thunk.",
+        "libhlthunk.",
+        "libnvidia-ml.",
+    )
     return tuple(
         library
         for library in libraries
-        if (library.soname or library.path.rpartition("/")[2]).startswith(stems)
+        if (library.soname or library.path.rpartition("/")[2]).startswith(file_name_prefixes)
         or "/libibverbs/" in library.path
         or "/pyverbs/device." in library.path
         or any(note.owner == "GDRKIT" for note in library.notes)

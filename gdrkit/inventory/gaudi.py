@@ -1,6 +1,6 @@
 """Facts about Gaudi devices, and the query for them.
 
-These are in a module of their own, so that the other modules of this package need not know Gaudi.
+Only this module of the package uses :mod:`gdrkit.gaudi`.
 """
 
 from __future__ import annotations

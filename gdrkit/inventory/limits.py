@@ -1,7 +1,7 @@
 """Upper bounds of the transfer rate, computed from the links of a machine.
 
-A limit is the number of bytes that a link carries in a second, headers included. No transfer can exceed it. A transfer
-that seems to be faster did not use that link. All functions here are pure.
+A limit is the number of bytes that a link carries in a second, headers included. No transfer can exceed it. If a
+transfer seems to be faster, it did not use that link. All functions here are pure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["Limit", "device_limit", "path_limit"]
 
 _LINK = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
-# From this speed on, 130 bits on the link carry 128 bits of data; below it, 10 bits carry 8 (PCI Express Base
-# Specification, 4.2). From 64 GT/s on, a flit of 256 bytes carries 236.
+# Speeds at which the encoding changes (PCI Express Base Specification, 4.2). Below 8 GT/s, 10 bits on the link carry 8
+# bits of data. From 8 GT/s on, 130 bits carry 128. From 64 GT/s on, a flit of 256 bytes carries 236.
 _LONG_CODE_GT_PER_S, _FLIT_GT_PER_S = 8.0, 64.0
 # PCIe speeds by the generation numbers that NVML uses.
 _SPEEDS_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
@@ -44,10 +44,10 @@ class Limit:
 
 
 def path_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
-    """Return the limit of a path through these devices (``GPU0``, ``mlx5_0``), or None if no link states its training.
+    """Return the limit of a path through the devices `names` (``GPU0``, ``mlx5_0``), or None if it is unknown.
 
-    The result is also None in a virtual machine: the PCI tree there is what the hypervisor shows, and says nothing
-    about the limits of the hardware.
+    It is unknown if no link reports its speed and width, and in a virtual machine. The PCI tree in a virtual machine is
+    what the hypervisor shows, and says nothing about the limits of the hardware.
     """
     if topology.virtual_machine is not None:
         return None
@@ -59,27 +59,27 @@ def path_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limi
 
 
 def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str]) -> Limit | None:
-    """Return the limit of a path through these CUDA devices and NICs, as far as it follows from the facts alone.
+    """Return the limit of a path through these CUDA devices and NICs, without a topology.
 
-    The facts have the links of GPUs and the ports of NICs. The link of a NIC is in the topology, see
-    :func:`path_limit`.
+    The facts have the links of GPUs and the ports of NICs. They do not have the PCIe links of NICs, which are in the
+    topology; see :func:`path_limit`.
     """
     if facts.virtual_machine is not None:
         return None
-    limits: list[Limit | None] = [*_port_limits(facts, nics)]
+    all_limits: list[Limit | None] = [*_port_limits(facts, nics)]
     for device in facts.cuda.devices if facts.cuda else ():
         address = device.pci_bus_id.lower()
-        function = next((it for it in facts.gpus if it.address.lower() == address), None)
-        trained = "" if function is None else f"{function.link_speed} x{function.link_width}"
+        function = next((function for function in facts.gpus if function.address.lower() == address), None)
+        trained_link = "" if function is None else f"{function.link_speed} x{function.link_width}"
         if device.index in devices:
-            limits.append(_link_limit(f"GPU{device.index}", _best_link(address, facts) or trained))
-    return _slowest(*limits)
+            all_limits.append(_link_limit(f"GPU{device.index}", _best_link(address, facts) or trained_link))
+    return _slowest(*all_limits)
 
 
-def _slowest(*limits: Limit | None) -> Limit | None:
+def _slowest(*all_limits: Limit | None) -> Limit | None:
     # The kernel reports a width or a rate of 0 if it does not know the value.
-    known = [limit for limit in limits if limit is not None and limit.gb_per_s > 0]
-    return min(known, key=lambda limit: limit.gb_per_s, default=None)
+    known_limits = [limit for limit in all_limits if limit is not None and limit.gb_per_s > 0]
+    return min(known_limits, key=lambda limit: limit.gb_per_s, default=None)
 
 
 def _best_link(address: str, facts: Facts) -> str:
@@ -95,10 +95,10 @@ def _best_link(address: str, facts: Facts) -> str:
 
 
 def _link_limit(name: str, link: str) -> Limit | None:
-    parsed = _LINK.fullmatch(link)
-    if parsed is None:
+    match = _LINK.fullmatch(link)
+    if match is None:
         return None
-    speed, width = float(parsed[1]), int(parsed[2])
+    speed, width = float(match[1]), int(match[2])
     efficiency = 236 / 256 if speed >= _FLIT_GT_PER_S else 128 / 130 if speed >= _LONG_CODE_GT_PER_S else 8 / 10
     return Limit(gb_per_s=speed * width * efficiency / 8, why=f"the link of {name}, {link}")
 
@@ -106,7 +106,7 @@ def _link_limit(name: str, link: str) -> Limit | None:
 def _port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
     for device in facts.rdma_devices:
         for port in device.ports if device.name in names else ():
-            parsed = _RATE.match(port.rate or "")
+            match = _RATE.match(port.rate or "")
             # The rate of a port that is down is not a limit.
-            if parsed is not None and port.state == "ACTIVE":
-                yield Limit(gb_per_s=float(parsed[1]) / 8, why=f"the port of {device.name}, {port.rate}")
+            if match is not None and port.state == "ACTIVE":
+                yield Limit(gb_per_s=float(match[1]) / 8, why=f"the port of {device.name}, {port.rate}")

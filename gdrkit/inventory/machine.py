@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory.facts import Facts
 
-__all__ = ["Machine", "replayed", "this_machine"]
+__all__ = ["Machine", "captured_machine", "this_machine"]
 
 # Environment variables that configure the libraries used by direct transfers.
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
-_PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
+_VARIABLE_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
+_VARIABLE_PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
 _EXPERIMENT_TIMEOUT_S = 10.0
-# Limit of GPUs, NICs and NVMe controllers in a capture. Rules and the topology compare each of them with every other.
+# Limit of GPUs, NICs and NVMe controllers in a capture. Rules and the topology compare every pair of them.
 _DEVICES_MAX = 512
-# Folder of temporary files that must be on a disk. /tmp is often a tmpfs, which no storage driver reads.
+# Folder for temporary files that must be on a disk. /tmp is often a tmpfs, which has no block device.
 _TEMPORARY_FOLDER = "/var/tmp"  # noqa: S108 - each experiment has a folder of its own there.
 
 
@@ -84,7 +84,7 @@ class Machine:
         """Whether the machine has a GPU, an accelerator or an RDMA NIC, according to PCI, sysfs or its APIs."""
         facts = self.facts
         return bool(
-            any(host.is_gpu(one) or host.is_nic(one) for one in self.functions)
+            any(host.is_gpu(function) or host.is_nic(function) for function in self.functions)
             or facts.rdma_devices
             or facts.accelerators
             or (facts.cuda and facts.cuda.devices)
@@ -99,26 +99,26 @@ class Machine:
         from gdrkit.inventory.experiments import EXPERIMENTS
 
         if name in EXPERIMENTS and name not in self.observations and self.may_run_experiments:
-            # The files that the experiment leaves are removed with the folder, also if its process had to be killed.
-            # Without this variable libcufile would write its log into the current folder.
+            # The folder and the files in it are removed even if the process of the experiment had to be killed.
             parent = _TEMPORARY_FOLDER if os.access(_TEMPORARY_FOLDER, os.W_OK) else None
             with tempfile.TemporaryDirectory(prefix="gdrkit-experiment-", dir=parent) as folder:
-                log = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
-                query = ChildQuery(["gdrkit.inventory.experiments", name], {**log, **os.environ, "TMPDIR": folder})
-                observed, failure = query.result(self.timeout_s)
-            self.observations[name] = Observation(name=name, seen=observed or {}, failure=failure)
+                # Without this variable libcufile would write its log into the current folder.
+                log_path = {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log"}
+                query = ChildQuery(["gdrkit.inventory.experiments", name], {**log_path, **os.environ, "TMPDIR": folder})
+                observations_by_step, failure = query.result(self.timeout_s)
+            self.observations[name] = Observation(name=name, seen=observations_by_step or {}, failure=failure)
         return self.observations.get(name)
 
     def capture(self) -> Capture:
-        """Return a capture of everything that was read on the machine until now.
+        """Return a capture of everything that was read on the machine so far.
 
         :attr:`files` must be a :class:`Recorder` or a capture; otherwise the capture has no files.
         """
-        answers = self.files.answers if isinstance(self.files, Recorder | CapturedFiles) else RecordedReads()
+        reads = self.files.reads if isinstance(self.files, Recorder | CapturedFiles) else RecordedReads()
         return Capture(
             schema_version=SCHEMA_VERSION,
             origin=f"gdrkit {gdrkit.__version__} facts --save",
-            answers=answers,
+            answers=reads,
             facts=self.facts,
             kernel_log=self.kernel_log,
             environment=dict(self.environment),
@@ -142,7 +142,9 @@ def this_machine(*, query_apis: bool = True, record: bool = False, run_experimen
     files = Recorder(files) if record else files
     tree = host.HostTree.of(files)
     environment = {
-        name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)
+        name: value
+        for name, value in os.environ.items()
+        if name in _VARIABLE_NAMES or name.startswith(_VARIABLE_PREFIXES)
     }
     return Machine(
         files=files,
@@ -153,8 +155,8 @@ def this_machine(*, query_apis: bool = True, record: bool = False, run_experimen
     )
 
 
-def replayed(capture: Capture) -> Machine:
-    """Return the machine of a capture. Facts that were not captured are read from its files, as far as these have them.
+def captured_machine(capture: Capture) -> Machine:
+    """Return the machine that a capture describes. If the capture has no facts, they are read from its files.
 
     Raises
     ------
@@ -165,18 +167,20 @@ def replayed(capture: Capture) -> Machine:
     facts = capture.facts
     if facts is None:
         facts = probe(host.HostTree.of(files), environment=capture.environment, query_apis=False)
-    log = capture.kernel_log or evidence.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
+    kernel_log = capture.kernel_log or evidence.KernelLog(lines=(), unreadable="the kernel log is not in the capture")
     machine = Machine(
         files=files,
         facts=facts,
-        kernel_log=log,
+        kernel_log=kernel_log,
         environment=capture.environment,
         is_environment_known=capture.facts is not None,
         observations={observation.name: observation for observation in capture.observations},
     )
-    count = sum(host.is_gpu(one) or host.is_nic(one) or host.is_nvme(one) for one in machine.functions)
-    count = max(count, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
-    if count > _DEVICES_MAX:
-        message = f"capture: at most {_DEVICES_MAX} GPUs, NICs and NVMe controllers are supported, not {count}"
+    device_count = sum(
+        host.is_gpu(function) or host.is_nic(function) or host.is_nvme(function) for function in machine.functions
+    )
+    device_count = max(device_count, len(facts.rdma_devices), len(facts.nvme), len(facts.gpus))
+    if device_count > _DEVICES_MAX:
+        message = f"capture: at most {_DEVICES_MAX} GPUs, NICs and NVMe controllers are supported, not {device_count}"
         raise UsageError(message, reason=Reason.MALFORMED)
     return machine

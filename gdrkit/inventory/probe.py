@@ -41,7 +41,7 @@ _SONAMES = (
     "libhlthunk.so",
 )
 _PACKAGES = ("gdrkit", "gdrkit-twins", "pyverbs", "cuda-bindings", "kvikio")
-_TIMEOUT_S = 60
+_QUERY_TIMEOUT_S = 60
 
 _T = TypeVar("_T")
 
@@ -51,7 +51,7 @@ def probe(
     *,
     environment: Mapping[str, str] | None = None,
     query_apis: bool = True,
-    timeout_s: float = _TIMEOUT_S,
+    timeout_s: float = _QUERY_TIMEOUT_S,
 ) -> Facts:
     """Read the files of the host, query its APIs and return the facts.
 
@@ -60,19 +60,19 @@ def probe(
     tree : HostTree or None
         The files of the host; None means this host.
     environment : mapping or None
-        Environment of the children that query the APIs. The result holds for other children with the same environment.
-        None means the environment of this process.
+        Environment of the child processes that query the APIs. The facts are valid only for processes with this
+        environment. None means the environment of this process.
     query_apis : bool
         Whether to start the children that query CUDA, verbs and registration.
     timeout_s : float
         Time limit of each query, in seconds. A driver that hangs becomes a failure with reason ``timeout``.
     """
     tree = host.HostTree() if tree is None else tree
-    child = dict(os.environ if environment is None else environment)
-    with _ApiQueries(child) as queries:
+    child_environment = dict(os.environ if environment is None else environment)
+    with _ApiQueries(child_environment) as queries:
         # The files are read while the children wait for the APIs.
         queries.start(*(("verbs", "cuda") if query_apis else ()))
-        facts = _read_files(tree, child)
+        facts = _read_files(tree, child_environment)
         installed = {library.soname for library in facts.libraries if library.path}
         if query_apis and "libnvidia-ml.so.1" in installed:
             queries.start("nvml")
@@ -83,18 +83,20 @@ def probe(
 
 def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
     """Return the facts that the files contain."""
-    is_real = not isinstance(tree.files, CapturedFiles)
+    is_on_disk = not isinstance(tree.files, CapturedFiles)
     return Facts(
         schema_version=SCHEMA_VERSION,
-        # The files of a captured machine contain neither of these two.
-        machine=os.uname().machine if is_real else "",
-        python=f"{platform.python_implementation()} {platform.python_version()}" if is_real else "",
+        # The files of a captured machine do not contain the values of these two fields.
+        machine=os.uname().machine if is_on_disk else "",
+        python=f"{platform.python_implementation()} {platform.python_version()}" if is_on_disk else "",
         kernel=host.kernel_facts(tree),
         gpus=host.nvidia_gpus(tree),
         nvidia_driver_version=host.nvidia_driver_version(tree),
         rdma_devices=host.rdma_devices(tree),
-        libraries=tuple(_libraries(tree, environment.get("LD_LIBRARY_PATH", ""))),
-        packages=tuple(PackageFacts(name=name, version=_version(name)) for name in _PACKAGES) if is_real else (),
+        libraries=tuple(_library_facts(tree, environment.get("LD_LIBRARY_PATH", ""))),
+        packages=tuple(PackageFacts(name=name, version=_package_version(name)) for name in _PACKAGES)
+        if is_on_disk
+        else (),
         limits=host.process_limits(tree),
         container=host.container_hints(tree),
         cuda=None,
@@ -104,10 +106,10 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         routes=(),
         routes_failure=None,
         virtual_machine=host.virtual_machine(tree),
-        config=_config(tree),
+        config=_config_facts(tree),
         nvme=host.nvme_controllers(tree),
         mounts=tuple(mount for mount in host.mounts(tree) if not mount.device.startswith("0:")),
-        cufile=_cufile(tree, environment),
+        cufile=_cufile_facts(tree, environment),
         nvml=None,
         nvml_failure=None,
         accelerators=host.habana_accelerators(tree),
@@ -138,14 +140,14 @@ class _ApiResults:
 
 
 class _ApiQueries:
-    """The child processes that query the APIs. Leaving the block kills those whose results were not awaited."""
+    """The child processes that query the APIs. At its end the block kills the children that still run."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
         self._queries: dict[str, ChildQuery] = {}
 
     def start(self, *apis: str) -> None:
-        """Start a child for each API. All run at once, because each mostly imports modules and waits for a driver."""
+        """Start a child for each API. They run at the same time, because a child mostly waits for a driver."""
         self._queries |= {api: ChildQuery(["gdrkit.inventory.api_query", api], self._environment) for api in apis}
 
     def results(self, timeout_s: float) -> _ApiResults:
@@ -175,35 +177,36 @@ class _ApiQueries:
             query.close()
 
 
-def _config(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
+def _config_facts(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
     """Return the config space of each GPU, NIC and NVMe controller, and of the bridges above them."""
-    ends = [
+    devices = [
         device
         for device in host.pci_devices(tree)
         if host.is_gpu(device) or host.is_nic(device) or host.is_nvme(device)
     ]
-    addresses = dict.fromkeys(part for end in ends for part in host.pci_path(tree, end.address)[1:])
+    # The first part of a path is the host bridge, which has no config space below /sys/bus/pci/devices.
+    addresses = dict.fromkeys(part for device in devices for part in host.pci_path(tree, device.address)[1:])
     config_facts = []
     for address in addresses:
         try:
-            space = host.config_space(tree, address)
+            config_space = host.config_space(tree, address)
         except GdrkitError:
             # The doctor reads the config space again, and reports the error.
-            space = None
+            config_space = None
         config_facts.append(
             ConfigFacts(
                 address=address,
-                is_whole=space is not None and space.is_whole,
-                acs=None if space is None or space.acs is None else str(space.acs),
-                ats_enabled=None if space is None else space.ats_enabled,
-                max_read_request_bytes=None if space is None else space.max_read_request_bytes,
-                relaxed_ordering=None if space is None else space.relaxed_ordering,
+                is_whole=config_space is not None and config_space.is_whole,
+                acs=None if config_space is None or config_space.acs is None else str(config_space.acs),
+                ats_enabled=None if config_space is None else config_space.ats_enabled,
+                max_read_request_bytes=None if config_space is None else config_space.max_read_request_bytes,
+                relaxed_ordering=None if config_space is None else config_space.relaxed_ordering,
             )
         )
     return tuple(config_facts)
 
 
-def _cufile(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
+def _cufile_facts(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
     version = tree.text("/proc/driver/nvidia-fs/version") if tree.exists("/proc/driver/nvidia-fs") else None
     modules = tree.text("/proc/driver/nvidia-fs/modules") if version else None
     return CufileFacts(
@@ -213,7 +216,7 @@ def _cufile(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
     )
 
 
-def _libraries(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
+def _library_facts(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
     for soname, path in host.find_libraries(tree, _SONAMES, search_path=search_path.split(os.pathsep)).items():
         if path is None:
             yield LibraryFacts(soname=soname, path=None, build_id=None, error=None)
@@ -225,7 +228,7 @@ def _libraries(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
             yield LibraryFacts(soname=soname, path=path, build_id=library.build_id, error=library.error)
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     import importlib.metadata
 
     try:

@@ -1,8 +1,8 @@
 """Profiles: the expected behaviour of a kind of machine, each in one TOML file below hardware/profiles.
 
-A profile states the substrate of each API, which needs may be unmet and for which reason, which registrations must be
-refused and how, and which routes must be direct. An unmet need that the profile does not foresee fails the run, so that
-an empty run can never look good.
+A profile states on which substrate each API must run, which needs may be unmet and for which reason, which
+registrations must fail and with which error, and which routes must be direct. An unmet need that the profile does not
+foresee fails the run. A run without any case can therefore not pass.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ExpectedRefusal:
     Attributes
     ----------
     need : str
-        A pattern of fnmatch. A case whose unmet needs all match it runs nevertheless, and must end with one
+        A pattern of fnmatch. If all unmet needs of a case match it, the case runs nevertheless. It must then end with a
         :class:`~gdrkit.errors.RegistrationFailed` that has exactly these causes.
     causes : tuple of RefusalCause
         The expected errors, in the order in which the routes are tried.
@@ -95,7 +95,7 @@ class RequiredRoute:
     way : str
         ``dmabuf``, ``peer_memory`` or a pattern of them.
     enough : str
-        ``each``: every route that matches must be proven; ``device``: one route for each device that matches.
+        ``each``: every route that matches must be proven. ``device``: for each device that matches, one route.
     """
 
     device: str = "*"
@@ -115,14 +115,14 @@ class ExpectedNumber:
     source : str
         Measurement or publication of the expected value.
     value : float or None
-        ExpectedNumber value, in the number's unit.
+        The expected value, in the unit of the number.
     limit_percent : float or None
-        Instead of `value`: expected percentage of the rate of the slowest link of the path. It is checked only if that
-        rate is known.
+        Used instead of `value`: the expected percentage of the rate of the slowest link of the path. It is checked only
+        if that rate is known.
     tolerance_percent : float
         Percentage by which a number may be worse.
     better : str
-        ``more`` for a rate, ``less`` for a time.
+        ``more`` if a larger number is better, as for a rate; ``less`` if a smaller one is, as for a time.
     """
 
     case: str
@@ -141,11 +141,11 @@ class Match:
     Attributes
     ----------
     gpu_count, nic_count : int or None
-        Numbers of devices that the APIs report.
+        Number of GPUs and of NICs that the APIs report.
     gpu_name : str or None
-        Pattern that the name of every GPU matches; there must be at least one.
+        Pattern that the names of all GPUs must match. The machine must have at least one GPU.
     gaudi : str or None
-        Pattern that the generation of every Gaudi matches; there must be at least one.
+        Pattern that the generations of all Gaudi devices must match. The machine must have at least one.
     """
 
     gpu_count: int | None = None
@@ -155,7 +155,7 @@ class Match:
 
     @property
     def conditions(self) -> int:
-        """Number of conditions. Of two profiles that fit, the one with more conditions describes the machine better."""
+        """Number of conditions. If two profiles fit, the profile with more conditions is preferred."""
         return sum(value is not None for value in (self.gpu_count, self.gpu_name, self.nic_count, self.gaudi))
 
 
@@ -175,7 +175,7 @@ class Profile:
     match : Match
         Conditions that the machine must meet.
     cases_min : int
-        Least number of cases that a qualification must really run.
+        Smallest number of cases that a qualification must run.
     foreseen : tuple of ForeseenAbsence
         Needs that may be unmet.
     refused : tuple of ExpectedRefusal
@@ -183,7 +183,7 @@ class Profile:
     routes : tuple of RequiredRoute
         Routes that must be direct.
     expected : tuple of ExpectedNumber
-        ExpectedNumber values of measured numbers.
+        Expected values of measured numbers.
     """
 
     schema_version: int
@@ -199,11 +199,11 @@ class Profile:
 
     def foresees(self, need: str, reason: str) -> bool:
         """Return whether `need` may be unmet for `reason` on such a machine."""
-        return any(fnmatchcase(need, item.need) and fnmatchcase(reason, item.reason) for item in self.foreseen)
+        return any(fnmatchcase(need, entry.need) and fnmatchcase(reason, entry.reason) for entry in self.foreseen)
 
     def refusal(self, need: str) -> tuple[RefusalCause, ...] | None:
-        """Return the errors with which a registration must be refused if `need` is unmet, or None if it may succeed."""
-        return next((item.causes for item in self.refused if fnmatchcase(need, item.need)), None)
+        """Return the errors with which a registration must fail if `need` is unmet, or None if it may succeed."""
+        return next((entry.causes for entry in self.refused if fnmatchcase(need, entry.need)), None)
 
     def misfits(self, facts: Facts, substrate: Mapping[str, str]) -> tuple[str, ...]:
         """Return the reasons why this profile does not fit a machine with these facts and this substrate.
@@ -226,8 +226,10 @@ class Profile:
             reasons.append(f"not every CUDA device is a {pattern}")
         generations = [device.generation for device in facts.gaudi.devices] if facts.gaudi else []
         pattern = self.match.gaudi
-        if pattern is not None and not (generations and all(fnmatchcase(each, pattern) for each in generations)):
-            reasons.append(f"there is no {pattern}, or there is also another accelerator")
+        if pattern is not None and not (
+            generations and all(fnmatchcase(generation, pattern) for generation in generations)
+        ):
+            reasons.append(f"there is no {pattern}, or not every Gaudi is one")
         return tuple(reasons)
 
 
@@ -243,11 +245,10 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
 
     folder = install_paths().profiles if folder is None else folder
     path = folder / f"{name}.toml"
-    known = sorted(file.stem for file in folder.glob("*.toml"))
-    if name not in known:
-        message = (
-            f"the profile must be one of {', '.join(known)}, not {name!r}" if known else f"no profile is in {folder}"
-        )
+    profile_names = sorted(file.stem for file in folder.glob("*.toml"))
+    if name not in profile_names:
+        choices = ", ".join(profile_names)
+        message = f"the profile must be one of {choices}, not {name!r}" if choices else f"no profile is in {folder}"
         raise UsageError(message)
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -255,7 +256,7 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
         message = f"profile {path}: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     profile = serialization.from_json_data(Profile, {**data, "name": name}, where=f"profile {name}")
-    _check(profile)
+    _check_profile(profile)
     return profile
 
 
@@ -280,7 +281,7 @@ def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping
     return max(candidates, key=lambda profile: (profile.match.conditions, len(profile.substrate), profile.name))
 
 
-def _check(profile: Profile) -> None:
+def _check_profile(profile: Profile) -> None:
     problems = []
     if profile.schema_version != SCHEMA_VERSION:
         problems.append(f"schema_version must be {SCHEMA_VERSION}, not {profile.schema_version}")
@@ -291,30 +292,32 @@ def _check(profile: Profile) -> None:
         for route in profile.routes
         if route.enough not in ("each", "device")
     ]
-    causes = [cause for item in profile.refused for cause in item.causes]
+    causes = [cause for entry in profile.refused for cause in entry.causes]
     problems += [f"{cause.errno!r} is not the name of an errno" for cause in causes if not _is_errno(cause.errno)]
-    problems += [f"the refusal of {item.need} has no cause" for item in profile.refused if not item.causes]
-    problems += [text for item in profile.expected if (text := _find_problem(item))]
+    problems += [f"the refusal of {entry.need} has no cause" for entry in profile.refused if not entry.causes]
+    problems += [problem for entry in profile.expected if (problem := _number_problem(entry))]
     if problems:
         message = f"profile {profile.name}: " + "; ".join(problems)
         raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _find_problem(item: ExpectedNumber) -> str:
-    """Return the problem of an expected number, or an empty text."""
-    name = f"expected {item.number} of {item.case}"
-    if (item.value is None) == (item.limit_percent is None):
+def _number_problem(entry: ExpectedNumber) -> str:
+    """Return what is wrong with an expected number, or an empty text."""
+    name = f"expected {entry.number} of {entry.case}"
+    if (entry.value is None) == (entry.limit_percent is None):
         return f"{name} needs either value or limit_percent"
-    if not 0 <= item.tolerance_percent < 100 or (item.value or item.limit_percent or 0) <= 0:  # noqa: PLR2004 - percent.
+    if not 0 <= entry.tolerance_percent < 100 or (entry.value or entry.limit_percent or 0) <= 0:  # noqa: PLR2004 - percent.
         return f"{name} has a number that is out of range"
-    if item.better not in {"more", "less"}:
-        return f"{name}: better must be 'more' or 'less', not {item.better!r}"
-    return "" if item.source else f"{name} has no source"
+    if entry.better not in {"more", "less"}:
+        return f"{name}: better must be 'more' or 'less', not {entry.better!r}"
+    return "" if entry.source else f"{name} has no source"
 
 
 def _is_errno(name: str) -> bool:
     """Return whether :func:`gdrkit.errors.errno_name` returns this name for some number.
 
-    An alias such as ENOTSUP is refused, because no error would ever have that name.
+    Some errnos have an alias, such as ENOTSUP for EOPNOTSUPP. errno_name() never returns an alias, so a profile must
+    not contain one.
     """
+    # 524 is ENOTSUPP, which only the kernel defines and which the errno module does not have.
     return name in {errno_name(number) for number in (*_errno.errorcode, 524)}

@@ -55,12 +55,12 @@ class Topology:
     places : tuple of TopologyDevice
         GPUs, then NICs, then NVMe controllers.
     distances : mapping
-        Distance (``PIX`` to ``SYS``) by the names of two devices. Each pair is in it in both orders.
+        Distance (``PIX`` to ``SYS``) by the names of two devices. It contains each pair in both orders.
     bridges : mapping
         Description of each bridge above a device (root ports and ports of switches), by address.
     virtual_machine : str or None
-        The evidence that the machine is virtual, in which case the tree may differ from the hardware; None if there is
-        none.
+        The evidence that the machine is virtual; None if there is none. In a virtual machine the PCI tree may differ
+        from the hardware.
     """
 
     schema_version: int
@@ -73,9 +73,9 @@ class Topology:
         """Return the topology as indented JSON."""
         return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
 
-    def distance(self, one: str, other: str) -> Distance:
+    def distance(self, first_name: str, second_name: str) -> Distance:
         """Return the distance between two devices, given by their names."""
-        return Distance[self.distances[one][other]]
+        return Distance[self.distances[first_name][second_name]]
 
 
 def topology(machine: Machine) -> Topology:
@@ -84,17 +84,17 @@ def topology(machine: Machine) -> Topology:
     devices = tuple(_devices(machine, tree))
     addresses = {device.address for device in devices}
     functions = {function.address: function for function in machine.functions}
-    bridges = dict.fromkeys(part for device in devices for part in device.path[1:] if part not in addresses)
+    bridges = dict.fromkeys(address for device in devices for address in device.path[1:] if address not in addresses)
     return Topology(
         schema_version=SCHEMA_VERSION,
         places=devices,
         distances={
-            one.name: {
-                other.name: host.pci_distance(tree, one.address, other.address).name
-                for other in devices
-                if other.name != one.name
+            first.name: {
+                second.name: host.pci_distance(tree, first.address, second.address).name
+                for second in devices
+                if second.name != first.name
             }
-            for one in devices
+            for first in devices
         },
         bridges={address: _describe_bridge(functions[address]) for address in bridges if address in functions},
         virtual_machine=machine.facts.virtual_machine,
@@ -103,22 +103,22 @@ def topology(machine: Machine) -> Topology:
 
 def _devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:
     devices: list[TopologyDevice] = []
-    cuda = {
+    cuda_index_of_address = {
         device.pci_bus_id.lower(): device.index for device in (machine.facts.cuda.devices if machine.facts.cuda else ())
     }
     gpus = [function for function in machine.functions if host.is_gpu(function)]
-    for number, gpu in enumerate(gpus):
-        devices.append(_device(tree, f"GPU{cuda.get(gpu.address, number)}", "gpu", gpu))
+    for gpu_index, gpu in enumerate(gpus):
+        devices.append(_device(tree, f"GPU{cuda_index_of_address.get(gpu.address, gpu_index)}", "gpu", gpu))
     functions = {function.address: function for function in machine.functions}
-    with_driver: set[str] = set()
+    addresses_with_driver: set[str] = set()
     for nic in machine.facts.rdma_devices:
         if nic.pci_address in functions:
             devices.append(_device(tree, nic.name, "nic", functions[nic.pci_address]))
-            with_driver.add(nic.pci_address)
+            addresses_with_driver.add(nic.pci_address)
     devices += [
         _device(tree, function.address, "nic", function)
         for function in machine.functions
-        if host.is_nic(function) and function.address not in with_driver
+        if host.is_nic(function) and function.address not in addresses_with_driver
     ]
     controllers = {item.pci_address: item.name for item in machine.facts.nvme if item.pci_address}
     devices += [

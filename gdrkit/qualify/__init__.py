@@ -1,7 +1,8 @@
-"""Qualification of this machine, the implementation of ``gdrkit qualify``: probe, plan, run, records, report.
+"""Qualification of this machine, the implementation of ``gdrkit qualify``.
 
-The suites run in child processes, whose environment selects the substrate. This package starts and supervises these
-processes, and derives the outcome from their records.
+The steps are: collect facts about the machine, plan the cases, run them, and write the report. The cases run in child
+processes, which either load the real libraries or the software twins (drop-in libraries that emulate hardware). This
+package starts and supervises these processes, and derives the outcome from the records that they write.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The pytest processes that collect and run the cases of a qualification.
+"""Runner of the pytest processes that collect and run the cases of a qualification.
 
-A case can end its process (by a fault, or an abort in a twin) or hang in a library. The runner then writes the record
-of that case, and another process runs the remaining cases.
+A case may end its process, for example by SIGSEGV in a library, or hang in a library. The runner then writes the record
+of that case itself, and starts another process for the remaining cases.
 """
 
 from __future__ import annotations
@@ -31,19 +31,23 @@ if TYPE_CHECKING:
 
 __all__ = ["CommonFields", "SuiteRunner"]
 
-_POLL_S = 0.1
-# A child that writes no record for so long is killed.
-_STALLED_S = 180.0
-# The time that an interrupted case has for its clean-up.
-_CLEAN_UP_S = 10.0
+_POLL_INTERVAL_S = 0.1
+# A child that writes no record for this time is killed.
+_STALL_TIMEOUT_S = 180.0
+# The time that a case has for its clean-up after SIGINT.
+_CLEAN_UP_TIMEOUT_S = 10.0
+# So much of the end of pytest's log is put into an error or a record.
 _LOG_TAIL_CHARACTERS = 3000
 # The exit code of pytest for a usage error.
-_PYTEST_USAGE = 4
+_PYTEST_USAGE_ERROR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CommonFields:
-    """The fields that the records of all cases of a run share, for the record of a case whose process has ended."""
+    """The fields that are the same in all records of a run.
+
+    The runner needs them to write the record of a case whose process ended before it wrote the record.
+    """
 
     facts_digest: str
     seed: int
@@ -53,14 +57,14 @@ class CommonFields:
 
 
 class SuiteRunner:
-    """A runner of the cases in child processes.
+    """A runner of cases in pytest child processes.
 
     Parameters
     ----------
     folder : RunFolder
-        The folder of the facts and the records.
+        The folder with the facts, into which the children write the plan and the records.
     environment : mapping
-        Environment of the children. It selects the substrate.
+        Environment of the children. It selects whether they load the real libraries or the twins.
     options : list of str
         Options for pytest: profile, seed, selection.
     suites : Path or None
@@ -98,21 +102,23 @@ class SuiteRunner:
             A file of the suites cannot be collected; the log contains the reason.
         """
         reader = _OutputReader(self._folder, lambda _plan: None, lambda _record: None)
-        end = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
+        child_exit = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
         if reader.plan is None:
-            raise self._collection_error(end)
+            raise self._collection_error(child_exit)
         return reader.plan
 
-    def run(self, common: CommonFields, begin: Callable[[CasePlan], None], done: Callable[[Record], None]) -> CasePlan:
-        """Collect and run the cases, in one child process unless a case ends that process.
+    def run(
+        self, common: CommonFields, on_plan: Callable[[CasePlan], None], on_record: Callable[[Record], None]
+    ) -> CasePlan:
+        """Collect and run the cases. All run in one child process, unless a case ends that process.
 
         Parameters
         ----------
         common : CommonFields
             The fields of the record of a case that ended its process.
-        begin : callable
-            Called once with the plan, before the first record.
-        done : callable
+        on_plan : callable
+            Called once with the plan, before the first call of `on_record`.
+        on_record : callable
             Called with each record.
 
         Raises
@@ -120,29 +126,30 @@ class SuiteRunner:
         UsageError, GdrkitError
             See :meth:`plan`.
         """
-        reader = _OutputReader(self._folder, begin, done)
+        reader = _OutputReader(self._folder, on_plan, on_record)
         list_file = self._folder.path / "cases.txt"
         records = f"--records={self._folder.records}"
-        end = self._run_child([records, f"--plan={self._folder.plan}"], reader)
+        child_exit = self._run_child([records, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
-        # The plan is written before pytest evaluates the expression of -k, so it also exists if that is invalid.
-        if plan is None or (end.code == _PYTEST_USAGE and not reader.recorded):
-            raise self._collection_error(end)
+        # pytest writes the plan before it evaluates the expression of -k. So the plan exists even if the expression is
+        # invalid.
+        if plan is None or (child_exit.code == _PYTEST_USAGE_ERROR and not reader.recorded_cases):
+            raise self._collection_error(child_exit)
         remaining = [case.case for case in plan.cases]
-        while remaining := [case for case in remaining if case not in reader.recorded]:
+        while remaining := [case for case in remaining if case not in reader.recorded_cases]:
             # Cases run in the order of the plan, so the first case without a record was running when the child ended.
-            record = _record_of_lost_case(remaining.pop(0), str(end), self._log_tail(), plan.profile, common)
+            record = _record_of_lost_case(remaining.pop(0), str(child_exit), self._log_tail(), plan.profile, common)
             append_record(self._folder.records, record)
             reader.read()
             if remaining:
                 list_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
-                end = self._run_child([records, f"--cases={list_file}"], reader)
+                child_exit = self._run_child([records, f"--cases={list_file}"], reader)
         list_file.unlink(missing_ok=True)
         return plan
 
-    def _run_child(self, options: list[str], reader: _OutputReader) -> _ChildEnd:
-        # Ctrl-C sends SIGINT to the whole process group of the terminal. The child has its own group, so that it gets
-        # exactly one SIGINT, from this process. A second one would abort the clean-up of the running case.
+    def _run_child(self, options: list[str], reader: _OutputReader) -> _ChildExit:
+        # Ctrl-C sends SIGINT to the whole process group of the terminal, and this process also sends one to the child.
+        # The second SIGINT would abort the clean-up of the running case. So the child gets a process group of its own.
         with self._log.open("ab") as log, interruptible_children():
             child = subprocess.Popen(
                 [*self._command, *options],
@@ -157,18 +164,18 @@ class SuiteRunner:
         except BaseException:
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_CLEAN_UP_S)
+                child.wait(_CLEAN_UP_TIMEOUT_S)
             raise
         finally:
             if abandoned := kill_child(child):
                 self.abandoned.append(abandoned)
 
-    def _collection_error(self, end: _ChildEnd) -> GdrkitError:
+    def _collection_error(self, child_exit: _ChildExit) -> GdrkitError:
         text = self._log_tail()
-        if end.code == _PYTEST_USAGE:
+        if child_exit.code == _PYTEST_USAGE_ERROR:
             errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]
             return UsageError(" ".join(errors) or text)
-        message = f"the suites cannot be collected ({end}):\n{text}"
+        message = f"the suites cannot be collected ({child_exit}):\n{text}"
         return GdrkitError(message, what_to_do=f"read {self._log}")
 
     def _log_tail(self) -> str:
@@ -176,30 +183,32 @@ class SuiteRunner:
 
 
 class _OutputReader:
-    """An incremental reader of the plan and the records that a child process writes.
+    """A reader of the plan and the records while a child process writes them.
 
     Attributes
     ----------
     plan : CasePlan or None
-        The plan; None until the child has written it.
-    recorded : set of str
+        The plan. None until the child has written it.
+    recorded_cases : set of str
         The cases that have a record.
     """
 
-    def __init__(self, folder: RunFolder, begin: Callable[[CasePlan], None], done: Callable[[Record], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, on_plan: Callable[[CasePlan], None], on_record: Callable[[Record], None]
+    ) -> None:
         self._folder = folder
-        self._begin = begin
-        self._done = done
+        self._on_plan = on_plan
+        self._on_record = on_record
         self._offset_bytes = 0
         self.plan: CasePlan | None = None
-        self.recorded: set[str] = set()
+        self.recorded_cases: set[str] = set()
 
     def read(self) -> bool:
-        """Read the output since the last call, and return whether there was any."""
+        """Read what the child has written since the last call, and return whether there was anything new."""
         is_new = False
         if self.plan is None and self._folder.plan.exists():
             self.plan = read_plan(self._folder.plan)
-            self._begin(self.plan)
+            self._on_plan(self.plan)
             is_new = True
         path = self._folder.records
         if self.plan is None or not path.exists():
@@ -210,24 +219,24 @@ class _OutputReader:
         complete_lines = data[: data.rfind(b"\n") + 1]
         self._offset_bytes += len(complete_lines)
         for record in parse_records(complete_lines.split(b"\n"), name=str(path)):
-            self.recorded.add(record.case)
-            self._done(record)
+            self.recorded_cases.add(record.case)
+            self._on_record(record)
             is_new = True
         return is_new
 
 
 @dataclass(frozen=True, slots=True)
-class _ChildEnd:
-    """The end of a child process; as a text, a clause for an error.
+class _ChildExit:
+    """How a child process ended. ``str()`` of it is a text for an error message.
 
     Attributes
     ----------
     code : int or None
-        The return code; None for a child that did not end after SIGKILL.
+        The return code, or None if the child did not end after SIGKILL.
     is_stalled : bool
-        Whether it was killed because it wrote no record for a long time.
+        Whether the runner killed the child because it wrote no record for a long time.
     abandoned : str
-        The sentence that states that the child did not end after SIGKILL; empty for a child that ended.
+        The result of :func:`~gdrkit.children.kill_child`: a text if the child did not end after SIGKILL, else empty.
     """
 
     code: int | None
@@ -236,34 +245,35 @@ class _ChildEnd:
 
     def __str__(self) -> str:
         if self.is_stalled or self.code is None:
-            killed = f"its process made no progress for {_STALLED_S:g} s and was killed"
+            killed = f"its process made no progress for {_STALL_TIMEOUT_S:g} s and was killed"
             return f"{killed}; {self.abandoned}" if self.abandoned else killed
         if self.code < 0:
             return f"its process was ended by {signal.Signals(-self.code).name}"
         return f"its process exited with code {self.code}"
 
 
-def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildEnd:
-    last_progress = time.monotonic()
+def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
+    """Pass the output of a child to `reader` until the child ends. Kill a child that writes nothing for too long."""
+    last_output_s = time.monotonic()
     code: int | None = None
     while code is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            code = child.wait(_POLL_S)
+            code = child.wait(_POLL_INTERVAL_S)
         if reader.read():
-            last_progress = time.monotonic()
-        if code is None and time.monotonic() - last_progress > _STALLED_S:
+            last_output_s = time.monotonic()
+        if code is None and time.monotonic() - last_output_s > _STALL_TIMEOUT_S:
             abandoned = kill_child(child)
-            return _ChildEnd(child.returncode, is_stalled=True, abandoned=abandoned)
-    return _ChildEnd(code)
+            return _ChildExit(child.returncode, is_stalled=True, abandoned=abandoned)
+    return _ChildExit(code)
 
 
-def _record_of_lost_case(case: str, end: str, log: str, profile: str, common: CommonFields) -> Record:
+def _record_of_lost_case(case: str, child_exit: str, log: str, profile: str, common: CommonFields) -> Record:
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
         title="",
         verdict=Verdict.FAIL,
-        reasons=(CaseReason(text=f"the case left no record: {end}"),),
+        reasons=(CaseReason(text=f"the case left no record: {child_exit}"),),
         profile=profile,
         facts_digest=common.facts_digest,
         substrate={},

@@ -1,6 +1,6 @@
-"""Conversion of SIGTERM and SIGHUP into exceptions, so that an interrupted qualification also ends its children.
+"""Handling of SIGTERM, SIGHUP and SIGINT during a qualification, so that its child processes end with it.
 
-By default, Python raises an exception for SIGINT only.
+By default, Python raises an exception for SIGINT only. The other signals would end this process without any clean-up.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ __all__ = ["exit_on_signals", "interruptible_children"]
 def exit_on_signals() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise SystemExit, with the exit code that a shell reports for the signal.
 
-    A signal that is ignored (nohup) or that has a handler keeps its disposition. In any thread but the main thread the
-    context manager has no effect, because only the main thread handles signals.
+    A signal that is ignored (nohup) or already has a handler is not changed. The context manager has an effect only in
+    the main thread, because Python handles signals only there.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    changed = [each for each in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(each) is signal.SIG_DFL]
-    for each in changed:
-        signal.signal(each, _end)
+    candidates = (signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    changed_signals = [number for number in candidates if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed_signals:
+        signal.signal(number, _exit_with_signal)
     try:
         yield
     finally:
-        for each in changed:
-            signal.signal(each, signal.SIG_DFL)
+        for number in changed_signals:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def interruptible_children() -> Iterator[None]:
-    """Start child processes with the default action of SIGINT, even if this process ignores it.
+    """Let child processes that are started in this context react to SIGINT, even if this process ignores it.
 
-    A shell ignores SIGINT for background processes, and children inherit an ignored signal. A signal with a handler,
-    however, is reset to its default in a child. So SIGINT gets an empty handler here while the children start. In any
-    thread but the main thread the context manager has no effect.
+    A shell starts background processes with SIGINT ignored. A child process would inherit this. If SIGINT has a handler
+    instead, the child gets the default action. So this context manager installs an empty handler for SIGINT if it is
+    ignored. It has an effect only in the main thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -55,9 +56,9 @@ def interruptible_children() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _do_nothing(number: int, frame: FrameType | None) -> None:
+def _do_nothing(signal_number: int, frame: FrameType | None) -> None:
     pass
 
 
-def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python calls handlers with a frame.
-    sys.exit(128 + number)
+def _exit_with_signal(signal_number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - Python passes a frame.
+    sys.exit(128 + signal_number)

@@ -1,6 +1,6 @@
-"""Derivation of the outcome of a run from its records: an exit code, a verdict in a sentence, and the causes.
+"""Derivation of the outcome of a qualification from its records: exit code, verdict in one sentence, and causes.
 
-The module performs no I/O.
+The module performs no I/O. ``gdrkit qualify`` calls :func:`decide` after the last case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "decide"]
 
-# Failures that an administrator can fix on this machine, unlike missing hardware.
+# An API that failed for one of these reasons can be repaired by an administrator, unlike missing hardware.
 _SET_UP_REASONS = frozenset(
     {
         Reason.LIBRARY_MISSING,
@@ -47,7 +47,7 @@ class Outcome:
     verdict : str
         One sentence.
     causes : tuple of str
-        The first causes of that verdict.
+        The most important causes of the verdict, at most five.
     to_do : tuple of str
         Steps that the user can take.
     required : tuple of str
@@ -71,33 +71,34 @@ def decide(
     facts, profile, records
         The facts, profile and records of the run.
     software_asked : bool
-        Whether the user requested a qualification of the code alone (``--software``).
+        Whether the user requested to run all cases on software twins (``--software``).
     is_part : bool
-        Whether the user selected a part of the cases. Then one case suffices, instead of the minimum of the profile.
+        Whether the user selected some of the cases. Then one case that ran is enough. Otherwise the profile states the
+        smallest number.
     """
     statuses = route_statuses(facts, records)
     required = () if software_asked else unmet_requirements(profile, statuses)
-    failed = _failures(profile, records, statuses, software_asked=software_asked)
-    if failed is not None:
-        return failed
-    set_up = [failure for failure in facts.failures if failure.reason in _SET_UP_REASONS]
-    if set_up:
+    failed_outcome = _decide_on_failures(profile, records, statuses, software_asked=software_asked)
+    if failed_outcome is not None:
+        return failed_outcome
+    set_up_failures = [failure for failure in facts.failures if failure.reason in _SET_UP_REASONS]
+    if set_up_failures:
         return Outcome(
             code=ExitCode.SETUP_MISSING,
             verdict="The set-up of this machine is not complete",
-            causes=tuple(dict.fromkeys(failure.message for failure in set_up)),
-            to_do=tuple(dict.fromkeys(failure.what_to_do for failure in set_up if failure.what_to_do)),
+            causes=tuple(dict.fromkeys(failure.message for failure in set_up_failures)),
+            to_do=tuple(dict.fromkeys(failure.what_to_do for failure in set_up_failures if failure.what_to_do)),
             required=required,
         )
-    incomplete = _incomplete(profile, records, is_part=is_part)
-    if incomplete is None and software_asked:
+    incomplete_outcome = _decide_on_missing_cases(profile, records, is_part=is_part)
+    if incomplete_outcome is None and software_asked:
         return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
-    return incomplete or _on_hardware(statuses, required)
+    return incomplete_outcome or _decide_on_hardware(statuses, required)
 
 
-def _on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:
-    proven = [status for status in statuses if status.state is RouteOutcome.PROVEN]
-    if not proven:
+def _decide_on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:
+    proven_routes = [status for status in statuses if status.state is RouteOutcome.PROVEN]
+    if not proven_routes:
         return Outcome(
             code=ExitCode.NOTHING_PROVEN,
             verdict="Nothing was proven on hardware",
@@ -108,28 +109,28 @@ def _on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> 
     if required:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{_count(len(required), 'required route')} not proven",
+            verdict=f"{_format_count(len(required), 'required route')} not proven",
             causes=required[:_CAUSES_MAX],
             required=required,
         )
     return Outcome(code=ExitCode.PROVEN, verdict="Every required route is proven on hardware")
 
 
-def _failures(
+def _decide_on_failures(
     profile: Profile, records: Sequence[Record], statuses: Sequence[RouteStatus], *, software_asked: bool
 ) -> Outcome | None:
-    failed = [record for record in records if record.verdict is Verdict.FAIL]
+    failed_records = [record for record in records if record.verdict is Verdict.FAIL]
     fallbacks = [
         status
         for status in statuses
         if status.state is RouteOutcome.FELL_BACK and (software_asked or is_required(profile, status))
     ]
-    if failed:
-        ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)
+    if failed_records:
+        ran_count = sum(record.verdict is not Verdict.NOT_RUN for record in records)
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{len(failed)} of {_count(ran, 'case')} failed",
-            causes=tuple(_first_reason(record) for record in failed[:_CAUSES_MAX]),
+            verdict=f"{len(failed_records)} of {_format_count(ran_count, 'case')} failed",
+            causes=tuple(_first_reason(record) for record in failed_records[:_CAUSES_MAX]),
         )
     if fallbacks:
         return Outcome(
@@ -140,22 +141,25 @@ def _failures(
     return None
 
 
-def _incomplete(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
-    """Return the failed outcome if cases did not run although they had to; else None."""
-    missed = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
-    if missed:
-        reasons = [reason for record in missed for reason in record.reasons if reason.foreseen is not True]
+def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
+    """Return a failed outcome if cases that the profile requires did not run, else None."""
+    missed_records = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
+    if missed_records:
+        reasons = [reason for record in missed_records for reason in record.reasons if reason.foreseen is not True]
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{_count(len(missed), 'case')} did not run, and profile {profile.name} does not foresee that",
+            verdict=(
+                f"{_format_count(len(missed_records), 'case')} did not run, "
+                f"and profile {profile.name} does not foresee that"
+            ),
             causes=tuple(dict.fromkeys(f"{reason.need}: {reason.text}" for reason in reasons))[:_CAUSES_MAX],
         )
-    ran = sum(record.verdict is not Verdict.NOT_RUN for record in records)
-    required = 1 if is_part else profile.cases_min
-    if ran < required:
+    ran_count = sum(record.verdict is not Verdict.NOT_RUN for record in records)
+    required_count = 1 if is_part else profile.cases_min
+    if ran_count < required_count:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"Only {_count(ran, 'case')} ran; profile {profile.name} requires {required}",
+            verdict=f"Only {_format_count(ran_count, 'case')} ran; profile {profile.name} requires {required_count}",
         )
     return None
 
@@ -177,5 +181,5 @@ def _first_reason(record: Record) -> str:
     return f"{record.case}: {record.reasons[0].text}" if record.reasons else record.case
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

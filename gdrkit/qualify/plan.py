@@ -1,4 +1,7 @@
-"""The plan of a run: the cases that would run on this machine, and why the other cases would not."""
+"""The plan of a qualification: the cases that can run on this machine, and the reason why each other case cannot.
+
+The pytest plugin writes it as plan.json when it has collected the cases. ``gdrkit plan`` shows it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class PlannedCase:
     unmet : tuple of CaseReason
         The needs that are not met, each with the reason.
     refused : bool
-        Whether the case runs although a need is not met, because the profile states the refusal that it must end with.
+        Whether the case runs although a need is not met. The profile then states the error with which it must fail.
     """
 
     case: str
@@ -73,7 +76,7 @@ def read_plan(path: Path) -> CasePlan:
 
 
 def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict[str, dict[str, object]]:
-    """Return which sessions of the noxfile fit this machine, and why.
+    """Return the nox sessions (see noxfile.py), and for each of them whether it can run on this machine, and why.
 
     Parameters
     ----------
@@ -85,8 +88,8 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
     Returns
     -------
     mapping
-        For each session: ``fits``, ``why``, its ``arguments``, and ``hardware``, which is true for a session that tests
-        the hardware of the machine. `nox -s hardware` chooses among the latter.
+        For each session: ``fits`` (whether it can run), ``why`` (the reason), ``arguments`` (of the session), and
+        ``hardware`` (whether it tests the hardware of the machine). ``nox -s hardware`` selects by the last one.
     """
     present = "; ".join(text for _, text in sorted(hardware.items(), key=lambda pair: pair[0].value))
     nics = hardware.get(Api.VERBS, "")

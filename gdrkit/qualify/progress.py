@@ -1,6 +1,6 @@
-"""Display of the progress of a qualification.
+"""Display of the progress of a qualification: implementations of :class:`gdrkit.qualify.run.Progress`.
 
-A terminal gets a progress bar that names the running case. A file or pipe gets one line of text per case, as in a log.
+On a terminal it is a progress bar with the name of the running case. In a file or pipe it is one line per case.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ class LineProgress:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._total = 0
-        self._done_count = 0
+        self._case_count = 0
+        self._completed_count = 0
 
     def print_line(self, line: str) -> None:
         """Print a line."""
         print(line, file=self._stream, flush=True)
 
-    def begin(self, plan: CasePlan) -> None:
+    def begin_cases(self, plan: CasePlan) -> None:
         """Print the profile and the number of cases."""
-        self._total = len(plan.cases)
-        self.print_line(f"profile {plan.profile}, {self._total} cases")
+        self._case_count = len(plan.cases)
+        self.print_line(f"profile {plan.profile}, {self._case_count} cases")
 
-    def done(self, record: Record) -> None:
+    def show_record(self, record: Record) -> None:
         """Print a line for a case, and one for each of its reasons."""
-        self._done_count += 1
-        number, verdict = f"{self._done_count}/{self._total}", _VERDICT_NAMES[record.verdict]
-        self.print_line(f"[{number}] {verdict:8} {record.case} ({record.duration_ms:.0f} ms)")
+        self._completed_count += 1
+        position, verdict = f"{self._completed_count}/{self._case_count}", _VERDICT_NAMES[record.verdict]
+        self.print_line(f"[{position}] {verdict:8} {record.case} ({record.duration_ms:.0f} ms)")
         for reason in record.reasons:
             self.print_line(f"    {reason.need + ': ' if reason.need else ''}{reason.text}")
 
-    def end(self) -> None:
-        """Do nothing: lines of text leave nothing open."""
+    def close(self) -> None:
+        """Do nothing, because lines of text need no clean-up."""
 
 
 class TerminalProgress:
-    """A progress bar that names the running case. Completed cases are printed above it."""
+    """A progress bar with the name of the running case. Completed cases are printed above the bar."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -68,7 +68,7 @@ class TerminalProgress:
 
         self._console.print(Text(line, style="bold"), soft_wrap=True)
 
-    def begin(self, plan: CasePlan) -> None:
+    def begin_cases(self, plan: CasePlan) -> None:
         """Show the progress bar."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         from rich.table import Column
@@ -88,7 +88,7 @@ class TerminalProgress:
         self._task = self._bar.add_task(self._running_case(), total=len(self._remaining))
         self._bar.start()
 
-    def done(self, record: Record) -> None:
+    def show_record(self, record: Record) -> None:
         """Print a case that has completed, and advance the bar."""
         from rich.text import Text
 
@@ -96,7 +96,7 @@ class TerminalProgress:
         line.append(f"{_VERDICT_NAMES[record.verdict]:9}", style=_VERDICT_STYLES[record.verdict])
         line.append(record.case)
         line.append(f"  {record.duration_ms:.0f} ms", style="dim")
-        # The terminal wraps a long line, so that a user can still copy it as one line.
+        # The terminal, not rich, wraps a long line. The user can then still copy it as one line.
         self._console.print(line, soft_wrap=True)
         for reason in record.reasons:
             text = f"         {reason.need + ': ' if reason.need else ''}{reason.text}"
@@ -105,7 +105,7 @@ class TerminalProgress:
             self._remaining = [name for name in self._remaining if name != record.case]
             self._bar.update(self._task, advance=1, description=self._running_case())
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()

@@ -1,4 +1,4 @@
-"""The steps of a qualification, from the probe to the report."""
+"""The steps of ``gdrkit qualify``: check the installation, probe the machine, run the cases, and write the report."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _SEED_BITS = 63
 
 
 class Progress(Protocol):
-    """Interface of an object that displays the progress of a run."""
+    """Interface of the objects that display the progress of a run; see :mod:`gdrkit.qualify.progress`."""
 
     def print_line(self, line: str) -> None:
         """Print a line about the run as a whole."""
 
-    def begin(self, plan: CasePlan) -> None:
+    def begin_cases(self, plan: CasePlan) -> None:
         """Start the display of the cases of `plan`."""
 
-    def done(self, record: Record) -> None:
+    def show_record(self, record: Record) -> None:
         """Show a case that has completed."""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the display."""
 
 
@@ -60,19 +60,19 @@ class Options:
     Attributes
     ----------
     software : bool
-        Run every API on its twin, also where hardware is present.
+        Whether to run every API on its software twin, even if the hardware is present.
     profile : str or None
-        Name of the profile; None for the one that fits best.
+        Name of the profile. None for the profile that fits the machine best.
     output : Path or None
-        The folder of the report; None for a new one in the default folder.
+        The folder of the report. None for a new subfolder of the default folder.
     seed : int or None
-        Seed of the run; None for a random one.
+        Seed of the run. None for a random seed.
     select : str or None
         The expression of pytest's ``-k``.
     suites : Path or None
-        The folder of the cases; None for the suites of gdrkit.
+        The folder of the cases. None for the suites of gdrkit.
     command : str
-        The command line, for the records.
+        The command line that the records contain.
     """
 
     software: bool = False
@@ -86,7 +86,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class _PreparedRun:
-    """The results of the steps before the first case."""
+    """The results of the steps before the cases are collected."""
 
     folder: RunFolder
     facts: Facts
@@ -110,13 +110,13 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
 
 
 def plan_only(options: Options, progress: Progress) -> dict[str, object]:
-    """Return the plan of a run and the sessions of the noxfile that fit, without running a case.
+    """Return the plan of a run and the nox sessions that fit this machine, without running a case.
 
-    The files are written to a temporary folder, unless the options name an output folder.
+    If the options name no output folder, the files of the plan are written to a temporary folder.
     """
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
-        with_output = replace(options, output=options.output or Path(folder))
-        prepared = _prepare(with_output, progress, dt.datetime.now(dt.UTC))
+        options_with_output = replace(options, output=options.output or Path(folder))
+        prepared = _prepare(options_with_output, progress, dt.datetime.now(dt.UTC))
         plan = prepared.runner.plan()
         plan_data = json.loads(prepared.folder.plan.read_bytes())
     hardware = launch.present_hardware(HostTree())
@@ -162,16 +162,16 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         is_interrupted=True,
         selection=_selection(options),
     )
-    # The folder holds an interrupted run until the outcome is written, so that a report can be made at any time.
+    # run.json says "interrupted" until the outcome replaces it. So a report can be made even if this process is killed.
     prepared.folder.write_run(unfinished)
     try:
-        plan = prepared.runner.run(common, progress.begin, progress.done)
+        plan = prepared.runner.run(common, progress.begin_cases, progress.show_record)
     except (KeyboardInterrupt, SystemExit):
         path = shlex.quote(str(prepared.folder.path))
         progress.print_line(f"The run was interrupted. To report the completed cases, run: gdrkit report {path}")
         raise
     finally:
-        progress.end()
+        progress.close()
         for line in prepared.runner.abandoned:
             progress.print_line(line)
     profile = load_profile(plan.profile)
@@ -207,21 +207,21 @@ def _selection(options: Options) -> str:
 
 
 def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _PreparedRun:
-    _check_set_up()
+    _check_installation()
     tree = HostTree()
-    present = launch.present_hardware(tree)
-    software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
+    present_hardware = launch.present_hardware(tree)
+    software = launch.TWINNED if options.software else launch.TWINNED - present_hardware.keys()
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-    launched = launch.Launch(software=software, seed=seed, isolated=True)
-    environment = launch.environment(launched)
+    launch_options = launch.Launch(software=software, seed=seed, isolated=True)
+    environment = launch.environment(launch_options)
     if options.profile is not None:
-        load_profile(options.profile)  # So that an unknown name fails before the slow probe.
+        load_profile(options.profile)  # This raises an error for an unknown name. The probe below is slow.
     folder = RunFolder(options.output or install_paths().runs / started.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
     facts = probe(environment=environment)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
     substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
-    for line in (banner(substrates), launch.overridden_hardware(launched, tree)):
+    for line in (banner(substrates), launch.overridden_hardware(launch_options, tree)):
         if line:
             progress.print_line(line)
     arguments = [f"--seed={seed}", f"--command={options.command}"]
@@ -233,16 +233,17 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
     return _PreparedRun(folder, facts, substrates, seed, runner)
 
 
-def _check_set_up() -> None:
+def _check_installation() -> None:
+    """Raise SetupMissing if pytest or the suites are not installed."""
     if importlib.util.find_spec("pytest") is None:
         operation, what_to_do = "import pytest", "pip install 'gdrkit[qualify]'"
-        raise _missing(operation, what_to_do)
+        raise _missing_installation(operation, what_to_do)
     if not (install_paths().suites / "pytest.ini").is_file():
         operation, what_to_do = "find the suites", "install gdrkit from a wheel or run it from a checkout"
-        raise _missing(operation, what_to_do)
+        raise _missing_installation(operation, what_to_do)
 
 
-def _missing(operation: str, what_to_do: str) -> SetupMissing:
+def _missing_installation(operation: str, what_to_do: str) -> SetupMissing:
     return SetupMissing(
         api=Api.NONE,
         operation=operation,

@@ -1,7 +1,7 @@
-"""Comparison of measured numbers with the profile of the machine and the limits of its links.
+"""Comparison of measured numbers with the speeds that the profile expects and with the limits of the PCIe links.
 
-The module performs no I/O. The caller passes only numbers that were measured on hardware, because a software twin has
-no expected speed.
+The module performs no I/O. The caller passes only numbers that were measured on hardware, because no speed is expected
+of a software twin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["NumberCheck", "check_numbers", "ran_on_hardware"]
 
 _RATE_SUFFIX = "_gb_per_s_median"
-# A measured rate may exceed the limit by this share: clocks have errors, and links run slightly above nominal speed.
+# A measured rate may exceed the limit of the link by this much: clocks have errors, and a link may run slightly faster
+# than its nominal speed.
 _LIMIT_TOLERANCE_PERCENT = 2.0
 
 
@@ -51,9 +52,9 @@ class NumberCheck:
 
 
 def ran_on_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> bool:
-    """Return whether all of `apis` ran on hardware, so that a number about them describes the machine.
+    """Return whether all of `apis` ran on hardware. The result is False if `apis` is empty.
 
-    Without any API the result is False.
+    Only then a number that was measured with these APIs describes the machine.
     """
     names = tuple(apis)
     return bool(names) and all(substrate.get(api) is Substrate.HARDWARE for api in names)
@@ -62,18 +63,18 @@ def ran_on_hardware(apis: Iterable[str], substrate: Mapping[str, Substrate]) -> 
 def check_numbers(
     case: str, numbers: Mapping[str, float], *, profile: Profile, limits: Mapping[str, Limit]
 ) -> tuple[NumberCheck, ...]:
-    """Compare the numbers of a case, which must have run on hardware, with the profile and the limits.
+    """Compare the numbers of a case with the profile and the limits. The case must have run on hardware.
 
     Parameters
     ----------
     case : str
         Id of the case.
     numbers : mapping
-        The numbers of its record, by name.
+        The numbers of the record, by name.
     profile : Profile
         The profile of the machine.
     limits : mapping
-        The limit of the path of each rate, by the part of the rate's name before ``_gb_per_s_median``.
+        The limits of the links, by the name of the rate without ``_gb_per_s_median``. A rate may have no limit.
     """
     checks = []
     for number, found in numbers.items():
@@ -81,7 +82,7 @@ def check_numbers(
         if limit is not None:
             bound = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
             text = f"{number} is {found:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
-            checks.append(_check(number, found, bound, text, is_maximum=True))
+            checks.append(_make_check(number, found, bound, text, is_maximum=True))
         for expected in profile.expected:
             if fnmatchcase(case, expected.case) and fnmatchcase(number, expected.number):
                 checks += _check_expected(expected, number, found, limit)
@@ -95,15 +96,15 @@ def _check_expected(expected: ExpectedNumber, number: str, found: float, limit: 
         value = limit.gb_per_s * (expected.limit_percent or 0.0) / 100
         origin = f"{expected.limit_percent:g} % of {limit.gb_per_s:.4g}, {limit.why}; {expected.source}"
     else:
-        return []  # The limit of the links is unknown, so a share of it is undefined.
-    share = expected.tolerance_percent / 100
+        return []  # A percentage of the limit is expected, but the limit is unknown.
+    tolerance = expected.tolerance_percent / 100
     is_maximum = expected.better == "less"
-    bound = value * (1 + share if is_maximum else 1 - share)
+    bound = value * (1 + tolerance if is_maximum else 1 - tolerance)
     text = f"{number} is {found:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
-    return [_check(number, found, bound, text, is_maximum=is_maximum)]
+    return [_make_check(number, found, bound, text, is_maximum=is_maximum)]
 
 
-def _check(number: str, found: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
+def _make_check(number: str, found: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
     is_met = found <= bound if is_maximum else found >= bound
     return NumberCheck(
         number=number, found=found, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text

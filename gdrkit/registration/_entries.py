@@ -1,7 +1,9 @@
 """Entries of a region cache, and their index by address.
 
-The index makes no calls and requires the lock of the cache. The chunks of memory are sorted by address and never
-overlap, so one binary search finds a range, however many entries there are.
+An entry is linked while lookups can find it in the index. An unlinked entry only waits for its deregistration.
+
+The index calls no driver, and its callers hold the lock of the cache. The chunks of memory are sorted by address and
+never overlap, so one binary search finds a range.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ AllocationKey = tuple[tuple[int, int, int], ...]
 
 
 def end_of(key: AllocationKey) -> int:
-    """Return the address after the last byte."""
+    """Return the address after the last byte of the last chunk."""
     return key[-1][0] + key[-1][1]
 
 
@@ -36,18 +38,18 @@ class CacheEntry:
     """One registered allocation in a region cache."""
 
     __slots__ = (
-        "alive",
         "base",
         "end",
+        "end_lease",
+        "indexed_memories",
+        "is_alive",
         "is_claimed",
+        "is_linked",
         "is_present",
         "key",
-        "known_by",
         "lease_marks",
-        "linked",
         "memory",
         "registration",
-        "release",
     )
 
     def __init__(
@@ -55,26 +57,26 @@ class CacheEntry:
         key: AllocationKey,
         memory: DeviceBuffer,
         registration: Registration,
-        release: Callable[[CacheEntry], None],
+        end_lease: Callable[[CacheEntry], None],
     ) -> None:
         self.key = key
         self.base = key[0][0]
         self.end = end_of(key)
         self.memory = memory
         self.registration = registration
-        self.release = release
-        self.is_present = memory.presence(key)
-        self.known_by: list[DeviceBuffer] = []  # The buffers for which EntryIndex.known has this entry.
+        self.end_lease = end_lease  # Ends one lease of this entry.
+        self.is_present = memory.presence(key)  # Checks by driver calls whether all chunks still exist.
+        self.indexed_memories: list[DeviceBuffer] = []  # The keys for which EntryIndex.by_memory has this entry.
         # One item for each lease. Items are added under the lock of the cache and removed without it.
         self.lease_marks: list[None] = []
-        self.linked = False
-        self.is_claimed = False  # Whether a thread is deregistering it.
-        # Whether the memory was not released. Closing the device also releases it.
-        self.alive = True
+        self.is_linked = False
+        self.is_claimed = False  # Whether a thread is deregistering the entry.
+        # False after the memory was released. Closing the device also releases the memory.
+        self.is_alive = True
         memory.before_release(self._on_memory_release)
 
     @property
-    def leases(self) -> int:
+    def lease_count(self) -> int:
         """The number of leases. `list.copy` and `list.pop` are atomic against each other, also without a GIL."""
         return len(self.lease_marks.copy())
 
@@ -84,7 +86,7 @@ class CacheEntry:
         return self.end - self.base
 
     def _on_memory_release(self) -> None:
-        self.alive = False
+        self.is_alive = False
 
 
 class _Chunk:
@@ -101,36 +103,37 @@ class EntryIndex:
 
     Attributes
     ----------
-    used : OrderedDict
+    by_last_use : OrderedDict
         All linked entries, least recently used first.
-    known : dict
-        Maps memory of gdrkit that an earlier lookup found to the entry that covers all of it. Most hits need only this.
+    by_memory : dict
+        Maps a memory object of an earlier lookup to the entry that covers all of this memory. Most hits need only this
+        dict. It has only memory that gdrkit owns.
     """
 
     def __init__(self, *, regions_max: int, bytes_max: int) -> None:
-        self.used: OrderedDict[CacheEntry, None] = OrderedDict()
-        self.known: dict[DeviceBuffer, CacheEntry] = {}
+        self.by_last_use: OrderedDict[CacheEntry, None] = OrderedDict()
+        self.by_memory: dict[DeviceBuffer, CacheEntry] = {}
         self._regions_max = regions_max
         self._bytes_max = bytes_max
-        self._bytes = 0
+        self._linked_bytes = 0
         self._bases: list[int] = []
         self._chunks: list[_Chunk] = []  # In the order of _bases.
 
     def find(self, address: int, end: int) -> CacheEntry | None:
         """Return an entry that contains all of [address, end), or None."""
-        at = bisect_right(self._bases, address)
-        if at:
-            for entry in self._chunks[at - 1].entries:
+        position = bisect_right(self._bases, address)
+        if position:
+            for entry in self._chunks[position - 1].entries:
                 if entry.base <= address and end <= entry.end:
                     return entry
         return None
 
     def remember(self, memory: DeviceBuffer, entry: CacheEntry) -> None:
-        """Add `memory` to `known` if the linked `entry` contains all of it, so that later lookups need no search."""
+        """Add `memory` to `by_memory` if the linked `entry` contains all of it. Then later lookups need no search."""
         begin = memory.address
-        if memory not in self.known and entry.base <= begin and begin + memory.length_bytes <= entry.end:
-            self.known[memory] = entry
-            entry.known_by.append(memory)
+        if memory not in self.by_memory and entry.base <= begin and begin + memory.length_bytes <= entry.end:
+            self.by_memory[memory] = entry
+            entry.indexed_memories.append(memory)
 
     def overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the entries that overlap [begin, end), each once."""
@@ -143,43 +146,49 @@ class EntryIndex:
         return list(entries)
 
     def invalidated_by(self, key: AllocationKey) -> list[CacheEntry]:
-        """Return the entries with a chunk that cannot exist any more, because the chunks of `key` exist."""
-        facts = set(key)
+        """Return the entries with a chunk that no longer exists.
+
+        The chunks of `key` exist now. A chunk that overlaps them, and is not one of them, no longer exists.
+        """
+        existing_chunks = set(key)
         return [
             entry
             for entry in self.overlapping(key[0][0], end_of(key))
-            if any(fact not in facts and overlaps(key, fact[0], fact[0] + fact[1]) for fact in entry.key)
+            if any(
+                (base, size, buffer_id) not in existing_chunks and overlaps(key, base, base + size)
+                for base, size, buffer_id in entry.key
+            )
         ]
 
     def add(self, entry: CacheEntry) -> None:
-        """Link an entry. The caller has unlinked the entries that it outdates."""
+        """Link an entry. The caller has already unlinked the entries of :meth:`invalidated_by`."""
         for base, length_bytes, _buffer_id in entry.key:
-            at = bisect_left(self._bases, base)
-            if at == len(self._bases) or self._bases[at] != base:
-                self._bases.insert(at, base)
-                self._chunks.insert(at, _Chunk(base, base + length_bytes))
-            self._chunks[at].entries.append(entry)
-        self.used[entry] = None
-        self._bytes += entry.length_bytes
+            position = bisect_left(self._bases, base)
+            if position == len(self._bases) or self._bases[position] != base:
+                self._bases.insert(position, base)
+                self._chunks.insert(position, _Chunk(base, base + length_bytes))
+            self._chunks[position].entries.append(entry)
+        self.by_last_use[entry] = None
+        self._linked_bytes += entry.length_bytes
 
     def remove(self, entry: CacheEntry) -> None:
         """Unlink an entry."""
         for base, _length_bytes, _buffer_id in entry.key:
-            at = bisect_left(self._bases, base)
-            self._chunks[at].entries.remove(entry)
-            if not self._chunks[at].entries:
-                del self._chunks[at]
-                del self._bases[at]
-        for memory in entry.known_by:
-            del self.known[memory]
-        entry.known_by.clear()
-        del self.used[entry]
-        self._bytes -= entry.length_bytes
+            position = bisect_left(self._bases, base)
+            self._chunks[position].entries.remove(entry)
+            if not self._chunks[position].entries:
+                del self._chunks[position]
+                del self._bases[position]
+        for memory in entry.indexed_memories:
+            del self.by_memory[memory]
+        entry.indexed_memories.clear()
+        del self.by_last_use[entry]
+        self._linked_bytes -= entry.length_bytes
 
     @property
     def is_over_limit(self) -> bool:
         """Whether the number of regions or of bytes is above its limit."""
-        return len(self.used) > self._regions_max or self._bytes > self._bytes_max
+        return len(self.by_last_use) > self._regions_max or self._linked_bytes > self._bytes_max
 
     def eviction_candidates(self) -> list[CacheEntry]:
         """Return the entries to evict so that the limits hold, least recently used first.
@@ -188,15 +197,15 @@ class EntryIndex:
         memory a second time.
         """
         entries: list[CacheEntry] = []
-        count, length_bytes = len(self.used) - self._regions_max, self._bytes - self._bytes_max
-        if count > 0 or length_bytes > 0:
-            for entry in tuple(self.used):
-                if entry.leases:
+        excess_count, excess_bytes = len(self.by_last_use) - self._regions_max, self._linked_bytes - self._bytes_max
+        if excess_count > 0 or excess_bytes > 0:
+            for entry in tuple(self.by_last_use):
+                if entry.lease_count:
                     # A leased entry is in use now, so it moves to the most recently used end.
-                    self.used.move_to_end(entry)
+                    self.by_last_use.move_to_end(entry)
                     continue
                 entries.append(entry)
-                count, length_bytes = count - 1, length_bytes - entry.length_bytes
-                if count <= 0 and length_bytes <= 0:
+                excess_count, excess_bytes = excess_count - 1, excess_bytes - entry.length_bytes
+                if excess_count <= 0 and excess_bytes <= 0:
                     break
         return entries

@@ -28,41 +28,44 @@ __all__ = ["PendingDeregistrations", "PendingRegistration", "PendingRegistration
 
 
 class PendingRegistration:
-    """One pending registration, with the number of threads that wait for it."""
+    """One pending registration, with the number of threads that wait for it.
 
-    __slots__ = ("done", "entry", "error", "key", "unlinked", "waiters")
+    When `done` is set, either `entry` or `error` has the result, or neither if the registering thread was interrupted.
+    """
+
+    __slots__ = ("done", "entry", "error", "is_unlinked", "key", "waiter_count")
 
     def __init__(self, key: AllocationKey) -> None:
         self.key = key
         self.done = threading.Event()
         self.entry: CacheEntry | None = None
         self.error: GdrkitError | None = None
-        self.unlinked = False
-        self.waiters = 0
+        self.is_unlinked = False  # Whether new lookups can no longer join it, because its range was invalidated.
+        self.waiter_count = 0
 
 
 class PendingRegistrations:
-    """The pending registrations of a cache. Every member requires the lock of `changed`."""
+    """The pending registrations of a cache. Every member requires the lock of `condition`."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
         self._by_key: dict[AllocationKey, PendingRegistration] = {}
-        self._pending: set[PendingRegistration] = set()  # Those of _by_key, and those that were unlinked.
+        self._pending: set[PendingRegistration] = set()  # The ones of _by_key, and the unlinked ones.
 
     def __len__(self) -> int:
         return len(self._pending)
 
     @property
-    def waiting(self) -> int:
+    def waiter_count(self) -> int:
         """The number of threads that wait for a pending registration."""
-        return sum(pending.waiters for pending in self._pending)
+        return sum(pending.waiter_count for pending in self._pending)
 
     def find(self, key: AllocationKey) -> PendingRegistration | None:
         """Return the pending registration of `key` that a new lookup may join, or None."""
         return self._by_key.get(key)
 
     def start(self, key: AllocationKey) -> PendingRegistration:
-        """Add and return a new pending registration of `key`, which has none."""
+        """Add a pending registration of `key` and return it. The key must have none yet."""
         pending = self._by_key[key] = PendingRegistration(key)
         self._pending.add(pending)
         return pending
@@ -73,23 +76,25 @@ class PendingRegistrations:
         if self._by_key.get(pending.key) is pending:
             del self._by_key[pending.key]
         pending.done.set()
-        self._changed.notify_all()
+        self._condition.notify_all()
 
     def unlink(self, begin: int, end: int) -> int:
         """Stop new lookups from joining the pending registrations that overlap [begin, end). Return their number."""
         overlapping = [pending for key, pending in self._by_key.items() if overlaps(key, begin, end)]
         for pending in overlapping:
-            pending.unlinked = True
+            pending.is_unlinked = True
             del self._by_key[pending.key]
         return len(overlapping)
 
-    def overlapping(self, begin: int, end: int) -> int:
+    def count_overlapping(self, begin: int, end: int) -> int:
         """Return the number of pending registrations that overlap [begin, end), including the unlinked ones."""
         return sum(overlaps(pending.key, begin, end) for pending in self._pending)
 
 
 class PendingDeregistrations:
-    """The unlinked entries of a cache. Every member except :meth:`deregister` requires the lock of `changed`.
+    """The unlinked entries of a cache.
+
+    Every member except :meth:`deregister` requires the lock of `condition`.
 
     Attributes
     ----------
@@ -101,8 +106,8 @@ class PendingDeregistrations:
         Number of bytes that are registered, in linked and unlinked entries.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
         self.pending: set[CacheEntry] = set()
         self.failed: list[CacheEntry] = []
         self.registered_bytes = 0
@@ -117,54 +122,59 @@ class PendingDeregistrations:
 
         The list is empty if the entry is leased, or if another thread deregisters it.
         """
-        if entry.is_claimed or entry.leases:
+        if entry.is_claimed or entry.lease_count:
             return []
         entry.is_claimed = True
         return [entry]
 
     def claim_all(self, begin: int = 0, end: int = 1 << 64) -> list[CacheEntry]:
-        """Wait until no other thread deregisters in the range. Return the entries that the caller has to deregister."""
-        self._changed.wait_for(lambda: not any(e.is_claimed for e in self.overlapping(begin, end)))
+        """Wait until no other thread deregisters entries of the range, and claim the remaining ones.
+
+        Return the claimed entries, which the caller has to deregister.
+        """
+        self._condition.wait_for(lambda: not any(entry.is_claimed for entry in self.overlapping(begin, end)))
         failed = [entry for entry in self.failed if overlaps(entry.key, begin, end)]
         self.failed = [entry for entry in self.failed if entry not in failed]
         self.pending.update(failed)
-        # The last lease of one of these may have ended just now, while the thread that ended it waits for the lock.
-        return failed + [e for entry in self.overlapping(begin, end) for e in self.claim(entry)]
+        # The last lease of a pending entry may have just ended in a thread that still waits for the lock. This thread
+        # then claims the entry in its place.
+        return failed + [claimed for entry in self.overlapping(begin, end) for claimed in self.claim(entry)]
 
     def overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the pending entries that overlap [begin, end). Entries that failed are not among them."""
         return [entry for entry in self.pending if overlaps(entry.key, begin, end)]
 
-    def deregister(self, entries: Iterable[CacheEntry], *, raising: bool) -> None:
+    def deregister(self, entries: Iterable[CacheEntry], *, raise_errors: bool) -> None:
         """Close the memory of entries that this thread has claimed, which deregisters them.
 
-        If `raising` is false, failures are only kept in `failed`: a lookup does not raise errors of unrelated entries.
+        Entries that fail are added to `failed`. A lookup passes False as `raise_errors`, because it must not raise the
+        errors of unrelated entries.
         """
-        first: GdrkitError | None = None
-        left = dict.fromkeys(entries)
+        first_error: GdrkitError | None = None
+        remaining = dict.fromkeys(entries)
         try:
-            for entry in tuple(left):
+            for entry in tuple(remaining):
                 try:
                     entry.memory.close()
                 except GdrkitError as error:
-                    if first is None:
-                        first = error
+                    if first_error is None:
+                        first_error = error
                     else:
-                        first.add_note(f"then also: {error}")
+                        first_error.add_note(f"then also: {error}")
                 else:
-                    del left[entry]
-                    with self._changed:
+                    del remaining[entry]
+                    with self._condition:
                         self.pending.discard(entry)
                         self.registered_bytes -= entry.length_bytes
-                        self._changed.notify_all()
+                        self._condition.notify_all()
         finally:
-            # This includes entries that were not tried, because a signal handler raised in this thread.
-            with self._changed:
-                self.pending.difference_update(left)
-                self.failed += left
-                self._changed.notify_all()
-        if first is not None and raising:
-            raise first
+            # If a signal handler raised in this thread, the entries that were not tried yet remain too.
+            with self._condition:
+                self.pending.difference_update(remaining)
+                self.failed += remaining
+                self._condition.notify_all()
+        if first_error is not None and raise_errors:
+            raise first_error
 
 
 def register_allocation(
@@ -174,9 +184,9 @@ def register_allocation(
     *,
     access: Access,
     route: RegistrationRoute | None,
-    release: Callable[[CacheEntry], None],
+    end_lease: Callable[[CacheEntry], None],
 ) -> CacheEntry:
-    """Register all chunks under `memory` and return the new entry.
+    """Register all chunks under `memory` and return the new entry, which calls `end_lease` when one of its leases ends.
 
     The caller has read `key`, the allocation key of `memory`, before this call.
 
@@ -188,8 +198,8 @@ def register_allocation(
     allocation = memory.allocation()
     try:
         registration = register(allocation, nics, access=access, route=route)
-        # The caller read the key before the registration. Only if the key still holds now, the registered memory is the
-        # memory that the key names.
+        # The caller read the key before the registration. The registered memory is the memory that the key names only
+        # if the chunks of the key still exist now.
         if (allocation.address, allocation.length_bytes) != (
             key[0][0],
             end_of(key) - key[0][0],
@@ -199,7 +209,7 @@ def register_allocation(
     except BaseException as error:
         try:
             allocation.close()
-        except GdrkitError as second:
-            error.add_note(f"then, while undoing: {second}")
+        except GdrkitError as close_error:
+            error.add_note(f"then, while undoing: {close_error}")
         raise
-    return CacheEntry(key, allocation, registration, release)
+    return CacheEntry(key, allocation, registration, end_lease)

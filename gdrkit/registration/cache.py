@@ -1,6 +1,6 @@
 """A cache of memory registrations.
 
-Registering memory takes long. To check whether a cached registration is still valid takes one call of the driver.
+Registering memory takes long. Checking whether a cached registration is still valid takes one call of the driver.
 
 An entry is one whole allocation, registered with every NIC of the cache. Its key is the base, the size and the driver's
 buffer id of each chunk of the allocation. The address alone is not enough: memory that was freed and allocated again at
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RegionCache"]
 
-_CACHE, _MEMORY = "region cache", "the memory to lease"  # Names for ClosedResource errors.
+# The names of the closed objects in errors of ClosedResource.
+_CACHE, _MEMORY = "region cache", "the memory to lease"
 
 
 class RegionCache:
@@ -52,7 +53,7 @@ class RegionCache:
     access : Access
         Access rights of the keys.
     route : RegistrationRoute or None
-        Use only this method of registration. With None, :func:`~gdrkit.registration.register` chooses.
+        The only method of registration to use. With None, :func:`~gdrkit.registration.register` chooses the method.
     regions_max : int
         Limit of the number of entries, above 0. Leased entries are not evicted, so they can exceed a limit.
     bytes_max : int
@@ -71,7 +72,7 @@ class RegionCache:
     ) -> None:
         nics = checked_nics(nics)
         if regions_max <= 0 or bytes_max <= 0:
-            message = f"a cache of {regions_max} regions and {bytes_max} bytes holds nothing"
+            message = f"regions_max and bytes_max must be above 0, not {regions_max} and {bytes_max}"
             raise UsageError(message)
         self.nics = nics
         self.access = access
@@ -79,15 +80,17 @@ class RegionCache:
         self.regions_max = regions_max
         self.bytes_max = bytes_max
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._lock)
         self._index = EntryIndex(regions_max=regions_max, bytes_max=bytes_max)
-        self._known, self._used = self._index.known, self._index.used
-        self._registering = PendingRegistrations(self._changed)
-        self._deregistering = PendingDeregistrations(self._changed)
+        self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
+        self._pending_registrations = PendingRegistrations(self._condition)
+        self._pending_deregistrations = PendingDeregistrations(self._condition)
+        # The memory that the cache observes, each with the function that stops the observation.
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
-        self._is_over_limit = False  # Over a limit, because leased entries stay.
-        self._closing = self._closed = False
+        # Whether the linked entries exceed a limit. This is possible, because leased entries are not evicted.
+        self._is_over_limit = False
+        self._is_closing = self._closed = False
         self._handle = Handle("registration.cache")
         forks.register(self)
 
@@ -105,12 +108,12 @@ class RegionCache:
                 registrations=self._registrations,
                 evictions=self._evictions,
                 invalidations=self._invalidations,
-                regions=len(self._used),
-                registered_bytes=self._deregistering.registered_bytes,
-                leases=self._leased(),
-                in_flight=len(self._registering),
-                waiting=self._registering.waiting,
-                not_deregistered=len(self._deregistering.failed),
+                regions=len(self._by_last_use),
+                registered_bytes=self._pending_deregistrations.registered_bytes,
+                leases=self._lease_count(),
+                in_flight=len(self._pending_registrations),
+                waiting=self._pending_registrations.waiter_count,
+                not_deregistered=len(self._pending_deregistrations.failed),
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
@@ -148,16 +151,16 @@ class RegionCache:
         if offset_bytes < 0 or length_bytes <= 0 or offset_bytes + length_bytes > size_bytes:
             refuse_range(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
         address = memory.address + offset_bytes
-        entry = self._known.get(memory)
+        entry = self._entry_by_memory.get(memory)
         if entry is not None:
             with self._lock:
-                if entry.linked and not self._closing:
+                if entry.is_linked and not self._is_closing:
                     entry.lease_marks.append(None)
                     self._hits += 1
-                    self._used.move_to_end(entry)
+                    self._by_last_use.move_to_end(entry)
                 else:
                     entry = None  # Another thread has unlinked it.
-        if entry is None or not self._is_still_valid(entry):
+        if entry is None or not self._validate_or_unlink(entry):
             entry = self._find_or_register(memory, address, address + length_bytes)
         return Lease(entry, address, length_bytes)
 
@@ -173,8 +176,8 @@ class RegionCache:
             An entry could not be deregistered (the error of the first one). All entries were removed from the cache.
         """
         with self._lock:
-            count, victims = self._unlink_range(address, address + length_bytes)
-        self._deregistering.deregister(victims, raising=True)
+            count, claimed_entries = self._unlink_range(address, address + length_bytes)
+        self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
         return count
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
@@ -196,22 +199,24 @@ class RegionCache:
         with self._lock:
             if self._closed:
                 return
-            self._closing = True
-            is_quiet = self._changed.wait_for(
-                lambda: not self._leased() and not self._registering, None if timeout_ms is None else timeout_ms / 1000
+            self._is_closing = True
+            is_idle = self._condition.wait_for(
+                lambda: not self._lease_count() and not self._pending_registrations,
+                None if timeout_ms is None else timeout_ms / 1000,
             )
-            if not is_quiet:
-                self._closing = False
-                message = f"{self._leased()} leases are open and {len(self._registering)} registrations are pending"
+            if not is_idle:
+                self._is_closing = False
+                pending_count = len(self._pending_registrations)
+                message = f"{self._lease_count()} leases are open and {pending_count} registrations are pending"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
-            victims = self._deregistering.claim_all()
-            for entry in tuple(self._used):
-                victims += self._unlink(entry)
-        self._deregistering.deregister(victims, raising=True)
-        for leave in self._watched.values():
-            leave()
+            claimed_entries = self._pending_deregistrations.claim_all()
+            for entry in tuple(self._by_last_use):
+                claimed_entries += self._unlink(entry)
+        self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
+        for stop_watching in self._watched.values():
+            stop_watching()
         self._watched.clear()
         self._closed = True
         self._handle.release()
@@ -221,31 +226,30 @@ class RegionCache:
 
         The child neither leases nor deregisters. The cache of the parent and its leases stay valid.
         """
-        # Keeps the references: the child must not release these.
-        self._inherited = (self._index, self._registering, self._deregistering, self._watched)
+        # The child must not release the objects of the parent, so it keeps references to them.
+        self._inherited = (self._index, self._pending_registrations, self._pending_deregistrations, self._watched)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._condition = threading.Condition(self._lock)
         self._index = EntryIndex(regions_max=self.regions_max, bytes_max=self.bytes_max)
-        self._known, self._used = self._index.known, self._index.used
-        self._registering = PendingRegistrations(self._changed)
-        self._deregistering = PendingDeregistrations(self._changed)
+        self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
+        self._pending_registrations = PendingRegistrations(self._condition)
+        self._pending_deregistrations = PendingDeregistrations(self._condition)
         self._watched = {}
-        self._closing = self._closed = True
+        self._is_closing = self._closed = True
 
-    def _is_still_valid(self, entry: CacheEntry) -> bool:
+    def _validate_or_unlink(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
         is_present = entry.is_present  # `entry.is_present()` would be slower.
         try:
-            # This call is made outside of the lock. The driver reports the current state, so no lock makes it more
-            # valid.
-            if is_present() and entry.alive:
+            # This call needs no lock: the memory could change right after the call in any case.
+            if is_present() and entry.is_alive:
                 return True
         except BaseException:
             self._release_lease(entry)
             raise
         with self._lock:
             self._hits -= 1
-            if entry.linked:
+            if entry.is_linked:
                 self._unlink(entry)  # Returns []: this thread still has a lease.
                 self._invalidations += 1
         self._release_lease(entry)
@@ -259,13 +263,13 @@ class RegionCache:
             if memory.owned:
                 self._watch(memory)
             with self._lock:
-                if self._closing:
+                if self._is_closing:
                     raise ClosedResource(_CACHE)
                 entry = self._index.find(address, end)
                 if entry is not None:
                     entry.lease_marks.append(None)
                     self._hits += 1
-                    self._used.move_to_end(entry)
+                    self._by_last_use.move_to_end(entry)
                     if memory in self._watched:
                         self._index.remember(memory, entry)
             if entry is None:
@@ -273,56 +277,59 @@ class RegionCache:
                 if entry is not None:
                     return entry
                 continue
-            if self._is_still_valid(entry):
+            if self._validate_or_unlink(entry):
                 return entry
 
     def _register_or_wait(self, memory: DeviceBuffer) -> CacheEntry | None:
-        """Register the memory, or wait for the thread that registers it. None: the caller has to search again."""
+        """Register the memory, or wait for the thread that registers it, and return the leased entry.
+
+        If the result is None, the caller has to search the index again.
+        """
         key = memory.allocation_key()
         with self._lock:
-            if self._closing:
+            if self._is_closing:
                 raise ClosedResource(_CACHE)
             if memory.closed or (memory.owned and memory not in self._watched):
-                # The before-release action has already run: another thread is freeing the memory.
+                # Another thread is freeing the memory: the action that _watch added has already run.
                 raise ClosedResource(_MEMORY)
-            pending = self._registering.find(key)
-            is_first = pending is None
+            pending = self._pending_registrations.find(key)
+            is_registering = pending is None
             if pending is None:
-                # The thread that registered it may have finished since this thread searched the index.
+                # Another thread may have completed a registration of this key since this thread searched the index.
                 existing = self._index.find(key[0][0], end_of(key))
                 if existing is not None and existing.key == key:
                     return None
-                pending = self._registering.start(key)
+                pending = self._pending_registrations.start(key)
             else:
-                pending.waiters += 1
+                pending.waiter_count += 1
             self._misses += 1
-        return self._register(pending, memory) if is_first else self._wait(pending)
+        return self._register(pending, memory) if is_registering else self._wait(pending)
 
     def _register(self, pending: PendingRegistration, memory: DeviceBuffer) -> CacheEntry:
         try:
             entry = register_allocation(
-                pending.key, memory, self.nics, access=self.access, route=self.route, release=self._release_lease
+                pending.key, memory, self.nics, access=self.access, route=self.route, end_lease=self._release_lease
             )
         except BaseException as error:
-            # The waiters raise the same failure, but each raises its own error object: an error raised in several
-            # threads would collect the tracebacks of all of them. An exception that is not of gdrkit (such as one that
-            # a signal handler raised in this thread) is not passed on, and the waiters try again.
-            shared = error.clone() if isinstance(error, GdrkitError) else None
+            # Every waiting thread raises a copy of the error: one error object would collect the tracebacks of all
+            # these threads. An exception that is not of gdrkit is not passed on, and the waiting threads try again. A
+            # signal handler, for example, can raise such an exception in this thread.
+            shared_error = error.clone() if isinstance(error, GdrkitError) else None
             with self._lock:
-                pending.error = shared
-                self._registering.complete(pending)
+                pending.error = shared_error
+                self._pending_registrations.complete(pending)
             raise
         with self._lock:
             self._registrations += 1
-            self._deregistering.registered_bytes += entry.length_bytes
+            self._pending_deregistrations.registered_bytes += entry.length_bytes
             # The waiting threads get their leases here, so that the entry is not evicted before they wake up.
-            entry.lease_marks.extend([None] * (1 + pending.waiters))
-            victims = [] if pending.unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
-            if not entry.linked:
-                self._deregistering.add(entry)
+            entry.lease_marks.extend([None] * (1 + pending.waiter_count))
+            claimed_entries = [] if pending.is_unlinked or entry.length_bytes > self.bytes_max else self._link(entry)
+            if not entry.is_linked:
+                self._pending_deregistrations.add(entry)
             pending.entry = entry
-            self._registering.complete(pending)
-        self._deregistering.deregister(victims, raising=False)
+            self._pending_registrations.complete(pending)
+        self._pending_deregistrations.deregister(claimed_entries, raise_errors=False)
         return entry
 
     def _wait(self, pending: PendingRegistration) -> CacheEntry | None:
@@ -330,7 +337,7 @@ class RegionCache:
             pending.done.wait()
         except BaseException:
             with self._lock:
-                pending.waiters -= 1
+                pending.waiter_count -= 1
                 entry = pending.entry
             if entry is not None:
                 self._release_lease(entry)
@@ -341,88 +348,94 @@ class RegionCache:
 
     def _link(self, entry: CacheEntry) -> list[CacheEntry]:
         """Link an entry. Return the entries that the caller has to deregister because of it."""
-        victims: list[CacheEntry] = []
-        for old in self._index.invalidated_by(entry.key):
-            victims += self._unlink(old)
+        claimed_entries: list[CacheEntry] = []
+        for invalid_entry in self._index.invalidated_by(entry.key):
+            claimed_entries += self._unlink(invalid_entry)
             self._invalidations += 1
         self._index.add(entry)
-        entry.linked = True
-        return victims + self._evict()
+        entry.is_linked = True
+        return claimed_entries + self._evict()
 
-    def _leased(self) -> int:
-        return sum(entry.leases for entry in (*self._used, *self._deregistering.pending))
+    def _lease_count(self) -> int:
+        return sum(entry.lease_count for entry in (*self._by_last_use, *self._pending_deregistrations.pending))
 
     def _unlink(self, entry: CacheEntry) -> list[CacheEntry]:
         """Unlink an entry, so that lookups do not find it. Return it in a list if the caller has to deregister it."""
         self._index.remove(entry)
-        entry.linked = False  # Set before the leases are counted; see _release_lease.
-        return self._deregistering.add(entry)
+        entry.is_linked = False  # Set before the leases are counted; see _release_lease.
+        return self._pending_deregistrations.add(entry)
 
     def _evict(self) -> list[CacheEntry]:
+        """Unlink entries until the limits hold. Return the entries that the caller has to deregister."""
         self._is_over_limit = True  # Set before the leases are counted; see _release_lease.
-        outdated = self._index.eviction_candidates()
-        victims = [victim for entry in outdated for victim in self._unlink(entry)]
-        self._evictions += len(outdated)
+        candidates = self._index.eviction_candidates()
+        claimed_entries = [claimed_entry for entry in candidates for claimed_entry in self._unlink(entry)]
+        self._evictions += len(candidates)
         self._is_over_limit = self._index.is_over_limit
-        return victims
+        return claimed_entries
 
     def _release_lease(self, entry: CacheEntry) -> None:
         """End a lease, in most cases without taking the lock.
 
-        A thread that holds the lock and counts the leases first changes one of the three conditions below. Removing a
-        holder and counting the lease_marks are atomic against each other. So either that count excludes this holder, or
-        this thread sees the changed condition and calls `_finish_release`.
+        Another thread that counts the leases under the lock first makes one of the three conditions below true.
+        Removing a mark and counting the marks are atomic against each other. If the other thread counts after the
+        removal, it does not count this lease. If it counts before the removal, this thread sees the true condition and
+        calls `_finish_release`.
         """
         entry.lease_marks.pop()
-        if not entry.linked or self._is_over_limit or self._closing:
+        if not entry.is_linked or self._is_over_limit or self._is_closing:
             self._finish_release(entry)
 
     def _finish_release(self, entry: CacheEntry) -> None:
         """Do the work that had to wait for the end of a lease."""
         if self._closed:
-            # The cache is closed and still has a lease: this is a forked child, where the lease is a copy of the
-            # parent's.
+            # A closed cache has a lease only in a forked child. There the lease is a copy of a lease of the parent.
             return
         with self._lock:
-            victims = self._evict() if entry.linked else self._deregistering.claim(entry)
-            if self._closing:
-                self._changed.notify_all()
-        self._deregistering.deregister(victims, raising=True)
+            claimed_entries = self._evict() if entry.is_linked else self._pending_deregistrations.claim(entry)
+            if self._is_closing:
+                self._condition.notify_all()
+        self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
 
     def _unlink_range(self, begin: int, end: int) -> tuple[int, list[CacheEntry]]:
+        """Unlink all entries and pending registrations that overlap [begin, end).
+
+        Return the number of both, and the entries that the caller has to deregister.
+        """
         overlapping = self._index.overlapping(begin, end)
-        victims = [victim for entry in overlapping for victim in self._unlink(entry)]
-        count = len(overlapping) + self._registering.unlink(begin, end)
+        claimed_entries = [claimed_entry for entry in overlapping for claimed_entry in self._unlink(entry)]
+        count = len(overlapping) + self._pending_registrations.unlink(begin, end)
         self._invalidations += count
-        return count, victims
+        return count, claimed_entries
 
     def _watch(self, memory: DeviceBuffer) -> None:
-        """Remove the entries of `memory` before gdrkit frees it.
+        """From now on, remove the entries of `memory` before gdrkit frees the memory.
 
-        Memory of other owners is freed without notice. There, lookups detect the free by the changed buffer id.
+        Other owners free their memory without notice. For such memory, lookups detect the changed buffer id.
         """
         with self._lock:
-            if memory not in self._watched and not self._closing:
+            if memory not in self._watched and not self._is_closing:
                 self._watched[memory] = memory.before_release(lambda: self._before_free(memory))
 
     def _before_free(self, memory: DeviceBuffer) -> None:
+        """Deregister the entries of `memory`, or raise UsageError(BUSY) if a lease or registration still uses it."""
         begin, end = memory.address, memory.address + memory.length_bytes
         with self._lock:
-            _count, victims = self._unlink_range(begin, end)
+            _count, claimed_entries = self._unlink_range(begin, end)
         while True:
-            self._deregistering.deregister(victims, raising=True)
+            self._pending_deregistrations.deregister(claimed_entries, raise_errors=True)
             with self._lock:
-                victims = self._deregistering.claim_all(begin, end)
-                if victims:
+                claimed_entries = self._pending_deregistrations.claim_all(begin, end)
+                if claimed_entries:
                     continue
-                pending = self._deregistering.overlapping(begin, end)
-                registering = self._registering.overlapping(begin, end)
-                if not pending and not registering:
+                pending = self._pending_deregistrations.overlapping(begin, end)
+                registering_count = self._pending_registrations.count_overlapping(begin, end)
+                if not pending and not registering_count:
                     self._watched.pop(memory, None)
                     return
-                leased = sum(entry.leases for entry in pending)
+                lease_count = sum(entry.lease_count for entry in pending)
                 break
-        message = f"{leased} leases and {registering} pending registrations still use the memory"
+        message = f"{lease_count} leases and {registering_count} pending registrations still use the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free it")
 
     def __enter__(self) -> Self:
@@ -435,4 +448,4 @@ class RegionCache:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self.nics)
-        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._used)} regions'})"
+        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._by_last_use)} regions'})"

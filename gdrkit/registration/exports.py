@@ -1,7 +1,8 @@
 """Table of the export methods that each kind of device memory supports, as measured.
 
-Every row was measured on an H200 with driver 580 (CUDA 13.0). The code always calls the driver. The table only explains
-its errors, and the test suites repeat the measurement of every row.
+Every row was measured on an H200 with driver 580 (CUDA 13.0). gdrkit does not look into the table before it exports
+memory: it always calls the driver, and explains an error of the driver with the table. The test suites repeat the
+measurement of every row.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from gdrkit.buffers import MemoryKind
 from gdrkit.errors import ApiError, Reason, Unsupported
 from gdrkit.registration.handle import ShareKind
 
-__all__ = ["EXPORTS", "ExportRow", "advice", "explained", "ways_of"]
+__all__ = ["EXPORTS", "ExportRow", "clearer_error", "export_methods", "sharing_advice"]
 
+# The CUresult values of the table.
 _SUCCESS = 0
 _INVALID_VALUE = 1
 _NOT_SUPPORTED = 801
@@ -26,17 +28,18 @@ class ExportRow(NamedTuple):
     ----------
     memory : MemoryKind
         The kind of memory.
-    way : ShareKind
+    method : ShareKind
         The export method.
     part : str
-        The exported part: ``whole``. For a dma-buf also ``page`` (from the second 4 KiB page on), ``odd_address``,
-        ``odd_length`` and ``pcie`` (whole, with CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE, flag 1).
+        The exported part, ``whole`` for all of the memory. Some rows of dma-buf export a part from the second 4 KiB
+        page on (``page``), or a part whose address or length is not a multiple of 4 KiB (``odd_address``,
+        ``odd_length``). ``pcie`` is all of the memory, with the flag CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE.
     status : int
         The CUresult that the driver returned.
     """
 
     memory: MemoryKind
-    way: ShareKind
+    method: ShareKind
     part: str
     status: int
 
@@ -60,25 +63,27 @@ EXPORTS: tuple[ExportRow, ...] = (
 )
 
 
-def ways_of(memory: MemoryKind) -> tuple[ShareKind, ...]:
-    """Return the export methods that worked for this kind of memory; none if the table has no rows of it."""
-    return tuple(row.way for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS)
+def export_methods(memory: MemoryKind) -> tuple[ShareKind, ...]:
+    """Return the export methods that worked for all of a memory of this kind. It is empty if none was measured."""
+    return tuple(
+        row.method for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS
+    )
 
 
-def advice(memory: MemoryKind) -> str:
+def sharing_advice(memory: MemoryKind) -> str:
     """Return what the user can do instead for this kind of memory."""
     if memory is MemoryKind.CUDA_IMPORTED:
         return "let the process that allocated it share it"
-    ways = [way.name for way in ways_of(memory)]
-    return f"share it as {' or '.join(ways)}" if ways else "copy it to memory of cuMemAlloc"
+    methods = [method.name for method in export_methods(memory)]
+    return f"share it as {' or '.join(methods)}" if methods else "copy it to memory of cuMemAlloc"
 
 
-def explained(error: ApiError, memory: MemoryKind) -> ApiError:
-    """Return a clearer error for INVALID_VALUE of cuIpcGetMemHandle, or any other error unchanged.
+def clearer_error(error: ApiError, memory: MemoryKind) -> ApiError:
+    """Return a clearer error for INVALID_VALUE of cuIpcGetMemHandle. Return any other error unchanged.
 
-    For the kinds of memory where this was measured, INVALID_VALUE means that such memory has no IPC handle.
+    INVALID_VALUE means that this kind of memory has no IPC handle, unless the table says that it has one.
     """
-    if error.status != _INVALID_VALUE or ShareKind.IPC in ways_of(memory):
+    if error.status != _INVALID_VALUE or ShareKind.IPC in export_methods(memory):
         return error
     return Unsupported(
         api=error.api,
@@ -87,6 +92,6 @@ def explained(error: ApiError, memory: MemoryKind) -> ApiError:
         status_name=error.status_name,
         arguments=error.arguments,
         reason=Reason.NOT_SUPPORTED,
-        what_to_do=advice(memory),
+        what_to_do=sharing_advice(memory),
         detail=f"{memory.value} memory has no IPC handle",
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from gdrkit import cuda
 from gdrkit.errors import ApiError, Reason, UsageError
-from gdrkit.registration.exports import explained
+from gdrkit.registration.exports import clearer_error
 from gdrkit.registration.share import SharedMemory, device_at
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ __all__ = ["GDR_HANDLE_BYTES", "GdrHandle", "export_gdr", "import_gdr"]
 
 _FORMAT = struct.Struct("<64sQQ")
 GDR_HANDLE_BYTES = _FORMAT.size
-_SIZE_MAX = (1 << 63) - 1
-_DEVICE_MAX = (1 << 31) - 1
+_LENGTH_BYTES_MAX = (1 << 63) - 1
+_DEVICE_INDEX_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class GdrHandle:
     def __post_init__(self) -> None:
         if not any(self.ipc):
             _refuse("its IPC handle is empty")
-        if not 0 < self.length_bytes <= _SIZE_MAX or not 0 <= self.device_index <= _DEVICE_MAX:
-            _refuse(f"{self.length_bytes} bytes on device {self.device_index}")
+        if not 0 < self.length_bytes <= _LENGTH_BYTES_MAX or not 0 <= self.device_index <= _DEVICE_INDEX_MAX:
+            _refuse(f"its size {self.length_bytes} or its device number {self.device_index} is out of range")
 
     def pack(self) -> bytes:
         """Return the handle as 80 bytes."""
@@ -58,7 +58,7 @@ class GdrHandle:
     def parse(cls, data: bytes) -> Self:
         """Return the handle that `data` contains, or raise UsageError(MALFORMED)."""
         if len(data) != GDR_HANDLE_BYTES:
-            _refuse(f"{len(data)} bytes and not {GDR_HANDLE_BYTES}")
+            _refuse(f"it has {len(data)} bytes, not {GDR_HANDLE_BYTES}")
         return cls(*_FORMAT.unpack(data))
 
 
@@ -75,10 +75,10 @@ def export_gdr(memory: CudaMemory) -> bytes:
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
-        better = explained(error, memory.kind)
-        if better is error:
-            raise  # Raised from itself, the error would be its own cause.
-        raise better from error
+        clearer = clearer_error(error, memory.kind)
+        if clearer is error:
+            raise  # `raise error from error` would make the error its own cause.
+        raise clearer from error
     _require_base(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 
@@ -108,14 +108,14 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
 def _require_base(memory: CudaMemory) -> None:
     if memory.address != memory.allocation_key()[0][0]:
         message = f"memory at {memory.address:#x} begins inside its allocation, and this handle has no offset"
-        raise UsageError(message, what_to_do="export_memory(..., kind=ShareKind.IPC) has one")
+        raise UsageError(message, what_to_do="use export_memory(..., kind=ShareKind.IPC): its handle has an offset")
 
 
 def _require_device(handle: GdrHandle, device: cuda.Device) -> None:
     with device_at(handle.device_index):
-        pass
+        pass  # Opening the device raises an error if this process has no device with this number.
     if handle.device_index != device.index:
-        message = f"the memory is on device {handle.device_index} and not on {device.index}"
+        message = f"the memory is on device {handle.device_index}, not on device {device.index}"
         raise UsageError(message, reason=Reason.NO_DEVICE)
 
 

@@ -34,7 +34,7 @@ _DIGEST_BYTES = 16
 _IPC_BYTES = 64
 _UUID_BYTES = 16
 _NO_IPC = bytes(_IPC_BYTES)
-# The driver's sizes are of type size_t, and no memory is larger than half of the address space.
+# The driver's sizes have 64 bits, and no memory is larger than half of the address space.
 _SIZE_MAX = (1 << 63) - 1
 _ADDRESS_END = 1 << 64
 
@@ -61,18 +61,18 @@ LAYOUT: tuple[Field, ...] = (
     Field(8, "H", "version", "1"),
     Field(10, "H", "kind", "1 IPC, 2 VMM, 3 dma-buf"),
     Field(12, "I", "handle_bytes", "192"),
-    Field(16, "Q", "allocation_bytes", "IPC: size of the allocation; VMM: of all chunks together; dma-buf: its size"),
-    Field(24, "Q", "offset_bytes", "where the shared bytes begin in that"),
-    Field(32, "Q", "length_bytes", "how many they are, above 0; `offset + length <= allocation`"),
+    Field(16, "Q", "allocation_bytes", "size of the allocation (IPC), of all chunks together (VMM) or of the dma-buf"),
+    Field(24, "Q", "offset_bytes", "offset of the shared bytes in the allocation"),
+    Field(32, "Q", "length_bytes", "number of the shared bytes, above 0; `offset + length <= allocation`"),
     Field(40, "Q", "address", "dma-buf: the owner's device address of the first shared byte (iova); else 0"),
     Field(48, "Q", "chunk_bytes", "VMM: size of a chunk, a multiple of 4096; else 0"),
-    Field(56, "I", "descriptor_count", "VMM: chunks, 1 to 253; dma-buf: 1; IPC: 0"),
+    Field(56, "I", "descriptor_count", "number of chunks, 1 to 253 (VMM), 1 (dma-buf) or 0 (IPC)"),
     Field(60, "I", "reserved", "0"),
-    Field(64, "16s", "device_uuid", "of cuDeviceGetUuid, not zero"),
-    Field(80, "16s", "owner_boot_id", "of the kernel that the owner runs on; zero: not known"),
-    Field(96, "I", "owner_process_id", "in its PID namespace, above 0"),
-    Field(100, "I", "owner_namespace", "inode of that namespace; 0: not known"),
-    Field(104, "Q", "owner_started_ticks", "start of the owner, clock ticks since the boot"),
+    Field(64, "16s", "device_uuid", "UUID of the device (cuDeviceGetUuid), not zero"),
+    Field(80, "16s", "owner_boot_id", "boot id of the kernel that the owner runs on; zero: unknown"),
+    Field(96, "I", "owner_process_id", "process id of the owner in its PID namespace, above 0"),
+    Field(100, "I", "owner_namespace", "inode of that PID namespace; 0: unknown"),
+    Field(104, "Q", "owner_started_ticks", "start time of the owner in clock ticks since the boot"),
     Field(112, "64s", "ipc", "IPC: the CUipcMemHandle of the allocation's base, not zero; else 0"),
     Field(176, "16s", "digest", "the first 16 bytes of the SHA-256 of bytes 0 to 175"),
 )
@@ -106,9 +106,9 @@ class ShareHandle:
         self._check_sizes()
         self._check_kind()
         if len(self.device_uuid) != _UUID_BYTES or not any(self.device_uuid):
-            _refuse("no device UUID")
+            _refuse("it has no device UUID")
         if not 0 < self.owner.process_id < 1 << 32:
-            _refuse(f"no process {self.owner.process_id}")
+            _refuse(f"its owner's process id {self.owner.process_id} is out of range")
 
     @property
     def device(self) -> str:
@@ -150,18 +150,18 @@ class ShareHandle:
             other.
         """
         if len(data) != SHARE_HANDLE_BYTES:
-            _refuse(f"{len(data)} bytes and not {SHARE_HANDLE_BYTES}")
+            _refuse(f"it has {len(data)} bytes, not {SHARE_HANDLE_BYTES}")
         fields = dict(zip((field.name for field in LAYOUT), _FORMAT.unpack(data), strict=True))
         if fields["magic"] != _MAGIC:
             _refuse("it does not begin with GDRSHARE")
         if fields["version"] != _VERSION:
-            _refuse(f"it has version {fields['version']}, and this is {_VERSION}", "use the same gdrkit on both sides")
+            _refuse(f"it has version {fields['version']}, not {_VERSION}", "use the same gdrkit on both sides")
         if fields["digest"] != _digest(data[:-_DIGEST_BYTES]):
             _refuse("its checksum is wrong")
         if fields["handle_bytes"] != SHARE_HANDLE_BYTES or fields["reserved"] != 0:
-            _refuse("a fixed field is wrong")
+            _refuse("its handle_bytes or reserved field is wrong")
         if fields["kind"] not in frozenset(ShareKind):
-            _refuse(f"there is no kind {fields['kind']}")
+            _refuse(f"its kind must be 1, 2 or 3, not {fields['kind']}")
         return cls(
             kind=ShareKind(fields["kind"]),
             owner=ProcessIdentity(
@@ -170,43 +170,46 @@ class ShareHandle:
                 namespace=fields["owner_namespace"],
                 started_ticks=fields["owner_started_ticks"],
             ),
-            **{name: fields[name] for name in _PLAIN_FIELDS},
+            **{name: fields[name] for name in _UNCHANGED_FIELDS},
         )
 
     def _check_sizes(self) -> None:
-        # Integers of Python do not overflow. The limits are those of the driver, which uses 64-bit sizes.
+        # Integers of Python do not overflow, so sums need no check. The limits are those of the driver's 64-bit sizes.
         if not 0 < self.allocation_bytes <= _SIZE_MAX:
-            _refuse(f"an allocation of {self.allocation_bytes} bytes")
+            _refuse(f"its allocation_bytes {self.allocation_bytes} is out of range")
         if self.length_bytes <= 0 or self.offset_bytes < 0:
-            _refuse(f"{self.length_bytes} bytes from {self.offset_bytes} on")
+            _refuse(f"its length_bytes {self.length_bytes} or its offset_bytes {self.offset_bytes} is out of range")
         if self.offset_bytes + self.length_bytes > self.allocation_bytes:
-            _refuse(f"{self.length_bytes} bytes from {self.offset_bytes} on, of {self.allocation_bytes}")
+            _refuse(
+                f"{self.length_bytes} bytes at offset {self.offset_bytes} are not inside {self.allocation_bytes} bytes"
+            )
 
     def _check_kind(self) -> None:
         if len(self.ipc) != _IPC_BYTES or any(self.ipc) != (self.kind is ShareKind.IPC):
-            _refuse("an IPC handle where none belongs, or none where one does")
+            _refuse("a handle of the kind IPC must have an IPC handle, and no other kind may have one")
         if self.kind is ShareKind.VMM:
             self._check_chunks()
         elif self.chunk_bytes or self.descriptor_count != (self.kind is ShareKind.DMABUF):
-            _refuse(f"{self.descriptor_count} descriptors, chunks of {self.chunk_bytes} bytes")
+            _refuse(f"its kind has no {self.descriptor_count} descriptors with chunks of {self.chunk_bytes} bytes")
         if self.kind is ShareKind.DMABUF:
-            last = self.address + self.length_bytes
-            if self.address <= 0 or last > _ADDRESS_END or (self.address - self.offset_bytes) % HOST_PAGE_BYTES:
-                _refuse(f"a dma-buf whose byte {self.offset_bytes} has the address {self.address:#x}")
+            end_address = self.address + self.length_bytes
+            if self.address <= 0 or end_address > _ADDRESS_END or (self.address - self.offset_bytes) % HOST_PAGE_BYTES:
+                _refuse(f"its address {self.address:#x} does not fit its offset {self.offset_bytes} in the dma-buf")
         elif self.address:
-            _refuse("an address where none belongs")
+            _refuse("only a handle of a dma-buf may have an address")
 
     def _check_chunks(self) -> None:
-        step_bytes, count = self.chunk_bytes, self.descriptor_count
-        if step_bytes <= 0 or step_bytes % HOST_PAGE_BYTES or not 1 <= count <= DESCRIPTORS_MAX:
-            _refuse(f"{count} chunks of {step_bytes} bytes", f"share at most {DESCRIPTORS_MAX} chunks at once")
-        if self.allocation_bytes != step_bytes * count:
-            _refuse(f"{count} chunks of {step_bytes} bytes are not {self.allocation_bytes}")
-        if self.offset_bytes >= step_bytes or self.offset_bytes + self.length_bytes <= step_bytes * (count - 1):
-            _refuse("a chunk that holds none of the bytes")
+        chunk_bytes, count = self.chunk_bytes, self.descriptor_count
+        if chunk_bytes <= 0 or chunk_bytes % HOST_PAGE_BYTES or not 1 <= count <= DESCRIPTORS_MAX:
+            _refuse(f"it has {count} chunks of {chunk_bytes} bytes", f"share at most {DESCRIPTORS_MAX} chunks at once")
+        if self.allocation_bytes != chunk_bytes * count:
+            _refuse(f"{count} chunks of {chunk_bytes} bytes do not have {self.allocation_bytes} bytes together")
+        if self.offset_bytes >= chunk_bytes or self.offset_bytes + self.length_bytes <= chunk_bytes * (count - 1):
+            _refuse("its first or last chunk has none of the shared bytes")
 
 
-_PLAIN_FIELDS = (
+# The fields that ShareHandle takes from the packed handle without a conversion.
+_UNCHANGED_FIELDS = (
     "allocation_bytes",
     "offset_bytes",
     "length_bytes",

@@ -1,8 +1,8 @@
 """A handle with its file descriptors as a message to another process, sent with SCM_RIGHTS.
 
-One message is the 192 bytes of a handle. The first of these bytes carries the descriptors that the handle needs. Any
-other message is refused: too few bytes, more descriptors, or descriptors that the kernel had to drop. Then all received
-descriptors are closed.
+One message is the 192 bytes of a handle. The first of these bytes carries the descriptors that the handle needs. A
+receiver refuses a message with too few bytes, with another number of descriptors, or with descriptors that the kernel
+had to drop. It closes all descriptors of a refused message.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class HandleMessage:
         try:
             self.handle = ShareHandle.parse(self.data)
             if self.handle.descriptor_count != len(self._descriptors):
-                message = f"{len(self._descriptors)} descriptors for {self.handle.descriptor_count}"
-                raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - they are closed below.
+                message = (
+                    f"the handle needs {self.handle.descriptor_count} descriptors, "
+                    f"but the message has {len(self._descriptors)}"
+                )
+                raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - the except clause closes them.
         except BaseException:
             self.close()
             raise
@@ -88,10 +91,10 @@ class HandleMessage:
             sendmsg failed for another reason.
         """
         try:
-            # The first byte carries the descriptors. If one call does not send all bytes, the rest follows without
-            # them.
-            sent = socket.send_fds(connection, [self.data], list(self.descriptors))
-            connection.sendall(self.data[sent:])
+            # The kernel sends the descriptors with the first byte. If the first call does not send all bytes, the
+            # second call sends the remaining bytes without descriptors.
+            sent_bytes = socket.send_fds(connection, [self.data], list(self.descriptors))
+            connection.sendall(self.data[sent_bytes:])
         except OSError as error:
             raise _socket_error("sendmsg", error) from error
 
@@ -153,19 +156,20 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Ha
 
 
 def _receive_part(connection: socket.socket, data: bytearray, descriptors: list[int]) -> None:
+    """Receive some bytes and descriptors of a message, and append them to `data` and `descriptors`."""
     try:
-        part, arrived = scm_rights.receive(
+        new_bytes, new_descriptors = scm_rights.receive(
             connection,
             length_bytes=SHARE_HANDLE_BYTES - len(data),
             descriptors_max=DESCRIPTORS_MAX - len(descriptors),
         )
     except OSError as error:
         raise _socket_error("recvmsg", error) from error
-    descriptors += arrived
-    if not part:
+    descriptors += new_descriptors
+    if not new_bytes:
         message = f"the peer closed the socket after {len(data)} of {SHARE_HANDLE_BYTES} bytes of a handle"
         raise BrokenResource(message, reason=Reason.PEER_GONE)
-    data += part
+    data += new_bytes
 
 
 def _socket_error(operation: str, error: OSError) -> BrokenResource | ApiError:

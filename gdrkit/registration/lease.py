@@ -59,7 +59,7 @@ class Lease:
         A length of None means up to the end. The key is valid for the whole allocation, so pass it only to peers that
         may access all of the allocation.
         """
-        entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
+        entry, offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
         return entry.registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
@@ -67,7 +67,7 @@ class Lease:
 
         A length of None means up to the end.
         """
-        entry, offset_bytes, length_bytes = self._part(offset_bytes, length_bytes)
+        entry, offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
         return entry.registration.region(nic).element(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
@@ -81,8 +81,8 @@ class Lease:
         """
         entry, self._entry = self._entry, None
         if entry is not None:
-            release = entry.release  # Calling it as `entry.release(entry)` is slower.
-            release(entry)
+            end_lease = entry.end_lease  # `entry.end_lease(entry)` would be slower.
+            end_lease(entry)
 
     def _open(self) -> CacheEntry:
         if self._entry is None:
@@ -90,7 +90,7 @@ class Lease:
             raise ClosedResource(resource)
         return self._entry
 
-    def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
+    def _checked_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
         entry = self._open()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
@@ -110,7 +110,10 @@ class Lease:
 
 
 def refuse_range(memory: DeviceBuffer, *, offset_bytes: int, length_bytes: int) -> NoReturn:
-    """Raise the error of a range that cannot be leased: its memory is closed, or it is empty or outside."""
+    """Raise the error of a range that cannot be leased.
+
+    Either the memory is closed, or the range is empty or not inside the memory.
+    """
     if memory.closed:
         resource = "the memory to lease"
         raise ClosedResource(resource)

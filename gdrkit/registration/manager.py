@@ -30,7 +30,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """The reason why something is not possible on this machine, copied from the fields of an error."""
+    """The reason why direct transfers, or those of one GPU, are not possible. The fields are copied from an error."""
 
     api: Api
     message: str
@@ -41,13 +41,17 @@ class GdrObstacle:
     @classmethod
     def of(cls, error: GdrkitError) -> Self:
         """Return the obstacle that an error describes."""
-        api, number = (error.api, error.errno) if isinstance(error, ApiError) else (Api.NONE, None)
-        return cls(api=api, message=error.message, reason=error.reason, errno=number, what_to_do=error.what_to_do)
+        api, error_number = (error.api, error.errno) if isinstance(error, ApiError) else (Api.NONE, None)
+        return cls(api=api, message=error.message, reason=error.reason, errno=error_number, what_to_do=error.what_to_do)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """The state of one GPU: the method by which its memory is registered with every NIC, or the obstacle."""
+    """The state of one GPU.
+
+    `route` is the method by which its memory can be registered with every NIC. If that is not possible, `route` is None
+    and `obstacle` says why. Both are None if the GPU was not tested.
+    """
 
     index: int
     uuid: str
@@ -83,7 +87,7 @@ class GdrState:
 class GdrManager:
     """The devices, NICs and caches by which peers can access GPU memory. Use it as a context manager.
 
-    A forked child gets a closed copy, which takes nothing back.
+    In a forked child the manager is closed and releases nothing: the devices, NICs and caches belong to the parent.
 
     Parameters
     ----------
@@ -115,20 +119,20 @@ class GdrManager:
         bytes_max: int = 1024 * GIB,
     ) -> None:
         self.placement = Placement(tree)
-        self._parts = ReleaseStack()
+        self._close_stack = ReleaseStack()  # Closes the NICs, devices and caches in the reverse order.
         self._nics: tuple[verbs.Nic, ...] = ()
         self._devices: dict[int, cuda.Device] = {}
         self._caches: dict[int, RegionCache] = {}
-        self._failures: tuple[GdrkitError, ...] = ()
-        self._failed: dict[int, GdrkitError] = {}
+        self._failures: tuple[GdrkitError, ...] = ()  # Why the whole manager is unavailable.
+        self._failure_by_gpu: dict[int, GdrkitError] = {}
         self._closed = False
         self._regions_max, self._bytes_max = regions_max, bytes_max
         try:
-            self.state = self._build(gpu_indices, nic_names)
+            self.state = self._open_all(gpu_indices, nic_names)
             if not self.state.available:
-                self._parts.run()
+                self._close_stack.run()
         except BaseException as error:
-            self._parts.run_after(error)
+            self._close_stack.run_after(error)
             raise
         self._handle = Handle("registration.manager")
         forks.register(self)
@@ -141,7 +145,7 @@ class GdrManager:
     @property
     def nics(self) -> tuple[verbs.Nic, ...]:
         """The open NICs."""
-        self._require()
+        self._require_available()
         return self._nics
 
     def device(self, gpu_index: int) -> cuda.Device:
@@ -154,13 +158,13 @@ class GdrManager:
         UsageError
             NO_DEVICE: the manager has no GPU with this number.
         """
-        self._require()
+        self._require_available()
         if gpu_index not in self._devices:
             gpu_state = next((gpu for gpu in self.state.gpus if gpu.index == gpu_index), None)
             if gpu_state is None or gpu_state.obstacle is None:
                 message = f"the manager has no GPU {gpu_index}; it has {[gpu.index for gpu in self.state.gpus]}"
                 raise UsageError(message, reason=Reason.NO_DEVICE)
-            raise _unavailable((self._failed[gpu_index],), f"memory of GPU {gpu_index} cannot be registered")
+            raise _unavailable((self._failure_by_gpu[gpu_index],), f"memory of GPU {gpu_index} cannot be registered")
         return self._devices[gpu_index]
 
     def cache(self, gpu_index: int) -> RegionCache:
@@ -204,16 +208,16 @@ class GdrManager:
             return
         for cache in self._caches.values():
             cache.close(timeout_ms=timeout_ms)
-        self._parts.run()
+        self._close_stack.run()
         self._closed = True
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Be closed in a forked child: caches, NICs and devices are those of the parent."""
-        self._parts = ReleaseStack()
+        """Mark the manager as closed in a forked child: caches, NICs and devices belong to the parent."""
+        self._close_stack = ReleaseStack()
         self._closed = True
 
-    def _build(self, gpu_indices: Sequence[int] | None, nic_names: Sequence[str] | None) -> GdrState:
+    def _open_all(self, gpu_indices: Sequence[int] | None, nic_names: Sequence[str] | None) -> GdrState:
         failures: list[GdrkitError] = []
         try:
             self._nics = self._open_nics(nic_names)
@@ -224,19 +228,19 @@ class GdrManager:
             count = cuda.device_count()
             for index in range(count) if gpu_indices is None else gpu_indices:
                 devices.append(cuda.Device(index))
-                self._parts.push(devices[-1].close)
+                self._close_stack.push(devices[-1].close)
         except ApiError as error:
             failures.append(error.clone())
         if not failures and not self._nics:
             failures.append(UsageError("no NIC has an active port", reason=Reason.NO_DEVICE))
-        gpus = tuple(self._try(device, is_asked=not failures) for device in devices)
+        gpus = tuple(self._probe(device, is_enabled=not failures) for device in devices)
         if not failures and not self._devices:
             failures.append(
                 RegistrationFailed(
                     "no GPU's memory can be registered with every NIC",
-                    causes=tuple(self._failed.values()),
+                    causes=tuple(self._failure_by_gpu.values()),
                     reason=Reason.NO_ROUTE,
-                    what_to_do="one of the causes must go; each says how",
+                    what_to_do="remove one of the causes; each of them says how",
                 )
             )
         self._failures = tuple(failures)
@@ -244,32 +248,36 @@ class GdrManager:
         return GdrState(nics=tuple(nic.name for nic in self._nics), gpus=gpus, obstacles=obstacles)
 
     def _open_nics(self, names: Sequence[str] | None) -> tuple[verbs.Nic, ...]:
-        opened = verbs.open_active_nics(names)
-        for nic in opened:
-            self._parts.push(nic.close)
-        return opened
+        nics = verbs.open_active_nics(names)
+        for nic in nics:
+            self._close_stack.push(nic.close)
+        return nics
 
-    def _try(self, device: cuda.Device, *, is_asked: bool) -> GpuState:
-        """Register one page of the device's memory with every NIC, because only that shows that it works."""
+    def _probe(self, device: cuda.Device, *, is_enabled: bool) -> GpuState:
+        """Test whether the device's memory can be registered with every NIC, and return the state of the GPU.
+
+        The test registers one page, because only a registration proves that it is possible. If `is_enabled` is false,
+        the test is skipped, and the GPU stays unused.
+        """
         route: RegistrationRoute | None = None
         obstacle: GdrObstacle | None = None
-        if is_asked:
+        if is_enabled:
             try:
                 with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, self._nics) as registration:
                     route = registration.route
             except (ApiError, RegistrationFailed) as error:
                 obstacle = GdrObstacle.of(error)
-                self._failed[device.index] = error.clone()
+                self._failure_by_gpu[device.index] = error.clone()
             else:
                 self._devices[device.index] = device
                 cache = RegionCache(self._nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
                 self._caches[device.index] = cache
-                self._parts.push(cache.close)
+                self._close_stack.push(cache.close)
         return GpuState(
             index=device.index, uuid=device.uuid, pci_bus_id=device.pci_bus_id, route=route, obstacle=obstacle
         )
 
-    def _require(self) -> None:
+    def _require_available(self) -> None:
         if self._closed:
             resource = "GDR manager"
             raise ClosedResource(resource)

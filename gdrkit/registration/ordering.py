@@ -4,9 +4,9 @@ A work completion means that the data has reached the GPU's memory controller. T
 kernel that starts after the completion sees the data. Source: ``CUdevice_attribute`` of the CUDA driver API,
 GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS and GPU_DIRECT_RDMA_WRITES_ORDERING.
 
-In the other direction, a NIC sees the data that a copy or a kernel wrote once the host has waited for it (a stream or
-an event). A synchronous copy may return earlier, unless SYNC_MEMOPS is set. gdrkit sets SYNC_MEMOPS on all memory that
-it allocates or borrows.
+In the other direction, a copy or a kernel writes the data that a NIC reads. The NIC sees this data after the host has
+waited for the copy or the kernel, by a stream or an event. A synchronous copy may return before it is complete, unless
+SYNC_MEMOPS is set. gdrkit sets SYNC_MEMOPS on all memory that it allocates or borrows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distances between GPUs and NICs in the PCI tree and by NUMA nodes, as sysfs below a root shows them.
+"""Distances between GPUs and NICs in the PCI tree and by NUMA nodes, read from the sysfs of a :class:`HostTree`.
 
 The distances are those of :mod:`gdrkit.host.distance`. NICs that are equally near take turns.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Distance", "Placement"]
 
-_RDMA = "/sys/class/infiniband"
+_RDMA_CLASS = "/sys/class/infiniband"
 
 
 class Placement:
@@ -27,12 +27,12 @@ class Placement:
     Parameters
     ----------
     tree : HostTree or None
-        The files of the host. With None, this host.
+        The host whose sysfs is read. With None, this host.
     """
 
     def __init__(self, tree: HostTree | None = None) -> None:
         self._tree = HostTree() if tree is None else tree
-        self._turns: dict[tuple[str, ...], int] = {}
+        self._turns: dict[tuple[str, ...], int] = {}  # The number of choices by the names of the equally near NICs.
         self._lock = ForkSafeLock()
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
@@ -43,18 +43,20 @@ class Placement:
         Raises
         ------
         UsageError
-            There is no RDMA device with that name, neither in sysfs nor, on this host, in libibverbs.
+            There is no RDMA device with that name in sysfs. For this host, libibverbs does not list it either.
         """
-        known = set(self._tree.names(_RDMA))
-        if nic_name not in known and self._tree.is_this_host:
-            known |= _nics_of_verbs()
-        if nic_name not in known:
+        device_names = set(self._tree.names(_RDMA_CLASS))
+        if nic_name not in device_names and self._tree.is_this_host:
+            device_names |= _names_in_libibverbs()
+        if nic_name not in device_names:
             message = f"there is no RDMA device {nic_name!r}"
-            raise UsageError(message, what_to_do=f"choose from {', '.join(sorted(known))}" if known else "")
+            raise UsageError(
+                message, what_to_do=f"choose from {', '.join(sorted(device_names))}" if device_names else ""
+            )
         return self._distance(gpu_pci_bus_id, nic_name)
 
     def _distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
-        nic_address = self._tree.link_name(f"{_RDMA}/{nic_name}/device")
+        nic_address = self._tree.link_name(f"{_RDMA_CLASS}/{nic_name}/device")
         return Distance.UNKNOWN if nic_address is None else pci_distance(self._tree, gpu_pci_bus_id, nic_address)
 
     def nearest(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
@@ -62,21 +64,21 @@ class Placement:
         if not nics:
             message = "there is no NIC to choose from"
             raise UsageError(message)
-        far = {nic: self._distance(gpu_pci_bus_id, nic.name) for nic in nics}
-        least = min(far.values())
-        return tuple(nic for nic in nics if far[nic] is least)
+        distances = {nic: self._distance(gpu_pci_bus_id, nic.name) for nic in nics}
+        smallest = min(distances.values())
+        return tuple(nic for nic in nics if distances[nic] is smallest)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
         """Return one of the nearest NICs. Equally near NICs take turns; each set of such NICs has its own count."""
-        equals = self.nearest(gpu_pci_bus_id, nics)
-        names = tuple(nic.name for nic in equals)
+        nearest = self.nearest(gpu_pci_bus_id, nics)
+        names = tuple(nic.name for nic in nearest)
         with self._lock:
             turn = self._turns.get(names, 0)
             self._turns[names] = turn + 1
-        return equals[turn % len(equals)]
+        return nearest[turn % len(nearest)]
 
 
-def _nics_of_verbs() -> set[str]:
+def _names_in_libibverbs() -> set[str]:
     """Return the names of the devices that libibverbs lists. It is empty without libibverbs.
 
     Some of these devices are not in sysfs.

@@ -34,12 +34,12 @@ class RegistrationRoute(enum.Enum):
 
     DMABUF = "dmabuf"
     PEER_MEMORY = "peer_memory"
-    HOST = "host"  # ibv_reg_mr of pages of this process, which is not a direct path to a device
+    HOST = "host"  # ibv_reg_mr of pages of this process. This is not a direct path to a device.
 
     @classmethod
-    def ways_of(cls, kind: MemoryKind) -> tuple[Self, ...]:
+    def methods_for(cls, kind: MemoryKind) -> tuple[Self, ...]:
         """Return the methods that the policy tries for memory of this kind, in order."""
-        # Its addresses are not addresses of this process, so peer memory cannot pin them.
+        # Gaudi memory has no addresses in this process, so ibv_reg_mr cannot pin it as peer memory.
         if kind is MemoryKind.GAUDI:
             return (cls.DMABUF,)
         return (cls.HOST,) if kind is MemoryKind.HOST else (cls.DMABUF, cls.PEER_MEMORY)
@@ -48,7 +48,7 @@ class RegistrationRoute(enum.Enum):
 class Registration:
     """Memory that some NICs can access; made by :func:`register`.
 
-    It is closed before the memory is: for memory of gdrkit, :meth:`DeviceBuffer.close` deregisters first.
+    It must be closed before the memory is freed. :meth:`DeviceBuffer.close` of memory of gdrkit does that itself.
 
     Attributes
     ----------
@@ -66,10 +66,11 @@ class Registration:
         self.route = route
         self.refusals = refusals
         self._regions: dict[Nic, Region] = {}
-        self._parts = ReleaseStack()
+        self._resources = ReleaseStack()
         self._closed = False
         self._handle = Handle("registration")
-        self._leave: Callable[[], None] = memory.before_release(self.close)
+        # Cancels the call of close() by the memory.
+        self._cancel_before_release: Callable[[], None] = memory.before_release(self.close)
 
     @property
     def closed(self) -> bool:
@@ -115,17 +116,17 @@ class Registration:
         """
         if self._closed:
             return
-        self._parts.run()
+        self._resources.run()
         self._closed = True
-        self._leave()
+        self._cancel_before_release()
         self._handle.release()
 
-    def _hold(self, dmabuf: DmabufRange) -> None:
-        self._parts.push(dmabuf.close)
+    def _add_dmabuf(self, dmabuf: DmabufRange) -> None:
+        self._resources.push(dmabuf.close)
 
-    def _add(self, nic: Nic, region: Region) -> None:
+    def _add_region(self, nic: Nic, region: Region) -> None:
         self._regions[nic] = region
-        self._parts.push(region.close)
+        self._resources.push(region.close)
 
     def __enter__(self) -> Self:
         return self
@@ -167,45 +168,45 @@ def register(
     ApiError
         A method is possible and failed (bad argument, out of memory, ...). Nothing stays registered.
     UsageError
-        `memory` is not a DeviceBuffer, or `nics` is not a sequence of at least one Nic, each once. Or `route` is a
-        method by address that is not for this kind of memory. Peer memory, for example, is refused for host memory:
-        ``ibv_reg_mr`` would succeed, and the registration would have the wrong name.
+        `memory` is not a DeviceBuffer. `nics` is not a sequence of at least one Nic, each once. `route` is HOST for
+        device memory, or PEER_MEMORY for host memory: ``ibv_reg_mr`` would succeed, and the registration would report
+        the wrong method.
     """
     check_memory(memory)
     if memory.closed:
         resource = "the memory to register"
         raise ClosedResource(resource)
     nics = checked_nics(nics)
-    ways = RegistrationRoute.ways_of(memory.kind) if route is None else (route,)
+    methods = RegistrationRoute.methods_for(memory.kind) if route is None else (route,)
     refusals: list[GdrkitError] = []
-    for way in ways:
-        registration = Registration(memory, way, tuple(refusals))
+    for method in methods:
+        registration = Registration(memory, method, tuple(refusals))
         try:
-            _WAYS[way](registration, nics, access)
+            _REGISTER_BY_ROUTE[method](registration, nics, access)
         except Unsupported as error:
             registration.close()
-            # The refusals are kept as long as the registration, so they are copied without the frames of this call and
-            # its callers.
+            # The registration keeps the refusals. A clone has no traceback, which would keep the frames of all callers
+            # alive.
             refusals.append(error.clone())
         except BaseException as error:
             _close_after(registration, error)
             raise
         else:
             return registration
-    message = f"no way of registration is possible for this {memory.kind.value} memory"
+    message = f"no method of registration is possible for this {memory.kind.value} memory"
     raise RegistrationFailed(
         message,
         causes=tuple(refusals),
         reason=Reason.NO_ROUTE,
-        what_to_do="one of the causes must go; each says how",
+        what_to_do="remove one of the causes; each of them says how",
     ) from refusals[-1]
 
 
 def check_memory(memory: object) -> None:
     """Raise :class:`UsageError` unless `memory` is memory that can be registered."""
-    # The class is checked, because a property of closed memory raises.
+    # The attribute is looked up in the class, because properties of closed memory raise.
     if not hasattr(type(memory), "before_release"):
-        message = f"memory must be a DeviceBuffer (what a device or gdrkit.host allocates), not {_named(memory)}"
+        message = f"memory must be a DeviceBuffer (allocated by a device or gdrkit.host), not {_type_name(memory)}"
         advice = "use gdrkit.cuda.wrap() for an array on a GPU, Nic.register_host() for a buffer of this process"
         raise UsageError(message, what_to_do=advice)
 
@@ -219,12 +220,12 @@ def checked_nics(nics: object) -> tuple[Nic, ...]:
         `nics` is not a sequence of at least one Nic, each once.
     """
     if isinstance(nics, Nic) or not isinstance(nics, Iterable):
-        message = f"nics must be a sequence of Nic such as [nic], not {_named(nics)}"
+        message = f"nics must be a sequence of Nic such as [nic], not {_type_name(nics)}"
         raise UsageError(message)
     checked = tuple(nics)
-    not_a_nic = next((each for each in checked if not isinstance(each, Nic)), None)
+    not_a_nic = next((item for item in checked if not isinstance(item, Nic)), None)
     if not_a_nic is not None:
-        message = f"nics must be a sequence of Nic, and it contains {_named(not_a_nic)}"
+        message = f"nics must be a sequence of Nic, and it contains {_type_name(not_a_nic)}"
         raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
     if not checked or len(set(checked)) != len(checked):
         message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in checked]}"
@@ -232,45 +233,47 @@ def checked_nics(nics: object) -> tuple[Nic, ...]:
     return checked
 
 
-def _named(thing: object) -> str:
-    kind = type(thing)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+def _type_name(value: object) -> str:
+    value_type = type(value)
+    if value_type.__module__ == "builtins":
+        return value_type.__qualname__
+    return f"{value_type.__module__}.{value_type.__qualname__}"
 
 
-def _by_dmabuf(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
+def _register_dmabuf(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
     for nic in nics:
         refusal = nic.dmabuf_error()
         if refusal is not None:
             raise refusal
     dmabuf = registration.memory.export_dmabuf()
-    registration._hold(dmabuf)  # noqa: SLF001 - these functions build it.
+    registration._add_dmabuf(dmabuf)  # noqa: SLF001 - this module builds the registration.
     for nic in nics:
-        registration._add(nic, nic.register_dmabuf(dmabuf, access=access))  # noqa: SLF001
+        registration._add_region(nic, nic.register_dmabuf(dmabuf, access=access))  # noqa: SLF001
 
 
-def _by_address(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
+def _register_peer_memory(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
     memory = registration.memory
     if memory.kind is MemoryKind.HOST:
-        message = "host memory is no peer memory"
+        message = "host memory cannot be registered as peer memory"
         raise UsageError(message, what_to_do="register it by RegistrationRoute.HOST, or let the policy choose")
     _require_address(memory)
     for nic in nics:
         region = nic.register_address(memory.address, length_bytes=memory.length_bytes, access=access)
-        registration._add(nic, region)  # noqa: SLF001
+        registration._add_region(nic, region)  # noqa: SLF001
 
 
-def _by_host_pages(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
+def _register_host(registration: Registration, nics: Sequence[Nic], access: Access) -> None:
     memory = registration.memory
     if memory.kind is not MemoryKind.HOST:
-        message = f"{memory.kind.value} memory is no host memory"
+        message = f"{memory.kind.value} memory is not host memory"
         raise UsageError(message, what_to_do="register it by dma-buf or as peer memory, or let the policy choose")
     for nic in nics:
         region = nic.register_pages(memory.address, length_bytes=memory.length_bytes, access=access)
-        registration._add(nic, region)  # noqa: SLF001
+        registration._add_region(nic, region)  # noqa: SLF001
 
 
 def _require_address(memory: RegistrableMemory) -> None:
-    """Refuse memory that has only a dma-buf, so that no driver gets a null pointer."""
+    """Raise Unsupported for memory without an address, so that ibv_reg_mr does not get a null pointer."""
     if memory.address <= 0:
         raise Unsupported(
             api=Api.VERBS,
@@ -284,15 +287,15 @@ def _require_address(memory: RegistrableMemory) -> None:
         )
 
 
-_WAYS = {
-    RegistrationRoute.DMABUF: _by_dmabuf,
-    RegistrationRoute.PEER_MEMORY: _by_address,
-    RegistrationRoute.HOST: _by_host_pages,
+_REGISTER_BY_ROUTE = {
+    RegistrationRoute.DMABUF: _register_dmabuf,
+    RegistrationRoute.PEER_MEMORY: _register_peer_memory,
+    RegistrationRoute.HOST: _register_host,
 }
 
 
 def _close_after(registration: Registration, error: BaseException) -> None:
     try:
         registration.close()
-    except GdrkitError as second:
-        error.add_note(f"then, while undoing: {second}")
+    except GdrkitError as close_error:
+        error.add_note(f"then, while undoing: {close_error}")

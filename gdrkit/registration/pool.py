@@ -33,7 +33,7 @@ __all__ = ["BufferPool", "PoolStatistics", "RdmaBuffer"]
 class RdmaBuffer:
     """Registered memory, or a part of it.
 
-    A slice is a view. It is closed when the buffer it was cut from is closed.
+    :meth:`slice` returns a view of a part of the buffer. Closing the buffer also closes its slices.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class RdmaBuffer:
         *,
         offset_bytes: int = 0,
         length_bytes: int | None = None,
-        give_back: Callable[[RdmaBuffer], None] | None = None,
+        return_to_pool: Callable[[RdmaBuffer], None] | None = None,
     ) -> None:
         length_bytes = memory.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
@@ -56,13 +56,13 @@ class RdmaBuffer:
         self._memory = memory
         self._registration = registration
         self._offset_bytes = offset_bytes
-        self._give_back = give_back
+        self._return_to_pool = return_to_pool
         self._parent: RdmaBuffer | None = None
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """Whether this buffer, or the buffer it was cut from, was closed."""
+        """Whether this buffer was closed, or the buffer of which it is a slice."""
         return self._closed or self._registration.closed or (self._parent is not None and self._parent.closed)
 
     @property
@@ -74,13 +74,13 @@ class RdmaBuffer:
     def slice(self, *, offset_bytes: int, length_bytes: int | None = None) -> RdmaBuffer:
         """Return a view of a part of the buffer, of at least 1 byte. A length of None means up to the end."""
         self._check_open()
-        begin, length_bytes = self._part(offset_bytes, length_bytes)
+        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
         if length_bytes == 0:
-            message = "an empty slice reaches nothing"
+            message = "a slice must have at least 1 byte"
             raise UsageError(message)
-        part = RdmaBuffer(self._memory, self._registration, offset_bytes=begin, length_bytes=length_bytes)
-        part._parent = self
-        return part
+        view = RdmaBuffer(self._memory, self._registration, offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
+        view._parent = self
+        return view
 
     def remote(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
         """Return the address and the key by which a peer can access a part of the buffer through `nic`.
@@ -88,8 +88,8 @@ class RdmaBuffer:
         A length of None means up to the end.
         """
         self._check_open()
-        begin, length_bytes = self._part(offset_bytes, length_bytes)
-        return self._registration.remote(nic, offset_bytes=begin, length_bytes=length_bytes)
+        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        return self._registration.remote(nic, offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
 
     def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the buffer, for local requests.
@@ -97,34 +97,34 @@ class RdmaBuffer:
         A length of None means up to the end.
         """
         self._check_open()
-        begin, length_bytes = self._part(offset_bytes, length_bytes)
-        return self._registration.region(nic).element(offset_bytes=begin, length_bytes=length_bytes)
+        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        return self._registration.region(nic).element(offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy a part of the buffer to the host and return it. A length of None means up to the end."""
         self._check_open()
-        begin, length_bytes = self._part(offset_bytes, length_bytes)
-        return self._memory.read(offset_bytes=begin, length_bytes=length_bytes)
+        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        return self._memory.read(offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Copy bytes of the host into the buffer."""
         self._check_open()
-        begin, _length_bytes = self._part(offset_bytes, memoryview(data).nbytes)
-        self._memory.write(data, offset_bytes=begin)
+        memory_offset_bytes, _length_bytes = self._checked_part(offset_bytes, memoryview(data).nbytes)
+        self._memory.write(data, offset_bytes=memory_offset_bytes)
 
     def close(self) -> None:
         """Return the buffer to its pool. A second close does nothing. Closing a slice only makes the slice unusable."""
         if not self._closed:
             self._closed = True
-            if self._give_back is not None:
-                self._give_back(self)
+            if self._return_to_pool is not None:
+                self._return_to_pool(self)
 
     def _check_open(self) -> None:
         if self.closed:
             resource = "RDMA buffer"
             raise ClosedResource(resource)
 
-    def _part(self, offset_bytes: int, length_bytes: int | None) -> tuple[int, int]:
+    def _checked_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[int, int]:
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return self._offset_bytes + offset_bytes, length_bytes
@@ -197,23 +197,24 @@ class BufferPool:
         self, device: Allocator, nics: Sequence[Nic], *, buffer_bytes: int, count: int, access: Access = ALL_ACCESS
     ) -> None:
         if buffer_bytes <= 0 or count <= 0:
-            message = f"a pool of {count} buffers of {buffer_bytes} bytes"
+            message = f"buffer_bytes and count must be above 0, not {buffer_bytes} and {count}"
             raise UsageError(message)
         nics = checked_nics(nics)
         self.buffer_bytes = buffer_bytes
         self.count = count
         # The buffers begin at different pages, so that two buffers never share a page that a NIC pins.
-        step_bytes = align_up(buffer_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-        self._memory = device.allocate(step_bytes * count)
+        stride_bytes = align_up(buffer_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
+        self._memory = device.allocate(stride_bytes * count)
         try:
             self._registration = register(self._memory, nics, access=access)
         except BaseException:
             self._memory.close()
             raise
         self._lock = threading.Lock()
-        self._free = deque(index * step_bytes for index in range(count))
-        self._queue: deque[_Turn] = deque()
-        self._used: set[RdmaBuffer] = set()
+        # The offsets of the free buffers in the memory.
+        self._free = deque(index * stride_bytes for index in range(count))
+        self._turns: deque[_Turn] = deque()  # The threads that wait for a buffer, the longest wait first.
+        self._in_use: set[RdmaBuffer] = set()
         self._allocations = self._timeouts = self._waits = 0
         self._closed = False
         # The memory cannot be freed while a buffer is in use.
@@ -233,7 +234,7 @@ class BufferPool:
             return PoolStatistics(
                 buffers=self.count,
                 free=len(self._free),
-                waiting=len(self._queue),
+                waiting=len(self._turns),
                 allocations=self._allocations,
                 timeouts=self._timeouts,
                 waits=self._waits,
@@ -257,23 +258,23 @@ class BufferPool:
         """
         with self._lock:
             self._check_open()
-            if self._free and not self._queue:
-                return self._hand_out(self._free.popleft())
+            if self._free and not self._turns:
+                return self._new_buffer(self._free.popleft())
             turn = _Turn()
-            self._queue.append(turn)
+            self._turns.append(turn)
         try:
-            turn.came.wait(None if timeout_ms is None else timeout_ms / 1000)
+            turn.buffer_assigned.wait(None if timeout_ms is None else timeout_ms / 1000)
         except BaseException:
-            self._leave(turn)
+            self._abandon(turn)
             raise
         with self._lock:
             if turn.offset_bytes is not None:
                 self._waits += 1
-                return self._hand_out(turn.offset_bytes)
-            self._queue.remove(turn)
+                return self._new_buffer(turn.offset_bytes)
+            self._turns.remove(turn)
             self._timeouts += 1
-        message = f"none of the {self.count} buffers was given back within {timeout_ms} ms"
-        raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="give buffers back sooner, or make the pool larger")
+        message = f"none of the {self.count} buffers was closed within {timeout_ms} ms"
+        raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="close buffers sooner, or create a larger pool")
 
     def close(self) -> None:
         """Deregister and free the memory. A second close does nothing.
@@ -296,47 +297,48 @@ class BufferPool:
         """Mark the pool as closed in a forked child: the memory and its registration belong to the parent."""
         self._is_inherited = self._closed = True
         self._lock = threading.Lock()
-        self._queue = deque()
-        self._used = set()
+        self._turns = deque()
+        self._in_use = set()
 
     def _refuse_while_used(self) -> None:
-        used = self.count - len(self._free)
-        if used:
-            message = f"{used} buffers of the pool were not given back"
+        used_count = self.count - len(self._free)
+        if used_count:
+            message = f"{used_count} buffers of the pool are still in use"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="close the buffers first")
 
-    def _hand_out(self, offset_bytes: int) -> RdmaBuffer:
+    def _new_buffer(self, offset_bytes: int) -> RdmaBuffer:
         self._allocations += 1
         buffer = RdmaBuffer(
             self._memory,
             self._registration,
             offset_bytes=offset_bytes,
             length_bytes=self.buffer_bytes,
-            give_back=self._take_back,
+            return_to_pool=self._take_back,
         )
-        self._used.add(buffer)
+        self._in_use.add(buffer)
         return buffer
 
     def _take_back(self, buffer: RdmaBuffer) -> None:
         with self._lock:
-            if buffer in self._used:  # Two threads may close the same buffer.
-                self._used.remove(buffer)
-                self._pass_on(buffer._offset_bytes)  # noqa: SLF001 - the pool made it.
+            if buffer in self._in_use:  # False if another thread closed the same buffer earlier.
+                self._in_use.remove(buffer)
+                self._assign_or_free(buffer._offset_bytes)  # noqa: SLF001 - the pool made it.
 
-    def _pass_on(self, offset_bytes: int) -> None:
-        if self._queue:
-            turn = self._queue.popleft()
+    def _assign_or_free(self, offset_bytes: int) -> None:
+        """Assign a buffer to the thread that waits longest, or make it free if no thread waits."""
+        if self._turns:
+            turn = self._turns.popleft()
             turn.offset_bytes = offset_bytes
-            turn.came.set()
+            turn.buffer_assigned.set()
         else:
             self._free.append(offset_bytes)
 
-    def _leave(self, turn: _Turn) -> None:
+    def _abandon(self, turn: _Turn) -> None:
         with self._lock:
             if turn.offset_bytes is None:
-                self._queue.remove(turn)
+                self._turns.remove(turn)
             else:
-                self._pass_on(turn.offset_bytes)
+                self._assign_or_free(turn.offset_bytes)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -353,10 +355,10 @@ class BufferPool:
 
 
 class _Turn:
-    """The place of one thread in the queue. A buffer that is closed goes to the first place."""
+    """The place of one waiting thread in the queue. A closed buffer is assigned to the first place."""
 
-    __slots__ = ("came", "offset_bytes")
+    __slots__ = ("buffer_assigned", "offset_bytes")
 
     def __init__(self) -> None:
-        self.came = threading.Event()
-        self.offset_bytes: int | None = None
+        self.buffer_assigned = threading.Event()
+        self.offset_bytes: int | None = None  # The offset of the assigned buffer.

@@ -1,13 +1,14 @@
 """Sharing of device memory between processes: export and import.
 
-There are three methods. CUDA IPC shares the allocation, with an offset, so that memory inside an allocation begins at
-the right byte in the importer. VMM shares chunks as file descriptors. A dma-buf is exported by the owner, and the agent
-registers it with its NICs without mapping it. :mod:`gdrkit.registration.handle` defines the format,
-:mod:`gdrkit.registration.handle_message` sends it through a socket, and :mod:`gdrkit.registration.exports` has the
-measured results.
+There are three methods. CUDA IPC shares a whole allocation; the handle has the offset of the shared memory in it. VMM
+shares chunks as file descriptors. A dma-buf is a file descriptor that the importer, such as the usrbio agent, registers
+with its NICs without mapping it.
 
-Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP, so that no
-invalid handle exists.
+:mod:`gdrkit.registration.handle` defines the format of a handle, :mod:`gdrkit.registration.handle_message` sends a
+handle through a socket, and :mod:`gdrkit.registration.exports` lists which method works for which kind of memory.
+
+Without a CUDA driver, every function of this module that needs CUDA raises ``Unsupported`` with ENOTSUP. It never
+returns an invalid handle.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gdrkit.errors import (
     errno_name,
 )
 from gdrkit.host import is_running, this_process
-from gdrkit.registration.exports import advice, explained
+from gdrkit.registration.exports import clearer_error, sharing_advice
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage
 
@@ -57,7 +58,7 @@ class SharedMemory(CudaMemory):
     """The shared part of memory of another process. :meth:`close` unmaps the whole imported memory."""
 
     def __init__(self, allocation: CudaMemory, *, offset_bytes: int, length_bytes: int) -> None:
-        """Take ownership of `whole`. Callers use :func:`import_memory` instead."""
+        """Take ownership of `allocation`, the whole imported memory. Callers use :func:`import_memory` instead."""
         super().__init__(
             allocation.device,
             kind=allocation.kind,
@@ -73,25 +74,25 @@ class SharedMemory(CudaMemory):
 def export_memory(
     memory: DeviceBuffer, *, kind: ShareKind, offset_bytes: int = 0, length_bytes: int | None = None
 ) -> HandleMessage:
-    """Export a part of this memory, and return the message for the importer. The caller sends and closes it.
+    """Export a part of this memory, and return the message for the importer. The caller sends and closes the message.
 
-    The importer has the memory until it closes it. If the owner frees the memory earlier, the driver decides what the
-    importer keeps. An H200 keeps the pages of a dma-buf, and refuses to open the IPC handle from then on.
+    The importer can use the memory until the importer closes it. If the owner frees the memory earlier, the result
+    depends on the driver. On an H200, the pages of a dma-buf stay allocated, and the IPC handle cannot be opened any
+    more.
 
     Parameters
     ----------
     memory : DeviceBuffer
         Memory of CUDA. It may begin inside an allocation.
     kind : ShareKind
-        The export method. :func:`~gdrkit.registration.exports.ways_of` lists the methods of a kind of memory.
+        The export method. :func:`~gdrkit.registration.exports.export_methods` lists the methods of a kind of memory.
     offset_bytes, length_bytes : int
         The part to share. A length of None means up to the end.
 
     Raises
     ------
     Unsupported
-        ENOTSUP: it is not memory of CUDA. Else, with the driver's status: this kind of memory does not support this
-        method.
+        ENOTSUP: it is not memory of CUDA. With the driver's status: this kind of memory does not support this method.
     ApiError
         The driver failed for another reason.
     UsageError
@@ -103,10 +104,10 @@ def export_memory(
         raise ClosedResource(resource)
     check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=memory.length_bytes)
     if length_bytes == 0:
-        message = "there is nothing to share in 0 bytes"
+        message = "0 bytes cannot be shared"
         raise UsageError(message)
     if not isinstance(memory, CudaMemory):
-        raise _not_supported("export_memory", f"{memory.kind.value} memory is not of CUDA", "share memory of CUDA")
+        raise _not_supported("export_memory", f"{memory.kind.value} memory is not CUDA memory", "share CUDA memory")
     return _EXPORTERS[kind](memory, offset_bytes, length_bytes)
 
 
@@ -141,7 +142,7 @@ def device_at(index: int) -> cuda.Device:
     """
     count = _device_count("device_at")
     if not 0 <= index < count:
-        message = f"there is no CUDA device {index}, only {count}"
+        message = f"the CUDA device number must be from 0 to {count - 1}, not {index}"
         raise UsageError(message, reason=Reason.NO_DEVICE)
     return cuda.Device(index)
 
@@ -161,7 +162,7 @@ def device_of(handle: ShareHandle) -> cuda.Device:
         if _uuid_of(device) == handle.device_uuid:
             return device
         device.close()
-    raise _elsewhere(handle)
+    raise _wrong_device_error(handle)
 
 
 def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedMemory:
@@ -179,7 +180,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     BrokenResource
         PEER_GONE: the owner has ended.
     ApiError
-        The driver refused the handle: the owner is this process or has freed the memory, or a descriptor is not a
+        The driver refused the handle: the owner is this process, or has freed the memory, or a descriptor is not of a
         chunk.
     UsageError
         NO_DEVICE: the memory is on another device. MALFORMED: the sizes of the handle and of the driver differ.
@@ -187,15 +188,15 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     handle = handle_message.handle
     if handle.kind is ShareKind.DMABUF:
         message = "a dma-buf has no address in this process"
-        raise UsageError(message, what_to_do="import_dmabuf() gives what a NIC can register")
+        raise UsageError(message, what_to_do="call import_dmabuf(), and register the result with a NIC")
     _require_device(device, handle)
     _require_owner(handle)
     try:
         allocation = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
-        # If the owner ended after the check above, that is the reason.
+        # The owner may have ended after the check above. That is then the reason.
         if is_running(handle.owner) is False:
-            raise _gone(handle) from error
+            raise _owner_gone_error(handle) from error
         raise
     try:
         if allocation.length_bytes != handle.allocation_bytes:
@@ -232,7 +233,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     handle = handle_message.handle
     if handle.kind is not ShareKind.DMABUF:
         message = f"a handle of the kind {handle.kind.name} has no dma-buf"
-        raise UsageError(message, what_to_do="import_memory() takes it")
+        raise UsageError(message, what_to_do="call import_memory() with it")
     _require_owner(handle)
     (fd,) = handle_message.descriptors
     if _size_of(fd) != handle.allocation_bytes:
@@ -244,18 +245,18 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
 
 
 def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
-    allocation_bytes, begin_bytes = _place(memory, offset_bytes)
+    allocation_bytes, offset_in_allocation_bytes = _locate(memory, offset_bytes)
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
-        better = explained(error, memory.kind)
-        if better is error:
-            raise  # Raised from itself, the error would be its own cause.
-        raise better from error
+        clearer = clearer_error(error, memory.kind)
+        if clearer is error:
+            raise  # `raise error from error` would make the error its own cause.
+        raise clearer from error
     handle = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=allocation_bytes,
-        offset_bytes=begin_bytes,
+        offset_bytes=offset_in_allocation_bytes,
         length_bytes=length_bytes,
         device_uuid=_uuid_of(memory.device),
         owner=this_process(),
@@ -268,26 +269,26 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
     if not isinstance(memory, VmmMemory):
         raise _not_supported(
             "cuMemExportToShareableHandle",
-            f"{memory.kind.value} memory that is not of VmmMemory has no chunk to share",
-            advice(memory.kind),
+            f"{memory.kind.value} memory that VmmMemory did not allocate has no chunk to share",
+            sharing_advice(memory.kind),
         )
-    first = offset_bytes // memory.chunk_bytes
-    count = (offset_bytes + length_bytes - 1) // memory.chunk_bytes - first + 1
-    # The handle is made first: it refuses parts that cannot be sent before any descriptor is open.
+    first_chunk = offset_bytes // memory.chunk_bytes
+    chunk_count = (offset_bytes + length_bytes - 1) // memory.chunk_bytes - first_chunk + 1
+    # The handle is created before any descriptor is open, because it raises for a part that cannot be sent.
     handle = ShareHandle(
         kind=ShareKind.VMM,
-        allocation_bytes=memory.chunk_bytes * count,
-        offset_bytes=offset_bytes - first * memory.chunk_bytes,
+        allocation_bytes=memory.chunk_bytes * chunk_count,
+        offset_bytes=offset_bytes - first_chunk * memory.chunk_bytes,
         length_bytes=length_bytes,
         chunk_bytes=memory.chunk_bytes,
-        descriptor_count=count,
+        descriptor_count=chunk_count,
         device_uuid=_uuid_of(memory.device),
         owner=this_process(),
     )
     descriptors: list[int] = []
     try:
-        for index in range(first, first + count):
-            descriptors.append(memory.export_shareable(index))  # noqa: PERF401 - those made so far are closed below.
+        for index in range(first_chunk, first_chunk + chunk_count):
+            descriptors.append(memory.export_shareable(index))  # noqa: PERF401 - an error closes the earlier ones.
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -296,18 +297,18 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
 
 
 def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
-    with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as exported:
+    with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
         handle = ShareHandle(
             kind=ShareKind.DMABUF,
-            allocation_bytes=_size_of(exported.fd),
-            offset_bytes=exported.offset_bytes,
-            length_bytes=exported.length_bytes,
-            address=exported.address,
+            allocation_bytes=_size_of(dmabuf.fd),
+            offset_bytes=dmabuf.offset_bytes,
+            length_bytes=dmabuf.length_bytes,
+            address=dmabuf.address,
             descriptor_count=1,
             device_uuid=_uuid_of(memory.device),
             owner=this_process(),
         )
-        return HandleMessage(handle.pack(), [exported.take()])
+        return HandleMessage(handle.pack(), [dmabuf.take()])
 
 
 _EXPORTERS = {ShareKind.IPC: _export_ipc, ShareKind.VMM: _export_vmm, ShareKind.DMABUF: _export_dmabuf}
@@ -324,7 +325,7 @@ def _open_vmm(device: cuda.Device, handle: ShareHandle, descriptors: Sequence[in
 _OPENERS = {ShareKind.IPC: _open_ipc, ShareKind.VMM: _open_vmm}
 
 
-def _place(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
+def _locate(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
     """Return the size of the allocation under the memory, and the offset of the part in the allocation."""
     base, allocation_bytes, _buffer_id = memory.allocation_key()[0]
     return allocation_bytes, memory.address + offset_bytes - base
@@ -343,21 +344,21 @@ def _uuid_of(device: cuda.PrimaryContext) -> bytes:
 
 def _require_device(device: cuda.Device, handle: ShareHandle) -> None:
     if _uuid_of(device) != handle.device_uuid:
-        raise _elsewhere(handle)
+        raise _wrong_device_error(handle)
 
 
-def _elsewhere(handle: ShareHandle) -> UsageError:
-    message = f"the memory is on {handle.device}, which this process does not see or did not choose"
+def _wrong_device_error(handle: ShareHandle) -> UsageError:
+    message = f"the memory is on {handle.device}, which this process does not see, or which was not passed as device"
     return UsageError(message, reason=Reason.NO_DEVICE, what_to_do="import it on that device, on the owner's machine")
 
 
 def _require_owner(handle: ShareHandle) -> None:
     # None means that this process cannot see the owner (it is in another container). Then the driver decides.
     if is_running(handle.owner) is False:
-        raise _gone(handle)
+        raise _owner_gone_error(handle)
 
 
-def _gone(handle: ShareHandle) -> BrokenResource:
+def _owner_gone_error(handle: ShareHandle) -> BrokenResource:
     message = f"the owner of the memory (process {handle.owner.process_id}) has ended"
     return BrokenResource(message, reason=Reason.PEER_GONE)
 
@@ -376,7 +377,7 @@ def _not_supported(operation: str, detail: str, what_to_do: str) -> Unsupported:
 
 
 def _size_of(fd: int) -> int:
-    """Return the size of a dma-buf in bytes, which lseek to its end reports."""
+    """Return the size of a dma-buf in bytes, as lseek to its end reports it."""
     try:
         return os.lseek(fd, 0, os.SEEK_END)
     except OSError as error:
@@ -394,5 +395,5 @@ def _size_of(fd: int) -> int:
 def _close_after(allocation: CudaMemory, error: BaseException) -> None:
     try:
         allocation.close()
-    except GdrkitError as second:
-        error.add_note(f"then, while undoing: {second}")
+    except GdrkitError as close_error:
+        error.add_note(f"then, while undoing: {close_error}")

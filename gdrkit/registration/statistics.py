@@ -1,4 +1,4 @@
-"""Statistics of a region cache."""
+"""Statistics of a region cache, which :meth:`RegionCache.statistics` returns."""
 
 from __future__ import annotations
 

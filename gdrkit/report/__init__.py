@@ -1,7 +1,8 @@
-"""Records, and the documents that are made of them for people and machines.
+"""Records of test cases, and the reports that are made from them.
 
-A record says what one case observed. Everything else in a report is derived from records and facts, never written by
-hand. Only :mod:`gdrkit.report.substrate` decides what a loaded library stands for.
+A record says what one case observed. Facts describe the machine. Every report is derived from records and facts, and
+no part of a report is written by hand. Only :mod:`gdrkit.report.substrate` decides whether a loaded library stands for
+hardware, for software in the kernel or for a software twin (a drop-in library that emulates hardware).
 """
 
 from __future__ import annotations

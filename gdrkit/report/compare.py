@@ -1,8 +1,8 @@
 """Comparison of two runs: numbers, verdicts and routes that became worse.
 
-Numbers are compared case by case, and only if both runs had the same substrate: the duration of a software twin
-measures the code, and cannot be compared with a number of hardware. If a number is not from hardware, the comparison
-has only its change, and not its value.
+Used by ``gdrkit compare``. Numbers are compared case by case, and only if both runs had the same substrate: a number
+that was measured on a software twin cannot be compared with one of hardware. If both numbers were measured on
+software, the comparison has only the change in percent, because the values say nothing about a machine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["Change", "Comparison", "compare", "describe_comparison"]
 
 SCHEMA_VERSION = 1
 
-# The verdicts are ordered from good to bad. A case that did not run showed nothing, which is better than a failure.
-_VERDICTS = (Verdict.PASS, Verdict.UNPROVEN, Verdict.NOT_RUN, Verdict.FAIL)
-_STATES = (RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE, RouteOutcome.FELL_BACK)
-_LINES_MAX = 40
+# A case that did not run is ranked above a failed one, because it did not show a defect.
+_VERDICTS_BEST_FIRST = (Verdict.PASS, Verdict.UNPROVEN, Verdict.NOT_RUN, Verdict.FAIL)
+_STATES_BEST_FIRST = (RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE, RouteOutcome.FELL_BACK)
+_LINES_PER_OUTCOME_MAX = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class Change:
     Attributes
     ----------
     kind : str
-        Type of the change: ``number``, ``verdict`` or ``route``.
+        The compared item: ``number``, ``verdict`` or ``route``.
     name : str
-        The case and the number, the case, or the route.
+        For a number, the case and the name of the number. For a verdict, the case. For a route, its name.
     outcome : str
-        ``worse``, ``better``, ``same`` (within the noise), ``changed`` (neither direction is better), ``gone`` or
-        ``not_comparable``.
+        ``worse``, ``better``, ``same`` (within the noise), ``changed`` (for numbers of which neither more nor less is
+        better), ``gone`` (only the first run has it) or ``not_comparable``.
     before, after : str
-        The values as text.
+        The values of both runs as text.
     change_percent, band_percent : float or None
-        The relative change of a number, and the relative change that counts as noise.
+        The relative change of a number, and the largest relative change that counts as noise.
     origins : tuple of str
-        The records of both runs.
+        File and line of the records from both runs.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Comparison:
         return any(change.outcome in ("worse", "gone") for change in self.changes)
 
     def to_json(self) -> str:
-        """Return indented JSON in ASCII, as names from other machines may contain terminal control characters."""
+        """Return indented JSON. It is ASCII, because names from other machines may contain control characters."""
         data = serialization.to_json_data(self)
         document = dict(data) if isinstance(data, dict) else {}
         document["is_worse"] = self.is_worse
@@ -94,16 +94,20 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     Parameters
     ----------
     before, after : Contents
-        The runs.
+        The earlier and the later run.
     noise_percent : float
-        Smallest change of a number that counts, in percent, also if the numbers scatter less.
+        A change of a number up to this is noise, in percent, even if the rounds of the number differ less.
     """
-    earlier, later = _by_case(before), _by_case(after)
-    changes = [*_verdicts(earlier, later), *_numbers(earlier, later, noise_percent), *_routes(before, after)]
+    earlier, later = _group_by_case(before), _group_by_case(after)
+    changes = [
+        *_compare_verdicts(earlier, later),
+        *_compare_numbers(earlier, later, noise_percent),
+        *_compare_routes(before, after),
+    ]
     return Comparison(
         schema_version=SCHEMA_VERSION,
         noise_percent=noise_percent,
-        same_machine=_machine(before) == _machine(after),
+        same_machine=_machine_identity(before) == _machine_identity(after),
         changes=tuple(changes),
     )
 
@@ -114,21 +118,21 @@ def describe_comparison(comparison: Comparison) -> str:
     if not comparison.same_machine:
         lines += ["the two runs are from different machines, or from different configurations of one machine", ""]
     for outcome in ("worse", "gone", "not_comparable", "changed", "better"):
-        members = [change for change in comparison.changes if change.outcome == outcome]
-        if members:
-            lines.append(f"{outcome.replace('_', ' ')} ({len(members)})")
-            lines += [f"  {escape_controls(_line(change))}" for change in members[:_LINES_MAX]]
-            if len(members) > _LINES_MAX:
-                lines.append(f"  and {len(members) - _LINES_MAX} more: --json lists all")
+        changes = [change for change in comparison.changes if change.outcome == outcome]
+        if changes:
+            lines.append(f"{outcome.replace('_', ' ')} ({len(changes)})")
+            lines += [f"  {escape_controls(_describe_change(change))}" for change in changes[:_LINES_PER_OUTCOME_MAX]]
+            if len(changes) > _LINES_PER_OUTCOME_MAX:
+                lines.append(f"  and {len(changes) - _LINES_PER_OUTCOME_MAX} more: --json lists all")
     numbers = [change for change in comparison.changes if change.kind == "number"]
     unchanged = sum(change.outcome == "same" for change in numbers)
     noise = f"{comparison.noise_percent:g} %"
-    lines.append(f"{unchanged} of {len(numbers)} numbers are within their noise (at least {noise})")
+    lines.append(f"{unchanged} of {len(numbers)} numbers changed by no more than their noise (at least {noise})")
     lines.append("something became worse" if comparison.is_worse else "nothing became worse")
     return "\n".join(lines)
 
 
-def _line(change: Change) -> str:
+def _describe_change(change: Change) -> str:
     percent = (
         "" if change.change_percent is None else f" {change.change_percent:+.1f} % (noise {change.band_percent:.1f} %)"
     )
@@ -136,36 +140,36 @@ def _line(change: Change) -> str:
     return f"{change.name}:{values}{percent}" + (f"  [{', '.join(change.origins)}]" if change.origins else "")
 
 
-def _by_case(contents: Contents) -> dict[str, list[tuple[Record, str]]]:
-    members: dict[str, list[tuple[Record, str]]] = {}
+def _group_by_case(contents: Contents) -> dict[str, list[tuple[Record, str]]]:
+    records_of_case: dict[str, list[tuple[Record, str]]] = {}
     for record, origin in zip(contents.records, contents.origins, strict=True):
-        members.setdefault(record.case, []).append((record, origin))
-    return members
+        records_of_case.setdefault(record.case, []).append((record, origin))
+    return records_of_case
 
 
-def _verdicts(
+def _compare_verdicts(
     earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]]
 ) -> Iterator[Change]:
-    for case, members in earlier.items():
-        before = _worst(record.verdict for record, _ in members)
-        origins = tuple(origin for _, origin in members)
+    for case, records_before in earlier.items():
+        before = _worst(record.verdict for record, _ in records_before)
+        origins = tuple(origin for _, origin in records_before)
         if case not in later:
-            # A case that did not run in the first run is not reported as gone.
+            # A case that did not run before has no result that could be gone.
             if before is not Verdict.NOT_RUN:
                 yield Change("verdict", case, "gone", before.value, "", origins=origins)
             continue
         after = _worst(record.verdict for record, _ in later[case])
         if before is not after:
-            outcome = "worse" if _VERDICTS.index(after) > _VERDICTS.index(before) else "better"
+            outcome = "worse" if _VERDICTS_BEST_FIRST.index(after) > _VERDICTS_BEST_FIRST.index(before) else "better"
             origins += tuple(origin for _, origin in later[case])
             yield Change("verdict", case, outcome, before.value, after.value, origins=origins)
 
 
 def _worst(verdicts: Iterable[Verdict]) -> Verdict:
-    return max(verdicts, key=_VERDICTS.index)
+    return max(verdicts, key=_VERDICTS_BEST_FIRST.index)
 
 
-def _numbers(
+def _compare_numbers(
     earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]], noise_percent: float
 ) -> Iterator[Change]:
     for case in [case for case in earlier if case in later]:
@@ -176,7 +180,7 @@ def _numbers(
             if number.statistic not in ("", "median") or number.is_bound or _is_metadata(name):
                 continue
             if any(name in record.numbers for record, _ in after):
-                yield _number(case, name, before, after, noise_percent)
+                yield _compare_number(case, name, before, after, noise_percent)
 
 
 def _is_metadata(name: str) -> bool:
@@ -184,7 +188,7 @@ def _is_metadata(name: str) -> bool:
     return name == "rounds_count" or name.endswith("spread_percent")
 
 
-def _number(
+def _compare_number(
     case: str,
     name: str,
     before: Sequence[tuple[Record, str]],
@@ -193,9 +197,9 @@ def _number(
 ) -> Change:
     label = f"{case} {name}"
     origins = tuple(origin for _, origin in (*before, *after))
-    substrates = [{_substrates(record) for record, _ in members} for members in (before, after)]
+    substrates = [{_describe_substrates(record) for record, _ in members} for members in (before, after)]
     if substrates[0] != substrates[1] or len(substrates[0]) > 1:
-        texts = [" and ".join(sorted(" ".join(each) or "nothing" for each in members)) for members in substrates]
+        texts = [" and ".join(sorted(" ".join(apis) or "nothing" for apis in run)) for run in substrates]
         return Change("number", label, "not_comparable", f"on {texts[0]}", f"on {texts[1]}", origins=origins)
     earlier, later = (make_sample(name, [record.numbers for record, _ in members]) for members in (before, after))
     change = compare_samples(name, earlier, later, noise_percent=noise_percent)
@@ -205,29 +209,31 @@ def _number(
     return Change("number", label, change.outcome, values[0], values[1], percent, band, origins)
 
 
-def _substrates(record: Record) -> tuple[str, ...]:
+def _describe_substrates(record: Record) -> tuple[str, ...]:
     apis = measured_apis(record)
     return tuple(f"{api}={record.substrate.get(api, 'unknown')}" for api in sorted(apis))
 
 
-def _routes(before: Contents, after: Contents) -> Iterator[Change]:
-    def states(contents: Contents) -> dict[str, RouteOutcome]:
+def _compare_routes(before: Contents, after: Contents) -> Iterator[Change]:
+    def states_by_name(contents: Contents) -> dict[str, RouteOutcome]:
         statuses: list[RouteStatus | FileStatus] = [*route_statuses(contents.facts, contents.records)]
         statuses += file_statuses(contents.facts, contents.records)
         return {status.name: status.state for status in statuses}
 
-    later = states(after)
-    for name, earlier_state in states(before).items():
+    later = states_by_name(after)
+    for name, earlier_state in states_by_name(before).items():
         later_state = later.get(name)
         if later_state is None:
             if earlier_state is RouteOutcome.PROVEN:
                 yield Change("route", name, "gone", earlier_state.value, "")
         elif later_state is not earlier_state:
-            outcome = "worse" if _STATES.index(later_state) > _STATES.index(earlier_state) else "better"
+            outcome = (
+                "worse" if _STATES_BEST_FIRST.index(later_state) > _STATES_BEST_FIRST.index(earlier_state) else "better"
+            )
             yield Change("route", name, outcome, earlier_state.value, later_state.value)
 
 
-def _machine(contents: Contents) -> tuple[str | None, str, tuple[str, ...]]:
+def _machine_identity(contents: Contents) -> tuple[str | None, str, tuple[str, ...]]:
     devices = contents.facts.cuda.devices if contents.facts.cuda else ()
     run = contents.run
     return run.host_id, run.profile, tuple(device.name for device in devices)

@@ -1,7 +1,7 @@
-"""Reader of the input of a report: a whole run, a run that did not end, or records alone.
+"""Reader of the input of a report: a complete run, a run that did not end, or records alone.
 
-A killed run leaves its facts and the records of the cases that had ended. A baseline consists of records alone. Both
-can be shown, and the report names the type of its input.
+A killed run leaves its facts and the records of the cases that had ended. A baseline (``reports/baselines``) consists
+of records alone. A report can be made from each of them, and says from which of them it was made.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Contents:
     Attributes
     ----------
     run : Run
-        The run from run.json; for a run that did not end, a run derived from its records.
+        The contents of run.json. Without run.json, or if the run did not end, some fields are derived from the records.
     facts : Facts
-        The facts of its machine; without contents if ``has_facts`` is false.
+        The facts about the machine of the run. They are empty if ``has_facts`` is false.
     records : tuple of Record
         The records in the order in which the cases ran.
     origins : tuple of str
         File and line of each record: ``records.jsonl:12``.
     has_facts : bool
-        Whether facts were kept beside the records.
+        Whether there is a facts.json in the folder of the records.
     """
 
     run: Run
@@ -54,49 +54,49 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Read the folder of a run, a records file, or a folder of records files, which may have facts.json beside them.
+    """Read the folder of a run, a records file, or a folder of records files and possibly facts.json.
 
     Raises
     ------
     UsageError
-        The path is none of these, or a file is malformed; ``MALFORMED`` names the file, the line and the cause.
+        The path is none of these, or a file is malformed. The message then names the file, the line and the cause.
     SetupMissing
-        The kernel refuses to read the path.
+        The path cannot be read, for example without permission.
     """
     try:
-        return _read(path)
+        return _read_run_or_records(path)
     except SetupMissing:
         raise
     except OSError as error:
         raise file_error("read", path, error) from error
 
 
-def _read(path: Path) -> Contents:
+def _read_run_or_records(path: Path) -> Contents:
     folder = RunFolder(path)
     if is_file(folder.run):
         run = folder.read_run()
         if run.is_interrupted:
-            return _unfinished(folder, run)
-        records, origins, _ = _records([folder.records] if is_file(folder.records) else [])
-        return Contents(run, _facts(folder), records, origins)
+            return _read_unfinished_run(folder, run)
+        records, origins, _ = _read_record_files([folder.records] if is_file(folder.records) else [])
+        return Contents(run, _read_facts(folder), records, origins)
     if is_file(folder.facts) and (is_file(folder.records) or is_file(folder.plan)):
-        return _unfinished(folder)
+        return _read_unfinished_run(folder)
     files = [path] if is_file(path) else sorted(path.glob("*.jsonl"))
     if not files:
-        message = f"{path} is not the folder of a run: it has neither run.json nor a file of records"
+        message = f"{path} is not the folder of a run: it has neither run.json nor a records file (*.jsonl)"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written, or a records file")
-    records, origins, _ = _records(files)
+    records, origins, _ = _read_record_files(files)
     if not records:
         message = f"{path} has no record"
         raise UsageError(message, reason=Reason.MALFORMED)
-    run = _run_of(records, verdict=_describe_counts(records), causes=())
+    run = _derive_run(records, verdict=_describe_counts(records), causes=())
     if is_file(folder.facts):
-        return Contents(run, _facts(folder), records, origins)
+        return Contents(run, _read_facts(folder), records, origins)
     return Contents(run, unknown_facts(), records, origins, has_facts=False)
 
 
 def unknown_facts() -> Facts:
-    """Return facts without contents, for a machine whose facts were not kept."""
+    """Return empty facts, for records without a facts.json."""
     return Facts(
         schema_version=1,
         machine="",
@@ -119,22 +119,25 @@ def unknown_facts() -> Facts:
     )
 
 
-def _unfinished(folder: RunFolder, initial: Run | None = None) -> Contents:
+def _read_unfinished_run(folder: RunFolder, initial: Run | None = None) -> Contents:
     """Read the folder of a run that did not end.
 
-    `initial` is the run in the run.json that was written at its beginning, if there is one.
+    `initial` is the contents of the run.json that was written when the run began, or None if the file does not exist.
     """
-    facts = _facts(folder)
-    records, origins, is_cut_off = _records([folder.records] if is_file(folder.records) else [], may_be_cut_off=True)
+    facts = _read_facts(folder)
+    records, origins, is_last_line_cut_off = _read_record_files(
+        [folder.records] if is_file(folder.records) else [], may_last_line_be_cut_off=True
+    )
     causes = list(initial.causes) if initial else ["its process ended before it could write run.json"]
-    profile, planned = _planned(folder)
-    recorded = {record.case for record in records}
-    missing = [case for case in planned if case not in recorded]
-    if missing:
-        causes.append(f"{len(missing)} of {len(planned)} cases have no record; the first of them is {missing[0]}")
-    if is_cut_off:
+    profile, planned_cases = _read_planned_cases(folder)
+    recorded_cases = {record.case for record in records}
+    missing_cases = [case for case in planned_cases if case not in recorded_cases]
+    if missing_cases:
+        missing = f"{len(missing_cases)} of {len(planned_cases)} cases have no record"
+        causes.append(f"{missing}; the first of them is {missing_cases[0]}")
+    if is_last_line_cut_off:
         causes.append(f"the last line of {folder.records.name} is cut off and was ignored")
-    run = initial or _run_of(records, verdict="The run did not end", causes=(), facts=facts)
+    run = initial or _derive_run(records, verdict="The run did not end", causes=(), facts=facts)
     run = replace(
         run,
         duration_s=_duration_s(records),
@@ -147,37 +150,36 @@ def _unfinished(folder: RunFolder, initial: Run | None = None) -> Contents:
     return Contents(run, facts, records, origins)
 
 
-def _records(
-    files: Sequence[Path], *, may_be_cut_off: bool = False
+def _read_record_files(
+    files: Sequence[Path], *, may_last_line_be_cut_off: bool = False
 ) -> tuple[tuple[Record, ...], tuple[str, ...], bool]:
-    """Return the records, their file and line, and whether the last line was left out.
+    """Return the records, the file and line of each, and whether the last line was cut off and ignored.
 
-    Only the last line of a run that did not end may be cut off. The last line of any other file is a record, or
-    malformed.
+    Only a run that did not end may have left an incomplete last line. In any other file such a line is malformed.
     """
     records: list[Record] = []
     origins: list[str] = []
-    is_cut_off = False
+    is_last_line_cut_off = False
     for file in files:
         lines = record_lines(file)
-        if may_be_cut_off:
-            is_cut_off = bool(lines.pop().strip())
-        for number, line in enumerate(lines, start=1):
+        if may_last_line_be_cut_off:
+            is_last_line_cut_off = bool(lines.pop().strip())
+        for line_number, line in enumerate(lines, start=1):
             if line.strip():
-                records.append(parse_record(line, f"{file}:{number}"))
-                origins.append(f"{file.name}:{number}")
-    return tuple(records), tuple(origins), is_cut_off
+                records.append(parse_record(line, f"{file}:{line_number}"))
+                origins.append(f"{file.name}:{line_number}")
+    return tuple(records), tuple(origins), is_last_line_cut_off
 
 
-def _facts(folder: RunFolder) -> Facts:
+def _read_facts(folder: RunFolder) -> Facts:
     if not is_file(folder.facts):
         message = f"{folder.path} is not the folder of a run: {folder.facts.name} does not exist"
         raise UsageError(message, what_to_do="name a folder that gdrkit qualify has written")
     return Facts.from_json(read_bytes(folder.facts), where=str(folder.facts))
 
 
-def _planned(folder: RunFolder) -> tuple[str, list[str]]:
-    """Return the profile in the plan and the names of its cases; both are empty if there is no plan."""
+def _read_planned_cases(folder: RunFolder) -> tuple[str, list[str]]:
+    """Return the name of the profile and the ids of the cases in plan.json. Both are empty without a plan.json."""
     if not is_file(folder.plan):
         return "", []
     data = serialization.parse_json(read_bytes(folder.plan), where=str(folder.plan))
@@ -185,33 +187,33 @@ def _planned(folder: RunFolder) -> tuple[str, list[str]]:
     if not isinstance(cases, list):
         raise malformed(str(folder.plan), "an object with a list of cases", data)
     names = [case.get("case") if isinstance(case, dict) else None for case in cases]
-    valid = [name for name in names if isinstance(name, str)]
-    if len(valid) < len(names):
+    case_names = [name for name in names if isinstance(name, str)]
+    if len(case_names) < len(names):
         where = f"{folder.plan}.cases"
         raise malformed(where, "the name of each case", cases)
     profile = data.get("profile") if isinstance(data, dict) else None
-    return profile if isinstance(profile, str) else "", valid
+    return profile if isinstance(profile, str) else "", case_names
 
 
-def _run_of(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
-    """Return a run that is derived from its records alone."""
-    first = records[0] if records else None
-    parts = [{api: Substrate(name) for api, name in record.substrate.items()} for record in records]
-    substrates = combine(parts) if facts is None else substrates_of_facts(facts)
-    failed = bool(causes) or any(record.is_failure for record in records)
+def _derive_run(records: Sequence[Record], *, verdict: str, causes: tuple[str, ...], facts: Facts | None = None) -> Run:
+    """Return the properties of a run that has no run.json, as far as its records show them."""
+    first_record = records[0] if records else None
+    record_substrates = [{api: Substrate(name) for api, name in record.substrate.items()} for record in records]
+    substrates = combine(record_substrates) if facts is None else substrates_of_facts(facts)
+    has_failure = bool(causes) or any(record.is_failure for record in records)
     return Run(
         schema_version=SCHEMA_VERSION,
         started=min((record.started for record in records), default="1970-01-01T00:00:00Z"),
         duration_s=_duration_s(records),
-        command=first.command if first else "",
-        profile=first.profile if first else "any",
+        command=first_record.command if first_record else "",
+        profile=first_record.profile if first_record else "any",
         profile_about="",
         substrate={api: substrate.value for api, substrate in sorted(substrates.items())},
         software_asked=False,
-        seed=first.seed if first else 0,
-        commit=first.commit if first else None,
-        version=first.version if first else gdrkit.__version__,
-        exit_code=1 if failed else 4,
+        seed=first_record.seed if first_record else 0,
+        commit=first_record.commit if first_record else None,
+        version=first_record.version if first_record else gdrkit.__version__,
+        exit_code=1 if has_failure else 4,
         verdict=verdict,
         causes=causes,
         to_do=("run it again",) if causes else (),

@@ -1,4 +1,4 @@
-"""Facts and plans as text for a terminal."""
+"""Text of ``gdrkit facts`` (what the machine has) and of ``gdrkit plan`` (which cases run on it), for a terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["describe_facts", "describe_plan"]
 
 
 def describe_facts(facts: Facts) -> str:
-    """Return the host, and for each API its substrate and devices, or its failure and what to do."""
+    """Describe the host and each API. An API has its substrate and devices, or its error and what to do about it."""
     rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
     rows += _evidence_rows(facts)
     return _align(rows)
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
-    """Return profile, sessions, and every case with its unmet needs."""
+    """Describe a plan: the profile, the nox sessions that fit the machine, and every case with its unmet needs."""
     rows = [("profile", str(plan["profile"]))]
     rows += [(f"{api} runs on", describe(Substrate(name))) for api, name in sorted(plan["substrate"].items())]
     for name, session in plan["sessions"].items():

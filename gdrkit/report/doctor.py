@@ -1,4 +1,8 @@
-"""The findings of the doctor and its rules as text."""
+"""Text of ``gdrkit doctor`` and ``gdrkit explain``: the findings of the doctor on a machine, and its rules.
+
+A rule describes one possible cause of a problem, such as a kernel module that is not loaded. A finding says whether
+that cause is present on the machine: the verdict FAIL means present.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["describe_diagnosis", "describe_rule", "list_rules", "rules_as_json", "rules_document"]
 
 _WIDTH = 112
-_PATHS_MAX = 20
-_WORDS = {
+_LISTED_PATHS_MAX = 20
+_COUNT_LABELS = {
     Verdict.FAIL: "present",
     Verdict.UNPROVEN: "undecided",
     Verdict.PASS: "absent",
@@ -34,35 +38,39 @@ _HEADINGS = {
 
 
 def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
-    """Return the present causes with the values that were read and the remedy, then a line for each other cause."""
+    """Describe all findings. Present causes come first, with the values that were read.
+
+    With `verbose`, these values are also shown for the other causes.
+    """
     lines = [f"Missing on this machine: {'; '.join(diagnosis.missing)}", ""] if diagnosis.missing else []
     for verdict, heading in _HEADINGS.items():
         findings = diagnosis.of(verdict)
         if findings:
             lines.append(f"{heading} ({len(findings)}):")
             for finding in findings:
-                lines += _finding(finding, verbose=verbose or verdict is Verdict.FAIL)
+                lines += _describe_finding(finding, verbose=verbose or verdict is Verdict.FAIL)
             lines.append("")
     if diagnosis.privileges:
         lines += ["Not readable without a privilege:", *(f"  {line}" for line in diagnosis.privileges), ""]
-    lines += _unreadable(diagnosis)
-    counts = ", ".join(f"{len(diagnosis.of(verdict))} {word}" for verdict, word in _WORDS.items())
+    lines += _describe_unreadable(diagnosis)
+    counts = ", ".join(f"{len(diagnosis.of(verdict))} {word}" for verdict, word in _COUNT_LABELS.items())
     lines.append(f"{len(diagnosis.findings)} known causes: {counts}. `gdrkit explain CODE` describes a cause.")
     return "\n".join(lines)
 
 
-def _unreadable(diagnosis: Diagnosis) -> list[str]:
-    # ENODATA marks a file that the capture does not contain. Such a file was not refused by the kernel.
+def _describe_unreadable(diagnosis: Diagnosis) -> list[str]:
+    # When the doctor examines the capture of another machine, ENODATA means that the capture does not have the file.
+    # On this machine another errno says why the kernel refused to read the file.
     refused = [item for item in diagnosis.unreadable if item.errno != errno.ENODATA]
     lines = [f"Not readable ({len(refused)}):"] if refused else []
-    lines += [f"  {item.path}: {item.errno_name}" for item in refused[:_PATHS_MAX]]
-    lines += [f"  and {len(refused) - _PATHS_MAX} more"] if len(refused) > _PATHS_MAX else []
+    lines += [f"  {item.path}: {item.errno_name}" for item in refused[:_LISTED_PATHS_MAX]]
+    lines += [f"  and {len(refused) - _LISTED_PATHS_MAX} more"] if len(refused) > _LISTED_PATHS_MAX else []
     if len(refused) < len(diagnosis.unreadable):
         lines.append(f"Not in the capture: {len(diagnosis.unreadable) - len(refused)} files.")
     return [*lines, ""] if lines else []
 
 
-def _finding(finding: Finding, *, verbose: bool) -> Iterator[str]:
+def _describe_finding(finding: Finding, *, verbose: bool) -> Iterator[str]:
     yield from _wrap(f"  {finding.code}: {finding.text}", "    ")
     for reading in finding.read if verbose else ():
         yield from _wrap(f"      {reading.where}: {reading.what}", "        ")
@@ -94,13 +102,13 @@ def rules_as_json(rules: Rule | Sequence[Rule]) -> str:
 
 
 def _rule_values(rule: Rule) -> dict[str, str | bool]:
-    """Return the texts of a rule by the names of its fields. `acts` states whether the rule needs an experiment."""
+    """Return the fields of a rule. ``acts`` says whether the rule makes an experiment on the machine."""
     texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege")}
     return {**texts, "acts": bool(rule.experiment)}
 
 
 def rules_document(rules: Sequence[Rule]) -> str:
-    """Return the rules as the table of docs/doctor.md."""
+    """Return the rules as a Markdown table, which docs/doctor.md contains."""
     lines = ["| code | cause | reads | what to do |", "|---|---|---|---|"]
     for rule in rules:
         privilege = f" (needs {rule.privilege})" if rule.privilege else ""

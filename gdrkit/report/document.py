@@ -1,6 +1,6 @@
-"""A run as one JSON document for machines: ``reports/schema/report-1.json``.
+"""Writer of report.json, the report of a run for other programs. Its format is ``reports/schema/report-1.json``.
 
-Every part of the document names the records that it is made of.
+Every item of the report has a list ``records`` with file and line of the records from which it was derived.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 
 
 def render_document(contents: Contents, view: View) -> str:
-    """Return the document, indented."""
+    """Return the contents of report.json as indented JSON."""
     run = contents.run
     verdicts = [record.verdict for record in contents.records]
     document: dict[str, Json] = {
@@ -54,14 +54,14 @@ def render_document(contents: Contents, view: View) -> str:
         "causes": list(run.causes),
         "to_do": list(run.to_do),
         "required": list(run.required),
-        "routes": [{"nic": status.nic, **_status(status, view.origins)} for status in view.routes],
-        "files": [{"mount": status.mount, **_status(status, view.origins)} for status in view.files],
+        "routes": [{"nic": status.nic, **_route_fields(status, view.origins)} for status in view.routes],
+        "files": [{"mount": status.mount, **_route_fields(status, view.origins)} for status in view.files],
         "failures": [
             {
                 "what": list(failure.affected),
                 "cause": failure.cause,
                 "remedy": failure.remedy,
-                "records": _origins(failure.cases, view.origins),
+                "records": _origins_of_cases(failure.cases, view.origins),
             }
             for failure in view.failures
         ],
@@ -72,7 +72,7 @@ def render_document(contents: Contents, view: View) -> str:
                 "unlocked_by": group.needed,
                 "ran": group.ran,
                 "foreseen": group.foreseen,
-                "records": _origins(group.cases, view.origins),
+                "records": _origins_of_cases(group.cases, view.origins),
             }
             for group in view.unproven
         ],
@@ -81,22 +81,22 @@ def render_document(contents: Contents, view: View) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
-def _status(status: RouteStatus | FileStatus, origins: Mapping[str, str]) -> dict[str, Json]:
+def _route_fields(status: RouteStatus | FileStatus, origins: Mapping[str, str]) -> dict[str, Json]:
     return {
         "device_index": status.device_index,
         "way": status.way,
         "state": status.state.value,
         "cause": status.cause,
-        "records": _origins(status.cases, origins),
+        "records": _origins_of_cases(status.cases, origins),
     }
 
 
-def _origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
+def _origins_of_cases(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
     return [origins[case] for case in cases if case in origins]
 
 
 def _measurements(contents: Contents) -> Iterator[Json]:
-    """Yield the numbers of hardware only; other numbers are in the records."""
+    """Yield the numbers that were measured on hardware. Numbers of software are only in the records."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
         for name, value in record.numbers.items() if describes_hardware(record) else ():
             number = split_number(name)

@@ -1,6 +1,7 @@
-"""A drawing of the host: its NUMA nodes, the devices at each, and the state of every pair of GPU and NIC.
+"""Layout of the drawing of a host in the report page: NUMA nodes, their devices, and lines between GPUs and NICs.
 
-The module is pure and uses facts alone. A device whose NUMA node the facts do not state is drawn at an unknown node.
+The colour of a line shows the state of the routes between the GPU and the NIC. A device without a known NUMA node is
+drawn in a box "unknown NUMA node". All coordinates and sizes are in pixels. A template draws the SVG from this layout.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["Box", "Drawing", "DrawnDevice", "Link", "Node", "best_state", "drawn_devices", "make_drawing"]
 
 WIDTH = 380
-_BOX_WIDTH, _BOX_HEIGHT, _ROW = 122.0, 30.0, 37.0
+_BOX_WIDTH, _BOX_HEIGHT, _ROW_HEIGHT = 122.0, 30.0, 37.0
 _LEFT_X, _RIGHT_X = 10.0, 248.0
-_HEAD, _GAP = 24.0, 10.0
-_NAME_CHARACTERS, _DETAIL_CHARACTERS = 16, 21
-# The states are in the order of importance for the reader.
-_BY_WEIGHT = (RouteOutcome.FELL_BACK, RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE)
+_HEADER_HEIGHT, _NODE_GAP = 24.0, 10.0
+_NAME_CHARACTERS_MAX, _DETAIL_CHARACTERS_MAX = 16, 21
+# If a GPU and a NIC have several routes, the first of these states that occurs is drawn.
+_STATES_BY_IMPORTANCE = (RouteOutcome.FELL_BACK, RouteOutcome.PROVEN, RouteOutcome.UNPROVEN, RouteOutcome.NOT_POSSIBLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,9 @@ class DrawnDevice:
     kind : str
         Type of the device: ``gpu``, ``nic`` or ``nvme``.
     detail : str
-        Its PCI function and link; empty if they are not known.
+        PCI address and link width of a GPU, rate of a NIC, or model of an NVMe controller. Empty if unknown.
     numa_node : int or None
-        The NUMA node nearest to it.
+        The nearest NUMA node, or None if unknown.
     """
 
     name: str
@@ -51,7 +52,7 @@ class DrawnDevice:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The box of a device in the drawing. ``y`` is its upper edge."""
+    """The box of a device in the drawing, with its left edge ``x``, its upper edge ``y`` and two lines of text."""
 
     device: DrawnDevice
     x: float
@@ -62,7 +63,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A NUMA node in the drawing."""
+    """The frame around the devices of a NUMA node, with its upper edge ``y``."""
 
     label: str
     y: float
@@ -71,7 +72,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A line between a GPU and a NIC."""
+    """A line from (``x1``, ``y1``) at the box of a GPU to (``x2``, ``y2``) at the box of a NIC."""
 
     x1: float
     y1: float
@@ -82,7 +83,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The whole drawing."""
+    """The layout of the whole drawing. ``words`` describes it for readers who cannot see it."""
 
     nodes: tuple[Node, ...]
     boxes: tuple[Box, ...]
@@ -99,44 +100,47 @@ def make_drawing(facts: Facts, routes: Sequence[RouteStatus]) -> Drawing | None:
     devices = drawn_devices(facts, routes)
     if not devices:
         return None
-    numbers = sorted({device.numa_node for device in devices}, key=lambda node: (node is None, node or 0))
+    numa_nodes = sorted({device.numa_node for device in devices}, key=lambda node: (node is None, node or 0))
     nodes: list[Node] = []
     boxes: list[Box] = []
     y = 0.0
-    for number in numbers:
-        of_node = [device for device in devices if device.numa_node == number]
-        left = [device for device in of_node if device.kind == "gpu"]
-        right = [device for device in of_node if device.kind != "gpu"]
-        height = _HEAD + _ROW * max(len(left), len(right))
-        nodes.append(Node("unknown NUMA node" if number is None else f"NUMA node {number}", y, height))
-        for x, column in ((_LEFT_X, left), (_RIGHT_X, right)):
+    for numa_node in numa_nodes:
+        devices_at_node = [device for device in devices if device.numa_node == numa_node]
+        gpus = [device for device in devices_at_node if device.kind == "gpu"]
+        other_devices = [device for device in devices_at_node if device.kind != "gpu"]
+        height = _HEADER_HEIGHT + _ROW_HEIGHT * max(len(gpus), len(other_devices))
+        nodes.append(Node("unknown NUMA node" if numa_node is None else f"NUMA node {numa_node}", y, height))
+        for x, column in ((_LEFT_X, gpus), (_RIGHT_X, other_devices)):
             boxes += [
                 Box(
                     device,
                     x,
-                    y + _HEAD + _ROW * row,
-                    _truncate(device.name, _NAME_CHARACTERS),
-                    _truncate(device.detail, _DETAIL_CHARACTERS),
+                    y + _HEADER_HEIGHT + _ROW_HEIGHT * row,
+                    _truncate(device.name, _NAME_CHARACTERS_MAX),
+                    _truncate(device.detail, _DETAIL_CHARACTERS_MAX),
                 )
                 for row, device in enumerate(column)
             ]
-        y += height + _GAP
-    links = _links(boxes, routes)
-    return Drawing(tuple(nodes), tuple(boxes), links, round(y - _GAP, 1), _describe(devices, len(nodes)))
+        y += height + _NODE_GAP
+    links = _draw_links(boxes, routes)
+    return Drawing(tuple(nodes), tuple(boxes), links, round(y - _NODE_GAP, 1), _describe_counts(devices, len(nodes)))
 
 
 def drawn_devices(facts: Facts, routes: Iterable[RouteStatus]) -> tuple[DrawnDevice, ...]:
-    """Return every device that the facts or the routes name."""
-    return (*_gpus(facts, routes), *_nics(facts, routes), *_controllers(facts))
+    """Return every GPU, NIC and NVMe controller that occurs in the facts or in a route."""
+    return (*_list_gpus(facts, routes), *_list_nics(facts, routes), *_list_controllers(facts))
 
 
 def best_state(states: Iterable[RouteOutcome]) -> RouteOutcome:
-    """Return the state to draw for a pair with several routes. A fallback is shown even if another route is proven."""
-    present = set(states)
-    return next((state for state in _BY_WEIGHT if state in present), RouteOutcome.UNPROVEN)
+    """Return the state to draw for a GPU and a NIC with several routes.
+
+    A fallback is shown even if another route is proven.
+    """
+    present_states = set(states)
+    return next((state for state in _STATES_BY_IMPORTANCE if state in present_states), RouteOutcome.UNPROVEN)
 
 
-def _gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
+def _list_gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
     functions = {gpu.address.lower(): gpu for gpu in facts.gpus}
     gpus: list[DrawnDevice] = []
     indices = set()
@@ -153,37 +157,39 @@ def _gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
     return gpus
 
 
-def _nics(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
+def _list_nics(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
     nics = {}
     for device in facts.rdma_devices:
         rates = [port.rate for port in device.ports if port.rate]
         rate = (rates[0] or "").partition(" (")[0] if rates else ""
         detail = rate or device.pci_address or device.driver or ""
         nics[device.name] = DrawnDevice(device.name, "nic", detail, device.numa_node)
-    of_verbs = [nic.name for nic in facts.verbs.nics] if facts.verbs else []
-    for name in (*of_verbs, *(route.nic for route in routes)):
+    verbs_names = [nic.name for nic in facts.verbs.nics] if facts.verbs else []
+    for name in (*verbs_names, *(route.nic for route in routes)):
         nics.setdefault(name, DrawnDevice(name, "nic", "", None))
     return list(nics.values())
 
 
-def _controllers(facts: Facts) -> list[DrawnDevice]:
+def _list_controllers(facts: Facts) -> list[DrawnDevice]:
     return [DrawnDevice(item.name, "nvme", item.model or item.transport or "", None) for item in facts.nvme]
 
 
-def _links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Link, ...]:
+def _draw_links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Link, ...]:
     pairs: dict[tuple[str, str], list[RouteOutcome]] = {}
     for status in routes:
         pairs.setdefault((f"GPU {status.device_index}", status.nic), []).append(status.state)
-    box_of = {(box.device.kind, box.device.name): box for box in boxes}
+    box_by_device = {(box.device.kind, box.device.name): box for box in boxes}
     links = []
     for (gpu, nic), states in pairs.items():
-        left, right = box_of.get(("gpu", gpu)), box_of.get(("nic", nic))
-        if left is not None and right is not None:
-            middle = _BOX_HEIGHT / 2
+        gpu_box, nic_box = box_by_device.get(("gpu", gpu)), box_by_device.get(("nic", nic))
+        if gpu_box is not None and nic_box is not None:
+            half_height = _BOX_HEIGHT / 2
             state = best_state(states).value
-            links.append(Link(left.x + _BOX_WIDTH, left.y + middle, right.x, right.y + middle, state))
+            links.append(
+                Link(gpu_box.x + _BOX_WIDTH, gpu_box.y + half_height, nic_box.x, nic_box.y + half_height, state)
+            )
     # The most important links are drawn last, on top of the others.
-    order = [state.value for state in reversed(_BY_WEIGHT)]
+    order = [state.value for state in reversed(_STATES_BY_IMPORTANCE)]
     return tuple(sorted(links, key=lambda link: order.index(link.state)))
 
 
@@ -195,8 +201,8 @@ def _truncate(text: str, characters: int) -> str:
     return text if len(text) <= characters else text[: characters - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
-def _describe(devices: Sequence[DrawnDevice], nodes: int) -> str:
+def _describe_counts(devices: Sequence[DrawnDevice], node_count: int) -> str:
     names = {"gpu": "GPU", "nic": "NIC", "nvme": "NVMe controller"}
     counts = {kind: sum(device.kind == kind for device in devices) for kind in names}
     parts = [f"{count} {names[kind]}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
-    return f"{', '.join(parts)} at {nodes} NUMA node{'s' if nodes > 1 else ''}"
+    return f"{', '.join(parts)} at {node_count} NUMA node{'s' if node_count > 1 else ''}"

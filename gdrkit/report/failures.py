@@ -1,6 +1,7 @@
-"""The failures of a run, with cause and remedy.
+"""The list of failures in the report of a run, each with its cause and a remedy.
 
-The text of a gdrkit error ends with what to do. A failure without such an ending gets a general remedy.
+The text of a gdrkit error is a cause, optionally followed by ". To do: " and a remedy. If the error has no remedy, the
+failure gets a general one.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "failures", "split_remedy"]
 
-_MARK = ". To do: "
-_UNFORESEEN = "install what is missing, or add the absence to the profile (foreseen)"
-_FELL_BACK = "remove the cause and run the case again, because its transfers were not direct"
-_UNKNOWN = "read the traceback below, then run the case alone: gdrkit qualify -k {name} --seed {seed}"
+_REMEDY_MARK = ". To do: "
+_REMEDY_FOR_UNFORESEEN = "install what is missing, or add the absence to the profile (foreseen)"
+_REMEDY_FOR_FALLBACK = "remove the cause and run the case again, because its transfers were not direct"
+_REMEDY_FOR_UNKNOWN_CAUSE = "read the traceback below, then run the case alone: gdrkit qualify -k {name} --seed {seed}"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failure and the cases, routes or APIs that have it.
+    """One cause of failure, and the cases, routes or APIs that failed for it.
 
     Attributes
     ----------
@@ -39,7 +40,7 @@ class Failure:
     affected : tuple of str
         The cases, routes or APIs that have this failure.
     cases : tuple of str
-        For each of ``affected`` the id of the case that detected the failure; empty for an API.
+        For each item of ``affected`` the id of the case that detected the failure. Empty for an API.
     """
 
     cause: str
@@ -51,49 +52,55 @@ class Failure:
 def failures(
     facts: Facts, records: Sequence[Record], routes: Sequence[RouteStatus], files: Sequence[FileStatus]
 ) -> tuple[Failure, ...]:
-    """Return the failures of a run: failed cases, routes that fell back, failed APIs. Equal causes are merged."""
-    entries = [_case_failure(record) for record in records if record.is_failure]
+    """Return the failures of a run: failed cases, routes that fell back, and APIs that could not be used.
+
+    Failures with the same cause and remedy are merged.
+    """
+    # Each entry is (cause, remedy, affected case, route or API, id of the case that detected it).
+    failure_entries = [_make_case_entry(record) for record in records if record.is_failure]
     statuses: list[RouteStatus | FileStatus] = [*routes, *files]
     for status in statuses:
         if status.state is RouteOutcome.FELL_BACK:
             cause, remedy = split_remedy(status.cause.removesuffix(f" ({status.fallback_case})"))
-            entries.append((cause, remedy or _FELL_BACK, status.name, status.fallback_case))
-    entries += _api_failures(facts.failures)
-    grouped: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for cause, remedy, affected, case in entries:
-        grouped.setdefault((cause, remedy), []).append((affected, case))
+            failure_entries.append((cause, remedy or _REMEDY_FOR_FALLBACK, status.name, status.fallback_case))
+    failure_entries += _make_api_entries(facts.failures)
+    entries_by_cause: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for cause, remedy, affected, case in failure_entries:
+        entries_by_cause.setdefault((cause, remedy), []).append((affected, case))
     seed = records[0].seed if records else 0
     return tuple(
         Failure(
             cause,
-            remedy.format(name=_name(members[0][1]), seed=seed) if remedy == _UNKNOWN else remedy,
-            tuple(affected for affected, _ in members),
-            tuple(case for _, case in members),
+            remedy.format(name=_filter_name(affected_and_cases[0][1]), seed=seed)
+            if remedy == _REMEDY_FOR_UNKNOWN_CAUSE
+            else remedy,
+            tuple(affected for affected, _ in affected_and_cases),
+            tuple(case for _, case in affected_and_cases),
         )
-        for (cause, remedy), members in grouped.items()
+        for (cause, remedy), affected_and_cases in entries_by_cause.items()
     )
 
 
 def split_remedy(text: str) -> tuple[str, str]:
-    """Return the two parts of the text of a gdrkit error: what happened, and what to do about it."""
-    cause, _, remedy = text.partition(_MARK)
+    """Split the text of a gdrkit error into the cause and the remedy. The remedy is empty if the text has none."""
+    cause, _, remedy = text.partition(_REMEDY_MARK)
     return cause, remedy
 
 
-def _case_failure(record: Record) -> tuple[str, str, str, str]:
-    parts = [split_remedy(reason.text) for reason in record.reasons]
-    cause = "; ".join(dict.fromkeys(cause for cause, _ in parts)) or "no reason was recorded"
-    remedies = dict.fromkeys(remedy for _, remedy in parts if remedy)
-    default = _UNFORESEEN if record.verdict is Verdict.NOT_RUN else _UNKNOWN
-    return cause, "; ".join(remedies) or default, record.case, record.case
+def _make_case_entry(record: Record) -> tuple[str, str, str, str]:
+    causes_and_remedies = [split_remedy(reason.text) for reason in record.reasons]
+    cause = "; ".join(dict.fromkeys(cause for cause, _ in causes_and_remedies)) or "no reason was recorded"
+    remedies = dict.fromkeys(remedy for _, remedy in causes_and_remedies if remedy)
+    default_remedy = _REMEDY_FOR_UNFORESEEN if record.verdict is Verdict.NOT_RUN else _REMEDY_FOR_UNKNOWN_CAUSE
+    return cause, "; ".join(remedies) or default_remedy, record.case, record.case
 
 
-def _name(case: str) -> str:
-    """Return the name by which ``-k`` finds a case."""
+def _filter_name(case: str) -> str:
+    """Return the name of the test function in the id of a case, which ``gdrkit qualify -k`` accepts."""
     return case.partition("::")[2].partition("[")[0] or case
 
 
-def _api_failures(failures: Sequence[ApiFailure]) -> Iterator[tuple[str, str, str, str]]:
+def _make_api_entries(failures: Sequence[ApiFailure]) -> Iterator[tuple[str, str, str, str]]:
     for failure in failures:
         remedy = failure.what_to_do or "run `gdrkit facts` to see what the API reports"
         yield failure.message, remedy, f"{failure.api}: {failure.operation}", ""

@@ -1,7 +1,7 @@
-"""Layout of the plot of a sweep in the report.
+"""Layout of the plots in the report page: measured values over transfer sizes or queue depths.
 
-The module is pure. Sizes and depths have a logarithmic axis. The axis of values begins at 0, because an axis that
-begins elsewhere makes a difference of one percent look like fifty.
+A template draws the SVG from this layout. All coordinates are in pixels. The axis of sizes and depths is logarithmic.
+The axis of values begins at 0. Otherwise a difference of one percent could look large.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ __all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "make_plot"]
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
-_TICKS = 4
+# The axis of values has about this many steps.
+_STEPS_TARGET = 4
 _SIZE_LABELS_MAX = 6
-# Curves differ in colour and in dash pattern, so that a reader needs only one of them.
-_STYLES = 6
-_GROUPED_FROM = 10_000
+# Styles of curves. They differ in colour and in dash pattern, so that they can be told apart without colours.
+_STYLE_COUNT = 6
+_THOUSANDS_GROUPED_FROM = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A position on an axis and its label."""
+    """A position on an axis, in pixels, and its label."""
 
     at: float
     label: str
@@ -38,7 +39,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point, and the spread of its rounds from ``low`` to ``high``."""
+    """A point of a curve. ``low`` and ``high`` are the y coordinates of the lowest and the highest round."""
 
     x: float
     y: float
@@ -48,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve: its name, the points of its polyline, its style."""
+    """A curve. ``points`` is the attribute of an SVG polyline. A bound is a limit that was not measured."""
 
     name: str
     points: str
@@ -59,7 +60,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlot:
-    """The plot of a sweep, and a table: a row for each size, with the value and the case of each curve."""
+    """The layout of one plot, and a table with the same values.
+
+    ``over`` says what the horizontal axis shows: ``size`` or ``depth``. Each of ``rows`` has a size or depth, and for
+    each curve the value and the case that measured it.
+    """
 
     name: str
     unit: str
@@ -78,21 +83,21 @@ class SweepPlot:
 
 def make_plot(sweep: Sweep) -> SweepPlot:
     """Return the layout of the plot of a sweep."""
-    label = format_bytes if sweep.over == "size" else str
+    format_size = format_bytes if sweep.over == "size" else str
     sizes = sorted({point.at for line in sweep.lines for point in line.points})
     highest = max(max(point.value, point.highest or 0.0) for line in sweep.lines for point in line.points)
-    step = _step(highest)
-    top = step * math.ceil(highest / step) if highest > 0 else 1.0
+    step = _axis_step(highest)
+    axis_end = step * math.ceil(highest / step) if highest > 0 else 1.0
 
     def x_of(size: int) -> float:
         span = math.log2(sizes[-1] / sizes[0]) or 1.0
         return round(_LEFT + (_RIGHT - _LEFT) * math.log2(size / sizes[0]) / span, 1)
 
     def y_of(value: float) -> float:
-        return round(_BOTTOM - (_BOTTOM - _TOP) * value / top, 1)
+        return round(_BOTTOM - (_BOTTOM - _TOP) * value / axis_end, 1)
 
     curves = []
-    for number, line in enumerate(sweep.lines):
+    for curve_index, line in enumerate(sweep.lines):
         marks = tuple(
             Mark(
                 x_of(point.at),
@@ -103,27 +108,29 @@ def make_plot(sweep: Sweep) -> SweepPlot:
             for point in line.points
         )
         polyline = " ".join(f"{mark.x},{mark.y}" for mark in marks)
-        curves.append(Curve(line.name, polyline, marks, number % _STYLES, line.is_bound))
+        curves.append(Curve(line.name, polyline, marks, curve_index % _STYLE_COUNT, line.is_bound))
     step_of_labels = math.ceil(len(sizes) / _SIZE_LABELS_MAX)
     return SweepPlot(
         name=sweep.name,
         unit=sweep.unit,
         over=sweep.over,
         curves=tuple(curves),
-        sizes=tuple(Tick(x_of(size), label(size)) for size in sizes[::step_of_labels]),
-        values=tuple(Tick(y_of(step * count), format_number(step * count)) for count in range(round(top / step) + 1)),
-        rows=tuple((label(size), _row(size, sweep.lines)) for size in sizes),
+        sizes=tuple(Tick(x_of(size), format_size(size)) for size in sizes[::step_of_labels]),
+        values=tuple(
+            Tick(y_of(step * count), format_number(step * count)) for count in range(round(axis_end / step) + 1)
+        ),
+        rows=tuple((format_size(size), _make_row(size, sweep.lines)) for size in sizes),
     )
 
 
 def format_number(value: float) -> str:
-    """Return a number with five significant digits. Thousands are grouped."""
-    if abs(value) >= _GROUPED_FROM:
+    """Return a number with five significant digits. From 10,000 on, it is an integer with commas between thousands."""
+    if abs(value) >= _THOUSANDS_GROUPED_FROM:
         return f"{value:,.0f}"
     return f"{value:.5g}"
 
 
-def _row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:
+def _make_row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:
     cells = []
     for line in lines:
         point = next((point for point in line.points if point.at == size_bytes), None)
@@ -131,10 +138,10 @@ def _row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], 
     return tuple(cells)
 
 
-def _step(highest: float) -> float:
+def _axis_step(highest: float) -> float:
     """Return 1, 2, 2.5 or 5 times a power of ten, so that the axis has about four steps."""
     if highest <= 0:
         return 1.0
-    least = highest / _TICKS
-    power = 10.0 ** math.floor(math.log10(least))
-    return next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= least), 10 * power)
+    step_min = highest / _STEPS_TARGET
+    power = 10.0 ** math.floor(math.log10(step_min))
+    return next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= step_min), 10 * power)

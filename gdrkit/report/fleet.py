@@ -1,7 +1,7 @@
-"""One report about many hosts: which of them are qualified, differ from the others, or are slower.
+"""One report about many hosts (``gdrkit report --fleet``): which are qualified, differ from the others, or are slower.
 
-Each host is the folder of a run. The report is in the parent folder and links to the reports of the hosts. A folder
-that cannot be read is a row with its error, so that one damaged host does not hide the others. The command then fails.
+Each host is a folder with the files of a run. The fleet report is in the parent folder, and links to the reports of the
+hosts. If a folder cannot be read, its row in the report has the error, and the command fails after writing the report.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Fleet", "Host", "render_fleet"]
 
 SCHEMA_VERSION = 1
+# Fewer hosts than this have no majority and no useful median.
 _HOSTS_MIN = 3
 _NOT_READABLE = "not readable"
 
@@ -62,19 +63,19 @@ class Host:
     folder : str
         Path relative to the folder of the fleet report.
     error : str
-        Why its run could not be read; then the other fields are empty.
+        Why the run of the host could not be read. If it is set, all fields below are empty.
     exit_code : int or None
-        Exit code of its run.
+        Exit code of the run.
     state : str
         A value of RunState, or ``not readable``.
     page : str
         Link from the fleet page to the page of the host; empty if the host has no page.
     counts, routes : mapping
-        Number of cases by verdict, number of routes by state.
+        The number of cases with each verdict, and the number of routes in each state.
     differs : tuple of str
-        The properties in which the host differs from the majority.
+        The traits, such as the kernel version, in which the host differs from most hosts.
     slow : tuple of SlowNumber
-        The numbers in which the host is slower than the median.
+        The numbers that are worse than the median of all hosts.
     """
 
     name: str
@@ -94,7 +95,11 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The fleet report. ``problems`` has a line for each unreadable folder and each duplicate host name."""
+    """The contents of the fleet report.
+
+    ``tally`` has the number of hosts in each state, ``problems`` a line for each unreadable folder and each duplicate
+    host name, and ``index`` the path of the page.
+    """
 
     hosts: tuple[Host, ...]
     tally: tuple[tuple[str, int], ...]
@@ -113,12 +118,14 @@ class _HostRun:
 def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     """Write index.html, fleet.json and metrics.prom for all runs in the subfolders of `path`.
 
+    The files are written into `output`, or into `path` if it is None.
+
     Raises
     ------
     UsageError
-        `path` has no folder of a run.
+        `path` contains no folder of a run.
     SetupMissing
-        The kernel refuses to list the folder, or to write.
+        The folder cannot be listed, or a file cannot be written.
     """
     try:
         runs = [entry for entry in sorted(path.iterdir()) if _is_run(entry)] if path.is_dir() else []
@@ -128,27 +135,31 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
         message = f"{path} contains no folder of a run"
         raise UsageError(message, what_to_do="name the folder that contains one folder for each host")
     target = output or path
-    host_runs, unreadable = _read(runs, path)
-    latest, older = _latest(host_runs)
-    names, duplicates = _names(latest)
+    host_runs, unreadable = _read_runs(runs, path)
+    latest, older = _select_latest(host_runs)
+    names, duplicates = _display_names(latest)
     traits = _majority_traits(latest)
-    medians = _medians(latest)
+    medians = _median_samples(latest)
     hosts = [
-        _host(host_run, names[host_run.folder], traits=traits, medians=medians, path=path, target=target)
+        _make_host(host_run, names[host_run.folder], traits=traits, medians=medians, path=path, target=target)
         for host_run in latest
     ]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
     # Hosts that need attention come first.
-    hosts.sort(key=lambda host: (_urgency(host), not (host.slow or host.differs), _natural(host.name)))
+    hosts.sort(key=lambda host: (_urgency(host), not (host.slow or host.differs), _natural_sort_key(host.name)))
     problems = [f"{folder}: {error}" for folder, error in unreadable] + duplicates
-    counts = Counter(host.state for host in hosts)
+    state_counts = Counter(host.state for host in hosts)
     tally = tuple(
-        (word, counts[word]) for word in (*(state.value for state in RunState), _NOT_READABLE) if counts[word]
+        (state, state_counts[state])
+        for state in (*(state.value for state in RunState), _NOT_READABLE)
+        if state_counts[state]
     )
     fleet = Fleet(tuple(hosts), tally, tuple(problems), str(target / "index.html"))
     make_folder(target)
-    write_atomically(target / "fleet.json", json.dumps(_document(fleet, older), indent=2, ensure_ascii=False) + "\n")
-    write_atomically(target / "metrics.prom", _metrics(latest, names))
+    write_atomically(
+        target / "fleet.json", json.dumps(_make_document(fleet, older), indent=2, ensure_ascii=False) + "\n"
+    )
+    write_atomically(target / "metrics.prom", _merge_metrics(latest, names))
     page = (
         environment(escaped=True)
         .get_template("fleet.html.j2")
@@ -159,19 +170,22 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
 
 
 def _urgency(host: Host) -> int:
-    """Return 0 for an unreadable host, 1 for a failure, 2 for a run that proves only a part, 3 if qualified."""
+    """Return 0 for an unreadable host, 1 for a failed run, 2 for a run that proves only a part, 3 if qualified."""
     incomplete = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
     if host.error:
         return 0
     return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in incomplete else 1
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which node10 comes after node9."""
     parts = re.split(r"([0-9]+)", name)
     # Numbers are compared by their length first, since a name may contain more digits than int() accepts.
-    digits = [part.lstrip("0") for part in parts]
-    return [(len(digits[index]), digits[index]) if index % 2 else (-1, part) for index, part in enumerate(parts)]
+    stripped_parts = [part.lstrip("0") for part in parts]
+    return [
+        (len(stripped_parts[index]), stripped_parts[index]) if index % 2 else (-1, part)
+        for index, part in enumerate(parts)
+    ]
 
 
 def _is_run(entry: Path) -> bool:
@@ -179,11 +193,11 @@ def _is_run(entry: Path) -> bool:
     try:
         return any(is_file(file) for file in (folder.run, folder.facts, folder.records))
     except OSError:
-        # It is unknown whether this is a run. It is treated as one, so that reading it reports the error of the kernel.
+        # The kernel cannot tell, for example without permission. Reading the folder as a run then reports the error.
         return True
 
 
-def _read(runs: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
+def _read_runs(runs: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
     host_runs: list[_HostRun] = []
     unreadable: list[tuple[str, str]] = []
     for entry in runs:
@@ -193,31 +207,31 @@ def _read(runs: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[
         except GdrkitError as error:
             unreadable.append((name, str(error)))
         else:
-            host_runs.append(_HostRun(name, contents, make_view(contents), _samples(contents)))
+            host_runs.append(_HostRun(name, contents, make_view(contents), _make_samples(contents)))
     return host_runs, unreadable
 
 
-def _latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple[str, ...]]:
+def _select_latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple[str, ...]]:
     """Return the last run of each host, and the folders of the earlier runs."""
     latest: list[_HostRun] = []
     older: list[str] = []
-    for host_run in sorted(host_runs, key=lambda each: each.contents.run.started, reverse=True):
-        if any(_is_same_host(host_run.contents, other.contents) for other in latest):
+    for host_run in sorted(host_runs, key=lambda candidate: candidate.contents.run.started, reverse=True):
+        if any(_is_same_host(host_run.contents, newer.contents) for newer in latest):
             older.append(host_run.folder)
         else:
             latest.append(host_run)
     return latest, tuple(sorted(older))
 
 
-def _is_same_host(one: Contents, other: Contents) -> bool:
+def _is_same_host(first: Contents, second: Contents) -> bool:
     """Return whether two runs are from the same machine, according to host name, device serials and host id."""
-    if not one.run.host or one.run.host != other.run.host:
+    if not first.run.host or first.run.host != second.run.host:
         return False
-    serials, other_serials = _serials(one), _serials(other)
-    if serials and other_serials:
-        # Machines that were installed from one image share their host id. The serial numbers of their devices differ.
-        return bool(serials & other_serials)
-    return one.run.host_id is not None and one.run.host_id == other.run.host_id
+    first_serials, second_serials = _serials(first), _serials(second)
+    if first_serials and second_serials:
+        # Machines that were installed from one image have the same host id, but devices with different serial numbers.
+        return bool(first_serials & second_serials)
+    return first.run.host_id is not None and first.run.host_id == second.run.host_id
 
 
 def _serials(contents: Contents) -> set[str]:
@@ -228,7 +242,7 @@ def _serials(contents: Contents) -> set[str]:
     }
 
 
-def _names(latest: Sequence[_HostRun]) -> tuple[dict[str, str], list[str]]:
+def _display_names(latest: Sequence[_HostRun]) -> tuple[dict[str, str], list[str]]:
     """Return the display name of each folder, and a line for each name that several hosts have."""
     by_name: dict[str, list[str]] = {}
     for host_run in latest:
@@ -261,7 +275,7 @@ def _traits(contents: Contents) -> dict[str, str]:
 
 
 def _majority_traits(latest: Sequence[_HostRun]) -> dict[str, str]:
-    """Return the values that most hosts have; empty if there are too few hosts."""
+    """Return the traits with the values that most hosts have. The result is empty if there are too few hosts."""
     if len(latest) < _HOSTS_MIN:
         return {}
     counters: dict[str, Counter[str]] = {}
@@ -272,8 +286,8 @@ def _majority_traits(latest: Sequence[_HostRun]) -> dict[str, str]:
     return {trait: value for trait, (value, count) in most_common.items() if count * 2 > len(latest)}
 
 
-def _samples(contents: Contents) -> dict[tuple[str, str], Sample]:
-    """Return, by case and name, every number for which more or less is better."""
+def _make_samples(contents: Contents) -> dict[tuple[str, str], Sample]:
+    """Return, by case and name, the sample of every measured number that can be better or worse."""
     numbers_of: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
         for name in record.numbers if describes_hardware(record) else ():
@@ -283,7 +297,7 @@ def _samples(contents: Contents) -> dict[tuple[str, str], Sample]:
     return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_of.items()}
 
 
-def _medians(latest: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
+def _median_samples(latest: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
     samples_of: dict[tuple[str, str], list[Sample]] = {}
     for host_run in latest:
         for number, sample in host_run.samples.items():
@@ -291,7 +305,7 @@ def _medians(latest: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
     return {number: median_sample(samples) for number, samples in samples_of.items() if len(samples) >= _HOSTS_MIN}
 
 
-def _host(
+def _make_host(
     host_run: _HostRun,
     name: str,
     *,
@@ -338,7 +352,7 @@ def _slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample])
                 yield SlowNumber(f"{case} {name}", *values, round(change.change_percent, 1))
 
 
-def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
+def _make_document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
     return {
         "schema_version": SCHEMA_VERSION,
         "tally": dict(fleet.tally),
@@ -367,8 +381,8 @@ def _document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
     }
 
 
-def _metrics(latest: Sequence[_HostRun], names: Mapping[str, str]) -> str:
-    """Return the samples of all hosts, grouped by metric family as the format requires."""
+def _merge_metrics(latest: Sequence[_HostRun], names: Mapping[str, str]) -> str:
+    """Return the contents of metrics.prom for all hosts. The format requires that a metric is in one block."""
     families: dict[str, list[str]] = {}
     for host_run in latest:
         text = render_metrics(host_run.contents, host_run.view, host=names[host_run.folder])

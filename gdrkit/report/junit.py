@@ -1,7 +1,7 @@
-"""Records as JUnit XML.
+"""Writer of junit.xml, the report of a run for CI systems.
 
-JUnit has no ``unproven``. Such a case is a passed test with a property that names the missing proof. A case that did
-not run is ``skipped`` if the profile foresees that, else a failure.
+JUnit has no verdict ``unproven``. An unproven case is a passed test with a property ``unproven`` that has the reason. A
+case that did not run is ``skipped`` if the profile foresees that, else a failure.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["render_junit"]
 
 # XML 1.0 cannot contain these characters, not even escaped.
-_FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_ALLOWED_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render_junit(run: Run, records: Sequence[Record]) -> bytes:
-    """Return the document as UTF-8."""
+    """Return the contents of junit.xml in UTF-8."""
     failures = sum(record.is_failure for record in records)
     skipped = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
     counts = {"tests": str(len(records)), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
@@ -35,7 +35,7 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     suite = ET.SubElement(
         root,
         "testsuite",
-        {"name": _clean(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds},
+        {"name": _clean_text(run.profile), "timestamp": run.started.rstrip("Z"), **counts, "time": seconds},
     )
     properties = ET.SubElement(suite, "properties")
     values = {
@@ -48,19 +48,19 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     if run.host:
         values["host"] = run.host
     for name, value in {**values, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():
-        ET.SubElement(properties, "property", {"name": name, "value": _clean(value)})
+        ET.SubElement(properties, "property", {"name": name, "value": _clean_text(value)})
     for record in records:
-        _case(suite, record)
+        _add_case(suite, record)
     ET.indent(root)
     document: bytes = ET.tostring(root, encoding="utf-8", xml_declaration=True)
     return document + b"\n"
 
 
-def _case(suite: ET.Element, record: Record) -> None:
+def _add_case(suite: ET.Element, record: Record) -> None:
     file, _, name = record.case.partition("::")
     attributes = {
-        "classname": _clean(file.removesuffix(".py").replace("/", ".")),
-        "name": _clean(name or file),
+        "classname": _clean_text(file.removesuffix(".py").replace("/", ".")),
+        "name": _clean_text(name or file),
         "time": f"{record.duration_ms / 1000:.3f}",
     }
     case = ET.SubElement(suite, "testcase", attributes)
@@ -70,15 +70,16 @@ def _case(suite: ET.Element, record: Record) -> None:
         ET.SubElement(properties, "property", {"name": "refused", "value": "as expected"})
     for api, substrate in sorted(record.substrate.items()):
         ET.SubElement(properties, "property", {"name": f"substrate.{api}", "value": substrate})
-    text = _clean("; ".join(reason.text for reason in record.reasons))
+    text = _clean_text("; ".join(reason.text for reason in record.reasons))
     if record.is_failure:
         failure = ET.SubElement(case, "failure", {"message": text, "type": record.verdict.value})
-        failure.text = _clean(str(record.evidence.get("traceback", "")))
+        failure.text = _clean_text(str(record.evidence.get("traceback", "")))
     elif record.verdict is Verdict.NOT_RUN:
         ET.SubElement(case, "skipped", {"message": text})
     elif record.verdict is Verdict.UNPROVEN:
         ET.SubElement(properties, "property", {"name": "unproven", "value": text})
 
 
-def _clean(text: str) -> str:
-    return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", escape_controls(text))
+def _clean_text(text: str) -> str:
+    """Return the text with control characters as escapes, and without characters that XML cannot contain."""
+    return _NOT_ALLOWED_IN_XML.sub("\N{REPLACEMENT CHARACTER}", escape_controls(text))

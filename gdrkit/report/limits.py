@@ -1,7 +1,7 @@
-"""The limit of the rate of a case, given by the links that its bytes cross.
+"""The highest rate that a case can reach, given by the PCIe and network links that its bytes cross.
 
-The module is pure. The capacity of links comes from :mod:`gdrkit.inventory.limits`. The record of a case says which
-links it uses.
+:mod:`gdrkit.inventory.limits` computes the capacity of the links from the facts. The record of a case says which GPUs
+and NICs the bytes cross. The plots of the report show the limit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["limit_gb_per_s"]
 
-# A case with this parameter moves its bytes over the PCIe link of the device.
-_COPIES = re.compile(r"\b(host_to_device|device_to_host)\b")
+# A case with this parameter copies between host and device, over the PCIe link of the device.
+_COPY_PARAMETER = re.compile(r"\b(host_to_device|device_to_host)\b")
 
 
 def limit_gb_per_s(record: Record, facts: Facts) -> float | None:
-    """Return the limit for the bytes of a case, in 10**9 bytes per second; None if no known link limits them."""
+    """Return the limit of the rate of a case in 10**9 bytes per second, or None if it is unknown."""
     devices, nics = {route.device_index for route in record.routes}, {route.nic for route in record.routes}
-    if not record.routes and _COPIES.search(record.case):
+    if not record.routes and _COPY_PARAMETER.search(record.case):
         devices = {0}
     limit = device_limit(facts, devices=devices, nics=nics)
     return None if limit is None else limit.gb_per_s

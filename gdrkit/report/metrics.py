@@ -1,4 +1,4 @@
-"""A run as a Prometheus text file, for the textfile collector of node_exporter.
+"""Writer of metrics.prom, the report of a run for Prometheus (the textfile collector of node_exporter).
 
 The format is that of prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
 """
@@ -25,54 +25,55 @@ __all__ = ["render_metrics"]
 
 
 def render_metrics(contents: Contents, view: View, *, host: str | None = None) -> str:
-    """Return all gauges. A state is one gauge per possible value; the gauge of the present value is 1.
+    """Return the contents of metrics.prom.
 
-    `host` replaces the name of the host if that is not unique.
+    A state has one gauge for each possible value. The gauge of the present value is 1, and the others are 0. `host` is
+    used as the label ``host`` instead of the host name of the run, if several hosts have that name.
     """
-    return "".join(_families(contents, view, contents.run.host if host is None else host))
+    return "".join(_list_families(contents, view, contents.run.host if host is None else host))
 
 
-def _families(contents: Contents, view: View, host: str) -> Iterator[str]:
+def _list_families(contents: Contents, view: View, host: str) -> Iterator[str]:
     run = contents.run
     labels = {"host": host, "profile": run.profile}
     started_s = dt.datetime.fromisoformat(run.started).timestamp()
     verdicts = [record.verdict for record in contents.records]
-    yield _family(
+    yield _format_family(
         "exit_code",
         "Exit code of gdrkit qualify. gdrkit_state tells whether the host is qualified.",
         [(labels, run.exit_code)],
     )
     states = [({**labels, "state": state.value}, float(state is run.state)) for state in RunState]
-    yield _family(
+    yield _format_family(
         "state", "Result of the run for the host. Only qualified means proven, complete and on hardware.", states
     )
-    yield _family("started_seconds", "Start of the qualification, in seconds since 1970.", [(labels, started_s)])
-    yield _family("duration_seconds", "Duration of the qualification in seconds.", [(labels, run.duration_s)])
-    yield _family(
+    yield _format_family("started_seconds", "Start of the qualification, in seconds since 1970.", [(labels, started_s)])
+    yield _format_family("duration_seconds", "Duration of the qualification in seconds.", [(labels, run.duration_s)])
+    yield _format_family(
         "info",
         "Version and commit of the gdrkit that ran.",
         [({**labels, "version": run.version, "commit": run.commit or ""}, 1)],
     )
-    yield _family(
+    yield _format_family(
         "cases",
         "Cases by verdict.",
         [({**labels, "verdict": verdict.value}, verdicts.count(verdict)) for verdict in Verdict],
     )
-    yield _family(
+    yield _format_family(
         "substrate_info",
         "Substrate of each API.",
         [({**labels, "api": api, "substrate": name}, 1) for api, name in sorted(run.substrate.items())],
     )
-    yield _family("route", "State of a route between a device and a NIC.", _states(labels, view.routes))
-    yield _family(
-        "file_route", "State of a route between a device and the files of a mount.", _states(labels, view.files)
+    yield _format_family("route", "State of a route between a device and a NIC.", _state_samples(labels, view.routes))
+    yield _format_family(
+        "file_route", "State of a route between a device and the files of a mount.", _state_samples(labels, view.files)
     )
-    yield _family(
-        "measurement", "Measurement on hardware, in the unit at the end of its name.", _numbers(labels, contents)
+    yield _format_family(
+        "measurement", "Measurement on hardware, in the unit at the end of its name.", _number_samples(labels, contents)
     )
 
 
-def _states(
+def _state_samples(
     labels: dict[str, str], statuses: Iterable[RouteStatus | FileStatus]
 ) -> Iterator[tuple[dict[str, str], float]]:
     for status in statuses:
@@ -83,24 +84,24 @@ def _states(
             yield {**route, "state": state.value}, float(status.state is state)
 
 
-def _numbers(labels: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
-    written: set[tuple[str, str]] = set()
+def _number_samples(labels: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
+    written_series: set[tuple[str, str]] = set()
     for record in contents.records:
         for name, value in record.numbers.items() if describes_hardware(record) else ():
-            # A case that ran twice would give one series with two values, which collectors reject.
-            if (record.case, name) not in written:
-                written.add((record.case, name))
+            # A case that ran twice has two records. Prometheus rejects a file with two values of one series.
+            if (record.case, name) not in written_series:
+                written_series.add((record.case, name))
                 yield {**labels, "case": record.case, "name": name}, value
 
 
-def _family(name: str, text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
-    lines = [f"gdrkit_{name}{{{_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
-    return f"# HELP gdrkit_{name} {text}\n# TYPE gdrkit_{name} gauge\n{''.join(lines)}" if lines else ""
+def _format_family(name: str, help_text: str, samples: Iterable[tuple[dict[str, str], float]]) -> str:
+    lines = [f"gdrkit_{name}{{{_format_labels(labels)}}} {value:.17g}\n" for labels, value in samples]
+    return f"# HELP gdrkit_{name} {help_text}\n# TYPE gdrkit_{name} gauge\n{''.join(lines)}" if lines else ""
 
 
-def _labels(labels: dict[str, str]) -> str:
-    return ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
+def _format_labels(labels: dict[str, str]) -> str:
+    return ",".join(f'{name}="{_escape_label(value)}"' for name, value in labels.items())
 
 
-def _escape(value: str) -> str:
+def _escape_label(value: str) -> str:
     return single_line(value).replace("\\", "\\\\").replace('"', '\\"')

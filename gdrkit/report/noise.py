@@ -1,8 +1,8 @@
-"""Decision whether two numbers differ by more than their noise.
+"""Decision whether two measured numbers differ by more than their noise, for comparisons of runs and of hosts.
 
-The module is pure. The numbers that a case keeps beside a median (its rounds, their spread or their minimum and
-maximum) give the standard error of that median. The noise band is three standard errors of the difference, and at
-least the noise that the caller states. All comparisons of runs and of hosts in a fleet use this module.
+A case measures a number in several rounds and records the median, the number of rounds and their spread. These give the
+standard error of the median. A difference is noise if it is at most three standard errors of the difference, or at
+most the limit that the caller passes. The larger of both is called the noise band.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["NumberChange", "Sample", "compare_samples", "make_sample", "median_sample"]
 
-_BAND_ERRORS = 3.0
-# For a normal distribution, the quartiles are 1.349 standard deviations apart, and the standard error of a median is
-# 1.2533 times that of a mean.
-_QUARTILES = 1.349
-_MEDIAN = 1.2533
+# Width of the noise band in standard errors of the difference.
+_BAND_STANDARD_ERRORS = 3.0
+# For a normal distribution, the quartiles are 1.349 standard deviations apart. The standard error of a median is 1.2533
+# times that of a mean.
+_QUARTILE_DISTANCE = 1.349
+_MEDIAN_ERROR_FACTOR = 1.2533
 _ROUNDS_MIN = 2
+# Largest percentage in a result. A division by a small number gives more, up to infinity, which JSON cannot represent.
 _PERCENT_MAX = 1e9
 
 
@@ -38,7 +40,7 @@ class Sample:
     value : float
         The median over the records that have the number.
     error_percent : float
-        The standard error of that median, in percent of it; 0 if nothing shows how exact it is.
+        The standard error of ``value``, in percent of ``value``. It is 0 if the error is unknown.
     """
 
     value: float
@@ -54,9 +56,9 @@ class NumberChange:
     outcome : str
         ``worse``, ``better``, ``same`` (within the noise) or ``changed`` (neither direction is better).
     change_percent : float
-        The relative change; 10**9 for a larger one, and for a change from 0.
+        The relative change, at most 10**9. It is 10**9 for a change from 0.
     band_percent : float
-        The relative change that counts as noise; 10**9 at most.
+        The largest relative change that counts as noise, at most 10**9.
     """
 
     outcome: str
@@ -65,12 +67,14 @@ class NumberChange:
 
 
 def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: float = NOISE_PERCENT) -> NumberChange:
-    """Compare the number `name` of `after` with that of `before`.
+    """Compare a number before and after a change. `name` shows by its unit whether more or less is better.
 
-    A change up to `noise_percent` counts as noise, also if both numbers scatter less.
+    A change up to `noise_percent` always counts as noise.
     """
     change = _change_percent(before.value, after.value)
-    band = max(noise_percent, _bounded(_BAND_ERRORS * math.hypot(before.error_percent, after.error_percent)))
+    band = max(
+        noise_percent, _clamp_percent(_BAND_STANDARD_ERRORS * math.hypot(before.error_percent, after.error_percent))
+    )
     better = split_number(name).better
     if abs(change) <= band:
         outcome = "same"
@@ -82,51 +86,55 @@ def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: 
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:
-    """Return the median of several machines, with the standard error that their rounds give.
+    """Return the median of the samples of several machines, with a standard error from the rounds on each machine.
 
-    The difference between the machines is what the comparison looks for, so it does not widen the band.
+    The differences between machines do not increase this error, because the comparison is meant to find them.
     """
     error = statistics.median(sample.error_percent for sample in samples) / math.sqrt(len(samples))
     return Sample(statistics.median(sample.value for sample in samples), error)
 
 
 def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
-    """Return the number `name` of one or more records of a case, with its standard error.
+    """Return the number `name` from one or more records of a case, with its standard error.
 
-    Several records are independent runs. The error is the larger one of their scatter and that of their rounds.
+    Several records are independent runs. The error is then the larger of two: the error from the differences between
+    the runs, and the error from the rounds in each run.
     """
-    with_name = [each for each in numbers if name in each]
-    values = [each[name] for each in with_name]
+    numbers_with_name = [record_numbers for record_numbers in numbers if name in record_numbers]
+    values = [record_numbers[name] for record_numbers in numbers_with_name]
     value = statistics.median(values)
-    rounds_error = statistics.median(_error_of_rounds(name, each) for each in with_name)
+    rounds_error = statistics.median(
+        _standard_error_of_rounds(name, record_numbers) for record_numbers in numbers_with_name
+    )
     if len(values) < _ROUNDS_MIN or value == 0:
         return Sample(value, rounds_error)
     try:
-        scatter = statistics.stdev(values) / abs(value) * 100 * _MEDIAN / math.sqrt(len(values))
+        scatter_percent = statistics.stdev(values) / abs(value) * 100 * _MEDIAN_ERROR_FACTOR / math.sqrt(len(values))
     except OverflowError:
-        scatter = math.inf
-    return Sample(value, max(scatter, rounds_error / math.sqrt(len(values))))
+        scatter_percent = math.inf
+    return Sample(value, max(scatter_percent, rounds_error / math.sqrt(len(values))))
 
 
 def _change_percent(before: float, after: float) -> float:
     if before == after:
         return 0.0
-    return _PERCENT_MAX if before == 0 else _bounded((after - before) / abs(before) * 100)
+    return _PERCENT_MAX if before == 0 else _clamp_percent((after - before) / abs(before) * 100)
 
 
-def _bounded(percent: float) -> float:
+def _clamp_percent(percent: float) -> float:
     """Limit a percentage to the range that JSON can represent."""
     return max(-_PERCENT_MAX, min(_PERCENT_MAX, percent))
 
 
-def _error_of_rounds(name: str, numbers: Mapping[str, float]) -> float:
-    """Return the standard error of a median, from the numbers beside it.
+def _standard_error_of_rounds(name: str, numbers: Mapping[str, float]) -> float:
+    """Return the standard error of the median `name` in percent, from other numbers of the same record.
 
-    ``rate_gb_per_s_median`` has ``rate_spread_percent`` (between the quartiles) and ``rounds_count``.
+    For ``rate_gb_per_s_median`` these are ``rate_spread_percent``, the distance between the quartiles, and
+    ``rounds_count``.
     """
     number = split_number(name)
     spread = numbers.get("_".join(filter(None, (number.base, "spread_percent"))))
     rounds = numbers.get("rounds_count", 1.0)
     if spread is None or rounds < _ROUNDS_MIN:
         return 0.0
-    return _MEDIAN * spread / _QUARTILES / math.sqrt(rounds)
+    return _MEDIAN_ERROR_FACTOR * spread / _QUARTILE_DISTANCE / math.sqrt(rounds)

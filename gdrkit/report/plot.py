@@ -1,7 +1,7 @@
-"""Plot of lines over sizes as one self-contained SVG, alone or in a page.
+"""Plots of values over transfer sizes as one self-contained SVG or HTML file, for ``gdrkit bench --plot``.
 
-The axis of sizes is logarithmic, by powers of two. A plot of numbers that were not measured on hardware has a note in
-the picture itself.
+The axis of sizes is logarithmic. The caller passes a note, such as that the numbers were not measured on hardware. The
+note is a part of the picture, so that it is not lost when the picture is copied.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Line", "Plot", "check_name", "draw", "write_plot"]
 _WIDTH, _HEIGHT = 960, 480
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 200, 76, 56
 _COLOURS = ("#2f6fd0", "#1f8a5b", "#c2571a", "#7a4fb5", "#8a6d00")
-_TICKS_MAX = 6
+_STEPS_MAX = 6
 
-# The style follows the light or dark colour scheme of the reader.
+# The style follows the light or dark colour scheme of the browser.
 _STYLE = """
 svg { color: #1c1e21; background: #fcfcfa; font: 13px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) { svg { color: #e4e6e9; background: #15171a; } }
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """The contents of a plot."""
+    """The contents of a plot: texts, and lines whose values all have the same unit."""
 
     title: str
     note: str
@@ -64,30 +64,30 @@ def draw(plot: Plot) -> str:
     if not sizes:
         message = "there is nothing to draw"
         raise UsageError(message)
-    top = max(value for line in plot.lines for _, value in line.points) or 1.0
-    step = _step(top)
-    top = math.ceil(top / step) * step
-    first, last = math.log2(sizes[0]), math.log2(sizes[-1])
+    axis_end = max(value for line in plot.lines for _, value in line.points) or 1.0
+    step = _axis_step(axis_end)
+    axis_end = math.ceil(axis_end / step) * step
+    first_log2, last_log2 = math.log2(sizes[0]), math.log2(sizes[-1])
 
     def x(size: int) -> float:
-        share = (math.log2(size) - first) / (last - first) if last > first else 0.5
-        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+        fraction = (math.log2(size) - first_log2) / (last_log2 - first_log2) if last_log2 > first_log2 else 0.5
+        return _LEFT + fraction * (_WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - value / top * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - value / axis_end * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
         f"<title>{html.escape(plot.title)}</title><style>{_STYLE}</style>",
-        _text(_LEFT, 28, plot.title, "title"),
-        _text(_LEFT, 50, plot.note, "note"),
-        _text(12, _TOP - 10, plot.unit, "note"),
+        _draw_text(_LEFT, 28, plot.title, "title"),
+        _draw_text(_LEFT, 50, plot.note, "note"),
+        _draw_text(12, _TOP - 10, plot.unit, "note"),
     ]
-    for number in range(round(top / step) + 1):
-        at = y(number * step)
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(_text(_LEFT - 8, at + 4, f"{number * step:g}", anchor="end"))
-    parts += [_text(x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes]
+    for tick_index in range(round(axis_end / step) + 1):
+        tick_y = y(tick_index * step)
+        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{tick_y:.1f}" y2="{tick_y:.1f}"/>')
+        parts.append(_draw_text(_LEFT - 8, tick_y + 4, f"{tick_index * step:g}", anchor="end"))
+    parts += [_draw_text(x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes]
     for index, line in enumerate(plot.lines):
         parts += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, x, y)
     return "\n".join([*parts, "</svg>", ""])
@@ -124,23 +124,23 @@ def _draw_line(
 ) -> Iterator[str]:
     points = [(x(size), y(value), size, value) for size, value in sorted(line.points)]
     if points:
-        path = " L ".join(f"{left:.1f} {top:.1f}" for left, top, _, _ in points)
-        yield f'<path d="M {path}" stroke="{colour}"/>'
-    for left, top, size, value in points:
+        path_data = " L ".join(f"{point_x:.1f} {point_y:.1f}" for point_x, point_y, _, _ in points)
+        yield f'<path d="M {path_data}" stroke="{colour}"/>'
+    for point_x, point_y, size, value in points:
         tooltip = html.escape(f"{line.name}, {format_bytes(size)}: {value:.3g}")
-        yield f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="{colour}"><title>{tooltip}</title></circle>'
+        yield f'<circle cx="{point_x:.1f}" cy="{point_y:.1f}" r="4" fill="{colour}"><title>{tooltip}</title></circle>'
     legend_x = _WIDTH - _RIGHT + 22
     yield f'<circle cx="{legend_x}" cy="{legend_y:.1f}" r="5" fill="{colour}"/>'
-    yield _text(legend_x + 12, legend_y + 4, line.name)
+    yield _draw_text(legend_x + 12, legend_y + 4, line.name)
 
 
-def _step(top: float) -> float:
-    """Return the distance of the ticks: 1, 2 or 5 times a power of ten, so that there are only a few ticks."""
-    least = top / _TICKS_MAX
-    power: float = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+def _axis_step(highest: float) -> float:
+    """Return the distance of the ticks: 1, 2, 5 or 10 times a power of ten, so that the axis has at most six steps."""
+    step_min = highest / _STEPS_MAX
+    power: float = 10.0 ** math.floor(math.log10(step_min))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step_min)
 
 
-def _text(x: float, y: float, text: str, css_class: str = "", *, anchor: str = "start") -> str:
+def _draw_text(x: float, y: float, text: str, css_class: str = "", *, anchor: str = "start") -> str:
     style = f' class="{css_class}"' if css_class else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{html.escape(text)}</text>'

@@ -1,6 +1,8 @@
-"""The record of a case as a JSON object: the case, its substrate and its observations.
+"""The record of one test case, and the file that has one record per line (records.jsonl).
 
-The format is ``reports/schema/record-1.json``. A record in another format is refused and not repaired.
+A record contains the case, its verdict, the substrate of each API and what the case observed. The pytest plugin
+(:mod:`gdrkit.harness`) writes records, and all reports are made from them. The format is
+``reports/schema/record-1.json``. A line in another format is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# The key of the evidence for a refusal that the profile expects.
+# The key in ``evidence`` of a case that failed in the way that the profile expects of a machine without the need.
 REFUSED = "refused"
 
 
@@ -52,9 +54,9 @@ class CaseReason:
     text : str
         One sentence.
     need : str or None
-        The need that was not met, for ``not_run``.
+        The name of the unmet need if the verdict is ``not_run``.
     foreseen : bool or None
-        Whether the profile foresees the unmet need, for ``not_run``.
+        Whether the profile foresees this unmet need if the verdict is ``not_run``.
     """
 
     text: str
@@ -64,11 +66,21 @@ class CaseReason:
 
 @dataclass(frozen=True, slots=True)
 class SeenLibrary:
-    """A library in one of the processes of a case (``case``, ``peer0`` ...).
+    """A library that one process of a case had loaded.
 
-    The path is in the form of :meth:`gdrkit.install_paths.InstallPaths.portable`: relative in the checkout,
-    ``{python}/...`` in the environment of Python, ``{site}/...``, ``{library_path}/...`` and ``{home}/...`` in local
-    folders of the machine.
+    Attributes
+    ----------
+    process : str
+        The process: ``case``, ``peer0``, ``peer1`` ...
+    path : str
+        Path of the library, without folders that are specific to the machine; see
+        :meth:`gdrkit.install_paths.InstallPaths.portable`.
+    soname, build_id : str or None
+        SONAME and build id of the library, if it has them.
+    notes : tuple of ElfNote
+        The ELF notes of the library, except those of the linker.
+    error : str or None
+        Why the file of the library could not be read.
     """
 
     process: str
@@ -80,13 +92,13 @@ class SeenLibrary:
 
     @classmethod
     def of(cls, process: str, library: LoadedLibrary) -> SeenLibrary:
-        """Return the description of `library`, which `process` had loaded."""
+        """Describe `library`, which `process` had loaded."""
         return cls(
             process=process,
             path=install_paths().portable(library.path),
             soname=library.soname,
             build_id=library.build_id,
-            # The GNU notes of the linker add nothing to the build id.
+            # The notes of owner GNU come from the linker. They have only the build id, which is a field here.
             notes=tuple(note for note in library.notes if note.owner != "GNU"),
             error=library.error,
         )
@@ -94,18 +106,18 @@ class SeenLibrary:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedRoute:
-    """A route that the bytes of a case took, or should have taken, according to the case.
+    """A route between a GPU and a NIC that a case requested, and whether the case observed it.
 
     Attributes
     ----------
     device_index : int
-        Number of the device.
+        Index of the GPU.
     nic : str
         Name of the NIC.
     way : str
-        ``dmabuf`` or ``peer_memory``.
+        The method of registration: ``dmabuf`` or ``peer_memory``.
     fell_back : str or None
-        Why the bytes took another route although this one was requested; None if they took this one.
+        Why the bytes took another route. None if they took this route.
     """
 
     device_index: int
@@ -116,18 +128,18 @@ class ClaimedRoute:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedFile:
-    """A route between a device and the files of a mount that the bytes of a case took, according to the case.
+    """A route between a GPU and the files of a mount that the bytes of a case took, as the case observed.
 
     Attributes
     ----------
     device_index : int
-        Number of the device.
+        Index of the GPU.
     mount : str
         Mount point of the file system.
     way : str
-        ``p2p`` or ``nvfs``, which are direct, or ``posix`` or ``engine``.
+        The route of the bytes: ``p2p`` or ``nvfs``, which are direct, or ``posix`` or ``engine``.
     fell_back : str or None
-        Why the bytes took this route although a direct one was requested; None if this one was requested.
+        Why the bytes took this route although the case requested a direct one. None if the case requested this route.
     """
 
     device_index: int
@@ -151,7 +163,7 @@ class Record:
     reasons : tuple of CaseReason
         The reasons for the verdict, unless it is ``pass``.
     profile, facts_digest : str
-        The profile and the digest of the facts of the run.
+        The name of the profile of the run, and the digest of the facts about the machine.
     substrate : mapping
         The substrate of each loaded API, over all processes of the case.
     libraries : tuple of SeenLibrary
@@ -159,11 +171,11 @@ class Record:
     seed : int
         The seed of the run. The same seed gives the same payloads, keys and delays.
     evidence : mapping
-        The evidence that the case kept for the reader.
+        Texts and values that the case recorded for the reader of the report, such as a traceback.
     numbers : mapping
-        Measurements with the unit in each name. Reports contain them only if the substrate is hardware.
+        Measurements. Each name contains the unit. Reports contain them only if the substrate is hardware.
     routes : tuple of ClaimedRoute
-        The routes that the case is about.
+        The routes between GPUs and NICs that the case tested.
     duration_ms : float
         The time from the beginning of the set-up to the end of the tear-down, in ms.
     started : str
@@ -175,10 +187,10 @@ class Record:
     command : str
         The command line of the run.
     files : tuple of ClaimedFile
-        The routes between devices and files that the case is about.
+        The routes between GPUs and files that the case tested.
     uses : tuple of str
-        The loaded APIs that the case declared to need. Its numbers are about these. Other APIs may be loaded in the
-        same process because of an earlier case.
+        The loaded APIs that the case declared to need. Its numbers describe these APIs only: an earlier case may have
+        loaded other APIs into the same process.
     """
 
     schema_version: int
@@ -204,29 +216,36 @@ class Record:
 
     @property
     def refused(self) -> bool:
-        """Whether the case ran although a need is unmet, and ended with exactly the refusal that the profile states.
+        """Whether the case ran without its need and failed with exactly the error that the profile expects.
 
-        The evidence has every cause.
+        ``evidence`` then has the causes of the error.
         """
         return self.verdict is Verdict.NOT_RUN and REFUSED in self.evidence
 
     @property
     def is_failure(self) -> bool:
-        """Whether the case fails a run: it failed, or it did not run for a reason that the profile does not foresee."""
+        """Whether the case makes the run fail.
+
+        It does if the case failed, or if it did not run for a reason that the profile does not foresee.
+        """
         if self.verdict is Verdict.NOT_RUN:
             return any(reason.foreseen is not True for reason in self.reasons) or not self.reasons
         return self.verdict is Verdict.FAIL
 
 
 def append_record(path: str | os.PathLike[str], record: Record) -> None:
-    """Append one line in one write, so that no reader gets half of it. The folder is made if it does not exist."""
+    """Append a record to a records file as one line. The folder and the file are created if they do not exist.
+
+    The line is written with one system call, so that a reader never sees half of it. Only after a short write, such as
+    on a full disk, a second call follows.
+    """
     line = json.dumps(serialization.to_json_data(record), ensure_ascii=False, allow_nan=False) + "\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        data = line.encode("utf-8", "backslashreplace")
-        while data:
-            data = data[os.write(descriptor, data) :]
+        remaining = line.encode("utf-8", "backslashreplace")
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
     finally:
         os.close(descriptor)
 
@@ -237,7 +256,7 @@ def read_records(path: str | os.PathLike[str]) -> tuple[Record, ...]:
     Raises
     ------
     UsageError
-        ``MALFORMED``: a line is not a record; the error has its number.
+        ``MALFORMED``: a line is not a record. The message names the line.
     """
     return parse_records(record_lines(path), name=str(path))
 
@@ -247,7 +266,7 @@ def record_lines(path: str | os.PathLike[str]) -> list[bytes]:
 
     The last item is the text after the last line end, empty in a complete file.
     """
-    # Only this byte ends a line. Texts may contain other characters that Python treats as line ends.
+    # Only b"\n" ends a line. A text in a record may contain other characters at which splitlines would split.
     return Path(path).read_bytes().split(b"\n")
 
 
@@ -257,7 +276,7 @@ def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tup
 
 
 def parse_record(line: str | bytes, where: str) -> Record:
-    """Parse one line; see :func:`read_records`. Errors name the line `where`."""
+    """Parse one line of a records file; see :func:`read_records`. An error message begins with `where`."""
     data = serialization.parse_json(line, where=where)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if version != SCHEMA_VERSION:

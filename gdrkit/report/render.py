@@ -37,15 +37,15 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
     Parameters
     ----------
     path : Path
-        The folder of a run, even of one that did not end; a records file, or a folder of records files.
+        The folder of a run, a records file, or a folder of records files. The run need not have ended.
     output : Path or None
-        The folder for the documents. If None, it is `path`, which must be a folder. A report is not written next to a
-        records file, because it would replace the report of the run, which is more complete.
+        The folder for the documents. If None, they are written into `path`, which must then be a folder. For a records
+        file the caller must name a folder: the folder of the file may contain the more complete report of the run.
 
     Raises
     ------
     UsageError
-        There is no record, a file is malformed, or no output folder was named.
+        There is no record, a file is malformed, or `output` is missing.
     SetupMissing
         A file cannot be read or written.
     """
@@ -61,29 +61,36 @@ def render(path: Path, output: Path | None = None) -> RunFolder:
     write_atomically(folder.junit, render_junit(contents.run, contents.records))
     write_atomically(folder.summary, environment(escaped=False).get_template("summary.md.j2").render(view=view))
     write_atomically(folder.metrics, render_metrics(contents, view))
-    # The page is written last, so that all linked files exist before it.
+    # The page is written last, so that the files to which it links already exist.
     write_atomically(folder.index, environment(escaped=True).get_template("index.html.j2").render(view=view))
     return folder
 
 
 def render_html(run: Run, facts: Facts, records: Sequence[Record]) -> str:
-    """Return the HTML page."""
-    return environment(escaped=True).get_template("index.html.j2").render(view=_view(run, facts, records))
+    """Return the report as an HTML page."""
+    return (
+        environment(escaped=True).get_template("index.html.j2").render(view=_make_view_of_records(run, facts, records))
+    )
 
 
 def render_markdown(run: Run, facts: Facts, records: Sequence[Record]) -> str:
     """Return the summary as Markdown, for a terminal or a merge request."""
-    return environment(escaped=False).get_template("summary.md.j2").render(view=_view(run, facts, records))
+    return (
+        environment(escaped=False).get_template("summary.md.j2").render(view=_make_view_of_records(run, facts, records))
+    )
 
 
-def _view(run: Run, facts: Facts, records: Sequence[Record]) -> object:
+def _make_view_of_records(run: Run, facts: Facts, records: Sequence[Record]) -> object:
     origins = tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
     return make_view(Contents(run, facts, tuple(records), origins))
 
 
 @cache
 def environment(*, escaped: bool) -> Environment:
-    """Return the template environment. It escapes control characters in all text of a record."""
+    """Return the Jinja environment of the report templates. It escapes control characters in all texts.
+
+    With `escaped`, it also escapes the special characters of HTML.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -100,18 +107,18 @@ def environment(*, escaped: bool) -> Environment:
         finalize=finalize,
     )
     templates.filters["cell"] = markdown_cell
-    templates.filters["seconds"] = _seconds
-    templates.filters["short"] = _short
+    templates.filters["seconds"] = _format_duration
+    templates.filters["short"] = _shorten_identifier
     return templates
 
 
-def _seconds(duration_ms: float) -> str:
+def _format_duration(duration_ms: float) -> str:
     if duration_ms < 1000:  # noqa: PLR2004 - durations from 1 s on are shown in seconds.
         return f"{duration_ms:.0f} ms"
     return f"{duration_ms / 1000:.1f} s"
 
 
-def _short(identifier: str) -> str:
-    """Return the first 12 digits of a digest or commit, and the text from the dash on, if there is one."""
+def _shorten_identifier(identifier: str) -> str:
+    """Return the first 12 digits of a digest or commit, followed by its suffix, such as ``-dirty``."""
     digits, dash, suffix = identifier.removeprefix("sha256:").partition("-")
     return digits[:12] + dash + suffix

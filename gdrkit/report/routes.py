@@ -1,6 +1,7 @@
-"""The state of each route between devices and NICs, and between devices and files, with its cause.
+"""The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
-A route is ``proven`` if a case on it passed and every API of the route ran on hardware. Every other state has a cause.
+A route is ``proven`` if a case that tested it passed, and every API that the route needs ran on hardware. Each other
+state has a cause.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = [
     "unmet_requirements",
 ]
 
-_APIS = ("verbs", "cuda")
-_FILE_APIS = ("cuda", "cufile")
-# These routes from a file into device memory do not pass through host memory.
-_DIRECT = ("p2p", "nvfs")
-_ROUTE_NAMES = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
+_NIC_ROUTE_APIS = ("verbs", "cuda")
+_FILE_ROUTE_APIS = ("cuda", "cufile")
+# On these routes, the bytes of a file reach device memory without passing through host memory.
+_DIRECT_FILE_ROUTES = ("p2p", "nvfs")
+_METHOD_NAMES = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
 
 
 class RouteOutcome(enum.Enum):
@@ -60,9 +61,9 @@ class RouteStatus:
     cause : str
         Why the route is not proven.
     cases : tuple of str
-        The cases that were about the route.
+        The cases that tested the route.
     fallback_case : str
-        The case that detected a fallback of the route; empty if there was none.
+        The first case whose bytes took another route. Empty if there is none.
     """
 
     device_index: int
@@ -99,21 +100,21 @@ class FileStatus:
 
 def route_name(device_index: int, nic: str, way: str) -> str:
     """Return the name of a route, e.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
-    return f"GPU {device_index} <- NIC {nic} by {_ROUTE_NAMES.get(way, way)}"
+    return f"GPU {device_index} <- NIC {nic} by {_METHOD_NAMES.get(way, way)}"
 
 
 def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
-    """Return every route that the facts or a case name, in order of device, NIC and path."""
+    """Return the state of every route between a GPU and a NIC that the facts or records contain, in order of both."""
     claims: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
     for record in records:
         for route in record.routes:
             claims.setdefault((route.device_index, route.nic, route.way), []).append((record, route))
-    tried = {(route.device_index, route.nic, route.way): route for route in facts.routes}
+    attempts = {(route.device_index, route.nic, route.way): route for route in facts.routes}
     statuses = []
-    for key in sorted(tried.keys() | claims.keys()):
+    for key in sorted(attempts.keys() | claims.keys()):
         route_claims = claims.get(key, [])
         state, cause = _state_and_cause(route_claims)
-        attempt = tried.get(key)
+        attempt = attempts.get(key)
         if not route_claims and attempt is not None and not attempt.possible:
             state, cause = RouteOutcome.NOT_POSSIBLE, _registration_error(attempt)
         cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
@@ -123,26 +124,32 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
 
 
 def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, ...]:
-    """Return every pair of device and mount that the facts or a case name, in order of device and mount."""
+    """Return the state of every route between a GPU and a mount that the facts or records contain, in order of both.
+
+    A pair of GPU and mount has one status for each route that a case observed, or a single status without a route name
+    if no case tested the pair.
+    """
     claims: dict[tuple[int, str], list[tuple[Record, ClaimedFile]]] = {}
     for record in records:
         for file in record.files:
             claims.setdefault((file.device_index, file.mount), []).append((record, file))
     devices = [device.index for device in facts.cuda.devices] if facts.cuda else []
-    known = {(index, mount) for index in devices for mount in _file_systems(facts)}
+    possible_pairs = {(index, mount) for index in devices for mount in _shortest_mounts(facts)}
     statuses = []
-    for device_index, mount in sorted(known | claims.keys()):
+    for device_index, mount in sorted(possible_pairs | claims.keys()):
         pair_claims = claims.get((device_index, mount), [])
-        routes = sorted({file.way for _, file in pair_claims}, key=lambda route: (route not in _DIRECT, route)) or [""]
+        routes = sorted(
+            {file.way for _, file in pair_claims}, key=lambda route: (route not in _DIRECT_FILE_ROUTES, route)
+        ) or [""]
         for route in routes:
             route_claims = [(record, file) for record, file in pair_claims if file.way == route]
-            state, cause = _state_and_cause(route_claims, _FILE_APIS)
+            state, cause = _state_and_cause(route_claims, _FILE_ROUTE_APIS)
             caveats = dict.fromkeys(_why_not_hardware(record, ("cuda",)) for record, _ in route_claims)
             caveat = "; ".join(filter(None, caveats))
             if state is RouteOutcome.FELL_BACK and caveat:
-                # The behaviour of software says nothing about this machine.
+                # A fallback of a software twin says nothing about the hardware of this machine.
                 state, cause = RouteOutcome.UNPROVEN, f"{caveat}: {cause}"
-            if state is RouteOutcome.PROVEN and route not in _DIRECT:
+            if state is RouteOutcome.PROVEN and route not in _DIRECT_FILE_ROUTES:
                 state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {route}, which is not direct"
             cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
             fallback_case = _fallback_case(route_claims)
@@ -154,8 +161,8 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
     return tuple(statuses)
 
 
-def _file_systems(facts: Facts) -> list[str]:
-    """Return one mount of each file system on a block device: the one with the shortest path."""
+def _shortest_mounts(facts: Facts) -> list[str]:
+    """Return the mount points of the file systems on block devices, for each file system the shortest one."""
     shortest: dict[str, str] = {}
     for mount in facts.mounts:
         previous = shortest.get(mount.device)
@@ -165,10 +172,7 @@ def _file_systems(facts: Facts) -> list[str]:
 
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
-    """Return one sentence for each route that the profile requires and that was not proven.
-
-    The result is empty if all required routes are proven, or none is required.
-    """
+    """Return one sentence for each route that the profile requires and that was not proven."""
     missing = []
     for required in profile.routes:
         matching = [status for status in statuses if _matches(required, status)]
@@ -179,11 +183,11 @@ def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tup
                 f"{status.name}: {status.cause}" for status in matching if status.state is not RouteOutcome.PROVEN
             ]
         else:
-            missing += _devices_without(matching)
+            missing += _devices_without_proven_route(matching)
     return tuple(missing)
 
 
-def _devices_without(statuses: Sequence[RouteStatus]) -> list[str]:
+def _devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
     proven = {status.device_index for status in statuses if status.state is RouteOutcome.PROVEN}
     return [
         f"no route to GPU {index} is proven" for index in sorted({status.device_index for status in statuses} - proven)
@@ -197,21 +201,25 @@ def _registration_error(route: RouteFacts) -> str:
 
 
 def _state_and_cause(
-    claims: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _APIS
+    claims: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _NIC_ROUTE_APIS
 ) -> tuple[RouteOutcome, str]:
-    """Return the state of a route and its cause. A fallback or a failure in any case outweighs a pass."""
+    """Return the state of a route and its cause.
+
+    `claims` has the records of all cases that tested the route. A fallback or a failure in one of them counts more than
+    a pass in another.
+    """
     for record, route in claims:
         if route.fell_back is not None:
             return RouteOutcome.FELL_BACK, f"{route.fell_back} ({record.case})"
-    failed = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
-    if failed:
-        return RouteOutcome.UNPROVEN, f"failed: {failed[0]}"
-    passed = [record for record, _ in claims if record.verdict is Verdict.PASS]
-    causes = [_why_not_hardware(record, apis) for record in passed]
-    if "" in causes:
+    failed_cases = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
+    if failed_cases:
+        return RouteOutcome.UNPROVEN, f"failed: {failed_cases[0]}"
+    passed_records = [record for record, _ in claims if record.verdict is Verdict.PASS]
+    software_causes = [_why_not_hardware(record, apis) for record in passed_records]
+    if "" in software_causes:
         return RouteOutcome.PROVEN, ""
-    if causes:
-        return RouteOutcome.UNPROVEN, causes[0]
+    if software_causes:
+        return RouteOutcome.UNPROVEN, software_causes[0]
     for record, _ in claims:
         if record.reasons:
             return RouteOutcome.UNPROVEN, record.reasons[0].text
@@ -219,12 +227,12 @@ def _state_and_cause(
 
 
 def _fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
-    """Return the first case with a fallback, or an empty text."""
+    """Return the id of the first case with a fallback, or an empty string."""
     return next((record.case for record, route in claims if route.fell_back is not None), "")
 
 
 def _why_not_hardware(record: Record, apis: Sequence[str]) -> str:
-    """Return why a case that passed proves nothing about hardware. The text is empty if it ran on hardware."""
+    """Return why a passed case proves nothing about hardware, or an empty string if all of `apis` ran on hardware."""
     substrates = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis}
     if all(name == Substrate.TWIN.value for name in substrates.values()):
         return "ran on software twins"

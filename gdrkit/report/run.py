@@ -1,7 +1,7 @@
-"""A run of a qualification, and the folder with its files.
+"""The result of one run of ``gdrkit qualify`` (run.json), and the folder with all files of the run.
 
-The folder contains the data of the run (facts, plan, run, records) and the documents that are made from them
-(report.json, junit.xml, summary.md, metrics.prom, index.html).
+The folder contains the data of the run (facts.json, plan.json, run.json, records.jsonl) and the documents that are made
+from this data (report.json, junit.xml, summary.md, metrics.prom, index.html).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SCHEMA_VERSION = 1
 
 
 class RunState(enum.Enum):
-    """The result of a run for its machine, as text in the fleet page, fleet.json, report.json and metrics.prom."""
+    """The result of a run for its machine. The values are texts in report.json, metrics.prom and the fleet report."""
 
     QUALIFIED = "qualified"
     SOFTWARE_ONLY = "software only"
@@ -53,43 +53,43 @@ class RunState(enum.Enum):
     NOTHING_PROVEN = "nothing proven"
 
 
-_BY_CODE: Mapping[int, RunState] = {
+_STATE_BY_EXIT_CODE: Mapping[int, RunState] = {
     ExitCode.PROVEN: RunState.QUALIFIED,
     ExitCode.FAILED: RunState.FAILED,
     ExitCode.WRONG_USAGE: RunState.WRONG_USAGE,
     ExitCode.SETUP_MISSING: RunState.SETUP_MISSING,
     ExitCode.NOTHING_PROVEN: RunState.NOTHING_PROVEN,
 }
-# These options of gdrkit qualify select a part of its own cases. The pattern finds them in a command line.
-_SELECTING = re.compile(r"""(?:^|\s)['"]?(?:-k|--suites)""")
+# Matches the options of gdrkit qualify that select some of the cases, in a command line.
+_SELECTION_OPTION = re.compile(r"""(?:^|\s)['"]?(?:-k|--suites)""")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The properties of a whole run.
+    """The contents of run.json: the properties of a run that its records do not have.
 
     Attributes
     ----------
     substrate : mapping
-        The substrate of each API when its facts were collected.
+        The substrate of each API at the time when the facts about the machine were collected.
     software_asked : bool
-        Whether the caller requested twins for every API.
+        Whether the user requested software twins for every API (``--software``).
     exit_code : int
         Exit code of the command.
     verdict : str
         The result in one sentence.
     causes : tuple of str
-        Why the exit code is not 0, one sentence each.
+        The reasons why the exit code is not 0, one sentence each.
     to_do : tuple of str
-        What the reader can do about the causes.
+        What the user can do about the causes.
     required : tuple of str
-        The required routes of the profile that were not proven.
+        The routes that the profile requires and that were not proven, one sentence each.
     host : str
-        Host name of the machine; empty if it was not kept.
+        Host name of the machine; empty if it was not recorded.
     host_id : str or None
         A digest that distinguishes machines with the same name, and reveals nothing else about them.
     is_interrupted : bool
-        Whether the run has not ended. At the beginning of the run, run.json is written with this flag.
+        Whether the run has not ended. run.json is first written with True when the run begins, and again at its end.
     selection : str
         The options that selected a part of the cases, e.g. ``-k write``; empty if all cases were selected.
     """
@@ -119,18 +119,18 @@ class Run:
     def state(self) -> RunState:
         """The result of the run for its machine.
 
-        Only a whole run on hardware that ended with 0 is ``QUALIFIED``.
+        Only a run of all cases on hardware that ended with exit code 0 is ``QUALIFIED``.
         """
         if self.is_interrupted:
             return RunState.INTERRUPTED
-        by_code = _BY_CODE.get(self.exit_code, RunState.FAILED)
-        if by_code not in {RunState.QUALIFIED, RunState.NOTHING_PROVEN}:
-            return by_code
-        # gdrkit 0.1.0 did not keep the selection, but it kept the command line.
-        if self.selection or _SELECTING.search(self.command):
+        exit_code_state = _STATE_BY_EXIT_CODE.get(self.exit_code, RunState.FAILED)
+        if exit_code_state not in {RunState.QUALIFIED, RunState.NOTHING_PROVEN}:
+            return exit_code_state
+        # run.json of gdrkit 0.1.0 has no selection, but it has the command line.
+        if self.selection or _SELECTION_OPTION.search(self.command):
             return RunState.PARTIAL
         is_software = self.software_asked or "hardware" not in self.substrate.values()
-        return RunState.SOFTWARE_ONLY if by_code is RunState.QUALIFIED and is_software else by_code
+        return RunState.SOFTWARE_ONLY if exit_code_state is RunState.QUALIFIED and is_software else exit_code_state
 
     @property
     def banner(self) -> str:
@@ -139,7 +139,7 @@ class Run:
 
 
 def banner(substrate: Mapping[str, str]) -> str:
-    """Return the heading of a report: which APIs ran on a twin. It is empty if none did."""
+    """Return the heading of a report, which names the APIs that ran on a software twin. It is empty if none did."""
     twins = sorted(api for api, name in substrate.items() if name == "twin")
     if twins and len(twins) == len(substrate):
         return "software twins: this proves the code, not this machine"
@@ -172,7 +172,7 @@ class RunFolder:
         self.summary = self.path / "summary.md"
         self.metrics = self.path / "metrics.prom"
         self.index = self.path / "index.html"
-        # The folder has the facts of each rank of a job with several ranks: rank-N.json.
+        # Only a job with several ranks has this folder. It has the facts of each rank: rank-N.json.
         self.hosts = self.path / "hosts"
 
     @property
@@ -182,12 +182,14 @@ class RunFolder:
         return (*data, self.report, self.junit, self.summary, self.metrics, self.index)
 
     def make_empty(self) -> None:
-        """Make the folder, and remove the files of an earlier run, because records are appended to existing files.
+        """Create the folder if it does not exist, and remove the files of an earlier run.
+
+        Otherwise the records of this run would be appended to those of the earlier run.
 
         Raises
         ------
         SetupMissing
-            The kernel refuses it: no permission, no space, or a file with the name of the folder.
+            A system call failed, such as for a missing permission, a full disk or a file with the name of the folder.
         """
         make_folder(self.path)
         for file in (*self.files, *self.hosts.glob("rank-*.json")):
@@ -197,16 +199,16 @@ class RunFolder:
                 raise file_error("unlink", file, error) from error
 
     def write_run(self, run: Run) -> None:
-        """Write run.json."""
+        """Write run.json. An existing file is replaced atomically."""
         write_atomically(self.run, json.dumps(serialization.to_json_data(run), indent=2, ensure_ascii=False) + "\n")
 
     def read_run(self) -> Run:
-        """Read what :meth:`write_run` wrote.
+        """Read run.json.
 
         Raises
         ------
         UsageError
-            ``MALFORMED``: the version is another one, or a field is invalid.
+            ``MALFORMED``: the file has another schema version, or a field is invalid.
         SetupMissing
             The kernel refuses to read the file.
         """
@@ -223,12 +225,12 @@ class RunFolder:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless they exist.
+    """Create a folder and its parents, unless they exist.
 
     Raises
     ------
     SetupMissing
-        The kernel refuses it: no permission, no space, or a file with the name of the folder.
+        mkdir(2) failed, such as for a missing permission, a full disk or a file with the name of the folder.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -237,7 +239,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str | bytes) -> None:
-    """Write a file completely or not at all. The new file replaces the previous one when it is complete.
+    """Write a file completely or not at all. The new file is complete before it replaces an existing one.
 
     Raises
     ------
@@ -252,17 +254,19 @@ def write_atomically(path: Path, text: str | bytes) -> None:
     except OSError as error:
         raise file_error("write", path, error) from error
     finally:
-        with contextlib.suppress(OSError):  # The file was renamed, or the error that prevented it is already raised.
+        with contextlib.suppress(OSError):  # The error of a write or rename that failed is already being raised.
             temporary.unlink(missing_ok=True)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a regular file exists. Unlike :meth:`pathlib.Path.is_file`, raise other errors than absence.
+    """Return whether `path` is an existing regular file.
+
+    Unlike :meth:`pathlib.Path.is_file`, this function raises an error if the kernel cannot tell.
 
     Raises
     ------
     OSError
-        The kernel cannot determine it, for example without permission for the folder.
+        stat(2) failed for another reason than a missing file, such as a missing permission for the folder.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -285,14 +289,14 @@ def read_bytes(path: Path) -> bytes:
 
 
 def file_error(operation: str, path: Path, error: OSError) -> SetupMissing:
-    """Return the error for a failed operation on a file of a run."""
-    number = error.errno
+    """Return the error to raise after the system call `operation` failed on a file of a run."""
+    errno_value = error.errno
     return SetupMissing(
         api=Api.KERNEL,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=errno_value,
+        status_name=errno_name(errno_value),
+        errno=errno_value,
         arguments={"path": str(path)},
         reason=Reason.NO_PERMISSION if isinstance(error, PermissionError) else Reason.OTHER,
         what_to_do="run the command as a user who can read it"

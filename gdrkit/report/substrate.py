@@ -1,15 +1,16 @@
-"""The substrate of an API, derived from the loaded libraries and from what the kernel reports about devices.
+"""The substrate of an API, which says whether its operations ran on hardware, in kernel software or on a software twin.
 
-Only this module derives substrates from evidence. A library with a note of owner ``GDRKIT`` is a software twin. A
-library without such a note is hardware only if all of the following evidence agrees
-(:mod:`gdrkit.evidence.kernel_devices`), which neither a library nor a mounted file can replace:
+Only this module derives substrates, from the loaded libraries and from what the kernel reports about devices. A library
+with an ELF note of owner ``GDRKIT`` is a software twin (a drop-in library that emulates hardware). For another library
+the substrate is ``hardware`` only if all of this holds (:mod:`gdrkit.evidence.kernel_devices` collects it):
 
-- the PCI device and its driver in sysfs;
-- the character device;
-- the replies of the kernel over netlink and by ioctl;
-- the process that had the library loaded had that character device open.
+- sysfs has the PCI device and its driver;
+- the character device exists;
+- the replies of the kernel over netlink and by ioctl agree with them;
+- the process that had loaded the library had the character device open.
 
-Everything else is ``unknown``, and proves nothing.
+This evidence comes from the kernel, so neither a library nor a mounted file can imitate it. In all other cases the
+substrate is ``unknown``, and the case proves nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Substrate", "combine", "describe", "is_twin", "substrate_of", "substrates_of_facts", "weakest"]
 
-_SONAMES = {
+_API_BY_SONAME = {
     "libibverbs.so.1": "verbs",
     "libcuda.so.1": "cuda",
     "libcufile.so.0": "cufile",
     "libhl-thunk.so": "hlthunk",
     "libhlthunk.so": "hlthunk",
 }
-_STEMS = {
+_API_BY_FILE_PREFIX = {
     "libibverbs.so": "verbs",
     "libcuda.so": "cuda",
     "libcufile.so": "cufile",
@@ -52,8 +53,8 @@ class Substrate(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# The substrates from weakest to strongest. A result is as strong as its weakest part.
-_ORDER = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
+# A case with several APIs or processes proves no more than the first of these substrates that occurs in it.
+_WEAKEST_FIRST = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
 
 _WORDS = {
     Substrate.HARDWARE: "hardware",
@@ -81,7 +82,7 @@ def describe(substrate: Substrate) -> str:
 
 def weakest(substrates: Iterable[Substrate]) -> Substrate:
     """Return the weakest of several substrates, or ``UNKNOWN`` if there is none."""
-    return min(substrates, key=_ORDER.index, default=Substrate.UNKNOWN)
+    return min(substrates, key=_WEAKEST_FIRST.index, default=Substrate.UNKNOWN)
 
 
 def is_twin(library: _Library) -> bool:
@@ -105,10 +106,10 @@ def substrate_of(
     facts : Facts
         The facts, with the evidence of the kernel.
     nics : collection of str
-        The NICs that were used; all if empty.
+        The names of the used NICs. If empty, all NICs of the facts count as used.
     nodes : collection of DeviceNode or None
-        The character devices that the process had open. If None, those that were open when the facts of the API were
-        collected.
+        The character devices that the process had open. If None, the ones that were open while the facts about the API
+        were collected.
     """
     libraries_of: dict[str, list[_Library]] = {}
     for library in libraries:
@@ -116,11 +117,11 @@ def substrate_of(
         if api is not None:
             libraries_of.setdefault(api, []).append(library)
     substrates = {}
-    for api, members in libraries_of.items():
-        if_real = _substrate_of_real_library(api, facts, nics, nodes)
-        substrates[api] = weakest(_substrate_of_library(library, if_real) for library in members)
-        # If a process has the real library and a twin of it, it is unknown which of them executed the operations.
-        if len({is_twin(library) for library in members}) > 1:
+    for api, api_libraries in libraries_of.items():
+        substrate_if_real = _substrate_of_real_library(api, facts, nics, nodes)
+        substrates[api] = weakest(_substrate_of_library(library, substrate_if_real) for library in api_libraries)
+        # If a process has loaded the real library and its twin, it is unknown which of them executed the operations.
+        if len({is_twin(library) for library in api_libraries}) > 1:
             substrates[api] = Substrate.UNKNOWN
     return substrates
 
@@ -128,34 +129,38 @@ def substrate_of(
 def substrates_of_facts(facts: Facts) -> dict[str, Substrate]:
     """Return the substrate of each API in the facts. An API without facts is left out."""
     substrates = {}
-    for api in dict.fromkeys(_SONAMES.values()):
+    for api in dict.fromkeys(_API_BY_SONAME.values()):
         substrate = substrate_of(facts.api_libraries(api), facts).get(api)
         if substrate is not None:
             substrates[api] = substrate
     return substrates
 
 
-def combine(parts: Iterable[Mapping[str, Substrate]]) -> dict[str, Substrate]:
+def combine(substrates_of_processes: Iterable[Mapping[str, Substrate]]) -> dict[str, Substrate]:
     """Return the weakest substrate of each API over several processes."""
     substrates: dict[str, Substrate] = {}
-    for part in parts:
-        for api, substrate in part.items():
+    for process_substrates in substrates_of_processes:
+        for api, substrate in process_substrates.items():
             substrates[api] = weakest((substrate, substrates.get(api, substrate)))
     return substrates
 
 
 def _api_of(library: _Library) -> str | None:
     if library.soname is not None:
-        return _SONAMES.get(library.soname)
+        return _API_BY_SONAME.get(library.soname)
     # A damaged file has no SONAME, but it was loaded under its file name.
     name = library.path.rpartition("/")[2]
-    return next((api for stem, api in _STEMS.items() if name.startswith(stem)), None) if library.error else None
+    return (
+        next((api for prefix, api in _API_BY_FILE_PREFIX.items() if name.startswith(prefix)), None)
+        if library.error
+        else None
+    )
 
 
-def _substrate_of_library(library: _Library, if_real: Substrate) -> Substrate:
+def _substrate_of_library(library: _Library, substrate_if_real: Substrate) -> Substrate:
     if library.error is not None:
         return Substrate.UNKNOWN
-    return Substrate.TWIN if is_twin(library) else if_real
+    return Substrate.TWIN if is_twin(library) else substrate_if_real
 
 
 def _substrate_of_real_library(
@@ -165,38 +170,43 @@ def _substrate_of_real_library(
     if facts.evidence is None:
         return Substrate.UNKNOWN
     if api == "verbs":
-        opened = nodes if nodes is not None else facts.verbs.nodes if facts.verbs else ()
-        return _verbs_substrate(facts.evidence, facts, nics, _device_numbers(opened))
+        open_nodes = nodes if nodes is not None else facts.verbs.nodes if facts.verbs else ()
+        return _verbs_substrate(facts.evidence, facts, nics, _device_numbers(open_nodes))
     if api in {"cuda", "cufile"}:
-        opened = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
-        return _cuda_substrate(facts.evidence, facts, _device_numbers(opened))
-    # No reply of a real Gaudi driver has been recorded yet, so there is nothing to compare a reply with.
+        open_nodes = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
+        return _cuda_substrate(facts.evidence, facts, _device_numbers(open_nodes))
+    # It is not known yet what a real Gaudi driver replies, so no evidence of Gaudi hardware can be checked.
     return Substrate.UNKNOWN
 
 
 def _verbs_substrate(
-    evidence: KernelEvidence, facts: Facts, nics: Collection[str], opened: Collection[tuple[int, int]]
+    evidence: KernelEvidence, facts: Facts, nics: Collection[str], open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
     devices = {device.name: device for device in evidence.rdma}
     names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(devices)
-    return weakest(_nic_substrate(devices[name], opened) if name in devices else Substrate.UNKNOWN for name in names)
+    return weakest(
+        _nic_substrate(devices[name], open_device_numbers) if name in devices else Substrate.UNKNOWN for name in names
+    )
 
 
-def _nic_substrate(device: RdmaEvidence, opened: Collection[tuple[int, int]]) -> Substrate:
+def _nic_substrate(device: RdmaEvidence, open_device_numbers: Collection[tuple[int, int]]) -> Substrate:
     if device.driver in SOFTWARE_DRIVERS:
         return Substrate.KERNEL_SOFTWARE
     is_proven = device.driver is not None and device.pci_driver is not None and not device.missing
-    is_open = device.node is not None and (device.node.major, device.node.minor) in opened
+    is_open = device.node is not None and (device.node.major, device.node.minor) in open_device_numbers
     return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 
-def _cuda_substrate(evidence: KernelEvidence, facts: Facts, opened: Collection[tuple[int, int]]) -> Substrate:
-    proven = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
-    # In a container, the driver also lists GPUs that the container does not have. Only the GPUs of CUDA must be proven.
-    used = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else proven
+def _cuda_substrate(
+    evidence: KernelEvidence, facts: Facts, open_device_numbers: Collection[tuple[int, int]]
+) -> Substrate:
+    proven_gpus = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
+    # In a container, the driver also lists GPUs that the container cannot use. Evidence is required only for the GPUs
+    # that CUDA lists.
+    used_gpus = {device.pci_bus_id.lower() for device in facts.cuda.devices} if facts.cuda else proven_gpus
     nodes = [evidence.nvidia_control, *(gpu.node for gpu in evidence.gpus)]
-    is_open = any((node.major, node.minor) in opened for node in nodes if node is not None)
-    is_proven = bool(proven) and used <= proven and not evidence.nvidia_missing
+    is_open = any((node.major, node.minor) in open_device_numbers for node in nodes if node is not None)
+    is_proven = bool(proven_gpus) and used_gpus <= proven_gpus and not evidence.nvidia_missing
     return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 

@@ -1,8 +1,10 @@
-"""Sweeps: related measurements of one number over sizes or depths, as lines of a plot.
+"""Sweeps: series of measurements over transfer sizes or queue depths, which the report shows as plots.
 
-Each run of a case with a size as parameter (``[host_to_device-16MiB]``) is one point; the other parameters of the case
-select the line. A number with a depth in its name (``depth_16_gb_per_s_median``) is also one point. Only numbers of
-hardware are used.
+A case may have a size as parameter, such as ``[host_to_device-16MiB]``. Its numbers are points at that size, and the
+other parameters select the line. A number with a depth in its name, such as ``depth_16_gb_per_s_median``, is a point at
+that depth. Only numbers that were measured on hardware are used.
+
+This module also parses the names of numbers, for all other modules of the package (:func:`split_number`).
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ __all__ = [
     "sweeps",
 ]
 
-# A size or a depth is a whole number from 1 on, on a logarithmic axis. Numbers with more digits are not accepted.
-_SIZE = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
+# Sizes and depths begin at 1, because their axis is logarithmic. At most 12 digits are accepted, so that no number in a
+# malformed record is too large for a plot.
+_SIZE_PARAMETER = re.compile(r"^([1-9]\d{0,11})(B|KiB|MiB|GiB)$")
 _UNIT_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _STATISTIC = re.compile(r"_(p\d+|min|max|mean|median)$")
-# A unit comes before the units that it ends with, such as ``gb_per_s`` before ``s``.
+# The first unit with which a name ends applies, so ``gb_per_s`` must be before ``s``.
 _UNITS = (
     ("gbit_per_s", "Gbit/s"),
     ("gib_per_s", "GiB/s"),
@@ -59,18 +62,19 @@ _UNITS = (
 )
 _MORE_IS_BETTER = frozenset({"gbit_per_s", "gib_per_s", "gb_per_s", "bytes_per_s", "per_s"})
 _LESS_IS_BETTER = frozenset({"s_per_gib", "ns", "us", "ms", "s"})
-# These names mark bounds, not measurements: a limit from topology, an expectation of a profile.
-_BOUND = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
+# Matches the name of a bound, which is not a measurement: a limit of the hardware, or an expectation of a profile.
+_BOUND_NAME = re.compile(r"(^|_)(limit|expected|expectation|threshold)(_|$)")
+# A line with fewer points is not drawn.
 _POINTS_MIN = 2
-_DEPTH = re.compile(r"(?:^|_)depth_([1-9]\d{0,11})$")
-# A finite value outside of this range is not a measurement. In a plot, it would flatten all other values.
+_DEPTH_SUFFIX = re.compile(r"(?:^|_)depth_([1-9]\d{0,11})$")
+# A value outside of this range cannot be a measurement. In a plot it would make all other values look equal.
 _VALUE_MIN, _VALUE_MAX = 1e-100, 1e100
-_LIMIT = "limit of the link"
+_LINK_LIMIT_NAME = "limit of the link"
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The parts of the name of a number: ``rate_gb_per_s_median``.
+    """The parts of the name of a number, such as ``rate_gb_per_s_median``.
 
     Attributes
     ----------
@@ -89,7 +93,7 @@ class Number:
     @property
     def is_bound(self) -> bool:
         """Whether the number is a limit or an expectation, not a measurement."""
-        return _BOUND.search(self.base) is not None
+        return _BOUND_NAME.search(self.base) is not None
 
     @property
     def better(self) -> int:
@@ -104,7 +108,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A measurement at a size in bytes or a depth, with the lowest and highest value of its rounds."""
+    """A measurement at ``at``, a size in bytes or a queue depth, with the lowest and highest value of its rounds."""
 
     at: int
     value: float
@@ -115,7 +119,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class SweepLine:
-    """Points that differ only in size or depth. A bound, which is not a measurement, is drawn dashed."""
+    """A line of a plot. Its points differ only in size or depth. A line of bounds is drawn dashed."""
 
     name: str
     points: tuple[SweepPoint, ...]
@@ -124,7 +128,7 @@ class SweepLine:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A plot over ``size`` or ``depth``."""
+    """The data of one plot. ``over`` says what its horizontal axis shows: ``size`` or ``depth``."""
 
     name: str
     unit: str
@@ -143,15 +147,18 @@ def split_number(name: str) -> Number:
 
 
 def measured_apis(record: Record) -> tuple[str, ...]:
-    """Return the APIs that the numbers are about: those that the case names, else its needs, else all loaded APIs."""
-    named = record.evidence.get("measured_apis")
-    if isinstance(named, list) and named:
-        return tuple(map(str, named))
+    """Return the APIs that the numbers of a record measure.
+
+    These are the APIs that the case states as evidence, else the APIs that the case needs, else all loaded APIs.
+    """
+    named_apis = record.evidence.get("measured_apis")
+    if isinstance(named_apis, list) and named_apis:
+        return tuple(map(str, named_apis))
     return record.uses or tuple(record.substrate)
 
 
 def describes_hardware(record: Record) -> bool:
-    """Return whether the numbers of a record describe hardware: every API that they are about ran on hardware."""
+    """Return whether every API that the numbers of a record measure ran on hardware."""
     apis = measured_apis(record)
     substrates = [record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis]
     is_hardware = bool(substrates) and all(name == Substrate.HARDWARE.value for name in substrates)
@@ -159,62 +166,65 @@ def describes_hardware(record: Record) -> bool:
 
 
 def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
-    """Return the plots of a run: one for each case with sizes or depths, and each unit of its numbers.
+    """Return the plots of a run: for each test function with sizes or depths, one plot per unit of its numbers.
 
-    The plot of a rate also has the limit of the links in `facts`, if it is known.
+    The plot of a rate also has a line for the limit of the links, if `facts` have it.
     """
     plots: dict[tuple[str, str, str], dict[tuple[str, bool], list[SweepPoint]]] = {}
     for record in records:
-        for over, unit, label, is_bound, point in _points(record, facts) if describes_hardware(record) else ():
+        for over, unit, label, is_bound, point in _make_points(record, facts) if describes_hardware(record) else ():
             function = record.case.partition("[")[0]
             plots.setdefault((function, unit, over), {}).setdefault((label, is_bound), []).append(point)
     return tuple(
-        Sweep(function, dict(_UNITS)[unit], over, _lines(lines))
+        Sweep(function, dict(_UNITS)[unit], over, _make_lines(lines))
         for (function, unit, over), lines in plots.items()
         if any(len(points) >= _POINTS_MIN for points in lines.values())
     )
 
 
-def _points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, SweepPoint]]:
-    """Yield axis, unit, label, whether it is a bound, and the point, for every number that fits a plot."""
-    size_bytes, others = _parameters(record.case)
+def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, SweepPoint]]:
+    """Yield every point of a record as (axis, unit, name of the line, whether it is a bound, point)."""
+    size_bytes, other_parameters = _parse_parameters(record.case)
     limit = limit_gb_per_s(record, facts)
     for name, value in record.numbers.items():
         number = split_number(name)
-        if number.statistic not in ("", "median") or not number.better or not _is_drawn(value):
+        if number.statistic not in ("", "median") or not number.better or not _is_drawable(value):
             continue
-        depth = _DEPTH.search(number.base)
+        depth = _DEPTH_SUFFIX.search(number.base)
         at = int(depth[1]) if depth else size_bytes
         if at is None:
             continue
         base = number.base[: depth.start()] if depth else number.base
         over = "depth" if depth else "size"
         # The unit already shows that the number is a rate.
-        label = " ".join(filter(None, (*others, "" if base == "rate" else base))).replace("_", " ") or number.unit_words
+        label = (
+            " ".join(filter(None, (*other_parameters, "" if base == "rate" else base))).replace("_", " ")
+            or number.unit_words
+        )
         range_ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
-        lowest, highest = (end if end is not None and _is_drawn(end) else None for end in range_ends)
+        lowest, highest = (end if end is not None and _is_drawable(end) else None for end in range_ends)
         yield over, number.unit, label, number.is_bound, SweepPoint(at, value, lowest, highest, record.case)
         for words, bound in _case_bounds(record, name, value):
             yield over, number.unit, words, True, SweepPoint(at, bound, None, None, record.case)
         if number.unit == "gb_per_s" and limit is not None:
-            yield over, number.unit, _LIMIT, True, SweepPoint(at, limit, None, None, record.case)
+            yield over, number.unit, _LINK_LIMIT_NAME, True, SweepPoint(at, limit, None, None, record.case)
 
 
-def _is_drawn(value: float) -> bool:
-    """Return whether a value fits a plot that begins at 0."""
+def _is_drawable(value: float) -> bool:
+    """Return whether a value can be drawn in a plot whose axis begins at 0."""
     return value == 0 or _VALUE_MIN <= value <= _VALUE_MAX
 
 
 def _case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
-    """Yield the bounds with which a case compared a number, from its evidence."""
-    items = record.evidence.get("judged")
-    for item in items if isinstance(items, list) else ():
-        bound = item.get("bound") if isinstance(item, dict) and item.get("number") == name else None
-        if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawn(bound):
+    """Yield the name and value of each bound with which the case compared the number `name`."""
+    judgements = record.evidence.get("judged")
+    for judgement in judgements if isinstance(judgements, list) else ():
+        bound = judgement.get("bound") if isinstance(judgement, dict) and judgement.get("number") == name else None
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and _is_drawable(bound):
             yield ("at least" if bound <= value else "at most"), float(bound)
 
 
-def _lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
+def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
     all_lines = [
         SweepLine(
             label, tuple(sorted({point.at: point for point in points}.values(), key=lambda point: point.at)), is_bound
@@ -225,24 +235,24 @@ def _lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, 
     bounds: dict[tuple[tuple[int, float], ...], SweepLine] = {}
     for line in all_lines:
         if line.is_bound:
-            values = tuple((point.at, point.value) for point in line.points)
-            # A bound that several lines share keeps only the last word of its name.
-            is_shared = values in bounds
-            bounds[values] = SweepLine(
+            bound_values = tuple((point.at, point.value) for point in line.points)
+            # A bound that several lines share is drawn once, with only the last word of its name.
+            is_shared = bound_values in bounds
+            bounds[bound_values] = SweepLine(
                 line.name.rpartition(" ")[2] if is_shared else line.name, line.points, is_bound=True
             )
     return (*measured, *bounds.values())
 
 
-def _parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
-    """Return size and other parameters in the id of a case."""
-    _, _, rest = case.partition("[")
+def _parse_parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
+    """Return the size and the other parameters in the id of a case."""
+    _, _, parameters = case.partition("[")
     size_bytes: int | None = None
-    others: list[str] = []
-    for part in rest.removesuffix("]").split("-") if rest else ():
-        size = _SIZE.match(part)
+    other_parameters: list[str] = []
+    for parameter in parameters.removesuffix("]").split("-") if parameters else ():
+        size = _SIZE_PARAMETER.match(parameter)
         if size and size_bytes is None:
             size_bytes = int(size[1]) * _UNIT_BYTES[size[2]]
         else:
-            others.append(part)
-    return size_bytes, tuple(others)
+            other_parameters.append(parameter)
+    return size_bytes, tuple(other_parameters)

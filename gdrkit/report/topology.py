@@ -1,4 +1,4 @@
-"""A topology as a tree for a terminal."""
+"""Text of ``gdrkit topology``: PCI devices as a tree, and the distances between GPUs and other devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["describe_topology"]
 
 _WIDTH = 120
-_NAMED_MAX = 4
-_WORDS = {
+_DISTANT_NAMES_MAX = 4
+_DISTANCE_TEXTS = {
     Distance.PIX: "below one PCIe switch",
     Distance.PXB: "several PCIe switches, one host bridge",
     Distance.PHB: "over a PCIe host bridge",
@@ -29,25 +29,25 @@ _WORDS = {
 
 
 def describe_topology(topology: Topology) -> str:
-    """Return NUMA nodes, host bridges, bridges and devices as a tree, then the distances from each GPU."""
+    """Return a tree of NUMA nodes, host bridges, PCIe bridges and devices, then the distances from each GPU."""
     if not topology.places:
         return "no GPU, NIC or NVMe on PCI"
     text = io.StringIO()
-    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(_tree(topology))
-    lines = [text.getvalue().rstrip(), "", *_distances(topology)]
+    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(_make_tree(topology))
+    lines = [text.getvalue().rstrip(), "", *_describe_distances(topology)]
     if topology.virtual_machine:
         lines += ["", f"A virtual machine ({topology.virtual_machine}): this tree may differ from the hardware."]
     return "\n".join(lines)
 
 
-def _tree(topology: Topology) -> Tree:
+def _make_tree(topology: Topology) -> Tree:
     root = Tree(Text("this host"))
     branches: dict[tuple[str, ...], Tree] = {}
 
     def branch(path: tuple[str, ...]) -> Tree:
         if path not in branches:
             parent = branch(path[:-1]) if len(path) > 1 else root
-            branches[path] = parent.add(Text(_label(path, topology)))
+            branches[path] = parent.add(Text(_branch_label(path, topology)))
         return branches[path]
 
     for device in sorted(
@@ -58,7 +58,7 @@ def _tree(topology: Topology) -> Tree:
     return root
 
 
-def _label(path: tuple[str, ...], topology: Topology) -> str:
+def _branch_label(path: tuple[str, ...], topology: Topology) -> str:
     last = path[-1]
     if len(path) == 1:
         return last
@@ -71,22 +71,26 @@ def _describe_device(device: TopologyDevice) -> str:
     return f"{kind}{name}{device.address}" + (f"  {device.link}" if device.link else "")
 
 
-def _distances(topology: Topology) -> list[str]:
+def _describe_distances(topology: Topology) -> list[str]:
     lines: list[str] = []
     others = [device for device in topology.places if device.kind != "gpu"]
     gpus = [device for device in topology.places if device.kind == "gpu"]
-    used: set[Distance] = set()
+    used_distances: set[Distance] = set()
     for gpu in gpus:
         groups: dict[Distance, list[str]] = {}
-        for other in (*others, *(each for each in gpus if each.name != gpu.name)):
+        for other in (*others, *(other_gpu for other_gpu in gpus if other_gpu.name != gpu.name)):
             groups.setdefault(topology.distance(gpu.name, other.name), []).append(other.name)
-        used |= groups.keys()
+        used_distances |= groups.keys()
         parts = [f"{distance.name} {_describe_group(groups[distance], distance)}" for distance in sorted(groups)]
         lines.append(f"{gpu.name}: {'; '.join(parts) or 'no other device on PCI'}")
-    return lines + ([""] if used else []) + [f"{distance.name:7} {_WORDS[distance]}" for distance in sorted(used)]
+    return (
+        lines
+        + ([""] if used_distances else [])
+        + [f"{distance.name:7} {_DISTANCE_TEXTS[distance]}" for distance in sorted(used_distances)]
+    )
 
 
 def _describe_group(names: list[str], distance: Distance) -> str:
-    # Distant devices are only counted, because users do not look for their names. The JSON output names all.
-    is_named = distance < Distance.NODE or len(names) <= _NAMED_MAX
+    # More than four distant devices are only counted, because users rarely need their names. The JSON output has them.
+    is_named = distance < Distance.NODE or len(names) <= _DISTANT_NAMES_MAX
     return ", ".join(names) if is_named else f"{len(names)} others"

@@ -1,4 +1,4 @@
-"""Cases that did not run or proved nothing, and the hardware that would change that."""
+"""Groups of cases that did not run or that ran on software, with the hardware that they need to prove something."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["UnprovenCases", "needed_hardware", "unproven_cases"]
 
-# The first pattern that matches the name of a need applies.
-_NEEDS = (
+# The hardware that meets a need. The first pattern that matches the name of the need applies.
+_HARDWARE_BY_NEED = (
     ("cuda.device(count_min=*)", "that many NVIDIA GPUs in one host, with their driver"),
     ("cuda.*", "an NVIDIA GPU that supports it (data centre or professional), with its driver"),
     ("verbs.nic(count_min=*)", "that many RDMA NICs with an active port"),
@@ -31,13 +31,13 @@ _NEEDS = (
     ("host.*", "no hardware: this host must be set up for it"),
 )
 # The hardware that each API needs to prove something.
-_APIS = {
+_HARDWARE_BY_API = {
     "verbs": "an RDMA NIC with an active port",
     "cuda": "an NVIDIA GPU with its driver",
     "cufile": "an NVIDIA GPU with GPUDirect Storage (nvidia-fs or P2PDMA)",
     "hlthunk": "an Intel Gaudi accelerator with the driver habanalabs",
 }
-_ON_SOFTWARE = {"twin": "on a software twin of {}", "kernel_software": "with {} on software in the kernel"}
+_SOFTWARE_TEXTS = {"twin": "on a software twin of {}", "kernel_software": "with {} on software in the kernel"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class UnprovenCases:
     cases: tuple[str, ...]
 
 
-_NO_RATE = UnprovenCases(
+_NO_RATE_MEASURED = UnprovenCases(
     "throughput",
     "no rate was measured: rates of software say nothing about a machine",
     "an NVIDIA GPU with its driver, for RDMA an RDMA NIC too; hardware/throughput has the cases",
@@ -79,16 +79,20 @@ _NO_RATE = UnprovenCases(
 
 
 def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
-    """Return the groups of cases that did not run, unforeseen ones first, then those that ran without hardware."""
+    """Return the groups of cases that proved nothing about hardware.
+
+    Cases that did not run are first, and among them those that the profile does not foresee. Then follow the cases that
+    ran on software.
+    """
     not_run: dict[tuple[bool, str, str], list[str]] = {}
     on_software: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if record.verdict is Verdict.NOT_RUN:
             for reason in record.reasons:
                 not_run.setdefault((reason.foreseen is True, reason.need or "", reason.text), []).append(record.case)
-        # Not all loaded APIs count, because an earlier case of the process may have loaded them.
+        # Only the APIs that the case needs count. An earlier case may have loaded others into the same process.
         for api in measured_apis(record):
-            if (name := record.substrate.get(api, "")) in _ON_SOFTWARE:
+            if (name := record.substrate.get(api, "")) in _SOFTWARE_TEXTS:
                 on_software.setdefault((api, name), []).append(record.case)
     groups = [
         UnprovenCases(need, text, needed_hardware(need), ran=False, foreseen=foreseen, cases=tuple(cases))
@@ -97,23 +101,25 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
     groups += [
         UnprovenCases(
             api,
-            f"ran {_ON_SOFTWARE[name].format(api)}, which proves nothing about hardware",
-            _APIS.get(api, f"hardware of {api}"),
+            f"ran {_SOFTWARE_TEXTS[name].format(api)}, which proves nothing about hardware",
+            _HARDWARE_BY_API.get(api, f"hardware of {api}"),
             ran=True,
             foreseen=True,
             cases=tuple(cases),
         )
         for (api, name), cases in sorted(on_software.items())
     ]
-    if not any(_measures(record) for record in records):
-        groups.append(_NO_RATE)
+    if not any(_measures_hardware(record) for record in records):
+        groups.append(_NO_RATE_MEASURED)
     return tuple(groups)
 
 
-def _measures(record: Record) -> bool:
+def _measures_hardware(record: Record) -> bool:
     return describes_hardware(record) and any(split_number(name).better for name in record.numbers)
 
 
 def needed_hardware(need: str) -> str:
-    """Return the hardware that meets a need, by the name of the need."""
-    return next((hardware for pattern, hardware in _NEEDS if fnmatchcase(need, pattern)), "see the name of the need")
+    """Return a description of the hardware that meets the need with this name."""
+    return next(
+        (hardware for pattern, hardware in _HARDWARE_BY_NEED if fnmatchcase(need, pattern)), "see the name of the need"
+    )

@@ -1,7 +1,6 @@
-"""Checks of values in records and runs that their types do not express.
+"""Checks of values in records.jsonl and run.json that the types of their fields do not express.
 
-The module is pure. Values are checked where the bytes of a file are parsed, so that later code has no invalid time
-and no unknown substrate.
+The readers of both files call these checks. Later code can therefore rely on a valid time and a known substrate.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ __all__ = ["check_exit_code", "check_started", "check_substrate", "malformed"]
 
 _STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII)
 _SUBSTRATES = {substrate.value for substrate in Substrate}
+# Largest exit code of a process (exit(3) keeps 8 bits).
 _EXIT_CODE_MAX = 255
 
 
@@ -68,5 +68,5 @@ def check_exit_code(code: int, where: str) -> None:
 
 
 def malformed(where: str, expected: str, actual: object) -> UsageError:
-    """Return the error for a malformed value."""
+    """Return the error for a value with the path `where` that is not as expected."""
     return UsageError(f"{where}: expected {expected}, found {repr(actual)[:80]}", reason=Reason.MALFORMED)

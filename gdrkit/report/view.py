@@ -1,6 +1,6 @@
-"""The data of a run in the form that the templates use.
+"""The data for the templates of index.html and summary.md, derived from the contents of a run.
 
-All decisions are made here, so that the templates contain only layout.
+All decisions about what to show are made here, so that the templates contain only layout.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ApiView", "CaseView", "Grid", "SuiteView", "View", "host_rows", "make_view"]
 
-# The page shows this evidence of a case separately.
-_NOT_LISTED = ("traceback",)
+# The page shows the evidence of a case as a list, except that of these keys, which it shows elsewhere.
+_KEYS_SHOWN_SEPARATELY = ("traceback",)
 
 
 @dataclass(frozen=True, slots=True)
 class ApiView:
-    """The substrate and the libraries of an API."""
+    """The substrate of an API, as its identifier and in `words`, and the path and build id of each library."""
 
     api: str
     substrate: str
@@ -54,7 +54,7 @@ class ApiView:
 
 @dataclass(frozen=True, slots=True)
 class CaseView:
-    """A case, ready to print. ``anchor`` is its anchor in the page, ``origin`` is file and line of its record."""
+    """A case as texts to show. ``anchor`` is its HTML id in the page, ``origin`` is file and line of its record."""
 
     record: Record
     name: str
@@ -75,7 +75,10 @@ class SuiteView:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of devices and their routes: a row for each device, a state for each column, None without a route."""
+    """A table of the states of routes, with a row for each device and a column for each NIC or mount.
+
+    A cell is None if there is no route between the device and the NIC or mount.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str | None, ...]], ...]
@@ -83,7 +86,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The view of a whole run."""
+    """All data of a run that the templates use.
+
+    ``counts`` is the result of :func:`_count_verdicts`. ``anchors`` and ``origins`` have, for the id of each case, its
+    HTML id in the page, and the file and line of its record.
+    """
 
     run: Run
     facts: Facts
@@ -107,9 +114,11 @@ def make_view(contents: Contents) -> View:
     """Derive the view from the contents of a run."""
     run, facts, records = contents.run, contents.facts, contents.records
     suites: dict[str, list[CaseView]] = {}
-    for number, (record, origin) in enumerate(zip(records, contents.origins, strict=True)):
-        suites.setdefault(record.case.partition("::")[0], []).append(_case(record, f"r{number}", origin))
-    cases = [case for members in suites.values() for case in members]
+    for record_index, (record, origin) in enumerate(zip(records, contents.origins, strict=True)):
+        suites.setdefault(record.case.partition("::")[0], []).append(
+            _make_case_view(record, f"r{record_index}", origin)
+        )
+    cases = [case for suite_cases in suites.values() for case in suite_cases]
     routes, files = route_statuses(facts, records), file_statuses(facts, records)
     anchors: dict[str, str] = {}
     origins: dict[str, str] = {}
@@ -120,15 +129,15 @@ def make_view(contents: Contents) -> View:
         run=run,
         facts=facts,
         has_facts=contents.has_facts,
-        counts=_counts(records, anchors),
+        counts=_count_verdicts(records, anchors),
         failures=failures(facts, records, routes, files),
-        apis=tuple(_api(api, run, facts, records) for api in _apis(facts, records)),
+        apis=tuple(_make_api_view(api, run, facts, records) for api in _reported_apis(facts, records)),
         routes=routes,
         files=files,
-        grids=_grids(routes, files),
+        grids=_make_grids(routes, files),
         drawing=make_drawing(facts, routes),
         plots=tuple(map(make_plot, sweeps(records, facts))),
-        suites=tuple(SuiteView(file=file, cases=tuple(members)) for file, members in suites.items()),
+        suites=tuple(SuiteView(file=file, cases=tuple(suite_cases)) for file, suite_cases in suites.items()),
         unproven=unproven_cases(records),
         host=tuple(host_rows(facts)),
         anchors=anchors,
@@ -136,15 +145,15 @@ def make_view(contents: Contents) -> View:
     )
 
 
-def _grids(routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> tuple[tuple[str, Grid], ...]:
-    """Return an overview table for each type of route with more than one pair."""
-    nics = _grid([(status.device_index, status.nic, status) for status in routes])
-    mounts = _grid([(status.device_index, status.mount, status) for status in files])
+def _make_grids(routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> tuple[tuple[str, Grid], ...]:
+    """Return the tables of GPUs and NICs and of GPUs and mounts, with their names. A table of one cell is left out."""
+    nics = _make_grid([(status.device_index, status.nic, status) for status in routes])
+    mounts = _make_grid([(status.device_index, status.mount, status) for status in files])
     grids = (("GPUs and NICs", nics), ("GPUs and mounts", mounts))
     return tuple((name, grid) for name, grid in grids if len(grid.columns) * len(grid.rows) > 1)
 
 
-def _grid(statuses: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
+def _make_grid(statuses: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
     columns = tuple(dict.fromkeys(column for _, column, _ in statuses))
     devices = sorted({index for index, _, _ in statuses})
     cells: dict[tuple[int, str], list[RouteOutcome]] = {}
@@ -162,65 +171,72 @@ def _grid(statuses: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid
     )
 
 
-def _counts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
-    """Return for each verdict its word, the number of its cases, and the anchor of the first of them."""
+def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
+    """Return, for each verdict: its value, its word, the number of its cases, and the anchor of the first case."""
     words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
     counts = Counter(record.verdict for record in records)
     # The verdicts are in the order of interest to the reader. A count of zero is shown for "passed" and "failed" only.
     order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
-    listed = [verdict for verdict in order if counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
-    first = {record.verdict: anchors[record.case] for record in reversed(records)}
-    return tuple((verdict.value, words[verdict], counts[verdict], first.get(verdict, "")) for verdict in listed)
+    listed_verdicts = [verdict for verdict in order if counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
+    first_anchors = {record.verdict: anchors[record.case] for record in reversed(records)}
+    return tuple(
+        (verdict.value, words[verdict], counts[verdict], first_anchors.get(verdict, "")) for verdict in listed_verdicts
+    )
 
 
-def _api(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
-    # An API without facts, such as cuFile, has the weakest substrate of the cases.
-    of_cases = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
-    name = run.substrate.get(api) or (weakest(of_cases).value if of_cases else None)
-    stems = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
-    of_api: dict[tuple[str, str], None] = {}
+def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) -> ApiView:
+    # If the facts have no substrate of the API, such as for cuFile, it is the weakest substrate of all cases.
+    case_substrates = [Substrate(record.substrate[api]) for record in records if api in record.substrate]
+    name = run.substrate.get(api) or (weakest(case_substrates).value if case_substrates else None)
+    file_name_prefixes = {"verbs": "libibverbs.", "cuda": "libcuda.", "cufile": "libcufile.", "hlthunk": "libhl"}
+    api_libraries: dict[tuple[str, str], None] = {}
     libraries: list[LoadedLibrary | SeenLibrary] = [*facts.api_libraries(api)]
     libraries += [library for record in records for library in record.libraries]
     for library in libraries:
-        if (library.soname or library.path.rpartition("/")[2]).startswith(stems[api]):
-            of_api[install_paths().portable(library.path), library.build_id or library.error or "no build id"] = None
+        if (library.soname or library.path.rpartition("/")[2]).startswith(file_name_prefixes[api]):
+            api_libraries[
+                install_paths().portable(library.path), library.build_id or library.error or "no build id"
+            ] = None
     return ApiView(
         api=api,
         substrate=name or "none",
         words=describe(Substrate(name)) if name else "not available",
-        libraries=tuple(of_api),
+        libraries=tuple(api_libraries),
         failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}.get(api),
     )
 
 
-def _apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
-    """Return the APIs of the report. An API that most machines lack is included only if facts or a case have it."""
-    used = {api for record in records for api in record.substrate}
+def _reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
+    """Return the APIs of the report: verbs and CUDA always, cuFile and hl-thunk only if facts or a case have them."""
+    used_apis = {api for record in records for api in record.substrate}
     if facts.gaudi or facts.gaudi_failure:
-        used.add("hlthunk")
-    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used))
+        used_apis.add("hlthunk")
+    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used_apis))
 
 
-def _case(record: Record, anchor: str, origin: str) -> CaseView:
+def _make_case_view(record: Record, anchor: str, origin: str) -> CaseView:
     evidence = tuple(
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in record.evidence.items()
-        if key not in _NOT_LISTED
+        if key not in _KEYS_SHOWN_SEPARATELY
     )
-    # Numbers of software stay in the records and are not shown as performance.
+    # Numbers that were measured on software stay in the records. Here they would look like performance.
     return CaseView(
         record=record,
         name=record.case.partition("::")[2] or record.case,
         evidence=evidence,
-        numbers=tuple(_numbers(record.numbers)) if describes_hardware(record) else (),
+        numbers=tuple(_format_numbers(record.numbers)) if describes_hardware(record) else (),
         traceback=str(record.evidence.get("traceback", "")),
         anchor=anchor,
         origin=origin,
     )
 
 
-def _numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield ``rate`` and ``12.3 GB/s (11.9 to 12.6)`` for ``rate_gb_per_s_median`` with its minimum and maximum."""
+def _format_numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield each number as a name and a text.
+
+    ``rate_gb_per_s_median`` with its minimum and maximum gives ``rate`` and ``12.3 GB/s (11.9 to 12.6)``.
+    """
     for name, value in numbers.items():
         number = split_number(name)
         stem = name.removesuffix(f"_{number.statistic}")
@@ -236,7 +252,7 @@ def _numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def host_rows(facts: Facts) -> list[tuple[str, str]]:
-    """Return what the kernel reports about the host, as names and values."""
+    """Return the facts about the host (kernel, devices, limits, libraries) as pairs of name and text."""
     limits, kernel = facts.limits, facts.kernel
     memlock = "not readable"
     if limits.memlock_known:
@@ -245,10 +261,10 @@ def host_rows(facts: Facts) -> list[tuple[str, str]]:
         ("System", f"{kernel.distribution or 'unknown distribution'}, {facts.machine}"),
         ("Kernel", kernel.release or "not readable"),
         ("Relevant modules", ", ".join(kernel.modules) or "none loaded"),
-        ("IOMMU", _iommu(facts)),
+        ("IOMMU", _describe_iommu(facts)),
         ("NVIDIA driver", facts.nvidia_driver_version or "not loaded"),
-        ("NVIDIA GPUs on PCI", _gpus(facts)),
-        ("RDMA devices of the kernel", _rdma(facts)),
+        ("NVIDIA GPUs on PCI", _describe_gpus(facts)),
+        ("RDMA devices of the kernel", _describe_rdma_devices(facts)),
         ("Container", ", ".join(facts.container) or "none detected"),
         ("Locked memory", memlock),
         ("Open files", "no limit" if limits.open_files is None else str(limits.open_files)),
@@ -268,19 +284,19 @@ def host_rows(facts: Facts) -> list[tuple[str, str]]:
     return rows
 
 
-def _iommu(facts: Facts) -> str:
+def _describe_iommu(facts: Facts) -> str:
     groups = facts.kernel.iommu_group_count
     words = " ".join(facts.kernel.iommu_arguments)
     return f"{groups} groups" + (f"; {words}" if words else "") if groups else words or "no groups"
 
 
-def _gpus(facts: Facts) -> str:
+def _describe_gpus(facts: Facts) -> str:
     return (
         ", ".join(f"{gpu.address} ({gpu.device_id:#06x}, {gpu.driver or 'no driver'})" for gpu in facts.gpus) or "none"
     )
 
 
-def _rdma(facts: Facts) -> str:
+def _describe_rdma_devices(facts: Facts) -> str:
     devices = []
     for device in facts.rdma_devices:
         ports = ", ".join(f"port {port.number} {port.state or '?'} {port.rate or ''}".strip() for port in device.ports)

@@ -1,7 +1,8 @@
-"""The operations of one batch of transfers, and the check of their results.
+"""The operations of one batch of transfers of a storage client, and the check of their results.
 
-A transfer is split into chunks, so that a long one uses all queue pairs in parallel. The CPU computes and verifies the
-checksums of bytes in host memory. It never touches bytes in device memory.
+A long transfer is split into several operations, so that it uses all queue pairs in parallel. Each operation moves a
+subrange of the buffer. The CPU computes and verifies the checksums of bytes in host memory. It never touches bytes in
+device memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch"]
 
-_CHUNK_BYTES_MAX = 16 << 20
+# Largest length of one operation of a client. The server may have a smaller limit.
+_OPERATION_BYTES_MAX = 16 << 20
 
 
 class Batch:
@@ -56,16 +58,19 @@ class Batch:
         self._requests: list[tuple[IORequest, list[IOBuffer]]] = []
 
     def add(self, request: IORequest, queue_pairs: Iterator[tuple[int, Nic]]) -> None:
-        """Add the operations of a request. Each takes the next of `queue_pairs`: the index and the NIC of one."""
-        chunks = self._split(request.buffer)
-        self._requests.append((request, chunks))
+        """Add the operations of a request. Each operation uses the next queue pair.
+
+        `queue_pairs` yields the index and the NIC of a queue pair.
+        """
+        subranges = self._split(request.buffer)
+        self._requests.append((request, subranges))
         offset_bytes = request.offset_bytes
-        for chunk in chunks:
-            flags, checksum = self._flags(chunk)
+        for subrange in subranges:
+            flags, checksum = self._flags(subrange)
             queue_pair, nic = next(queue_pairs)
-            part = IORequest(request.file, offset_bytes, chunk)
-            self.operations.append(self._operation(part, queue_pair, nic, flags, checksum))
-            offset_bytes += chunk.length_bytes
+            sub_request = IORequest(request.file, offset_bytes, subrange)
+            self.operations.append(self._operation(sub_request, queue_pair, nic, flags, checksum))
+            offset_bytes += subrange.length_bytes
 
     def join(self, results: list[Result]) -> list[StorageResult]:
         """Return the result of each request, from the results of the operations in their order.
@@ -78,10 +83,14 @@ class Batch:
             Bytes that arrived in host memory differ from those that the server sent.
         """
         remaining = iter(results)
-        return [self._join(request, chunks, [next(remaining) for _ in chunks]) for request, chunks in self._requests]
+        return [
+            self._join(request, subranges, [next(remaining) for _ in subranges])
+            for request, subranges in self._requests
+        ]
 
     def _split(self, buffer: IOBuffer) -> list[IOBuffer]:
-        length_bytes_max = min(_CHUNK_BYTES_MAX, self._limits.length_bytes_max)
+        """Return the subranges of a buffer, one for each operation."""
+        length_bytes_max = min(_OPERATION_BYTES_MAX, self._limits.length_bytes_max)
         if self._opcode is IoOpcode.WRITE and self._checksum and not buffer.is_device_memory:
             length_bytes_max = min(length_bytes_max, self._limits.checksum_given_bytes_max)
         return [
@@ -89,68 +98,72 @@ class Batch:
             for begin in range(0, buffer.length_bytes, length_bytes_max)
         ]
 
-    def _flags(self, chunk: IOBuffer) -> tuple[OperationFlag, int]:
-        """Return the flags of an operation, and the checksum that it contains (0: none)."""
+    def _flags(self, subrange: IOBuffer) -> tuple[OperationFlag, int]:
+        """Return the flags of the operation on a subrange, and the checksum that the operation contains (0: none)."""
         flags = OperationFlag.FORBID_HOLES if self._forbid_holes else OperationFlag(0)
         if self._opcode is IoOpcode.READ:
-            if not chunk.is_device_memory:
+            if not subrange.is_device_memory:
                 return flags | OperationFlag.CHECKSUM_WANTED, 0
             # The device zeroes holes itself, so that the zeros need not be sent.
-            return flags | (OperationFlag.REPORT_HOLES if chunk.can_zero else OperationFlag(0)), 0
+            return flags | (OperationFlag.REPORT_HOLES if subrange.can_zero else OperationFlag(0)), 0
         if not self._checksum:
             return flags, 0
-        if chunk.is_device_memory:
+        if subrange.is_device_memory:
             return flags | OperationFlag.CHECKSUM_WANTED, 0
-        return flags | OperationFlag.CHECKSUM_GIVEN, chunk.checksum(length_bytes=chunk.length_bytes)
+        return flags | OperationFlag.CHECKSUM_GIVEN, subrange.checksum(length_bytes=subrange.length_bytes)
 
-    def _operation(self, part: IORequest, queue_pair: int, nic: Nic, flags: OperationFlag, checksum: int) -> Operation:
-        length_bytes = part.buffer.length_bytes
-        check_range(offset_bytes=part.offset_bytes, length_bytes=length_bytes, size_bytes=1 << 63)
-        remote = part.buffer.remote(nic)
+    def _operation(
+        self, sub_request: IORequest, queue_pair: int, nic: Nic, flags: OperationFlag, checksum: int
+    ) -> Operation:
+        """Return the operation that transfers one subrange."""
+        length_bytes = sub_request.buffer.length_bytes
+        check_range(offset_bytes=sub_request.offset_bytes, length_bytes=length_bytes, size_bytes=1 << 63)
+        remote_range = sub_request.buffer.remote(nic)
         return Operation(
             tag=0,
-            handle=part.file.handle,
-            file_offset=part.offset_bytes,
+            handle=sub_request.file.handle,
+            file_offset=sub_request.offset_bytes,
             length=length_bytes,
-            remote_address=remote.address,
-            rkey=remote.rkey,
+            remote_address=remote_range.address,
+            rkey=remote_range.rkey,
             queue_pair=queue_pair,
             opcode=self._opcode,
             flags=flags,
             checksum=checksum,
         )
 
-    def _join(self, request: IORequest, chunks: list[IOBuffer], results: list[Result]) -> StorageResult:
-        name = self._opcode.name.lower()
-        length_bytes, hole_bytes, checksums, is_whole = 0, 0, [], True
-        for chunk, result in zip(chunks, results, strict=True):
+    def _join(self, request: IORequest, subranges: list[IOBuffer], results: list[Result]) -> StorageResult:
+        """Return the result of a request from the results of its operations."""
+        operation_name = self._opcode.name.lower()
+        length_bytes, hole_bytes, checksums, is_complete = 0, 0, [], True
+        for subrange, result in zip(subranges, results, strict=True):
             if result.result < 0:
                 raise storage_error(
-                    name,
+                    operation_name,
                     -result.result,
                     handle=request.file.handle,
                     offset_bytes=request.offset_bytes,
                     length_bytes=request.buffer.length_bytes,
                 )
-            if result.result > chunk.length_bytes:
-                detail = f"the server reported {result.result} bytes for {chunk.length_bytes} that were requested"
-                raise storage_error(name, errno.EREMOTEIO, detail=detail)
+            if result.result > subrange.length_bytes:
+                detail = f"the server reported {result.result} bytes for {subrange.length_bytes} that were requested"
+                raise storage_error(operation_name, errno.EREMOTEIO, detail=detail)
             for hole in result.holes:
-                chunk.zero(offset_bytes=hole.offset, length_bytes=hole.length)
+                subrange.zero(offset_bytes=hole.offset, length_bytes=hole.length)
                 hole_bytes += hole.length
             if result.flags & ResultFlag.CHECKSUM_VALID:
                 checksums.append(result.checksum)
-                if self._opcode is IoOpcode.READ and not chunk.is_device_memory:
-                    _verify(chunk, result)
-            # The bytes after the first short chunk are after the end of the file.
-            length_bytes += result.result if is_whole else 0
-            is_whole = is_whole and result.result == chunk.length_bytes
+                if self._opcode is IoOpcode.READ and not subrange.is_device_memory:
+                    _verify_checksum(subrange, result)
+            # A read is short at the end of the file. The later subranges are after the end of the file.
+            length_bytes += result.result if is_complete else 0
+            is_complete = is_complete and result.result == subrange.length_bytes
         return StorageResult(length_bytes, tuple(checksums), hole_bytes)
 
 
-def _verify(chunk: IOBuffer, result: Result) -> None:
-    """Compare the checksum of the bytes that arrived with that of the server."""
-    checksum = chunk.checksum(length_bytes=result.result)
+def _verify_checksum(subrange: IOBuffer, result: Result) -> None:
+    """Compare the checksum of the bytes that arrived with the checksum that the server sent."""
+    checksum = subrange.checksum(length_bytes=result.result)
     if checksum != result.checksum:
         raise DataMismatch(
             first_offset_bytes=0,

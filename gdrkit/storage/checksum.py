@@ -1,7 +1,7 @@
 """CRC32C (Castagnoli), the checksum of frames and of chunks of files.
 
-The engine computes it by the processor's CRC32C instruction. If the engine was not built, a table is used, which is
-some thousand times slower.
+The native engine computes the checksum by the processor's CRC32C instruction. If the engine cannot be loaded, this
+module uses a table, which is some thousand times slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class _Crc32c(Protocol):
     def __call__(self, data: Buffer, initial: int = 0) -> int: ...
 
 
-def _table() -> tuple[int, ...]:
+def _build_table() -> tuple[int, ...]:
+    """Return the CRC32C of every byte, without the inversions at the begin and the end."""
     entries = []
     for byte in range(256):
         entry = byte
@@ -33,25 +34,25 @@ def _table() -> tuple[int, ...]:
     return tuple(entries)
 
 
-_TABLE = _table()
+_TABLE = _build_table()
 
 
 def crc32c_by_table(data: Buffer, initial: int = 0) -> int:
-    """Return the CRC32C, computed by a table; see :func:`crc32c`."""
-    value = ~initial & 0xFFFFFFFF
+    """Return the CRC32C of `data`, computed by a table; see :func:`crc32c`."""
+    register = ~initial & 0xFFFFFFFF
     for byte in memoryview(data).cast("B"):
-        value = value >> 8 ^ _TABLE[(value ^ byte) & 0xFF]
-    return ~value & 0xFFFFFFFF
+        register = register >> 8 ^ _TABLE[(register ^ byte) & 0xFF]
+    return ~register & 0xFFFFFFFF
 
 
 def crc32c(data: Buffer, initial: int = 0) -> int:
     """Return the CRC32C of `data`. `initial` is the CRC32C of the bytes before it."""
-    return _fastest()(data, initial)
+    return _fastest_function()(data, initial)
 
 
 @cache
-def _fastest() -> _Crc32c:
+def _fastest_function() -> _Crc32c:
     try:
-        return cast("_Crc32c", engine().crc32c)
+        return cast("_Crc32c", engine.crc32c)
     except SetupMissing:
         return crc32c_by_table

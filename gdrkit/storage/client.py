@@ -1,6 +1,7 @@
 """The client of the storage service: it opens files by name and moves their bytes to and from registered memory.
 
-The server moves the bytes by RDMA. The client registers memory and sends its address and key.
+The client registers memory with its NICs and sends the address and key of the memory to the server. The server moves
+the bytes by RDMA.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["IORequest", "StorageClient", "StorageFile", "StorageResult"]
 
-_R = TypeVar("_R")
+_Reply = TypeVar("_Reply")
 
 
 class StorageClient:
@@ -46,10 +47,10 @@ class StorageClient:
     token : str or None
         Token of the store, which is needed over TCP; see :func:`gdrkit.storage.token.read_token`.
     nics : sequence of Nic or None
-        NICs that the server can reach, with one queue pair each. The caller owns them. None: this object opens all NICs
-        that have an active port.
+        NICs that the server can reach, with one queue pair each. The caller owns them. With None, the client opens all
+        NICs that have an active port.
     timeout_ms : float
-        Longest time without an answer of the server, in milliseconds.
+        Longest time without a reply of the server, in milliseconds.
 
     Raises
     ------
@@ -69,21 +70,21 @@ class StorageClient:
         self._timeout_s = timeout_ms / 1000
         # Calls run one after the other, because the data connection serves one thread at a time.
         self._lock = threading.RLock()
-        self._parts = ReleaseStack()
+        self._on_close = ReleaseStack()
         self._closed = False
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
             self._cache = RegionCache(self.nics)
-            self._parts.push(self._cache.close)
-            self._session = self._begin(token)
-            self._parts.push(self._session.close)
+            self._on_close.push(self._cache.close)
+            self._session = self._begin_session(token)
+            self._on_close.push(self._session.close)
             self._transfers = Transfers(self._session.data, outstanding_max=self._session.limits.outstanding_max)
-            self._parts.push(self._transfers.close)
+            self._on_close.push(self._transfers.close)
         except BaseException as error:
-            self._parts.run_after(error)
+            self._on_close.run_after(error)
             raise
-        # Transfers use the queue pairs in turn.
-        self._lanes = itertools.cycle(enumerate(self.nics[: len(self._session.queue_pairs)]))
+        # The index and the NIC of each queue pair, without end: operations use the queue pairs in turn.
+        self._queue_pairs_in_turn = itertools.cycle(enumerate(self.nics[: len(self._session.queue_pairs)]))
         self._handle = Handle("storage.client")
 
     @property
@@ -135,7 +136,7 @@ class StorageClient:
                 return tuple(entries)
 
     def register(self, memory: bytearray | mmap.mmap | memoryview | DeviceBuffer) -> IOBuffer:
-        """Register memory with all NICs for the server. The caller closes the buffer before memory and client."""
+        """Register memory with all NICs and return its buffer. Close the buffer before you free the memory."""
         if isinstance(memory, DeviceBuffer):
             return IOBuffer.of_device(memory, self._cache)
         return IOBuffer.of_host(memory, self.nics)
@@ -146,9 +147,9 @@ class StorageClient:
         Raises
         ------
         ApiError
-            The first transfer that failed, with the errno of the server. EIO: the file's bytes differ from those
-            written. ENODATA: a hole, although holes are forbidden. EREMOTEIO: the server is gone, or could not access
-            the memory.
+            The first transfer that failed, with the errno of the server. EIO: the bytes of the file differ from those
+            that were written. ENODATA: the file has a hole, and `forbid_holes` is set. EREMOTEIO: the server is gone,
+            or could not access the memory.
         DataMismatch
             Bytes that arrived in host memory differ from those that the server sent.
         """
@@ -158,8 +159,8 @@ class StorageClient:
     def batch_write(self, requests: Sequence[IORequest], *, checksum: bool = True) -> list[StorageResult]:
         """Write buffers to files and return the results.
 
-        With `checksum`, the CPU computes the checksum of host memory, and the server refuses other bytes (EBADMSG). For
-        device memory, the server computes the checksum of the bytes that it received.
+        With `checksum`, the CPU computes the checksum of host memory, and the server refuses bytes with another
+        checksum (EBADMSG). For device memory, the server computes the checksum of the bytes that it received.
         """
         batch = Batch(IoOpcode.WRITE, self.limits, forbid_holes=False, checksum=checksum)
         return self._transfer(batch, requests)
@@ -168,8 +169,8 @@ class StorageClient:
         """Return the counters of the server."""
         return self.request(messages.ReadStatistics(), messages.StatisticsReply).counters
 
-    def request(self, request: Request, kind: type[_R], *, descriptor: int | None = None) -> _R:
-        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `kind`.
+    def request(self, request: Request, reply_type: type[_Reply], *, descriptor: int | None = None) -> _Reply:
+        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `reply_type`.
 
         Raises
         ------
@@ -178,27 +179,27 @@ class StorageClient:
         """
         with self._lock:
             self._check_open()
-            return self._session.request(request, kind, descriptors=() if descriptor is None else (descriptor,))
+            return self._session.request(request, reply_type, descriptors=() if descriptor is None else (descriptor,))
 
     def close(self) -> None:
-        """End the session. The server then closes its files. Buffers must be closed before."""
+        """End the session. The server then closes the files of the session. Close all buffers first."""
         with self._lock:
             if self._closed:
                 return
-            self._parts.run()
+            self._on_close.run()
             self._closed = True
             self._handle.release()
 
     def _open_nics(self) -> tuple[verbs.Nic, ...]:
-        opened = verbs.open_active_nics()
-        for nic in opened:
-            self._parts.push(nic.close)
-        if not opened:
+        nics = verbs.open_active_nics()
+        for nic in nics:
+            self._on_close.push(nic.close)
+        if not nics:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
-        return opened
+        return nics
 
-    def _begin(self, token: str | None) -> StorageSession:
+    def _begin_session(self, token: str | None) -> StorageSession:
         name = f"gdrkit {gdrkit.__version__}"
         try:
             return StorageSession(
@@ -213,10 +214,11 @@ class StorageClient:
             raise storage_error("connect", errno.EREMOTEIO, detail=str(error), address=address) from error
 
     def _transfer(self, batch: Batch, requests: Sequence[IORequest]) -> list[StorageResult]:
+        """Execute the requests of a batch, and return their results."""
         with self._lock:
             self._check_open()
             for request in requests:
-                batch.add(request, self._lanes)
+                batch.add(request, self._queue_pairs_in_turn)
             try:
                 results = self._transfers.run(batch.operations, timeout_s=self._timeout_s)
             except BaseException:

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, errno_name
+from gdrkit.host import raise_open_files_limit
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.server import StorageServer
 from gdrkit.storage.store import FileStore
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
-_TO_DO = {
+_ADVICE_BY_ERRNO = {
     errno.EWOULDBLOCK: "another server has this store open; stop it first",
     errno.EADDRINUSE: "choose another address with --listen, or stop the process that listens there",
     errno.ENODEV: "name an RDMA device of this machine (gdrkit facts lists them)",
@@ -31,11 +32,12 @@ _TO_DO = {
 def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_bytes: int | None) -> int:
     """Serve a store until SIGTERM or SIGINT, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
+    raise_open_files_limit()
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         with FileStore(root, chunk_bytes=chunk_bytes) as store:
-            address = ServerAddress(path=store.own_socket()) if listen is None else ServerAddress.parse(listen)
+            address = ServerAddress(path=store.default_socket()) if listen is None else ServerAddress.parse(listen)
             with StorageServer(store, address, nic_names=nic_names) as server:
                 sys.stdout.write(f"gdrkit serve: {root} at {server.address} by {', '.join(server.nics)}\n")
                 sys.stdout.flush()
@@ -51,7 +53,7 @@ def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_byt
             errno=error.errno,
             arguments={"store": os.fspath(root), "listen": listen, "nics": list(nic_names)},
             reason=Reason.BUSY if error.errno == errno.EWOULDBLOCK else Reason.OTHER,
-            what_to_do=_TO_DO.get(error.errno or 0, ""),
+            what_to_do=_ADVICE_BY_ERRNO.get(error.errno or 0, ""),
             detail=str(error.strerror or error),
         ) from error
     return 0

@@ -1,4 +1,7 @@
-"""Control connections of the storage service: frames over a TCP or unix socket, with descriptors over the latter."""
+"""Control connections of the storage service: frames over a TCP or unix socket.
+
+Over a unix socket, a frame can carry file descriptors.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,26 @@ if TYPE_CHECKING:
 
 __all__ = ["ControlConnection", "shut_down"]
 
+# Largest number of descriptors that one frame can carry.
 _DESCRIPTORS_MAX = 4
 
 
 class ControlConnection:
     """A sender and receiver of control frames. It owns its socket."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._is_unix = connected.family == socket.AF_UNIX
-        # The part of the next frame that has arrived: its header, and bytes of the part that follows.
+    def __init__(self, connected_socket: socket.socket) -> None:
+        self._socket = connected_socket
+        self._is_unix = connected_socket.family == socket.AF_UNIX
+        # The frame that is being received: its header, or None while the header is incomplete, and the bytes of the
+        # header or of the payload that have arrived.
         self._header: Header | None = None
         self._arrived = bytearray()
-        # Descriptors that arrived with the last frame (SCM_RIGHTS) and were not taken.
+        # Descriptors that arrived with the last frame (SCM_RIGHTS). The caller removes those that it keeps.
         self.descriptors: list[int] = []
 
     @property
     def is_unix(self) -> bool:
-        """Whether it is a unix socket, for which the kernel reports the peer's credentials."""
+        """Whether the socket is a unix socket, for which the kernel reports the peer's credentials."""
         return self._is_unix
 
     def fileno(self) -> int:
@@ -43,32 +48,32 @@ class ControlConnection:
         """Set the longest time to wait for a part of a frame."""
         self._socket.settimeout(timeout_s)
 
-    def send(self, kind: FrameType, payload: bytes, *, sequence: int, descriptors: Sequence[int] = ()) -> None:
+    def send(self, frame_type: FrameType, payload: bytes, *, sequence: int, descriptors: Sequence[int] = ()) -> None:
         """Send one frame, with descriptors of this process (SCM_RIGHTS). Raises OSError if the peer is gone."""
-        data = pack_control(kind, payload, sequence=sequence)
-        sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
-        self._socket.sendall(data[sent:])
+        data = pack_control(frame_type, payload, sequence=sequence)
+        sent_bytes = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
+        self._socket.sendall(data[sent_bytes:])
 
-    def receive(self, kind: FrameType) -> tuple[bytes, int] | None:
-        """Return payload and sequence of the next frame, or None if the peer has ended the connection between frames.
+    def receive(self, frame_type: FrameType) -> tuple[bytes, int] | None:
+        """Return payload and sequence of the next frame, or None if the peer ended the connection before the frame.
 
         Raises
         ------
         UsageError
             MALFORMED: the frame is invalid, or has more descriptors than allowed.
         BrokenResource
-            The peer ended the connection within a frame.
+            The peer ended the connection within the frame.
         TimeoutError
             Nothing arrived in time.
         """
         self.close_descriptors()
         try:
-            return self._read_frame(kind)
+            return self._read_frame(frame_type)
         except BaseException:
             self.close_descriptors()
             raise
 
-    def receive_ready(self, kind: FrameType) -> tuple[bytes, int] | None:
+    def receive_ready(self, frame_type: FrameType) -> tuple[bytes, int] | None:
         """Read the next frame from a non-blocking socket. Return None while the frame is incomplete.
 
         Raises
@@ -77,7 +82,7 @@ class ControlConnection:
             See :meth:`receive`. BrokenResource also if the peer ended the connection before the frame.
         """
         try:
-            frame = self._read_frame(kind)
+            frame = self._read_frame(frame_type)
         except BlockingIOError:
             return None
         except BaseException:
@@ -109,44 +114,45 @@ class ControlConnection:
         self._socket.close()
 
     def close_descriptors(self) -> None:
-        """Close the descriptors that arrived and were not taken."""
+        """Close the descriptors that arrived with the last frame and that the caller has not removed."""
         descriptors, self.descriptors = self.descriptors, []
         scm_rights.close_all(descriptors)
 
-    def _read_frame(self, kind: FrameType) -> tuple[bytes, int] | None:
-        """Continue the next frame where the last call stopped; return None at the end of the connection."""
+    def _read_frame(self, frame_type: FrameType) -> tuple[bytes, int] | None:
+        """Continue to receive the next frame. Return None if the peer ended the connection before the frame."""
         if self._header is None:
-            if not self._fill(HEADER_BYTES):
+            if not self._receive_until(HEADER_BYTES):
                 if not self._arrived:
                     return None
-                raise _ended_within()
+                raise _ended_within_frame()
             header = parse_header(self._take_arrived())
-            if header.type is not kind:
-                message = f"frame: the type must be {kind.name}, not {header.type.name}"
+            if header.type is not frame_type:
+                message = f"frame: the type must be {frame_type.name}, not {header.type.name}"
                 raise UsageError(message, reason=Reason.MALFORMED)
             self._header = header
         header = self._header
-        if not self._fill(header.length):
-            raise _ended_within()
+        if not self._receive_until(header.length):
+            raise _ended_within_frame()
         self._header = None
         payload = self._take_arrived()
         check_payload(header, payload)
         return payload, header.sequence
 
-    def _fill(self, length_bytes: int) -> bool:
-        """Receive until `length_bytes` have arrived. Return False if the peer has ended the connection before."""
+    def _receive_until(self, length_bytes: int) -> bool:
+        """Receive until `length_bytes` have arrived. Return False if the connection ended before that."""
         while len(self._arrived) < length_bytes:
-            part = self._receive_some(length_bytes - len(self._arrived))
-            if not part:
+            data = self._receive(length_bytes - len(self._arrived))
+            if not data:
                 return False
-            self._arrived += part
+            self._arrived += data
         return True
 
     def _take_arrived(self) -> bytes:
+        """Return the bytes that have arrived, and forget them."""
         arrived, self._arrived = bytes(self._arrived), bytearray()
         return arrived
 
-    def _receive_some(self, length_bytes: int) -> bytes:
+    def _receive(self, length_bytes: int) -> bytes:
         if not self._is_unix:
             return self._socket.recv(length_bytes)
         descriptors_max = _DESCRIPTORS_MAX - len(self.descriptors)
@@ -155,14 +161,14 @@ class ControlConnection:
         return data
 
 
-def shut_down(end: socket.socket) -> None:
-    """Shut a socket down in both directions. A connection that has ended, or a closed socket, is left as it is."""
+def shut_down(connected_socket: socket.socket) -> None:
+    """Shut a socket down in both directions. Do nothing if its connection has ended or the socket is closed."""
     try:
-        end.shutdown(socket.SHUT_RDWR)
+        connected_socket.shutdown(socket.SHUT_RDWR)
     except OSError as error:
         if error.errno not in {errno.ENOTCONN, errno.EBADF}:
             raise
 
 
-def _ended_within() -> BrokenResource:
+def _ended_within_frame() -> BrokenResource:
     return BrokenResource("the peer ended the connection within a frame", reason=Reason.PEER_GONE)

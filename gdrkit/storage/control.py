@@ -31,10 +31,12 @@ __all__ = [
 ]
 
 PATH_CHARACTERS_MAX = 4096
+# Largest number of ranges of one punch_hole.
 RANGES_MAX = 1024
+# The largest number in a message.
 _INT63 = (1 << 63) - 1
 
-Request: TypeAlias = Union[  # noqa: UP007 - a list this long reads better.
+Request: TypeAlias = Union[  # noqa: UP007 - Union is easier to read than 21 types with |.
     messages.StorageHello,
     messages.Attach,
     messages.Open,
@@ -81,9 +83,10 @@ REQUESTS: Mapping[str, type[Request]] = {
     "utimens": messages.Utimens,
     "statistics": messages.ReadStatistics,
 }
-_NAMES = {kind: name for name, kind in REQUESTS.items()}
+_OPERATION_NAMES = {kind: name for name, kind in REQUESTS.items()}
 _TIME_FIELDS = frozenset({"access_time_ns", "modification_time_ns", "change_time_ns"})
-_TEXT_MAX: Mapping[str, int] = {
+# Largest numbers of characters of these fields. Other texts have at most PATH_CHARACTERS_MAX.
+_CHARACTERS_MAX: Mapping[str, int] = {
     "client": 256,
     "server": 256,
     "session": 64,
@@ -92,12 +95,12 @@ _TEXT_MAX: Mapping[str, int] = {
     "message": 4096,
 }
 
-_R = TypeVar("_R")
+_Reply = TypeVar("_Reply")
 
 
 def operation_of(request: Request) -> str:
     """Return the name of a request's operation, as in the table of :mod:`gdrkit.storage.messages`."""
-    return _NAMES[type(request)]
+    return _OPERATION_NAMES[type(request)]
 
 
 def pack_request(request: Request) -> bytes:
@@ -106,30 +109,30 @@ def pack_request(request: Request) -> bytes:
     if not isinstance(fields, dict):
         message = f"not a request: {request!r}"
         raise UsageError(message)
-    return _pack({"op": _NAMES[type(request)], **fields})
+    return _pack({"op": _OPERATION_NAMES[type(request)], **fields})
 
 
 def parse_request(payload: bytes) -> Request:
-    """Return a request, whose numbers and texts are inside their limits.
+    """Parse the payload of a control request, and check the limits of its numbers and texts.
 
     Raises
     ------
     UsageError
-        ``MALFORMED``: it is not a request of this protocol. ``BAD_ARGUMENT``: a text in it cannot be a file name.
+        ``MALFORMED``: the payload is not a valid request. ``BAD_ARGUMENT``: a text in it cannot be a file name.
     """
     data = _unpack(payload)
-    name = data.pop("op", None)
-    kind = REQUESTS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        message = f"request: unknown operation {str(name)[:80]!r}"
+    operation = data.pop("op", None)
+    request_type = REQUESTS.get(operation) if isinstance(operation, str) else None
+    if request_type is None:
+        message = f"request: unknown operation {str(operation)[:80]!r}"
         raise UsageError(message, reason=Reason.MALFORMED)
     try:
-        _check_values(data, str(name))
-        request = from_json_data(kind, data, where=str(name))
+        _check_values(data, str(operation))
+        request = from_json_data(request_type, data, where=str(operation))
     except RecursionError as error:
-        message = f"{name}: the JSON is nested too deeply"
+        message = f"{operation}: the JSON is nested too deeply"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    _check_request(request, str(name))
+    _check_request(request, str(operation))
     return request
 
 
@@ -143,8 +146,8 @@ def pack_error(reply: messages.ErrorReply) -> bytes:
     return _pack({"error": to_json_data(reply)})
 
 
-def parse_reply(payload: bytes, kind: type[_R]) -> _R | messages.ErrorReply:
-    """Parse a reply, which is a `kind` or an error."""
+def parse_reply(payload: bytes, reply_type: type[_Reply]) -> _Reply | messages.ErrorReply:
+    """Parse the payload of a control reply. Return a `reply_type`, or the error with which the server replied."""
     data = _unpack(payload)
     if data.keys() == {"error"}:
         _check_values(data, "reply")
@@ -153,10 +156,10 @@ def parse_reply(payload: bytes, kind: type[_R]) -> _R | messages.ErrorReply:
         message = "reply: the JSON has neither ok nor error"
         raise UsageError(message, reason=Reason.MALFORMED)
     _check_values(data, "reply")
-    return from_json_data(kind, data["ok"], where=kind.__name__)
+    return from_json_data(reply_type, data["ok"], where=reply_type.__name__)
 
 
-def storage_error(operation: str, number: int, *, detail: str = "", **arguments: object) -> ApiError:
+def storage_error(operation: str, error_number: int, *, detail: str = "", **arguments: object) -> ApiError:
     """Return the exception for an errno of the storage service."""
     reasons = {
         errno.EREMOTEIO: Reason.PEER_GONE,
@@ -169,17 +172,18 @@ def storage_error(operation: str, number: int, *, detail: str = "", **arguments:
     return ApiError(
         api=Api.STORAGE,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments=arguments,
-        reason=reasons.get(number, Reason.OTHER),
+        reason=reasons.get(error_number, Reason.OTHER),
         detail=detail,
     )
 
 
 def _pack(data: Json) -> bytes:
-    # The JSON is ASCII only: the surrogates that stand for bytes that are not UTF-8 cannot be encoded as UTF-8.
+    # The JSON is ASCII with escapes. A name can contain lone surrogates, which stand for bytes that are not UTF-8, and
+    # UTF-8 cannot encode them.
     payload = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
     if len(payload) > CONTROL_BYTES_MAX:
         message = f"a control message has at most {CONTROL_BYTES_MAX} bytes, not {len(payload)}"
@@ -189,7 +193,9 @@ def _pack(data: Json) -> bytes:
 
 def _unpack(payload: bytes) -> dict[str, Json]:
     try:
-        data = json.loads(payload.decode(), object_pairs_hook=_unique_members, parse_constant=_refuse_constant)
+        data = json.loads(
+            payload.decode(), object_pairs_hook=_reject_duplicate_members, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError) as error:
         message = f"control message: not JSON: {str(error)[:200]}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
@@ -199,7 +205,7 @@ def _unpack(payload: bytes) -> dict[str, Json]:
     return data
 
 
-def _unique_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def _reject_duplicate_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     members = dict(pairs)
     if len(members) != len(pairs):
         message = "an object has two members with one name"
@@ -207,13 +213,16 @@ def _unique_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return members
 
 
-def _refuse_constant(word: str) -> Json:
-    message = f"{word} is not a JSON number"
+def _refuse_constant(constant: str) -> Json:
+    message = f"{constant} is not a JSON number"
     raise ValueError(message)
 
 
 def _check_values(value: object, where: str, *, name: str = "") -> None:
-    """Check that every number has at most 63 bits (a file's times may be negative) and texts are within limits."""
+    """Check that numbers have at most 63 bits, only times of files are negative, and texts are within their limits.
+
+    `where` names the value in errors, and `name` is the name of its field.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             _check_values(item, f"{where}.{key[:40]}", name=key)
@@ -221,15 +230,15 @@ def _check_values(value: object, where: str, *, name: str = "") -> None:
         for item in value:
             _check_values(item, where, name=name)
     elif isinstance(value, str):
-        if len(value) > _TEXT_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
+        if len(value) > _CHARACTERS_MAX.get(name, PATH_CHARACTERS_MAX) or "\0" in value:
             message = f"{where}: a text of {len(value)} characters is too long, or contains a zero character"
             raise UsageError(message, reason=Reason.MALFORMED)
         # A token is only compared, never used as a name.
         if name != "token" and not _is_name(value):
-            message = f"{where}: a surrogate must stand for a byte (U+DC80 to U+DCFF), as os.fsdecode makes them"
+            message = f"{where}: a lone surrogate must stand for a byte (U+DC80 to U+DCFF), as in os.fsdecode()"
             raise UsageError(message)
     elif isinstance(value, int) and not (-_INT63 if name in _TIME_FIELDS else 0) <= value <= _INT63:
-        # Inodes have 64 bits in stat(2), but no file system of Linux uses the highest bit.
+        # stat(2) has inodes of 64 bits, but no file system of Linux uses the highest bit.
         message = f"{where}: {str(value)[:40]} is out of range"
         raise UsageError(message, reason=Reason.MALFORMED)
 
@@ -244,6 +253,7 @@ def _is_name(text: str) -> bool:
 
 
 def _check_request(request: Request, where: str) -> None:
+    """Check the rules of single requests, such as exactly one of path and handle. `where` names the request."""
     problem = ""
     match request:
         case messages.StorageHello(lanes=lanes) if not 0 < len(lanes) <= messages.LANES_MAX:
@@ -253,7 +263,7 @@ def _check_request(request: Request, where: str) -> None:
         ) == (handle is None):
             problem = "exactly one of path and handle must be given"
         case messages.PunchHole(ranges=ranges):
-            if not 0 < len(ranges) <= RANGES_MAX or any(len(each) != 2 or each[0] > each[1] for each in ranges):  # noqa: PLR2004
+            if not 0 < len(ranges) <= RANGES_MAX or any(len(bounds) != 2 or bounds[0] > bounds[1] for bounds in ranges):  # noqa: PLR2004
                 problem = f"there must be 1 to {RANGES_MAX} ranges, each with a begin and an end that is not smaller"
         case messages.Rename(exclusive=True, exchange=True):
             problem = "exclusive and exchange exclude each other"

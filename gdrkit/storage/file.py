@@ -18,7 +18,7 @@ __all__ = ["IORequest", "StorageFile", "StorageResult"]
 
 @dataclass(frozen=True, slots=True)
 class IORequest:
-    """One transfer of a batch: as many bytes of `file` from `offset_bytes` as `buffer` holds."""
+    """One transfer of a batch: between `buffer` and the bytes of `file` that begin at `offset_bytes`."""
 
     file: StorageFile
     offset_bytes: int
@@ -34,9 +34,10 @@ class StorageResult:
     length_bytes : int
         Number of bytes moved. It is less than requested at the end of the file.
     checksums : tuple of int
-        CRC32C of each chunk as computed by the server, in order. Empty if no checksum was requested.
+        CRC32C of the bytes of each operation into which the transfer was split, in order. The server computes them, if
+        the client requested checksums.
     hole_bytes : int
-        Number of bytes in holes that the device zeroed itself in a read into device memory.
+        Number of bytes of holes in a read into device memory. The device zeroed them, and the server did not send them.
     """
 
     length_bytes: int
@@ -47,10 +48,10 @@ class StorageResult:
 class StorageFile:
     """An open file. :meth:`StorageClient.open` creates it."""
 
-    def __init__(self, client: StorageClient, opened: messages.OpenReply) -> None:
+    def __init__(self, client: StorageClient, reply: messages.OpenReply) -> None:
         self.client = client
-        self.handle = opened.handle
-        self.inode = opened.stat.inode
+        self.handle = reply.handle
+        self.inode = reply.stat.inode
         self._closed = False
 
     def stat(self) -> messages.FileStat:
@@ -70,7 +71,7 @@ class StorageFile:
         return self.client.request(messages.Truncate(size_bytes, handle=self.handle), messages.FileStat)
 
     def punch_hole(self, *ranges: tuple[int, int]) -> None:
-        """Turn these ranges, each (begin, end), into holes."""
+        """Turn ranges of the file into holes. A range is (begin, end) in bytes."""
         self.client.request(messages.PunchHole(self.handle, tuple(ranges)), messages.Done)
 
     def sync(self) -> None:
@@ -78,7 +79,7 @@ class StorageFile:
         self.client.request(messages.Sync(self.handle), messages.Done)
 
     def close(self) -> None:
-        """Close the file. A failed close can be repeated; a second close, or one after the client's, does nothing."""
+        """Close the file. After an error, close again. Do nothing if the file or the client is closed."""
         if not self._closed:
             if not self.client.closed:
                 self.client.request(messages.Close(self.handle), messages.Done)

@@ -1,7 +1,7 @@
 """Host or device memory that the storage server may read and write.
 
-The CPU never touches device memory here: there is no view of its bytes, the device fills its holes, and the server
-computes its checksums. A range of a buffer is a buffer, too.
+The CPU never touches device memory: this module offers no view of the bytes, the device zeroes the holes of files, and
+the server computes the checksums. A subrange of a buffer is an :class:`IOBuffer` too.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ __all__ = ["IOBuffer"]
 
 @runtime_checkable
 class _Fillable(Protocol):
+    """Device memory that its device can fill."""
+
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
         """Set bytes by a call of the device, and wait for it."""
 
 
-class _Registered:
-    """The state that a buffer and its parts share."""
+class _SharedRegistration:
+    """The registered memory that a buffer and its subranges share.
+
+    Host memory has `regions` and a `view`. Device memory has a `lease` of its registration.
+    """
 
     def __init__(self) -> None:
         self.regions: dict[Nic, Region] = {}
         self.view: memoryview | None = None
         self.memory: DeviceBuffer | None = None
         self.lease: Lease | None = None
-        self.parts = ReleaseStack()
+        self.on_close = ReleaseStack()
         self.closed = False
         self.handle = Handle("storage.iobuffer")
 
@@ -47,13 +52,13 @@ class _Registered:
             return
         if self.view is not None:
             self.view.release()
-        self.parts.run()
+        self.on_close.run()
         self.closed = True
         self.handle.release()
 
 
 class IOBuffer:
-    """Registered memory, created by :meth:`StorageClient.register`, or a part of it, created by :meth:`subrange`.
+    """Registered memory, created by :meth:`StorageClient.register`, or a subrange of it, created by :meth:`subrange`.
 
     Attributes
     ----------
@@ -61,53 +66,55 @@ class IOBuffer:
         Size in bytes.
     """
 
-    def __init__(self, registered: _Registered, *, offset_bytes: int, length_bytes: int, is_part: bool) -> None:
+    def __init__(
+        self, registration: _SharedRegistration, *, offset_bytes: int, length_bytes: int, is_subrange: bool
+    ) -> None:
         """Callers use :meth:`of_host` and :meth:`of_device` instead."""
         self.length_bytes = length_bytes
-        self._registered = registered
+        self._registration = registration
         self._offset_bytes = offset_bytes
-        self._is_part = is_part
+        self._is_subrange = is_subrange
 
     @classmethod
     def of_host(cls, buffer: bytearray | mmap.mmap | memoryview, nics: Sequence[Nic]) -> Self:
-        """Register a writable host buffer with all of these NICs (the sequence may be empty)."""
-        registered = _Registered()
+        """Register a writable host buffer with each of `nics`, which may be empty."""
+        registration = _SharedRegistration()
         try:
             for nic in nics:
                 region = nic.register_host(buffer)
-                registered.parts.push(region.close)
-                registered.regions[nic] = region
-            registered.view = memoryview(buffer).cast("B")
+                registration.on_close.push(region.close)
+                registration.regions[nic] = region
+            registration.view = memoryview(buffer).cast("B")
         except BaseException:
-            registered.close()
+            registration.close()
             raise
-        return cls(registered, offset_bytes=0, length_bytes=registered.view.nbytes, is_part=False)
+        return cls(registration, offset_bytes=0, length_bytes=registration.view.nbytes, is_subrange=False)
 
     @classmethod
     def of_device(cls, memory: DeviceBuffer, cache: RegionCache) -> Self:
         """Lease a registration of device memory with all NICs of the cache."""
         lease = cache.lease(memory)
-        registered = _Registered()
-        registered.lease = lease
-        registered.memory = memory
-        registered.parts.push(lease.close)
-        return cls(registered, offset_bytes=0, length_bytes=memory.length_bytes, is_part=False)
+        registration = _SharedRegistration()
+        registration.lease = lease
+        registration.memory = memory
+        registration.on_close.push(lease.close)
+        return cls(registration, offset_bytes=0, length_bytes=memory.length_bytes, is_subrange=False)
 
     @property
     def is_device_memory(self) -> bool:
-        """Whether it is device memory, which the CPU must not touch."""
-        return self._registered.memory is not None
+        """Whether the buffer is in device memory, which the CPU must not touch."""
+        return self._registration.memory is not None
 
     @property
     def closed(self) -> bool:
         """Whether the memory was deregistered."""
-        return self._registered.closed
+        return self._registration.closed
 
     def subrange(self, *, offset_bytes: int, length_bytes: int) -> IOBuffer:
-        """Return a part of the buffer, which is valid as long as the whole buffer."""
+        """Return a subrange of the buffer. It is valid until the buffer is closed."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         begin_bytes = self._offset_bytes + offset_bytes
-        return IOBuffer(self._registered, offset_bytes=begin_bytes, length_bytes=length_bytes, is_part=True)
+        return IOBuffer(self._registration, offset_bytes=begin_bytes, length_bytes=length_bytes, is_subrange=True)
 
     def data(self) -> memoryview:
         """Return a view of the bytes.
@@ -115,7 +122,7 @@ class IOBuffer:
         Raises
         ------
         UsageError
-            NOT_SUPPORTED: it is device memory, which the CPU must not touch.
+            NOT_SUPPORTED: the buffer is in device memory, which the CPU must not touch.
         """
         view = self._check_open().view
         if view is None:
@@ -128,14 +135,14 @@ class IOBuffer:
         return crc32c(self.data()[:length_bytes])
 
     def copy_out(self) -> bytes:
-        """Return a copy of the bytes. For device memory, the device's copy call makes it."""
+        """Return a copy of the bytes. Device memory is copied by its device."""
         memory = self._check_open().memory
         if memory is None:
             return bytes(self.data())
         return memory.read(offset_bytes=self._offset_bytes, length_bytes=self.length_bytes)
 
     def zero(self, *, offset_bytes: int, length_bytes: int) -> None:
-        """Set bytes to zero. For device memory, the device does it, and this call waits."""
+        """Set bytes to zero. Device memory is zeroed by its device, and this call waits for that."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         memory = self._check_open().memory
         if memory is None:
@@ -149,27 +156,27 @@ class IOBuffer:
     @property
     def can_zero(self) -> bool:
         """Whether :meth:`zero` works. If not, the client asks the server to send the zeros."""
-        memory = self._registered.memory
+        memory = self._registration.memory
         return memory is None or isinstance(memory, _Fillable)
 
     def remote(self, nic: Nic) -> RemoteRange:
         """Return the address and key that the server needs to access the buffer through this NIC."""
-        registered = self._check_open()
+        registration = self._check_open()
         offset_bytes, length_bytes = self._offset_bytes, self.length_bytes
-        if registered.lease is not None:
-            return registered.lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-        return registered.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        if registration.lease is not None:
+            return registration.lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return registration.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Deregister the memory. A second close does nothing, and neither does the close of a part."""
-        if not self._is_part:
-            self._registered.close()
+        """Deregister the memory. A second close does nothing, and neither does the close of a subrange."""
+        if not self._is_subrange:
+            self._registration.close()
 
-    def _check_open(self) -> _Registered:
-        if self._registered.closed:
+    def _check_open(self) -> _SharedRegistration:
+        if self._registration.closed:
             resource = "IO buffer"
             raise ClosedResource(resource)
-        return self._registered
+        return self._registration
 
     def __enter__(self) -> Self:
         return self

@@ -1,10 +1,12 @@
-"""The listener of the storage server: it accepts connections and waits for their first request.
+"""The listener of the storage server: it accepts connections and waits for the first request of each.
 
-A connection that has not shown its token costs the server one descriptor and no thread. The whole first request has one
-deadline. If an address has too many such connections, the listener closes the oldest for the newest. The kernel returns
-TCP connections only when their first bytes have arrived (TCP_DEFER_ACCEPT), and the listener reads them at once. So a
-client that sends its whole request at once, as the client of gdrkit does, never waits in that list, however many others
-do.
+A connection is *waiting* until its first request has arrived. A waiting connection costs the server one descriptor and
+no thread. All bytes of the first request must arrive before one deadline. If an address has too many waiting
+connections, the listener closes the oldest one for each new one.
+
+Attackers can fill the list of waiting connections, but this does not stop honest clients. accept() returns a TCP
+connection when its first bytes have arrived (TCP_DEFER_ACCEPT), and the listener reads them at once. The client of
+gdrkit sends its whole first request at once, so its connection is never in the list.
 """
 
 from __future__ import annotations
@@ -31,24 +33,25 @@ __all__ = ["ConnectionRefused", "Listener"]
 
 _LOG = logging.getLogger("gdrkit.storage")
 _CREDENTIALS = struct.Struct("3i")
-# Time for the whole first request since the accept, in seconds.
+# Time from accept() until all bytes of the first request have arrived.
 _REQUEST_TIMEOUT_S = 10.0
-# Largest number of connections without a first request, for one address and for all. A burst of as many clients of one
-# host as there can be sessions does not exceed the first limit.
+# Largest numbers of waiting connections of one address, and of all addresses. The first is the largest number of
+# sessions, so that one host can start clients for all sessions at the same time.
 _WAITING_PER_ADDRESS_MAX = 64
 _WAITING_MAX = 128
-# Accepts between two checks of the waiting connections, so that new connections cannot displace one whose request has
-# arrived.
+# Largest number of connections that are accepted before the waiting ones are read again. Otherwise new connections
+# could evict a waiting connection whose request has arrived.
 _ACCEPTS_MAX = 16
 _LOG_PERIOD_S = 10.0
-_PAUSE_S = 0.1
+# Time before the next accept() after a failed one.
+_RETRY_PAUSE_S = 0.1
 
 
 class ConnectionRefused(Exception):
-    """The server replied to the first request with an error. The text is one of a few fixed ones, for the log."""
+    """The server refused a connection. The message is for the log, and has no text that the client sent."""
 
 
-class _Waiting:
+class _WaitingConnection:
     """A connection whose first request has not arrived."""
 
     def __init__(self, connection: ControlConnection, address: str) -> None:
@@ -58,29 +61,31 @@ class _Waiting:
 
 
 class _RefusalLog:
-    """A counter of refused connections, which logs them in one line per period."""
+    """The counts of refused connections by reason, which are logged in at most one line per period."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._last = ""
-        self._next_s = 0.0
+        self._last_address = ""
+        self._next_line_at_s = 0.0
 
     def add(self, reason: str, address: str) -> None:
         self._counts[reason] += 1
-        self._last = address
+        self._last_address = address
 
-    def next_line_s(self) -> float | None:
-        """Return the time of the next line; None while there is nothing to log."""
-        return self._next_s if self._counts else None
+    def next_line_at_s(self) -> float | None:
+        """Return the time of the next line, or None while there is nothing to log."""
+        return self._next_line_at_s if self._counts else None
 
     def write(self, *, is_last: bool = False) -> None:
-        """Log what was counted, if the period is over or `is_last`."""
+        """Log and clear the counts, if the period is over or `is_last` is set."""
         now_s = time.monotonic()
-        if self._counts and (is_last or now_s >= self._next_s):
+        if self._counts and (is_last or now_s >= self._next_line_at_s):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self._counts.most_common())
-            _LOG.warning("connections refused: %d (%s); the last from %s", self._counts.total(), reasons, self._last)
+            _LOG.warning(
+                "connections refused: %d (%s); the last from %s", self._counts.total(), reasons, self._last_address
+            )
             self._counts.clear()
-            self._next_s = now_s + _LOG_PERIOD_S
+            self._next_line_at_s = now_s + _LOG_PERIOD_S
 
 
 class Listener:
@@ -91,16 +96,16 @@ class Listener:
     listener : socket.socket
         A listening socket, which this object owns. The peer of a unix socket must be this user or root.
     admit : callable
-        Called with a connection, its first request and the request's sequence. It takes over the connection, or raises
-        ConnectionRefused or a GdrkitError.
+        Called with a connection, its first request and the sequence of that request. It owns the connection from then
+        on, unless it raises ConnectionRefused or a GdrkitError.
     """
 
-    def __init__(self, listener: socket.socket, admit: Callable[[ControlConnection, bytes, int], None]) -> None:
-        self._socket = listener
+    def __init__(self, listening_socket: socket.socket, admit: Callable[[ControlConnection, bytes, int], None]) -> None:
+        self._socket = listening_socket
         self._socket.settimeout(0)
         self._admit = admit
-        self._waiting: dict[_Waiting, None] = {}
-        self._addresses: dict[str, dict[_Waiting, None]] = {}
+        self._waiting: dict[_WaitingConnection, None] = {}
+        self._addresses: dict[str, dict[_WaitingConnection, None]] = {}
         self._refusals = _RefusalLog()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -114,7 +119,7 @@ class Listener:
     def close(self) -> None:
         """Close the listening socket and all waiting connections. Call it after :meth:`run` has returned."""
         for waiting in tuple(self._waiting):
-            self._forget(waiting)
+            self._remove(waiting)
             waiting.connection.close()
         self._refusals.write(is_last=True)
         self._selector.close()
@@ -123,61 +128,66 @@ class Listener:
         os.close(self._wake_writer)
 
     def run(self) -> None:
-        """Accept connections and pass each on when its first request has arrived."""
+        """Accept connections, and call `admit` for each when its first request has arrived."""
         while True:
             ready = {key.fileobj: key.data for key, _ in self._selector.select(self._timeout_s())}
             if self._wake_reader in ready:
                 return
             for waiting in filter(None, ready.values()):
-                self._read(waiting)
-            self._refuse_late()
+                self._read_request(waiting)
+            self._refuse_expired()
             if self._socket in ready:
                 self._accept()
             self._refusals.write()
 
     def _timeout_s(self) -> float | None:
-        first = next(iter(self._waiting), None)
-        times = [first.deadline_s if first is not None else None, self._refusals.next_line_s()]
-        pending = [each for each in times if each is not None]
-        return max(0.0, min(pending) - time.monotonic()) if pending else None
+        """Return the time until the next deadline or log line, or None if there is neither."""
+        oldest = next(iter(self._waiting), None)
+        times_s = [oldest.deadline_s if oldest is not None else None, self._refusals.next_line_at_s()]
+        next_s = min((time_s for time_s in times_s if time_s is not None), default=None)
+        return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_MAX):
             try:
-                end, address = self._socket.accept()
+                connected_socket, address = self._socket.accept()
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                # The process is out of descriptors. A waiting client is accepted when a descriptor is free again.
+                # For example, the process is out of descriptors. The client then waits in the backlog.
                 self._refusals.add(f"accept: {error.strerror}", "this host")
-                select.select([self._wake_reader], (), (), _PAUSE_S)
+                select.select([self._wake_reader], (), (), _RETRY_PAUSE_S)
                 return
-            self._begin(end, address)
+            self._add_waiting(connected_socket, address)
 
-    def _begin(self, end: socket.socket, address: object) -> None:
-        if end.family == socket.AF_UNIX:
-            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    def _add_waiting(self, connected_socket: socket.socket, address: object) -> None:
+        """Add a new connection to the waiting ones, unless its peer is another user."""
+        if connected_socket.family == socket.AF_UNIX:
+            credentials = connected_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _process, user, _group = _CREDENTIALS.unpack(credentials)
             if user not in {0, os.geteuid()}:
                 self._refusals.add("from another user", f"user {user}")
-                end.close()
+                connected_socket.close()
                 return
         else:
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        end.settimeout(0)
-        waiting = _Waiting(ControlConnection(end), _address_of(end, address))
+            connected_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected_socket.settimeout(0)
+        waiting = _WaitingConnection(ControlConnection(connected_socket), _address_of(connected_socket, address))
         self._evict_if_full(waiting.address)
         self._waiting[waiting] = None
         self._addresses.setdefault(waiting.address, {})[waiting] = None
         self._selector.register(waiting.connection, selectors.EVENT_READ, waiting)
         # Most clients have sent their whole request by now.
-        self._read(waiting)
+        self._read_request(waiting)
 
     def _evict_if_full(self, address: str) -> None:
-        """Close the oldest connection of this address if it has too many, or else that of the address with the most."""
+        """Close a waiting connection if `address`, or all addresses together, have too many.
+
+        In the first case it is the oldest connection of `address`, otherwise the oldest of the address with the most.
+        """
         connections = self._addresses.get(address, {})
         if len(connections) < _WAITING_PER_ADDRESS_MAX:
             if len(self._waiting) < _WAITING_MAX:
@@ -185,17 +195,19 @@ class Listener:
             connections = max(self._addresses.values(), key=len)
         self._refuse(next(iter(connections)), "replaced by a newer connection before their first request arrived")
 
-    def _refuse_late(self) -> None:
+    def _refuse_expired(self) -> None:
+        """Refuse the waiting connections whose deadline has passed."""
         now_s = time.monotonic()
-        while (first := next(iter(self._waiting), None)) is not None and first.deadline_s <= now_s:
-            self._refuse(first, f"without a complete first request in {_REQUEST_TIMEOUT_S:g} s")
+        while (oldest := next(iter(self._waiting), None)) is not None and oldest.deadline_s <= now_s:
+            self._refuse(oldest, f"without a complete first request in {_REQUEST_TIMEOUT_S:g} s")
 
-    def _read(self, waiting: _Waiting) -> None:
+    def _read_request(self, waiting: _WaitingConnection) -> None:
+        """Read the bytes that have arrived. If the first request is complete, call `admit`."""
         try:
             frame = waiting.connection.receive_ready(FrameType.CONTROL_REQUEST)
             if frame is None:
                 return
-            self._forget(waiting)
+            self._remove(waiting)
             self._admit(waiting.connection, *frame)
         except ConnectionRefused as refused:
             self._refuse(waiting, f"because {refused}")
@@ -204,12 +216,14 @@ class Listener:
         except (GdrkitError, OSError):
             self._refuse(waiting, "whose first bytes are not a request of this protocol")
 
-    def _refuse(self, waiting: _Waiting, reason: str) -> None:
-        self._forget(waiting)
+    def _refuse(self, waiting: _WaitingConnection, reason: str) -> None:
+        """Close a connection and count it as refused."""
+        self._remove(waiting)
         waiting.connection.close()
         self._refusals.add(reason, waiting.address)
 
-    def _forget(self, waiting: _Waiting) -> None:
+    def _remove(self, waiting: _WaitingConnection) -> None:
+        """Remove a connection from the waiting ones, if it is one of them."""
         if waiting in self._waiting:
             self._selector.unregister(waiting.connection)
             del self._waiting[waiting]
@@ -219,9 +233,9 @@ class Listener:
                 del self._addresses[waiting.address]
 
 
-def _address_of(end: socket.socket, address: object) -> str:
+def _address_of(connected_socket: socket.socket, address: object) -> str:
     """Return the key that connections are counted by: this host, an IPv4 address, or the /64 of an IPv6 address."""
-    if end.family == socket.AF_UNIX or not isinstance(address, tuple):
+    if connected_socket.family == socket.AF_UNIX or not isinstance(address, tuple):
         return "this host"
     ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):

@@ -5,13 +5,14 @@ A session proceeds as follows:
 1. The client opens a *control connection* (TCP, or a unix socket of mode 0600 whose peer must be this user or root) and
    sends :class:`StorageHello` with the endpoints of its queue pairs (``lanes``). The :class:`HelloReply` contains the
    secret of the session, the endpoints of the server's queue pairs in the same order, and the limits. At that time the
-   server's queue pairs are ready. The client connects its own to them, with ``reads_max`` of the limits.
+   server's queue pairs are ready. The client connects its queue pairs to them, and permits ``limits.reads_max``
+   concurrent RDMA READs of the server.
 2. The client opens a *data connection* to the same address and sends :class:`Attach` with the secret. After that reply,
    this connection carries only io requests and io replies (:mod:`gdrkit.storage.wire`).
-3. All other requests use the control connection, one or several at a time. Replies come in order and repeat the
-   sequence.
+3. All other requests use the control connection. The client may send further requests before a reply. Replies have the
+   order of the requests, and repeat the sequence number in the header of the request's frame.
 
-The session ends when either connection ends: the server then closes the files and destroys the queue pairs. If the
+The session ends when one of its connections ends. The server then closes its files and destroys the queue pairs. If the
 client's NIC refuses access to the memory of an operation (an invalidated key, freed memory), the result is -EREMOTEIO,
 and the server closes the data connection after that result. Operations without a result were not the cause. The client
 may send them again in its next session.
@@ -92,6 +93,7 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 1
+# Largest number of queue pairs of a session.
 LANES_MAX = 16
 TOKEN_CHARACTERS_MAX = 256
 
@@ -119,15 +121,15 @@ class SessionLimits:
     Attributes
     ----------
     outstanding_max : int
-        Operations of a session without a result. While there are more, the server does not read further requests.
+        Largest number of operations without a result in a session. The server reads no further requests beyond it.
     length_bytes_max : int
-        Length of one operation, in bytes.
+        Largest length of one operation, in bytes.
     checksum_given_bytes_max : int
-        Length of a write with ``CHECKSUM_GIVEN``, in bytes. A longer one fails with -EMSGSIZE.
+        Largest length of a write with ``CHECKSUM_GIVEN``, in bytes. A longer write fails with -EMSGSIZE.
     handles_max : int
-        Open files of a session.
+        Largest number of open files of a session.
     reads_max : int
-        Concurrent RDMA READs of the server on one queue pair.
+        Largest number of concurrent RDMA READs of the server on one queue pair.
     """
 
     outstanding_max: int
@@ -139,7 +141,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, slots=True)
 class HelloReply:
-    """The session begins. `session`: the secret for :class:`Attach`, 64 hex digits; `lanes`: the server's endpoints."""
+    """The session begins. `session`: the secret for :class:`Attach`, 64 hex digits. `lanes`: the server's endpoints."""
 
     version: int
     server: str
@@ -213,7 +215,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Return the attributes of a path (a symbolic link is not followed) or of an open file: exactly one is given."""
+    """Return the attributes of a path or of an open file. Exactly one of `path` and `handle` must be set.
+
+    A symbolic link is not followed.
+    """
 
     path: str | None = None
     handle: int | None = None
@@ -221,7 +226,7 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """List the names of a folder that are greater than `after`, sorted by their bytes; "" is the root of the store."""
+    """List the names of a folder that are greater than `after`, sorted by their bytes. The path "" is the root."""
 
     path: str
     after: str | None = None
@@ -238,7 +243,7 @@ class FolderEntry:
 
 @dataclass(frozen=True, slots=True)
 class ListReply:
-    """Names of a folder. `more`: the client must ask again, after the last of these."""
+    """Names of a folder. `more`: there are further names, after the last one of this reply."""
 
     entries: tuple[FolderEntry, ...]
     more: bool
@@ -268,7 +273,7 @@ class Unlink:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Rename by renameat2(2); `exclusive`: EEXIST if `new_path` exists; `exchange`: swap both."""
+    """Rename by renameat2(2). `exclusive`: EEXIST if `new_path` exists. `exchange`: swap both names."""
 
     path: str
     new_path: str
@@ -308,7 +313,7 @@ class ReadlinkReply:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Set the size of a file, by path or by a handle that is open for writing."""
+    """Set the size of a file. Exactly one of `path` and `handle`, which is open for writing, must be set."""
 
     size_bytes: int
     path: str | None = None
@@ -325,7 +330,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class PunchHole:
-    """Turn these ranges, each [begin, end), into holes. The part behind the end of the file is ignored."""
+    """Turn these ranges, each [begin, end), into holes. Bytes after the end of the file are ignored."""
 
     handle: int
     ranges: tuple[tuple[int, ...], ...]
@@ -359,7 +364,7 @@ class Chmod:
 
 @dataclass(frozen=True, slots=True)
 class Utimens:
-    """Change times, in ns since 1970; None keeps a time."""
+    """Change times, in nanoseconds since 1970. None keeps a time."""
 
     path: str
     access_time_ns: int | None = None

@@ -20,18 +20,26 @@ __all__ = ["RequestHandler"]
 
 
 class RequestHandler:
-    """The handler of the control requests of one session. It owns the native session."""
+    """The handler of the control requests of one session. It owns the native session.
 
-    def __init__(self, store: FileStore, native: Any, *, handles_max: int) -> None:  # noqa: ANN401 - native object.
+    Attributes
+    ----------
+    is_attached : bool
+        Whether the session has a data connection.
+    ended_fd : int
+        A descriptor that becomes readable when the native session has ended.
+    """
+
+    def __init__(self, store: FileStore, native_session: Any, *, handles_max: int) -> None:  # noqa: ANN401 - native object.
         self._store = store
-        self._native = native
+        self._native_session = native_session
         self._handles_max = handles_max
         self._files: dict[int, Any] = {}
-        self._handles = 0
+        self._last_handle = 0
         self._lock = threading.Lock()
-        self._is_over = False
+        self._is_ended = False
         self.is_attached = False
-        self.ended_fd: int = native.ended_fd
+        self.ended_fd: int = native_session.ended_fd
         self._handlers: dict[type[Any], Callable[[Any], object]] = {
             messages.Close: self._close,
             messages.Stat: self._stat,
@@ -60,11 +68,11 @@ class RequestHandler:
         }
 
     def start(self, data_fd: int) -> None:
-        """Serve the data connection. The native session owns its descriptor from now on."""
-        self._native.start(data_fd)
+        """Serve the data connection. The native session owns `data_fd` from now on."""
+        self._native_session.start(data_fd)
 
     def execute(self, request: Request, descriptors: list[int]) -> object:
-        """Execute a request and return the reply.
+        """Execute a request, which came with these descriptors, and return the reply.
 
         Raises
         ------
@@ -72,7 +80,7 @@ class RequestHandler:
             The request failed. The client gets the errno.
         """
         with self._lock:
-            if self._is_over:
+            if self._is_ended:
                 raise OSError(errno.ESTALE, "another session has replaced this one")
             return self._execute(request, descriptors)
 
@@ -82,43 +90,46 @@ class RequestHandler:
         When it returns, no transfer is in progress and no request is being executed.
         """
         with self._lock:
-            self._is_over = True
-        self._native.close()
+            self._is_ended = True
+        self._native_session.close()
 
     def close(self) -> None:
-        """End the session: all of its transfers are over, and every file is closed."""
+        """End the session and close its files."""
         self.end()
         self._files.clear()
-        # The handlers refer to this object. The cycle would keep the native session and its descriptors until a run of
-        # the garbage collector.
+        # The handlers refer to this object. This reference cycle would keep the native session and its descriptors
+        # until the garbage collector runs.
         self._handlers.clear()
 
     def _execute(self, request: Request, descriptors: list[int]) -> object:
         if isinstance(request, messages.Adopt):
             if len(descriptors) != 1:
                 raise OSError(errno.EBADF, f"adopt needs exactly one descriptor, not {len(descriptors)}")
-            return self._add(self._store.adopt(descriptors[0], read=request.read, write=request.write))
+            return self._add_file(self._store.adopt(descriptors[0], read=request.read, write=request.write))
         handler = self._handlers.get(type(request))
         if handler is None:
             raise OSError(errno.EPROTO, "hello and attach are only valid as the first request of a connection")
         reply = handler(request)
         return messages.Done() if reply is None else reply
 
-    def _add(self, file: Any) -> messages.OpenReply:  # noqa: ANN401 - native object.
+    def _add_file(self, file: Any) -> messages.OpenReply:  # noqa: ANN401 - native object.
+        """Give an open file the next handle, and return the reply for it."""
         if len(self._files) >= self._handles_max:
             raise OSError(errno.EMFILE, f"a session has at most {self._handles_max} open files")
-        self._handles += 1
-        self._files[self._handles] = file
-        self._native.add_file(self._handles, file)
-        return messages.OpenReply(handle=self._handles, stat=file_stat(os.fstat(file.fd)))
+        self._last_handle += 1
+        self._files[self._last_handle] = file
+        self._native_session.add_file(self._last_handle, file)
+        return messages.OpenReply(handle=self._last_handle, stat=file_stat(os.fstat(file.fd)))
 
     def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
+        """Return the file of a handle."""
         try:
             return self._files[handle]
         except KeyError as error:
             raise OSError(errno.EBADF, f"handle {handle} is not open") from error
 
-    def _writable(self, handle: int) -> Any:  # noqa: ANN401 - native object.
+    def _writable_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
+        """Return the file of a handle that is open for writing."""
         file = self._file(handle)
         if not file.may_write:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")
@@ -131,12 +142,12 @@ class RequestHandler:
         flags |= os.O_CREAT if request.create else 0
         flags |= os.O_EXCL if request.create and request.exclusive else 0
         flags |= os.O_TRUNC if request.truncate else 0
-        return self._add(self._store.open(request.path, flags=flags, mode=request.mode))
+        return self._add_file(self._store.open(request.path, flags=flags, mode=request.mode))
 
     def _close(self, request: messages.Close) -> None:
         self._file(request.handle)
         del self._files[request.handle]
-        self._native.remove_file(request.handle)
+        self._native_session.remove_file(request.handle)
 
     def _stat(self, request: messages.Stat) -> messages.FileStat:
         if request.handle is not None:
@@ -145,7 +156,7 @@ class RequestHandler:
 
     def _truncate(self, request: messages.Truncate) -> messages.FileStat:
         if request.handle is not None:
-            file = self._writable(request.handle)
+            file = self._writable_file(request.handle)
         else:
             file = self._store.open(request.path or "", flags=os.O_RDWR)
         file.truncate(request.size_bytes)
@@ -159,6 +170,6 @@ class RequestHandler:
             os.fsync(descriptor)
 
     def _punch_hole(self, request: messages.PunchHole) -> None:
-        file = self._writable(request.handle)
+        file = self._writable_file(request.handle)
         for begin, end in request.ranges:
             file.punch(begin, end)

@@ -1,7 +1,7 @@
 """The storage server: it accepts clients, holds their sessions and executes control requests.
 
-One thread per control connection handles the requests that occur once per file or connection. The bytes of files are
-moved by the native thread of each session.
+A Python thread per control connection executes the requests, such as open and stat. The native thread of each session
+moves the bytes of files.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = ["StorageServer"]
 _LOG = logging.getLogger("gdrkit.storage")
 _SEND_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 60.0
+# The limits of a server. The last three apply to each session, and the reply to hello reports them.
 CONNECTIONS_MAX = 256
 SESSIONS_MAX = 64
 OUTSTANDING_MAX = 1024
@@ -48,7 +49,7 @@ HANDLES_MAX = 4096
 
 
 class StorageServer:
-    """A server of a store, which runs until :meth:`close`; a context manager.
+    """A server of a store, which runs until :meth:`close`. Use it as a context manager.
 
     Parameters
     ----------
@@ -58,22 +59,22 @@ class StorageServer:
         Address to listen on. Over TCP, a client must know the store's token. A unix socket has mode 0600, and its peer
         must be this user or root.
     nic_names : sequence of str
-        NICs of the server, which sessions use in turn. Empty: all with an active port.
+        Names of the NICs of the server, which sessions use in turn. Empty: all NICs with an active port.
     """
 
     def __init__(self, store: FileStore, address: ServerAddress, *, nic_names: Sequence[str] = ()) -> None:
         self._store = store
-        self._fabric = engine().Fabric(list(nic_names))
+        self._fabric = engine.Fabric(list(nic_names))
         self._lock = threading.Lock()
         self._sessions: dict[str, RequestHandler] = {}
         self._threads: dict[threading.Thread, ControlConnection] = {}
-        self._closing = False
-        listening = address.listen()
+        self._is_closing = False
+        listening_socket = address.listen()
         self.address = address
         if address.path is None:
-            host, port = listening.getsockname()[:2]
+            host, port = listening_socket.getsockname()[:2]
             self.address = ServerAddress(host=host, port=port)
-        self._listener = Listener(listening, self._admit)
+        self._listener = Listener(listening_socket, self._admit)
         self._handle = Handle("storage.server")
         self._acceptor = threading.Thread(target=self._listener.run, name="gdrkit-serve", daemon=True)
         self._acceptor.start()
@@ -84,22 +85,22 @@ class StorageServer:
         return tuple(self._fabric.names)
 
     def close(self, *, timeout_s: float = _END_TIMEOUT_S) -> None:
-        """End all sessions and stop listening; a second close does nothing.
+        """End all sessions and stop listening. A second close does nothing.
 
         Raises
         ------
         BrokenResource
-            ``TIMEOUT``: a session waits inside the file system for longer. It still uses the store, which must stay
-            open; closing again waits again.
+            ``TIMEOUT``: a session still waits for the file system after `timeout_s`. It uses the store, which must stay
+            open. Another close waits again.
         """
         with self._lock:
-            if self._closing:
+            if self._is_closing:
                 return
-            self._closing = True
+            self._is_closing = True
         try:
             self._end_threads(timeout_s)
         except BaseException:
-            self._closing = False
+            self._is_closing = False
             raise
         self._listener.close()
         if self.address.path is not None:
@@ -107,6 +108,7 @@ class StorageServer:
         self._handle.release()
 
     def _end_threads(self, timeout_s: float) -> None:
+        """Stop accepting, shut all connections down, and wait for the threads."""
         self._listener.stop()
         join_threads([self._acceptor], timeout_s=timeout_s)
         with self._lock:
@@ -121,19 +123,23 @@ class StorageServer:
             request = parse_request(payload)
         except UsageError as error:
             if error.reason is Reason.BAD_ARGUMENT:
-                self._refuse(connection, sequence, errno.EINVAL, error.message, logged="it has an invalid file name")
+                self._refuse(
+                    connection, sequence, errno.EINVAL, error.message, logged="the request has an invalid file name"
+                )
             raise
-        work: Callable[[], None]
+        run_connection: Callable[[], None]
         match request:
             case messages.StorageHello():
                 self._check_hello(connection, sequence, request)
-                work = partial(self._serve_session, connection, request, sequence)
+                run_connection = partial(self._serve_session, connection, request, sequence)
             case messages.Attach():
                 session = self._find_session(connection, sequence, request)
-                work = partial(self._attach, connection, session, sequence)
+                run_connection = partial(self._attach, connection, session, sequence)
             case _:
                 self._refuse(connection, sequence, errno.EPROTO, "the first request must be hello or attach")
-        thread = threading.Thread(target=self._run, args=(connection, work), name="gdrkit-session", daemon=True)
+        thread = threading.Thread(
+            target=self._run_thread, args=(connection, run_connection), name="gdrkit-session", daemon=True
+        )
         with self._lock:
             if len(self._threads) >= CONNECTIONS_MAX:
                 message = f"the server already has {CONNECTIONS_MAX} connections, its limit"
@@ -148,9 +154,10 @@ class StorageServer:
             message = "the server cannot start a thread"
             raise ConnectionRefused(message) from error
 
-    def _run(self, connection: ControlConnection, work: Callable[[], None]) -> None:
+    def _run_thread(self, connection: ControlConnection, run_connection: Callable[[], None]) -> None:
+        """Serve a connection by `run_connection`, and close it at the end."""
         try:
-            work()
+            run_connection()
         except (GdrkitError, OSError) as error:
             _LOG.warning("a connection failed: %s", error)
         finally:
@@ -159,6 +166,7 @@ class StorageServer:
                 self._threads.pop(threading.current_thread(), None)
 
     def _check_hello(self, connection: ControlConnection, sequence: int, hello: messages.StorageHello) -> None:
+        """Refuse a hello with another protocol version or a wrong token."""
         if hello.version != messages.PROTOCOL_VERSION:
             text = f"the protocol version must be {messages.PROTOCOL_VERSION}, not {hello.version}"
             self._refuse(connection, sequence, errno.EPROTONOSUPPORT, text)
@@ -168,35 +176,42 @@ class StorageServer:
             self._refuse(connection, sequence, errno.EACCES, "the token is not that of this store")
 
     def _find_session(self, connection: ControlConnection, sequence: int, request: messages.Attach) -> RequestHandler:
+        """Return the session that a data connection belongs to."""
         with self._lock:
             # The secret has 256 random bits, so the duration of the search reveals nothing useful.
             session = self._sessions.get(request.session)
             if session is not None and not session.is_attached:
                 session.is_attached = True
                 return session
-        return self._refuse(connection, sequence, errno.ESTALE, "there is no session that waits for this attach")
+        return self._refuse(
+            connection, sequence, errno.ESTALE, "no session with this secret waits for its data connection"
+        )
 
     @staticmethod
     def _refuse(
-        connection: ControlConnection, sequence: int, number: int, message: str, *, logged: str = ""
+        connection: ControlConnection, sequence: int, error_number: int, message: str, *, logged: str = ""
     ) -> NoReturn:
-        """Reply with an error and raise. The log gets `logged` if the message contains text of the client."""
-        connection.send(FrameType.CONTROL_REPLY, pack_error(messages.ErrorReply(number, message)), sequence=sequence)
+        """Reply with `message` and raise ConnectionRefused. The log gets `logged` instead, if it is set."""
+        connection.send(
+            FrameType.CONTROL_REPLY, pack_error(messages.ErrorReply(error_number, message)), sequence=sequence
+        )
         raise ConnectionRefused(logged or message)
 
     @staticmethod
     def _attach(connection: ControlConnection, session: RequestHandler, sequence: int) -> None:
+        """Start the transfers of a session on its data connection."""
         connection.send(FrameType.CONTROL_REPLY, pack_reply(messages.Done()), sequence=sequence)
         connection.set_timeout(None)
         session.start(connection.detach_descriptor())
 
     def _serve_session(self, connection: ControlConnection, hello: messages.StorageHello, sequence: int) -> None:
+        """Create a session, and execute its requests until one of its connections ends."""
         secret = secrets.token_hex(32)
         self._end_replaced(hello.replaces)
         try:
-            endpoints = [Endpoint.from_dict(each) for each in hello.lanes]
+            endpoints = [Endpoint.from_dict(lane) for lane in hello.lanes]
             self._check_session_limit()
-            native = engine().Session(
+            native_session = engine.Session(
                 self._store.native,
                 self._fabric,
                 [endpoint.to_dict() for endpoint in endpoints],
@@ -208,33 +223,36 @@ class StorageServer:
             connection.send(FrameType.CONTROL_REPLY, pack_error(reply), sequence=sequence)
             _LOG.warning("a session was refused: %s", reply.message)
             return
-        requests = RequestHandler(self._store, native, handles_max=HANDLES_MAX)
+        handler = RequestHandler(self._store, native_session, handles_max=HANDLES_MAX)
         try:
             with self._lock:
-                self._sessions[secret] = requests
+                self._sessions[secret] = handler
             hello_reply = messages.HelloReply(
                 version=messages.PROTOCOL_VERSION,
                 server=f"gdrkit {gdrkit.__version__}",
                 session=secret,
-                lanes=tuple(native.endpoints),
+                lanes=tuple(native_session.endpoints),
                 limits=messages.SessionLimits(
                     outstanding_max=OUTSTANDING_MAX,
                     length_bytes_max=LENGTH_BYTES_MAX,
-                    checksum_given_bytes_max=engine().CHECKSUM_GIVEN_BYTES_MAX,
+                    checksum_given_bytes_max=engine.CHECKSUM_GIVEN_BYTES_MAX,
                     handles_max=HANDLES_MAX,
-                    reads_max=native.reads_max,
+                    reads_max=native_session.reads_max,
                 ),
                 chunk_bytes=self._store.chunk_bytes,
             )
             connection.send(FrameType.CONTROL_REPLY, pack_reply(hello_reply), sequence=sequence)
-            self._serve_requests(connection, requests)
+            self._serve_requests(connection, handler)
         finally:
             with self._lock:
                 del self._sessions[secret]
-            requests.close()
+            handler.close()
 
     def _end_replaced(self, secret: str | None) -> None:
-        """End the session that a client gave up, which may only have been slow. The session's thread removes it."""
+        """End the session that a client gave up. Its thread removes it from the sessions.
+
+        The session may only have been slow. It must not execute a request after the new session has begun.
+        """
         with self._lock:
             replaced = self._sessions.get(secret or "")
         if replaced is not None:
@@ -245,12 +263,13 @@ class StorageServer:
             if len(self._sessions) >= SESSIONS_MAX:
                 raise OSError(errno.ENOBUFS, f"the server already has {SESSIONS_MAX} sessions, its limit")
 
-    def _serve_requests(self, connection: ControlConnection, requests: RequestHandler) -> None:
+    def _serve_requests(self, connection: ControlConnection, handler: RequestHandler) -> None:
+        """Execute requests until the client or the native session ends."""
         poll = select.poll()
         poll.register(connection.fileno(), select.POLLIN)
-        poll.register(requests.ended_fd, select.POLLIN)
+        poll.register(handler.ended_fd, select.POLLIN)
         while True:
-            if any(number == requests.ended_fd for number, _events in poll.poll()):
+            if any(descriptor == handler.ended_fd for descriptor, _events in poll.poll()):
                 return
             received = connection.receive(FrameType.CONTROL_REQUEST)
             if received is None:
@@ -258,7 +277,7 @@ class StorageServer:
             payload, sequence = received
             try:
                 request: Request = parse_request(payload)
-                reply = pack_reply(requests.execute(request, connection.descriptors))
+                reply = pack_reply(handler.execute(request, connection.descriptors))
             except OSError as error:
                 reply = pack_error(messages.ErrorReply(error.errno or errno.EIO, str(error.strerror or error)[:1000]))
             except UsageError as error:

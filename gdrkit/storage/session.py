@@ -1,4 +1,6 @@
-"""A session with a storage server, for any client: a control connection, a data connection and one queue pair per NIC.
+"""A session with a storage server: a control connection, a data connection and one queue pair per NIC.
+
+:class:`~gdrkit.storage.client.StorageClient` and the agent of :mod:`gdrkit.usrbio` use it.
 
 The server is the initiator of all transfers. The client posts no work requests. Its queue pairs only admit the RDMA
 WRITEs and RDMA READs of the server.
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageSession"]
 
-_R = TypeVar("_R")
+_Reply = TypeVar("_Reply")
 
 
 class StorageSession:
@@ -38,13 +40,14 @@ class StorageSession:
     connect : callable
         Returns a new socket that is connected to the server.
     nics : sequence of Nic
-        NICs of the client, with one queue pair each, at most ``messages.LANES_MAX``. Further NICs are not used.
+        NICs of the client. The session has one queue pair for each of the first ``messages.LANES_MAX`` NICs, and does
+        not use the others.
     client : str
         Name of the client program, for the server's log.
     token : str or None
         Token of the store, which is needed over TCP.
     timeout_ms : float
-        Longest time without an answer of the server, in milliseconds.
+        Longest time without a reply of the server, in milliseconds.
     replaces : str or None
         The `secret` of the previous session, which the server ends first if it still exists.
 
@@ -68,7 +71,7 @@ class StorageSession:
     ApiError
         The server refused the session: EACCES (wrong token) or EPROTONOSUPPORT (other version).
     OSError
-        The connection failed. TimeoutError: no answer in time.
+        The connection failed. TimeoutError: no reply in time.
     BrokenResource, UsageError
         The server ended the connection, or sent an invalid reply.
     """
@@ -88,23 +91,23 @@ class StorageSession:
         self._lock = threading.Lock()
         self._sequence = 0
         self._failure = ""
-        self._parts = ReleaseStack()
+        self._on_close = ReleaseStack()
         try:
             self._control = self._new_connection()
             self.queue_pairs = tuple(self._new_queue_pair(nic) for nic in nics[: messages.LANES_MAX])
-            reply = self._begin(client, token, replaces)
+            reply = self._begin_session(client, token, replaces)
             self.limits, self.secret = reply.limits, reply.session
             self.chunk_bytes, self.server = reply.chunk_bytes, reply.server
-            data = self._new_connection()
-            self._exchange(data, messages.Attach(reply.session), messages.Done)
-            self.data = data.detach_socket()
-            self._parts.push(self.data.close)
+            data_connection = self._new_connection()
+            self._exchange(data_connection, messages.Attach(reply.session), messages.Done)
+            self.data = data_connection.detach_socket()
+            self._on_close.push(self.data.close)
         except BaseException as error:
-            self._parts.run_after(error)
+            self._on_close.run_after(error)
             raise
 
-    def request(self, request: Request, kind: type[_R], *, descriptors: Sequence[int] = ()) -> _R:
-        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `kind`.
+    def request(self, request: Request, reply_type: type[_Reply], *, descriptors: Sequence[int] = ()) -> _Reply:
+        """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `reply_type`.
 
         `descriptors` are sent with the request. The caller still owns them.
 
@@ -113,17 +116,17 @@ class StorageSession:
         ApiError
             The server replied with this errno. EREMOTEIO: the connection failed, and the session has ended.
         """
-        name = operation_of(request)
+        operation = operation_of(request)
         with self._lock:
             if self._failure:
-                raise storage_error(name, errno.EREMOTEIO, detail=self._failure)
+                raise storage_error(operation, errno.EREMOTEIO, detail=self._failure)
             try:
-                return self._exchange(self._control, request, kind, descriptors)
+                return self._exchange(self._control, request, reply_type, descriptors)
             except (OSError, UsageError, BrokenResource) as error:
                 # Later replies can no longer be matched to requests, so no further request is sent.
                 self._failure = str(error)
                 self.interrupt()
-                raise storage_error(name, errno.EREMOTEIO, detail=self._failure) from error
+                raise storage_error(operation, errno.EREMOTEIO, detail=self._failure) from error
 
     def interrupt(self) -> None:
         """Shut both connections down, which ends the session and wakes every thread that waits for the server."""
@@ -132,41 +135,43 @@ class StorageSession:
 
     def fail_queue_pairs(self) -> None:
         """Put the queue pairs into the error state. Afterwards no transfer of the server can arrive."""
-        for pair in self.queue_pairs:
-            pair.fail()
+        for queue_pair in self.queue_pairs:
+            queue_pair.fail()
 
     def close(self) -> None:
-        """End the session: fail and destroy the queue pairs, close both connections. A second close does nothing."""
-        self._parts.run()
+        """End the session: destroy the queue pairs and close both connections. A second close does nothing."""
+        self._on_close.run()
 
     def _new_connection(self) -> ControlConnection:
         connection = ControlConnection(self._connect())
-        self._parts.push(connection.close)
+        self._on_close.push(connection.close)
         connection.set_timeout(self._timeout_s)
         return connection
 
     def _new_queue_pair(self, nic: Nic) -> QueuePair:
-        queue = nic.completion_queue(depth=1)
-        self._parts.push(queue.close)
-        pair = nic.queue_pair(queue, sends_max=1, receives_max=1)
-        self._parts.push(pair.close)
-        return pair
+        completion_queue = nic.completion_queue(depth=1)
+        self._on_close.push(completion_queue.close)
+        queue_pair = nic.queue_pair(completion_queue, sends_max=1, receives_max=1)
+        self._on_close.push(queue_pair.close)
+        return queue_pair
 
-    def _begin(self, client: str, token: str | None, replaces: str | None) -> messages.HelloReply:
-        lanes = tuple(pair.endpoint().to_dict() for pair in self.queue_pairs)
+    def _begin_session(self, client: str, token: str | None, replaces: str | None) -> messages.HelloReply:
+        """Send hello with the endpoints of the queue pairs, and connect them to those in the reply."""
+        lanes = tuple(queue_pair.endpoint().to_dict() for queue_pair in self.queue_pairs)
         hello = messages.StorageHello(messages.PROTOCOL_VERSION, client, lanes, token, replaces)
         reply = self._exchange(self._control, hello, messages.HelloReply)
         if len(reply.lanes) != len(lanes):
             message = f"hello: the server has {len(reply.lanes)} queue pairs for the {len(lanes)} of the client"
             raise UsageError(message, reason=Reason.MALFORMED)
-        for pair, endpoint in zip(self.queue_pairs, reply.lanes, strict=True):
-            pair.connect(Endpoint.from_dict(endpoint), reads_max=reply.limits.reads_max)
-            self._parts.push(pair.fail)
+        for queue_pair, endpoint in zip(self.queue_pairs, reply.lanes, strict=True):
+            queue_pair.connect(Endpoint.from_dict(endpoint), reads_max=reply.limits.reads_max)
+            self._on_close.push(queue_pair.fail)
         return reply
 
     def _exchange(
-        self, connection: ControlConnection, request: Request, kind: type[_R], descriptors: Sequence[int] = ()
-    ) -> _R:
+        self, connection: ControlConnection, request: Request, reply_type: type[_Reply], descriptors: Sequence[int] = ()
+    ) -> _Reply:
+        """Send a request and return its reply."""
         self._sequence += 1
         payload = pack_request(request)
         connection.send(FrameType.CONTROL_REQUEST, payload, sequence=self._sequence, descriptors=descriptors)
@@ -178,7 +183,7 @@ class StorageSession:
         if sequence != self._sequence:
             message = f"reply: sequence {sequence} does not match request {self._sequence}"
             raise UsageError(message, reason=Reason.MALFORMED)
-        reply = parse_reply(payload, kind)
+        reply = parse_reply(payload, reply_type)
         if isinstance(reply, messages.ErrorReply):
             raise storage_error(operation_of(request), reply.errno, detail=reply.message)
         return reply

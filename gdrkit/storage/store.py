@@ -1,8 +1,8 @@
-"""A folder whose files the storage service serves. No path of a client leads out of it.
+"""A store: a folder whose files the storage service serves. No path of a client leads out of it.
 
-User files are ordinary files. gdrkit's own data is in ``.gdrkit`` beside them: ``store.json`` (the format), ``token``
-(the secret of clients over TCP), ``lock`` (one server at a time) and ``sums`` (the checksums of chunks, one file per
-inode).
+The files of clients are ordinary files. The data of the service is in the *private folder* ``.gdrkit`` of the store:
+``store.json`` (the format), ``token`` (the secret of clients over TCP), ``lock`` (one server at a time) and ``sums``
+(the checksums of chunks, one file per inode).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.host import PrivateFolder
 from gdrkit.storage._native import engine
 from gdrkit.storage.messages import FileStat, FolderEntry, ListReply, StatfsReply
-from gdrkit.storage.token import OWN_FOLDER, checked_token
+from gdrkit.storage.token import PRIVATE_FOLDER, checked_token
 from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FileStore", "file_stat"]
 
-# Names in the root of the store that clients never see: the store's own folder and that of the agent.
+# Names in the root of the store that clients never see: the private folder, and the folder of the agent of
+# gdrkit.usrbio.
 _HIDDEN = frozenset({b".gdrkit", b"3fs-virt"})
-_FORMAT = 1
-_CHUNK_BYTES = 4096
-# Limit of the JSON of the entries in one list reply, in bytes: a frame without the rest of that reply.
+_FORMAT_VERSION = 1
+_DEFAULT_CHUNK_BYTES = 4096
+# Largest size of the JSON of the entries of one list reply. The other fields of the reply need less than 1024 bytes.
 _ENTRIES_BYTES_MAX = CONTROL_BYTES_MAX - 1024
-# Size of the JSON of one entry without its name, in bytes: the names of the fields, and two numbers.
+# Size of the JSON of one entry without its name: the names of the fields, and two numbers.
 _ENTRY_BYTES = 80
 # Permission bits that a client may set. Set-user-ID, set-group-ID and sticky bits are excluded.
 _MODE_MASK = 0o777
@@ -51,47 +52,50 @@ class FileStore:
     root : Path
         The folder. `.gdrkit` is created in it if it does not exist.
     chunk_bytes : int or None
-        Bytes that one checksum covers, a power of two from 4096 to 65536, fixed when the store is created. None: the
-        existing value, or 4096.
+        Number of bytes that one checksum covers, a power of two from 4096 to 65536. It is fixed when the store is
+        created. None: the existing value, or 4096.
 
     Raises
     ------
     OSError
         The folder cannot be used. EWOULDBLOCK: another server has it open.
     SetupMissing
-        Another user can change gdrkit's data in `.gdrkit`, or has created that folder.
+        Another user can change the data in `.gdrkit`, or has created that folder.
     UsageError
         The store was created with another chunk size, or by another version.
     """
 
     def __init__(self, root: Path, *, chunk_bytes: int | None = None) -> None:
-        self._parts = ReleaseStack()
+        self._on_close = ReleaseStack()
         self._closed = False
         try:
             self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._parts.push(lambda: os.close(self._root))
-            self._own = PrivateFolder.below(root / OWN_FOLDER, parent=self._root)
-            self._parts.push(self._own.close)
-            lock = self._own.lock("lock")
-            self._parts.push(lambda: os.close(lock))
-            self.chunk_bytes = self._format(chunk_bytes)
-            self.token = self._token()
-            sums = self._own.folder("sums")
-            self._parts.push(sums.close)
-            self.native = engine().Store(sums.fd, self.chunk_bytes)
+            self._on_close.push(lambda: os.close(self._root))
+            self._private_folder = PrivateFolder.below(root / PRIVATE_FOLDER, parent_fd=self._root)
+            self._on_close.push(self._private_folder.close)
+            lock = self._private_folder.lock("lock")
+            self._on_close.push(lambda: os.close(lock))
+            self.chunk_bytes = self._read_or_create_format(chunk_bytes)
+            self.token = self._read_or_create_token()
+            sums = self._private_folder.folder("sums")
+            self._on_close.push(sums.close)
+            self.native = engine.Store(sums.fd, self.chunk_bytes)
         except BaseException as error:
-            self._parts.run_after(error)
+            self._on_close.run_after(error)
             raise
         self._handle = Handle("storage.store")
 
     def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.
-        """Open a regular file and return the engine's object (``_engine.OpenFile``); flags as in open(2)."""
+        """Open a regular file with the flags of open(2), and return the object of the engine (``_engine.OpenFile``)."""
         _check_visible(path)
         write = flags & os.O_ACCMODE != os.O_RDONLY
-        # A change of a part of a chunk must read the rest of it, so a file that is written is opened for reading, too.
-        # With O_NONBLOCK, the open of a FIFO fails at once and does not block.
+        # A file for writing is opened for reading too: a write of a part of a chunk reads the rest of the chunk,
+        # because the checksum covers the whole chunk. With O_NONBLOCK, the open of a FIFO fails at once and does not
+        # block.
         access = os.O_RDWR if write else os.O_RDONLY
-        descriptor = self._beneath(path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK)
+        descriptor = self._open_beneath(
+            path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK
+        )
         file = self.native.adopt(descriptor, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
         if flags & os.O_TRUNC:
             file.truncate(0)
@@ -102,7 +106,9 @@ class FileStore:
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         access = flags & os.O_ACCMODE
         if flags & os.O_PATH or (read and access == os.O_WRONLY) or (write and access == os.O_RDONLY):
-            raise OSError(errno.EACCES, "the access mode of the descriptor does not permit this")
+            raise OSError(
+                errno.EACCES, "the access mode of the descriptor does not permit the requested reads or writes"
+            )
         file, root = os.fstat(descriptor), os.fstat(self._root)
         name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         relative = os.path.relpath(name, Path(f"/proc/self/fd/{self._root}").readlink())
@@ -125,20 +131,22 @@ class FileStore:
         with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
             with os.scandir(folder) as entries:
                 by_name = {os.fsencode(each.name): each for each in entries}
-            least = b"" if after is None else os.fsencode(after)
+            after_bytes = b"" if after is None else os.fsencode(after)
             hidden = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
-            names = sorted(name for name in by_name if name > least and name not in hidden)
-            listed, bytes_left = [], _ENTRIES_BYTES_MAX
+            names = sorted(name for name in by_name if name > after_bytes and name not in hidden)
+            reply_entries, bytes_left = [], _ENTRIES_BYTES_MAX
             for name in names:
                 entry = by_name[name]
-                # The size is that of the JSON: a character takes up to 12 bytes, as two escapes.
+                # A character of a name takes up to 12 bytes in JSON, as two escapes.
                 bytes_left -= _ENTRY_BYTES + len(json.dumps(entry.name))
                 if bytes_left < 0:
                     break
-                with contextlib.suppress(FileNotFoundError):  # The file was removed meanwhile.
-                    info = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                    listed.append(FolderEntry(name=entry.name, inode=info.st_ino, kind=stat.S_IFMT(info.st_mode)))
-        return ListReply(entries=tuple(listed), more=bytes_left < 0)
+                with contextlib.suppress(FileNotFoundError):  # Removed after scandir().
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    reply_entries.append(
+                        FolderEntry(name=entry.name, inode=status.st_ino, kind=stat.S_IFMT(status.st_mode))
+                    )
+        return ListReply(entries=tuple(reply_entries), more=bytes_left < 0)
 
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Create a folder."""
@@ -152,24 +160,24 @@ class FileStore:
             os.rmdir(name, dir_fd=folder)
 
     def unlink(self, path: str) -> None:
-        """Remove a name. With the last name, the checksums are removed, too."""
+        """Remove a name of a file. With the last name of the file, remove its checksums too."""
         with self._parent(path) as (folder, name):
-            info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             os.unlink(name, dir_fd=folder)
-        self._remove_sums(info)
+        self._remove_sums(status)
 
     def rename(self, path: str, new_path: str, *, exclusive: bool, exchange: bool) -> None:
         """Rename by renameat2(2)."""
         with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
-            replaced = None
+            replaced_status = None
             if not exchange:
                 with contextlib.suppress(FileNotFoundError):
-                    replaced = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
-            moved = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            engine().rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
-        # If both are names of one file, rename(2) does nothing.
-        if replaced is not None and replaced.st_ino != moved.st_ino:
-            self._remove_sums(replaced)
+                    replaced_status = os.stat(new_name, dir_fd=new_folder, follow_symlinks=False)
+            moved_status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            engine.rename(folder, name, new_folder, new_name, exclusive=exclusive, exchange=exchange)
+        # rename(2) does nothing if both are names of one file.
+        if replaced_status is not None and replaced_status.st_ino != moved_status.st_ino:
+            self._remove_sums(replaced_status)
 
     def link(self, path: str, new_path: str) -> FileStat:
         """Create a second name (hard link)."""
@@ -202,48 +210,50 @@ class FileStore:
         if stat.S_ISREG(self.stat(path).mode):
             self.open(path, flags=os.O_RDONLY).set_times(access_time_ns, modification_time_ns)
         else:
-            now = self.stat(path)
-            times = (
-                now.access_time_ns if access_time_ns is None else access_time_ns,
-                now.modification_time_ns if modification_time_ns is None else modification_time_ns,
+            current = self.stat(path)
+            times_ns = (
+                current.access_time_ns if access_time_ns is None else access_time_ns,
+                current.modification_time_ns if modification_time_ns is None else modification_time_ns,
             )
             if not path:
-                os.utime(self._root, ns=times)
+                os.utime(self._root, ns=times_ns)
             else:
                 with self._parent(path) as (folder, name):
-                    os.utime(name, ns=times, dir_fd=folder, follow_symlinks=False)
+                    os.utime(name, ns=times_ns, dir_fd=folder, follow_symlinks=False)
         return self.stat(path)
 
     def statfs(self) -> StatfsReply:
         """Return the space of the file system."""
-        now = os.fstatvfs(self._root)
+        space = os.fstatvfs(self._root)
         return StatfsReply(
-            block_bytes=now.f_frsize,
-            blocks=now.f_blocks,
-            blocks_free=now.f_bfree,
-            blocks_available=now.f_bavail,
-            files=now.f_files,
-            files_free=now.f_ffree,
-            name_bytes_max=now.f_namemax,
+            block_bytes=space.f_frsize,
+            blocks=space.f_blocks,
+            blocks_free=space.f_bfree,
+            blocks_available=space.f_bavail,
+            files=space.f_files,
+            files_free=space.f_ffree,
+            name_bytes_max=space.f_namemax,
         )
 
-    def own_socket(self) -> Path:
-        """Return the default socket path of a server of this store."""
-        return self._own.path.resolve() / "server.sock"
+    def default_socket(self) -> Path:
+        """Return the path of the socket on which a server of this store listens by default."""
+        return self._private_folder.path.resolve() / "server.sock"
 
     def close(self) -> None:
         """Close the folder and release its lock. Open files stay open."""
         if not self._closed:
-            self._parts.run()
+            self._on_close.run()
             self._closed = True
             self._handle.release()
 
-    def _beneath(self, path: str, flags: int, mode: int = 0) -> int:
-        return int(engine().open_beneath(self._root, os.fsencode(path), flags, mode))
+    def _open_beneath(self, path: str, flags: int, mode: int = 0) -> int:
+        """Open a path beneath the root by openat2(2), which follows no symbolic link."""
+        return int(engine.open_beneath(self._root, os.fsencode(path), flags, mode))
 
     @contextlib.contextmanager
     def _opened(self, path: str, flags: int) -> Iterator[int]:
-        descriptor = self._beneath(path, flags)
+        """Open a path of the store until the block ends, and yield the descriptor."""
+        descriptor = self._open_beneath(path, flags)
         try:
             yield descriptor
         finally:
@@ -253,41 +263,47 @@ class FileStore:
     def _parent(self, path: str) -> Iterator[tuple[int, bytes]]:
         """Open the folder of a path. Yield its descriptor and the last name."""
         _check_visible(path)
-        before, _, name = path.rstrip("/").rpartition("/")
+        folder_path, _, name = path.rstrip("/").rpartition("/")
         if name in {"", ".", ".."}:
             raise OSError(errno.EINVAL, f"the last component of the path must be a name, not {name!r}")
-        with self._opened(before, os.O_PATH | os.O_DIRECTORY) as folder:
+        with self._opened(folder_path, os.O_PATH | os.O_DIRECTORY) as folder:
             yield folder, os.fsencode(name)
 
-    def _remove_sums(self, info: os.stat_result) -> None:
-        if stat.S_ISREG(info.st_mode) and info.st_nlink == 1:
-            self.native.remove_sums(info.st_ino)
+    def _remove_sums(self, status: os.stat_result) -> None:
+        """Remove the checksums of a file whose last name was removed."""
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            self.native.remove_sums(status.st_ino)
 
-    def _format(self, chunk_bytes: int | None) -> int:
-        requested = {"format": _FORMAT, "chunk_bytes": _CHUNK_BYTES if chunk_bytes is None else chunk_bytes}
-        if not self._own.has("store.json"):
-            self._own.write_text("store.json", json.dumps(requested) + "\n")
+    def _read_or_create_format(self, chunk_bytes: int | None) -> int:
+        """Return the chunk size of the store. Create store.json if the store is new."""
+        requested = {
+            "format": _FORMAT_VERSION,
+            "chunk_bytes": _DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
+        }
+        if not self._private_folder.has("store.json"):
+            self._private_folder.write_text("store.json", json.dumps(requested) + "\n")
         try:
-            stored = json.loads(self._own.read_text("store.json"))
+            stored = json.loads(self._private_folder.read_text("store.json"))
         except ValueError as error:
-            message = f"{OWN_FOLDER}/store.json is not JSON"
+            message = f"{PRIVATE_FOLDER}/store.json is not JSON"
             raise UsageError(message, reason=Reason.MALFORMED) from error
         if (
             not isinstance(stored, dict)
-            or stored.get("format") != _FORMAT
+            or stored.get("format") != _FORMAT_VERSION
             or type(stored.get("chunk_bytes")) is not int
         ):
-            message = f"{OWN_FOLDER}/store.json must be of format {_FORMAT}, not {str(stored)[:80]}"
+            message = f"{PRIVATE_FOLDER}/store.json must be of format {_FORMAT_VERSION}, not {str(stored)[:80]}"
             raise UsageError(message, reason=Reason.MALFORMED)
         if chunk_bytes is not None and stored["chunk_bytes"] != chunk_bytes:
             message = f"the store has chunks of {stored['chunk_bytes']} bytes, not {chunk_bytes}"
             raise UsageError(message, what_to_do="leave --chunk-bytes out")
         return int(stored["chunk_bytes"])
 
-    def _token(self) -> str:
-        if not self._own.has("token"):
-            self._own.write_text("token", secrets.token_hex(32) + "\n")
-        return checked_token(self._own.read_text, "token", self._own.path / "token")
+    def _read_or_create_token(self) -> str:
+        """Return the token of the store. Create it if the store is new."""
+        if not self._private_folder.has("token"):
+            self._private_folder.write_text("token", secrets.token_hex(32) + "\n")
+        return checked_token(self._private_folder.read_text, "token", self._private_folder.path / "token")
 
     def __enter__(self) -> Self:
         return self
@@ -298,26 +314,27 @@ class FileStore:
         self.close()
 
 
-def file_stat(info: os.stat_result) -> FileStat:
-    """Return the attributes in the form of a reply."""
+def file_stat(status: os.stat_result) -> FileStat:
+    """Return the result of stat(2) as the attributes of a reply."""
     return FileStat(
-        inode=info.st_ino,
-        mode=info.st_mode,
-        size_bytes=info.st_size,
-        links=info.st_nlink,
-        uid=info.st_uid,
-        gid=info.st_gid,
-        allocated_bytes=info.st_blocks * 512,
-        access_time_ns=info.st_atime_ns,
-        modification_time_ns=info.st_mtime_ns,
-        change_time_ns=info.st_ctime_ns,
+        inode=status.st_ino,
+        mode=status.st_mode,
+        size_bytes=status.st_size,
+        links=status.st_nlink,
+        uid=status.st_uid,
+        gid=status.st_gid,
+        allocated_bytes=status.st_blocks * 512,
+        access_time_ns=status.st_atime_ns,
+        modification_time_ns=status.st_mtime_ns,
+        change_time_ns=status.st_ctime_ns,
     )
 
 
 def _check_visible(path: str) -> None:
+    """Refuse a path that leads out of the store (EXDEV) or to a hidden name (ENOENT)."""
     parts = os.fsencode(path).split(b"/")
     if path.startswith("/") or b".." in parts:
         raise OSError(errno.EXDEV, "the path must be relative to the store, without ..")
-    first = next((part for part in parts if part not in {b"", b"."}), b"")
-    if first in _HIDDEN:
+    first_name = next((part for part in parts if part not in {b"", b"."}), b"")
+    if first_name in _HIDDEN:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))

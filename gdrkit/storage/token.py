@@ -1,4 +1,4 @@
-"""The token of a store, by which a client over TCP proves that it may use the server."""
+"""The token of a store: a secret by which a client over TCP proves that it may use the server."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gdrkit.storage.messages import TOKEN_CHARACTERS_MAX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OWN_FOLDER", "checked_token", "read_token", "read_token_file"]
+__all__ = ["PRIVATE_FOLDER", "checked_token", "read_token", "read_token_file"]
 
-OWN_FOLDER = ".gdrkit"
+PRIVATE_FOLDER = ".gdrkit"
 
 
 def read_token(root: Path) -> str:
@@ -23,18 +23,18 @@ def read_token(root: Path) -> str:
     Raises
     ------
     SetupMissing
-        The token, or the folder that it is in, does not belong to this user alone.
+        Another user owns, or can read or change, the token or the folder that it is in.
     OSError
         There is no store, or no token.
     UsageError
-        ``MALFORMED``: the token is not a line of ASCII text.
+        ``MALFORMED``: the token is not one line of ASCII text.
     """
-    with PrivateFolder.below(root / OWN_FOLDER, create=False) as own:
-        return checked_token(own.read_text, "token", own.path / "token")
+    with PrivateFolder.below(root / PRIVATE_FOLDER, create=False) as private_folder:
+        return checked_token(private_folder.read_text, "token", private_folder.path / "token")
 
 
 def read_token_file(path: Path) -> str:
-    """Return the token in a file that its user copied from the machine of a server.
+    """Return the token in a file that the user has copied from the machine of a server.
 
     Raises
     ------
@@ -45,12 +45,12 @@ def read_token_file(path: Path) -> str:
         return checked_token(lambda name: Path(name).read_text(encoding="ascii"), str(path), path)
     except OSError as error:
         message = f"open {path}: {error.strerror} ({errno_name(error.errno)})"
-        what_to_do = f"copy {OWN_FOLDER}/token of the server's store, readable by this user alone"
+        what_to_do = f"copy {PRIVATE_FOLDER}/token of the server's store, readable by this user alone"
         raise UsageError(message, what_to_do=what_to_do) from error
 
 
 def checked_token(read_text: Callable[[str], str], name: str, path: Path) -> str:
-    """Return the token that `read_text(name)` returns. `path` is the file that errors name."""
+    """Return `read_text(name)` without white space, if that is a valid token. Errors name the file as `path`."""
     try:
         token = read_text(name).strip()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The data connection of a client, which sends io requests and receives results, with a timeout."""
+"""The data connection of a storage client, which sends io requests and receives their results, with a timeout."""
 
 from __future__ import annotations
 
@@ -28,23 +28,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Transfers", "storage_error"]
 
+# Largest number of bytes of one recv().
 _RECEIVE_BYTES = 1 << 18
 
 
 class Transfers:
-    """The data connection. Only one thread may use it at a time. After an error, every call fails."""
+    """The data connection. Only one thread may use it at a time. After an error, every later call fails."""
 
-    def __init__(self, connected: socket.socket, *, outstanding_max: int) -> None:
-        self._socket = connected
+    def __init__(self, connected_socket: socket.socket, *, outstanding_max: int) -> None:
+        self._socket = connected_socket
         self._socket.setblocking(False)  # noqa: FBT003 - a method of the standard library.
         self._outstanding_max = min(outstanding_max, OPERATIONS_MAX)
+        # Bytes that were received and not yet parsed.
         self._received = bytearray()
         self._tags = itertools.count(1)
         self._sequence = itertools.count(1)
         self._failure: str = ""
 
     def run(self, operations: Sequence[Operation], *, timeout_s: float) -> list[Result]:
-        """Execute operations, whose tags are set here, and return the results in the order of the operations.
+        """Give each operation a tag, execute the operations, and return the results in the order of the operations.
 
         Raises
         ------
@@ -54,23 +56,23 @@ class Transfers:
         """
         if self._failure:
             raise storage_error("transfer", errno.EREMOTEIO, detail=self._failure)
-        indexes: dict[int, int] = {}
+        index_by_tag: dict[int, int] = {}
         results: list[Result | None] = [None] * len(operations)
         remaining = deque(enumerate(operations))
-        out = bytearray()
-        deadline = time.monotonic() + timeout_s
-        while remaining or indexes or out:
-            if remaining and not out and len(indexes) < self._outstanding_max:
-                out += self._next_frame(remaining, indexes)
-            self._wait(deadline, writing=bool(out))
-            if out:
-                out = self._send(out)
+        unsent = bytearray()
+        deadline_s = time.monotonic() + timeout_s
+        while remaining or index_by_tag or unsent:
+            if remaining and not unsent and len(index_by_tag) < self._outstanding_max:
+                unsent += self._next_frame(remaining, index_by_tag)
+            self._wait(deadline_s, is_sending=bool(unsent))
+            if unsent:
+                unsent = self._send(unsent)
             for result in self._receive_results():
-                if result.tag not in indexes:
+                if result.tag not in index_by_tag:
                     self._fail("the server sent the result of an operation that was not requested")
-                results[indexes.pop(result.tag)] = result
+                results[index_by_tag.pop(result.tag)] = result
                 # A result is progress, so the deadline is extended.
-                deadline = time.monotonic() + timeout_s
+                deadline_s = time.monotonic() + timeout_s
         return [result for result in results if result is not None]
 
     def close(self) -> None:
@@ -78,33 +80,37 @@ class Transfers:
         self._failure = self._failure or "the client was closed"
         self._socket.close()
 
-    def _next_frame(self, remaining: deque[tuple[int, Operation]], indexes: dict[int, int]) -> bytes:
-        chosen = []
-        while remaining and len(indexes) < self._outstanding_max:
+    def _next_frame(self, remaining: deque[tuple[int, Operation]], index_by_tag: dict[int, int]) -> bytes:
+        """Return the next io request, and add its operations to `index_by_tag`."""
+        operations = []
+        while remaining and len(index_by_tag) < self._outstanding_max:
             index, operation = remaining.popleft()
             tag = next(self._tags)
-            indexes[tag] = index
-            chosen.append(_with_tag(operation, tag))
-        return pack_operations(chosen, sequence=next(self._sequence))
+            index_by_tag[tag] = index
+            operations.append(_with_tag(operation, tag))
+        return pack_operations(operations, sequence=next(self._sequence))
 
-    def _wait(self, deadline: float, *, writing: bool) -> None:
+    def _wait(self, deadline_s: float, *, is_sending: bool) -> None:
+        """Wait until bytes have arrived, or with `is_sending` until bytes can be sent."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN | (select.POLLOUT if writing else 0))
-        remaining_s = deadline - time.monotonic()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if is_sending else 0))
+        remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
             self._failure = "the server did not answer in time"
             self._socket.close()
             raise storage_error("transfer", errno.ETIMEDOUT, detail=self._failure)
 
-    def _send(self, out: bytearray) -> bytearray:
+    def _send(self, unsent: bytearray) -> bytearray:
+        """Send as many bytes as possible without waiting, and return the rest."""
         try:
-            return out[self._socket.send(out) :]
+            return unsent[self._socket.send(unsent) :]
         except BlockingIOError:
-            return out
+            return unsent
         except OSError as error:
             self._fail(f"the connection ended: {error}", error)
 
     def _receive_results(self) -> list[Result]:
+        """Receive bytes, and return the results in the replies that are complete."""
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -118,11 +124,12 @@ class Transfers:
         try:
             while len(self._received) >= HEADER_BYTES:
                 header = parse_header(bytes(self._received[:HEADER_BYTES]))
-                end = HEADER_BYTES + header.length
-                if header.type is FrameType.IO_REPLY and len(self._received) < end:
+                frame_end = HEADER_BYTES + header.length
+                # An incomplete reply waits for its other bytes. parse_results() refuses a frame of another type.
+                if header.type is FrameType.IO_REPLY and len(self._received) < frame_end:
                     break
-                results += parse_results(header, bytes(self._received[HEADER_BYTES:end]))
-                del self._received[:end]
+                results += parse_results(header, bytes(self._received[HEADER_BYTES:frame_end]))
+                del self._received[:frame_end]
         except GdrkitError as error:
             self._fail(f"the server sent an invalid reply: {error}", error)
         return results

@@ -1,6 +1,6 @@
 """Packing and parsing of the frames between a client and a server of the storage service.
 
-``native/storage/frames.hpp`` is the same in C++. Tests compare both with the bytes in ``suites/vectors/frames.txt``.
+``native/storage/frames.hpp`` does the same in C++. Tests compare both with the bytes in ``suites/vectors/frames.txt``.
 All numbers are little endian. A frame is a header of 32 bytes and its payload:
 
 ==========  =====  ==============================================================
@@ -57,6 +57,7 @@ __all__ = [
     "parse_results",
 ]
 
+# The bytes GDRS as a number.
 MAGIC = 0x53524447
 VERSION = 1
 CONTROL_BYTES_MAX = 65536
@@ -70,7 +71,7 @@ _OPERATION = struct.Struct("<QQQQQIHBBIIQ")
 _RESULT = struct.Struct("<QqIIII")
 _HOLE = struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-# The limit has space for 64 hole extents per result. A server with more extents sends another frame.
+# Largest payload of an io reply, with 64 hole extents per result. A server with more extents sends several replies.
 _REPLY_BYTES_MAX = OPERATIONS_MAX * (_RESULT.size + 64 * _HOLE.size)
 
 
@@ -93,9 +94,10 @@ class IoOpcode(enum.IntEnum):
 class OperationFlag(enum.IntFlag):
     """Flags of an operation.
 
-    ``FORBID_HOLES``: a read that meets a hole fails with -ENODATA. ``REPORT_HOLES``: a read does not write holes to
-    memory and reports them (otherwise they arrive as zeros). ``CHECKSUM_GIVEN``: a write of bytes with another checksum
-    fails with -EBADMSG and changes nothing. ``CHECKSUM_WANTED``: the result contains the CRC32C of the moved bytes.
+    ``FORBID_HOLES``: a read fails with -ENODATA if the range of the file has a hole. ``REPORT_HOLES``: the result of a
+    read has the holes, and the server does not write zeros to memory for them. ``CHECKSUM_GIVEN``: a write has the
+    CRC32C of its bytes. If other bytes arrive, it fails with -EBADMSG and changes nothing. ``CHECKSUM_WANTED``: the
+    result has the CRC32C of the moved bytes.
     """
 
     FORBID_HOLES = 1
@@ -171,7 +173,10 @@ class HoleExtent:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of an operation: the number of bytes (fewer than requested: end of file) or -errno."""
+    """The result of an operation: the number of moved bytes, or a negative errno.
+
+    At the end of the file, the number is smaller than requested.
+    """
 
     tag: int
     result: int
@@ -180,12 +185,15 @@ class Result:
     holes: tuple[HoleExtent, ...] = field(default=())
 
 
-def pack_control(kind: FrameType, payload: bytes, *, sequence: int) -> bytes:
+def pack_control(frame_type: FrameType, payload: bytes, *, sequence: int) -> bytes:
     """Return a control frame."""
-    if kind not in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY} or not 0 < len(payload) <= CONTROL_BYTES_MAX:
-        message = f"a {kind.name} frame cannot have a payload of {len(payload)} bytes"
+    if (
+        frame_type not in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY}
+        or not 0 < len(payload) <= CONTROL_BYTES_MAX
+    ):
+        message = f"a {frame_type.name} frame cannot have a payload of {len(payload)} bytes"
         raise UsageError(message)
-    return _frame(kind, payload, count=0, sequence=sequence)
+    return _frame(frame_type, payload, count=0, sequence=sequence)
 
 
 def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
@@ -222,31 +230,31 @@ def pack_results(results: Sequence[Result]) -> bytes:
     if not 0 < len(results) <= OPERATIONS_MAX:
         message = f"a frame must have 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
-    parts = [_RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results]
-    parts += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
-    return _frame(FrameType.IO_REPLY, b"".join(parts), count=len(results), sequence=0)
+    packed = [_RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results]
+    packed += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
+    return _frame(FrameType.IO_REPLY, b"".join(packed), count=len(results), sequence=0)
 
 
 def parse_header(data: bytes) -> Header:
-    """Check and parse the 32 bytes at the start of a frame. Only then can its length be trusted."""
+    """Check and parse the 32 bytes at the start of a frame."""
     if len(data) != HEADER_BYTES:
         _refuse(f"a header must have {HEADER_BYTES} bytes, not {len(data)}")
     (checksum,) = _CHECKSUM.unpack_from(data, _HEADER.size)
     if checksum != crc32c(data[: _HEADER.size]):
         _refuse("the checksum of the header is wrong")
-    magic, version, number, length, count, sequence, payload = _HEADER.unpack_from(data)
+    magic, version, type_number, length, count, sequence, payload_crc32c = _HEADER.unpack_from(data)
     if magic != MAGIC:
         _refuse(f"the magic must be {MAGIC:#x}, not {magic:#x}")
     if version != VERSION:
         _refuse(f"the version must be {VERSION}, not {version}")
     try:
-        kind = FrameType(number)
+        frame_type = FrameType(type_number)
     except ValueError as error:
-        message = f"frame: unknown type {number}"
+        message = f"frame: unknown type {type_number}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
-    if not _is_possible(kind, length, count, sequence):
-        _refuse(f"{kind.name} cannot have {length} bytes, count {count}, sequence {sequence}")
-    return Header(type=kind, length=length, count=count, sequence=sequence, payload_crc32c=payload)
+    if not _is_possible(frame_type, length, count, sequence):
+        _refuse(f"{frame_type.name} cannot have {length} bytes, count {count}, sequence {sequence}")
+    return Header(type=frame_type, length=length, count=count, sequence=sequence, payload_crc32c=payload_crc32c)
 
 
 def check_payload(header: Header, payload: bytes) -> None:
@@ -262,7 +270,7 @@ def parse_operations(header: Header, payload: bytes) -> tuple[Operation, ...]:
     if header.type is not FrameType.IO_REQUEST:
         _refuse(f"{header.type.name} has no operations")
     check_payload(header, payload)
-    return tuple(_operation(fields) for fields in _OPERATION.iter_unpack(payload))
+    return tuple(_parse_operation(fields) for fields in _OPERATION.iter_unpack(payload))
 
 
 def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
@@ -270,17 +278,19 @@ def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
     if header.type is not FrameType.IO_REPLY:
         _refuse(f"{header.type.name} has no results")
     check_payload(header, payload)
-    end = header.count * _RESULT.size
-    rows = list(_RESULT.iter_unpack(payload[:end]))
-    if (len(payload) - end) != sum(row[4] for row in rows) * _HOLE.size:
+    results_bytes = header.count * _RESULT.size
+    rows = list(_RESULT.iter_unpack(payload[:results_bytes]))
+    if (len(payload) - results_bytes) != sum(hole_count for *_, hole_count, _reserved in rows) * _HOLE.size:
         _refuse("the number of hole extents differs from that in the results")
-    extents = [HoleExtent(offset=offset, length=length) for offset, length in _HOLE.iter_unpack(payload[end:])]
-    results, at = [], 0
-    for tag, result, checksum, flags, holes, reserved in rows:
-        if flags & ~int(ResultFlag.CHECKSUM_VALID) or reserved or holes > HOLES_MAX:
-            _refuse(f"a result cannot have flags {flags:#x}, {holes} holes, reserved {reserved:#x}")
-        extents_of_result = tuple(extents[at : at + holes])
-        at += holes
+    extents = [
+        HoleExtent(offset=offset, length=length) for offset, length in _HOLE.iter_unpack(payload[results_bytes:])
+    ]
+    results, extent_index = [], 0
+    for tag, result, checksum, flags, hole_count, reserved in rows:
+        if flags & ~int(ResultFlag.CHECKSUM_VALID) or reserved or hole_count > HOLES_MAX:
+            _refuse(f"a result cannot have flags {flags:#x}, {hole_count} holes, reserved {reserved:#x}")
+        extents_of_result = tuple(extents[extent_index : extent_index + hole_count])
+        extent_index += hole_count
         _check_holes(result, extents_of_result)
         results.append(
             Result(tag=tag, result=result, checksum=checksum, flags=ResultFlag(flags), holes=extents_of_result)
@@ -289,19 +299,22 @@ def parse_results(header: Header, payload: bytes) -> tuple[Result, ...]:
 
 
 def _check_holes(result: int, holes: tuple[HoleExtent, ...]) -> None:
-    end = 0
+    """Refuse holes that overlap, are empty, or are outside of the bytes that the result reports."""
+    previous_end = 0
     for hole in holes:
-        if hole.offset < end or not hole.length or hole.offset + hole.length > result:
+        if hole.offset < previous_end or not hole.length or hole.offset + hole.length > result:
             _refuse(f"a result of {result} bytes cannot have a hole of {hole.length} bytes at offset {hole.offset}")
-        end = hole.offset + hole.length
+        previous_end = hole.offset + hole.length
 
 
-def _operation(fields: tuple[int, ...]) -> Operation:
-    tag, handle, offset, length, address, rkey, queue_pair, code, flags, checksum, reserved0, reserved1 = fields
+def _parse_operation(fields: tuple[int, ...]) -> Operation:
+    tag, handle, offset, length, address, rkey, queue_pair, opcode_number, flags, checksum, reserved0, reserved1 = (
+        fields
+    )
     try:
-        opcode = IoOpcode(code)
+        opcode = IoOpcode(opcode_number)
     except ValueError as error:
-        message = f"frame: unknown opcode {code}"
+        message = f"frame: unknown opcode {opcode_number}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
     # The flags are compared as plain numbers, because the complement of an IntFlag contains only known flags.
     if flags & ~int(_READ_FLAGS if opcode is IoOpcode.READ else _WRITE_FLAGS):
@@ -322,20 +335,21 @@ def _operation(fields: tuple[int, ...]) -> Operation:
     )
 
 
-def _is_possible(kind: FrameType, length: int, count: int, sequence: int) -> bool:
-    if kind in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY}:
+def _is_possible(frame_type: FrameType, length: int, count: int, sequence: int) -> bool:
+    """Return whether a frame of this type can have these numbers in its header."""
+    if frame_type in {FrameType.CONTROL_REQUEST, FrameType.CONTROL_REPLY}:
         return count == 0 and 0 < length <= CONTROL_BYTES_MAX
     if not 0 < count <= OPERATIONS_MAX:
         return False
-    if kind is FrameType.IO_REQUEST:
+    if frame_type is FrameType.IO_REQUEST:
         return length == count * _OPERATION.size
-    rest = length - count * _RESULT.size
-    return sequence == 0 and rest >= 0 and rest % _HOLE.size == 0 and length <= _REPLY_BYTES_MAX
+    holes_bytes = length - count * _RESULT.size
+    return sequence == 0 and holes_bytes >= 0 and holes_bytes % _HOLE.size == 0 and length <= _REPLY_BYTES_MAX
 
 
-def _frame(kind: FrameType, payload: bytes, *, count: int, sequence: int) -> bytes:
-    head = _HEADER.pack(MAGIC, VERSION, kind, len(payload), count, sequence, crc32c(payload))
-    return head + _CHECKSUM.pack(crc32c(head)) + payload
+def _frame(frame_type: FrameType, payload: bytes, *, count: int, sequence: int) -> bytes:
+    header = _HEADER.pack(MAGIC, VERSION, frame_type, len(payload), count, sequence, crc32c(payload))
+    return header + _CHECKSUM.pack(crc32c(header)) + payload
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -1,6 +1,6 @@
-"""The use of SQLite by the catalogue.
+"""Connections and transactions of SQLite, for the catalogue of the tiers.
 
-Only this file imports sqlite3. Errors of SQLite become :class:`ApiError` with SQLite's own number.
+Only this file imports sqlite3. It converts errors of SQLite to :class:`ApiError` with the result code of SQLite.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection", "connect", "convert_sqlite_errors", "is_damaged", "transaction"]
 
+# Primary result codes of SQLite.
+_BUSY, _LOCKED, _READ_ONLY, _IO, _CORRUPT, _FULL, _CANNOT_OPEN, _NO_DATABASE = 5, 6, 8, 10, 11, 13, 14, 26
 # The low byte of an extended result code is the primary result code (sqlite3.h).
 _PRIMARY_CODE_MASK = 0xFF
-_BUSY, _LOCKED, _READ_ONLY, _IO, _CORRUPT, _FULL, _CANNOT_OPEN, _NO_DATABASE = 5, 6, 8, 10, 11, 13, 14, 26
-_REASONS = {
+_REASON_BY_CODE = {
     _BUSY: Reason.BUSY,
     _LOCKED: Reason.BUSY,
     _READ_ONLY: Reason.NO_PERMISSION,
@@ -31,18 +32,19 @@ _REASONS = {
     _CANNOT_OPEN: Reason.NO_PERMISSION,
     _NO_DATABASE: Reason.MALFORMED,
 }
-_ADVICE = {
-    Reason.BUSY: "another process keeps the catalogue locked: end it, or try again",
+_ADVICE_BY_REASON = {
+    Reason.BUSY: "another process has locked the catalogue: stop that process, or try again later",
     Reason.NO_PERMISSION: "give this user write permission for the folder of the catalogue",
     Reason.IO_ERROR: "check the device of the catalogue; gdrkit tiers check --repair rebuilds it from the tiers",
     Reason.MALFORMED: "gdrkit tiers check --repair rebuilds it from the tiers",
     Reason.NO_SPACE: "free space on the file system of the catalogue, or configure another folder for it",
 }
+# Memory for cached pages of one connection.
 _CACHE_KIB = 4096
 
 
 def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Connection:
-    """Open a catalogue in WAL mode and return the connection. Each commit is on the disk before it returns.
+    """Open a database in WAL mode and return the connection. A commit returns after its data is on the disk.
 
     Parameters
     ----------
@@ -51,7 +53,7 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
     timeout_ms : int
         Longest time to wait for locks of other connections, in milliseconds.
     sorts_on_disk : bool
-        Keep temporary tables and the data of sorts in files, not in memory.
+        Whether SQLite keeps temporary tables and sorts in files instead of memory.
 
     Raises
     ------
@@ -65,7 +67,9 @@ def connect(path: Path, *, timeout_ms: int, sorts_on_disk: bool = False) -> Conn
         try:
             connection.execute("PRAGMA journal_mode=WAL").fetchone()
             connection.execute("PRAGMA synchronous=FULL")
+            # A negative number is a size in KiB; a positive one would be a number of pages.
             connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+            # In mapped memory, an I/O error of the disk would be a SIGBUS instead of a result code.
             connection.execute("PRAGMA mmap_size=0")
             if sorts_on_disk:
                 connection.execute("PRAGMA temp_store=FILE")
@@ -96,7 +100,7 @@ def convert_sqlite_errors(operation: str, **arguments: object) -> Iterator[None]
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", None)
-        reason = _REASONS.get((code or 0) & _PRIMARY_CODE_MASK, Reason.OTHER)
+        reason = _REASON_BY_CODE.get((code or 0) & _PRIMARY_CODE_MASK, Reason.OTHER)
         raise ApiError(
             api=Api.SQLITE,
             operation=operation,
@@ -104,7 +108,7 @@ def convert_sqlite_errors(operation: str, **arguments: object) -> Iterator[None]
             status_name=getattr(error, "sqlite_errorname", None) or type(error).__name__,
             arguments=arguments,
             reason=reason,
-            what_to_do=_ADVICE.get(reason, ""),
+            what_to_do=_ADVICE_BY_REASON.get(reason, ""),
             detail=str(error),
         ) from error
 

@@ -1,7 +1,8 @@
 """Counts of file accesses that are not written to the catalogue yet.
 
-A read must neither wait for the catalogue nor fail because of it. So accesses are counted in memory and written to the
-catalogue in batches. If a process is killed, its unwritten counts are lost: a little heat, but no data.
+A read of a file must not wait for the catalogue, and must not fail if the catalogue fails. So accesses are counted in
+memory and written to the catalogue in batches. If a process is killed, the counts that it has not written are lost.
+Files then have a little less heat, but no data is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Accesses"]
 
 # Number of accesses after which the counts are written to the catalogue.
-_FLUSH_COUNT = 256
+_FLUSH_THRESHOLD = 256
 _log = logging.getLogger(__name__)
 
 
@@ -37,14 +38,14 @@ class Accesses:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._total = 0
-        self._flush_count = _FLUSH_COUNT
+        self._flush_threshold = _FLUSH_THRESHOLD
 
     def count(self, name: str) -> None:
         """Count one access to a file."""
         with self._lock:
             self._counts[name] += 1
             self._total += 1
-            is_flush_due = self._total >= self._flush_count
+            is_flush_due = self._total >= self._flush_threshold
         if is_flush_due:
             self.flush()
 
@@ -62,6 +63,6 @@ class Accesses:
                 with self._lock:
                     self._counts.update(counts)
                     # Readers must not wait for the lock at every access, so the next attempt comes later.
-                    self._flush_count *= 2
+                    self._flush_threshold *= 2
         else:
-            self._flush_count = _FLUSH_COUNT
+            self._flush_threshold = _FLUSH_THRESHOLD

@@ -1,4 +1,7 @@
-"""A benchmark of a tier, for comparison with the numbers that the GDS integration update states.
+"""A benchmark of a tier, for the command ``gdrkit tiers bench``.
+
+The command prints the results beside the numbers of :data:`~gdrkit.tiers.configuration.DEFAULT_TIERS`, which come from
+a requirements document.
 
 The benchmark writes and reads an unnamed file in the tier. It bypasses the page cache if the file system supports
 O_DIRECT. Otherwise it measures the page cache, and the result reports that. If there is a CUDA device, the benchmark
@@ -31,12 +34,14 @@ from gdrkit.units import HOST_PAGE_BYTES, MIB
 if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
 
-__all__ = ["LENGTH_BYTES", "Speed", "measure"]
+__all__ = ["DEFAULT_LENGTH_BYTES", "Speed", "measure"]
 
-LENGTH_BYTES = 256 * MIB
+DEFAULT_LENGTH_BYTES = 256 * MIB
+# Length of one read or write. The file consists of such parts.
 _PART_BYTES = 8 * MIB
-_THREADS_COUNT = 4
-_LATENCY_READS_COUNT = 200
+_READ_THREAD_COUNT = 4
+_LATENCY_READ_COUNT = 200
+# Seed of the data in the file, and of the offsets of the latency reads.
 _SEED = 0x7135
 
 
@@ -47,14 +52,14 @@ class Speed:
     Attributes
     ----------
     past_cache : bool
-        Whether the benchmark used O_DIRECT. False: the file system does not support it, and the numbers are those of
-        the page cache, not of the disk.
+        Whether the benchmark bypassed the page cache by O_DIRECT. False: the file system does not support O_DIRECT, so
+        the rates and latencies are those of the page cache, not of the disk.
     latency_us_median, latency_us_p99 : float
         Latency in microseconds of a read of one page at a random offset, with one read at a time.
     device_read_gb_per_s : float or None
         Rate of reads into memory of CUDA device 0; None without a device.
     route : TierRoute
-        The route of those bytes. If they took several routes, it is the worst one (see
+        The route of the reads into device memory. If the reads took several routes, it is the worst one (see
         :func:`~gdrkit.tiers.routes.worst_route`).
     """
 
@@ -69,132 +74,133 @@ class Speed:
     route: TierRoute
 
 
-def measure(folder: TierFolder, *, length_bytes: int = LENGTH_BYTES) -> Speed:
+def measure(folder: TierFolder, *, length_bytes: int = DEFAULT_LENGTH_BYTES) -> Speed:
     """Write and read a file in a tier, and return the rates.
 
     Parameters
     ----------
     folder : TierFolder
-        The tier.
+        The folder of the tier.
     length_bytes : int
         Size of the file, in bytes. It is rounded down to a multiple of 8 MiB, and is at least 8 MiB.
 
     Raises
     ------
     ApiError
-        The tier cannot be written, or it is full.
+        The tier is not writable, or it is full.
     DataMismatch
-        The tier returned other bytes than those written.
+        The tier returned bytes that differ from the written ones.
     """
-    parts = max(1, length_bytes // _PART_BYTES)
+    part_count = max(1, length_bytes // _PART_BYTES)
     with convert_os_errors("bench", tier=folder.name):
-        buffered, direct = _open_unnamed(folder)
+        buffered_fd, direct_fd = _open_unnamed(folder)
         try:
             memory = mmap.mmap(-1, _PART_BYTES)
             memory[:] = pattern.payload(_PART_BYTES, seed=_SEED)
-            write_s = _timed_write(direct, memory, parts)
-            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-            read_s = _timed_read(direct, parts)
-            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-            latencies = _latencies_us(direct, parts * _PART_BYTES)
-            os.posix_fadvise(buffered, 0, 0, os.POSIX_FADV_DONTNEED)
-            device_rate, route = _device_read(f"/proc/self/fd/{buffered}", parts)
+            write_s = _measure_write_s(direct_fd, memory, part_count)
+            os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            read_s = _measure_read_s(direct_fd, part_count)
+            os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            latencies_us = _measure_latencies_us(direct_fd, part_count * _PART_BYTES)
+            os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            device_rate, route = _measure_device_read(f"/proc/self/fd/{buffered_fd}", part_count)
         finally:
-            for descriptor in {buffered, direct}:
+            for descriptor in {buffered_fd, direct_fd}:
                 os.close(descriptor)
-    file_bytes = parts * _PART_BYTES
+    file_bytes = part_count * _PART_BYTES
     return Speed(
         tier=folder.name,
         length_bytes=file_bytes,
-        past_cache=direct != buffered,
+        past_cache=direct_fd != buffered_fd,
         write_gb_per_s=file_bytes / write_s / 1e9,
         read_gb_per_s=file_bytes / read_s / 1e9,
-        latency_us_median=statistics.median(latencies),
-        latency_us_p99=statistics.quantiles(latencies, n=100)[-1],
+        latency_us_median=statistics.median(latencies_us),
+        latency_us_p99=statistics.quantiles(latencies_us, n=100)[-1],
         device_read_gb_per_s=device_rate,
         route=route,
     )
 
 
 def _open_unnamed(folder: TierFolder) -> tuple[int, int]:
-    """Create an unnamed file. Return a buffered descriptor and one with O_DIRECT.
+    """Create an unnamed file. Return a descriptor for buffered access and one with O_DIRECT.
 
     If the file system does not support O_DIRECT, both are the same descriptor.
     """
     name, incoming = f"bench-{uuid.uuid4().hex}", folder.own_folder("incoming")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming)
+    buffered_fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming)
     try:
-        direct = os.open(name, flags | os.O_DIRECT, dir_fd=incoming)
+        direct_fd = os.open(name, flags | os.O_DIRECT, dir_fd=incoming)
     except OSError as error:
         if error.errno != errno.EINVAL:
-            os.close(buffered)
+            os.close(buffered_fd)
             raise
-        direct = buffered
+        direct_fd = buffered_fd
     finally:
         os.unlink(name, dir_fd=incoming)
-    return buffered, direct
+    return buffered_fd, direct_fd
 
 
-def _timed_write(descriptor: int, memory: mmap.mmap, parts: int) -> float:
-    begin = time.perf_counter()
-    for part in range(parts):
+def _measure_write_s(descriptor: int, memory: mmap.mmap, part_count: int) -> float:
+    start_s = time.perf_counter()
+    for part in range(part_count):
         if os.pwritev(descriptor, [memory], part * _PART_BYTES) != _PART_BYTES:
             raise OSError(errno.ENOSPC, "the tier is full")
     os.fsync(descriptor)
-    return time.perf_counter() - begin
+    return time.perf_counter() - start_s
 
 
-def _timed_read(descriptor: int, parts: int) -> float:
-    memories = [mmap.mmap(-1, _PART_BYTES) for _ in range(min(_THREADS_COUNT, parts))]
+def _measure_read_s(descriptor: int, part_count: int) -> float:
+    # One buffer per thread.
+    memories = [mmap.mmap(-1, _PART_BYTES) for _ in range(min(_READ_THREAD_COUNT, part_count))]
 
-    def read(first: int) -> None:
-        for part in range(first, parts, len(memories)):
-            count = os.preadv(descriptor, [memories[first]], part * _PART_BYTES)
-            if count != _PART_BYTES:
-                raise DataMismatch(first_offset_bytes=count, expected=b"", actual=b"", length_bytes=_PART_BYTES)
+    def read(first_part: int) -> None:
+        for part in range(first_part, part_count, len(memories)):
+            read_bytes = os.preadv(descriptor, [memories[first_part]], part * _PART_BYTES)
+            if read_bytes != _PART_BYTES:
+                raise DataMismatch(first_offset_bytes=read_bytes, expected=b"", actual=b"", length_bytes=_PART_BYTES)
 
     with ThreadPoolExecutor(len(memories)) as threads:
-        begin = time.perf_counter()
-        for future in [threads.submit(read, first) for first in range(len(memories))]:
+        start_s = time.perf_counter()
+        for future in [threads.submit(read, first_part) for first_part in range(len(memories))]:
             future.result()
-        duration_s = time.perf_counter() - begin
+        duration_s = time.perf_counter() - start_s
     for memory in memories:
         pattern.check(memoryview(memory), seed=_SEED)
     return duration_s
 
 
-def _latencies_us(descriptor: int, length_bytes: int) -> list[float]:
+def _measure_latencies_us(descriptor: int, length_bytes: int) -> list[float]:
     generator = random.Random(_SEED)  # noqa: S311 - not used for secrets.
-    memory, latencies = mmap.mmap(-1, HOST_PAGE_BYTES), []
-    for _ in range(_LATENCY_READS_COUNT):
+    memory, latencies_us = mmap.mmap(-1, HOST_PAGE_BYTES), []
+    for _ in range(_LATENCY_READ_COUNT):
         offset = generator.randrange(length_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         os.preadv(descriptor, [memory], offset)
-        latencies.append((time.perf_counter() - begin) * 1e6)
-    return latencies
+        latencies_us.append((time.perf_counter() - start_s) * 1e6)
+    return latencies_us
 
 
-def _device_read(path: str, parts: int) -> tuple[float | None, TierRoute]:
-    """Return the rate of reads into memory of the first device, in GB/s, and the worst route of a part of the file."""
+def _measure_device_read(path: str, part_count: int) -> tuple[float | None, TierRoute]:
+    """Read the file into the first device. Return the rate in GB/s and the worst route of its parts."""
     try:
-        count = cuda.device_count()
+        device_count = cuda.device_count()
     except SetupMissing as error:
         return None, TierRoute(RouteState.NOT_POSSIBLE, why=str(error))
-    if not count:
+    if not device_count:
         return None, TierRoute(RouteState.NOT_POSSIBLE, why="there is no CUDA device")
-    length = parts * _PART_BYTES
+    length_bytes = part_count * _PART_BYTES
     with cuda.Device(0) as device, device.allocate(_PART_BYTES) as memory, File(path) as file:
         with warnings.catch_warnings():
             # The table of results reports the fallback.
             warnings.simplefilter("ignore", FallbackWarning)
             # This first read probes for a direct path, and makes the engine pin its memory.
             file.read_into(memory, length_bytes=_PART_BYTES)
-            begin = time.perf_counter()
+            start_s = time.perf_counter()
             results = [
                 file.read_into(memory, file_offset_bytes=part * _PART_BYTES, length_bytes=_PART_BYTES)
-                for part in range(parts)
+                for part in range(part_count)
             ]
-            duration_s = time.perf_counter() - begin
+            duration_s = time.perf_counter() - start_s
         pattern.check(memory.read(), seed=_SEED)
-    return length / duration_s / 1e9, worst_route(results)
+    return length_bytes / duration_s / 1e9, worst_route(results)

@@ -1,4 +1,4 @@
-"""The catalogue, an index of the files: the tier, the size, the heat and the pin of each file.
+"""The catalogue of the tiers: an index in SQLite with the tier, the size, the heat and the pin of each file.
 
 The disks are authoritative for the location of a file. A lost or damaged catalogue is rebuilt from them. Several
 processes may use the catalogue at the same time.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit.cufile import RouteState
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.tiers.database import Database
-from gdrkit.tiers.heat import NEVER, score_after
+from gdrkit.tiers.heat import NEVER_ACCESSED, score_after
 from gdrkit.tiers.names import printable
 from gdrkit.tiers.routes import TierRoute
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Catalogue", "Entry", "Totals"]
 
+# Bytes per block of st_blocks; see stat(2).
+_STAT_BLOCK_BYTES = 512
 _COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
 
 
@@ -40,9 +42,9 @@ class Entry:
     links : int
         Number of hard links.
     score : float
-        The heat, stored as a score that needs no update as time passes; see :mod:`gdrkit.tiers.heat`.
+        The heat of the file, as a score that does not change while time passes; see :mod:`gdrkit.tiers.heat`.
     accesses : int
-        Number of all accesses.
+        Number of accesses since the entry was created.
     pinned : str or None
         Tier to which the file is pinned, or None.
     """
@@ -52,14 +54,14 @@ class Entry:
     size_bytes: int
     allocated_bytes: int
     links: int = 1
-    score: float = NEVER
+    score: float = NEVER_ACCESSED
     accesses: int = 0
     pinned: str | None = None
 
     @classmethod
-    def of(cls, name: str, tier: str, info: os.stat_result, *, score: float = NEVER) -> Entry:
+    def of(cls, name: str, tier: str, info: os.stat_result, *, score: float = NEVER_ACCESSED) -> Entry:
         """Return the entry of a file with this stat result."""
-        return cls(name, tier, info.st_size, info.st_blocks * 512, info.st_nlink, score)
+        return cls(name, tier, info.st_size, info.st_blocks * _STAT_BLOCK_BYTES, info.st_nlink, score)
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Entry:
@@ -88,14 +90,14 @@ class Totals:
 
 
 class Catalogue(Database):
-    """The catalogue of a set of tiers. Its owner closes it after all of its users.
+    """The catalogue of a set of tiers. The owner closes it when no other object uses it any more.
 
     Parameters
     ----------
     folder, half_life_s, timeout_ms, clock
         See :class:`Database`.
     fill : callable
-        Fills a new catalogue with the files on disk, by :meth:`put`.
+        Function that fills a new catalogue with the files on disk, by :meth:`put`.
     """
 
     def __init__(
@@ -111,13 +113,13 @@ class Catalogue(Database):
         super().__init__(folder, half_life_s=half_life_s, timeout_ms=timeout_ms, clock=clock)
 
     def fill(self) -> None:
-        """Fill a new catalogue with the files on disk."""
+        """Call the function `fill`, because the database of this catalogue is new and empty."""
         self._fill(self)
 
     def find(self, name: str) -> Entry | None:
         """Return the entry of a file, or None if the catalogue has none."""
         with self.locked_connection("find file", name=printable(name)) as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_key(name),)).fetchone()  # noqa: S608 - constant columns.
+            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_name_bytes(name),)).fetchone()  # noqa: S608 - constant columns.
         return None if row is None else Entry.from_row(row)
 
     def totals(self) -> dict[str, Totals]:
@@ -131,26 +133,33 @@ class Catalogue(Database):
         return {row[0]: Totals(*row[1:]) for row in rows}
 
     def pins(self) -> dict[str, str]:
-        """Return the pinned files, each with its tier."""
+        """Return the tier of each pinned file, by name of the file."""
         with self.locked_connection("read pins") as connection:
             rows = connection.execute("SELECT name, pinned FROM files WHERE pinned IS NOT NULL").fetchall()
         return {os.fsdecode(row[0]): row[1] for row in rows}
 
     def put(self, entry: Entry) -> None:
-        """Write the entry of a file, and replace all columns of an older one."""
+        """Write the entry of a file. An older entry of the file is replaced completely."""
         placeholders = ", ".join("?" * 8)
-        values = (_key(entry.name), *(getattr(entry, key) for key in _COLUMNS.split(", ")[1:]))
+        values = (_name_bytes(entry.name), *(getattr(entry, column) for column in _COLUMNS.split(", ")[1:]))
         with self.write_transaction("write entry", name=printable(entry.name)) as connection:
-            # REPLACE would delete the old row without running its trigger.
+            # INSERT OR REPLACE would delete the old row without the trigger that updates the totals.
             connection.execute(
                 f"INSERT INTO files ({_COLUMNS}) VALUES ({placeholders}) ON CONFLICT (name) DO UPDATE SET "  # noqa: S608 - constant columns.
-                + ", ".join(f"{key} = excluded.{key}" for key in _COLUMNS.split(", ")[1:]),
+                + ", ".join(f"{column} = excluded.{column}" for column in _COLUMNS.split(", ")[1:]),
                 values,
             )
 
     def record_file(self, name: str, tier: str, info: os.stat_result) -> None:
-        """Write tier and size of a file. The other columns of an existing row are kept."""
-        values = (_key(name), tier, info.st_size, info.st_blocks * 512, info.st_nlink, NEVER)
+        """Write the tier, the sizes and the hard links of a file. An existing entry keeps its heat and its pin."""
+        values = (
+            _name_bytes(name),
+            tier,
+            info.st_size,
+            info.st_blocks * _STAT_BLOCK_BYTES,
+            info.st_nlink,
+            NEVER_ACCESSED,
+        )
         with self.write_transaction("record file", name=printable(name)) as connection:
             connection.execute(
                 "INSERT INTO files (name, tier, size_bytes, allocated_bytes, links, score, accesses) "
@@ -162,12 +171,12 @@ class Catalogue(Database):
     def remove(self, name: str) -> None:
         """Remove the row of a file."""
         with self.write_transaction("forget file", name=printable(name)) as connection:
-            connection.execute("DELETE FROM files WHERE name = ?", (_key(name),))
+            connection.execute("DELETE FROM files WHERE name = ?", (_name_bytes(name),))
 
     def pin(self, name: str, tier: str | None) -> bool:
         """Pin a file to a tier, or unpin it (None). Return whether the catalogue has the file."""
         with self.write_transaction("pin", name=printable(name)) as connection:
-            cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _key(name)))
+            cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _name_bytes(name)))
             return bool(cursor.rowcount)
 
     def add_accesses(self, counts: Mapping[str, int]) -> None:
@@ -175,7 +184,7 @@ class Catalogue(Database):
         with self.write_transaction("count accesses") as connection:
             now = self.read_clock(connection, store=True)
             for name, count in counts.items():
-                row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_key(name),)).fetchone()
+                row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_name_bytes(name),)).fetchone()
                 if row is not None:
                     connection.execute(
                         "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
@@ -188,29 +197,35 @@ class Catalogue(Database):
         Parameters
         ----------
         move : tuple
-            Id of the migration, name of the file, source tier, destination tier, and size in bytes.
+            Id of the migration, name of the file, source tier, destination tier, and the space that the file takes, in
+            bytes.
         limit_bytes : int
-            Space that the destination may use in total, in bytes.
+            Space that gdrkit may use in the destination in total, in bytes.
 
         Raises
         ------
         ApiError
             ``NO_SPACE``: the destination does not have enough space.
         """
-        identifier, name, source, destination, size = move
+        identifier, name, source, destination, allocated_bytes = move
         with self.write_transaction("begin move", name=printable(name)) as connection:
             totals = self.totals().get(destination, Totals())
-            if totals.allocated_bytes + totals.coming_bytes + size > limit_bytes:
+            if totals.allocated_bytes + totals.coming_bytes + allocated_bytes > limit_bytes:
                 raise ApiError(
                     api=Api.NONE,
                     operation="migrate",
                     status=None,
                     status_name="NO_SPACE",
-                    arguments={"name": printable(name), "tier": destination, "bytes": size, "limit_bytes": limit_bytes},
+                    arguments={
+                        "name": printable(name),
+                        "tier": destination,
+                        "bytes": allocated_bytes,
+                        "limit_bytes": limit_bytes,
+                    },
                     reason=Reason.NO_SPACE,
                     what_to_do="free space in that tier, or configure a larger capacity for it",
                 )
-            row = (identifier, _key(name), source, destination, size)
+            row = (identifier, _name_bytes(name), source, destination, allocated_bytes)
             connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
 
     def end_move(self, identifier: str) -> None:
@@ -218,7 +233,7 @@ class Catalogue(Database):
         with self.write_transaction("end move", id=identifier) as connection:
             connection.execute("DELETE FROM moves WHERE id = ?", (identifier,))
 
-    def moves(self) -> list[str]:
+    def reserved_move_ids(self) -> list[str]:
         """Return the ids of the migrations that have a reservation."""
         with self.locked_connection("read moves") as connection:
             return [row[0] for row in connection.execute("SELECT id FROM moves ORDER BY id")]
@@ -246,5 +261,5 @@ class Catalogue(Database):
             connection.execute("INSERT OR REPLACE INTO tiers VALUES (?, ?)", (tier, identity))
 
 
-def _key(name: str) -> bytes:
+def _name_bytes(name: str) -> bytes:
     return os.fsencode(name)

@@ -1,6 +1,6 @@
 """Comparison of the catalogue with the disks, and repair of the catalogue.
 
-The files on the disks are listed in a temporary table, so that the comparison of a million files needs little memory.
+The comparison lists the files on the disks in a temporary table, so it needs little memory even for a million files.
 Other processes may change files during the comparison, so each difference is checked again before it is reported.
 """
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from gdrkit.tiers.configuration import Configuration
     from gdrkit.tiers.folder import TierFolder
 
-__all__ = ["compare", "fill_catalogue", "kept_files"]
+__all__ = ["compare", "fill_catalogue", "find_kept_files"]
 
+# Number of rows that are inserted at a time.
 _BATCH_ROWS = 1000
-_TABLE = """
+_CREATE_TABLE = """
 CREATE TEMP TABLE on_disk (
     name BLOB NOT NULL, tier TEXT NOT NULL, size_bytes INTEGER NOT NULL, links INTEGER NOT NULL,
     PRIMARY KEY (name, tier)
@@ -40,9 +41,10 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
     """Fill an empty catalogue with the files on disk.
 
     The heat of the files was lost with the old catalogue. Each file gets the heat that its tier requires, so that it
-    stays there until it has cooled. If two tiers have a file of the same name, the one in the faster tier is entered.
+    stays in the tier until it has cooled. If two tiers have a file of the same name, the catalogue gets the file in the
+    faster tier.
     """
-    at = catalogue.now()
+    now_half_lives = catalogue.now()
     for tier in configuration.tiers:
         folder = folders.get(tier.name)
         if folder is None:
@@ -52,10 +54,11 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
         with convert_os_errors("scan", tier=tier.name):
             for name, info in folder.walk():
                 if stat.S_ISREG(info.st_mode) and catalogue.find(name) is None:
-                    catalogue.put(Entry.of(name, tier.name, info, score=score_of(tier.accesses_min, at=at)))
+                    score = score_of(tier.accesses_min, at=now_half_lives)
+                    catalogue.put(Entry.of(name, tier.name, info, score=score))
 
 
-def kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
+def find_kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each file that a recovery moved to the ``kept`` folder."""
     for folder in folders.values():
         for name in folder.list_own_folder("kept"):
@@ -71,9 +74,9 @@ def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: 
     connection = catalogue.new_connection()
     try:
         with convert_sqlite_errors("check"):
-            connection.execute(_TABLE)
+            connection.execute(_CREATE_TABLE)
         for folder in folders.values():
-            yield from _list_files(folder, connection)
+            yield from _insert_regular_files(folder, connection)
         with convert_sqlite_errors("check"):
             names = _differing_names(connection)
         for name in names:
@@ -82,7 +85,7 @@ def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: 
         connection.close()
 
 
-def _list_files(folder: TierFolder, connection: Connection) -> Iterator[TierFinding]:
+def _insert_regular_files(folder: TierFolder, connection: Connection) -> Iterator[TierFinding]:
     """Insert the regular files of a tier into the temporary table, and yield a finding for each other file."""
     rows: list[tuple[bytes, str, int, int]] = []
     with convert_os_errors("scan", tier=folder.name):
@@ -118,20 +121,20 @@ def _differing_names(connection: Connection) -> list[bytes]:
 def _compare_file(
     name: str, catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool
 ) -> Iterator[TierFinding]:
-    """Compare one file again, with its current state on disk."""
+    """Compare the entry of one file with the current state of the disks, and yield the differences."""
     entry = catalogue.find(name)
-    copies = {tier: info for tier, folder in folders.items() if (info := _stat_regular(folder, name)) is not None}
+    copies = {tier: info for tier, folder in folders.items() if (info := _stat_regular_file(folder, name)) is not None}
     if len(copies) > 1 and not _is_migration_in_progress(folders):
-        first = entry.tier if entry is not None and entry.tier in copies else next(iter(copies))
-        others = ", ".join(tier for tier in copies if tier != first)
-        yield TierFinding(FindingKind.TWICE, name, first, f"also in {others}")
+        reported_tier = entry.tier if entry is not None and entry.tier in copies else next(iter(copies))
+        others = ", ".join(tier for tier in copies if tier != reported_tier)
+        yield TierFinding(FindingKind.TWICE, name, reported_tier, f"also in {others}")
     if entry is None:
         if copies:
             tier, info = next(iter(copies.items()))
             yield TierFinding(FindingKind.UNKNOWN, name, tier, "the catalogue did not have it", mended=repair)
             _record_file(catalogue, name, tier, info, repair=repair)
     elif not copies:
-        yield _missing_file(entry, catalogue, folders, repair=repair)
+        yield _handle_missing_file(entry, catalogue, folders, repair=repair)
     elif entry.tier not in copies:
         tier, info = next(iter(copies.items()))
         yield TierFinding(FindingKind.ELSEWHERE, name, tier, f"the catalogue had it in {entry.tier}", mended=repair)
@@ -139,8 +142,8 @@ def _compare_file(
     elif (copies[entry.tier].st_size, copies[entry.tier].st_nlink) != (entry.size_bytes, entry.links):
         info = copies[entry.tier]
         text = (
-            f"it has {info.st_size} bytes and {info.st_nlink} hard links; the catalogue had {entry.size_bytes} bytes "
-            f"and {entry.links} hard links"
+            f"the file has {info.st_size} bytes and {info.st_nlink} hard links; "
+            f"the catalogue had {entry.size_bytes} bytes and {entry.links} hard links"
         )
         yield TierFinding(FindingKind.CHANGED, name, entry.tier, text, mended=repair)
         _record_file(catalogue, name, entry.tier, info, repair=repair)
@@ -151,18 +154,19 @@ def _record_file(catalogue: Catalogue, name: str, tier: str, info: os.stat_resul
         catalogue.record_file(name, tier, info)
 
 
-def _missing_file(
+def _handle_missing_file(
     entry: Entry, catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: bool
 ) -> TierFinding:
+    """Return the finding about an entry without a file. With `repair`, remove the entry."""
     if entry.tier not in folders:
         return TierFinding(FindingKind.ABSENT, entry.name, entry.tier, "its tier is not available")
     if repair:
         catalogue.remove(entry.name)
-    text = "no tier has it; another program removed it"
+    text = "no tier has the file; another program removed it"
     return TierFinding(FindingKind.MISSING, entry.name, entry.tier, text, mended=repair)
 
 
-def _stat_regular(folder: TierFolder, name: str) -> os.stat_result | None:
+def _stat_regular_file(folder: TierFolder, name: str) -> os.stat_result | None:
     info = folder.stat(name)
     return info if info is not None and stat.S_ISREG(info.st_mode) else None
 

@@ -1,7 +1,8 @@
 """The configuration of tiers, from a TOML file, the environment and the command line.
 
-The defaults are those of the GDS integration update: /nvme for files with 100 accesses or more, /ssd for 10 to 99, /hdd
-for fewer. The speeds that it states only appear beside those that ``gdrkit tiers bench`` measures.
+The default tiers come from a requirements document, the "GDS integration update": /nvme for files with 100 accesses or
+more, /ssd for 10 to 99, /hdd for fewer. That document also states the speed of each tier. gdrkit uses these speeds only
+in the output of ``gdrkit tiers bench``, beside the measured ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.serialization import from_json_data
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_TIERS", "Configuration", "DefaultTier", "Tier", "configure", "parse_size"]
 
-CONFIG, TIERS, CATALOGUE = "GDRKIT_TIERS_CONFIG", "GDRKIT_TIERS", "GDRKIT_TIERS_CATALOGUE"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_UNITS = {
+_CONFIG_VARIABLE, _TIERS_VARIABLE, _CATALOGUE_VARIABLE = "GDRKIT_TIERS_CONFIG", "GDRKIT_TIERS", "GDRKIT_TIERS_CATALOGUE"
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_UNIT_BYTES = {
     "": 1,
     "B": 1,
     "KB": 10**3,
@@ -44,14 +45,14 @@ _WEEK_S = 7 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class DefaultTier:
-    """A default tier, with the numbers that the GDS integration update states for it. gdrkit did not measure them.
+    """A default tier, with the numbers that the GDS integration update states. gdrkit did not measure them.
 
     Attributes
     ----------
     directory : str
         Path of the tier.
     accesses_min : int
-        Heat that a file needs for this tier, in fresh accesses.
+        Heat that a file needs for this tier. A new access adds 1 to the heat of its file.
     rate_gb_per_s, latency_us : float
         Stated rate in 10**9 bytes per second, and stated latency in microseconds.
     direct : bool
@@ -81,9 +82,9 @@ class Tier:
     name : str
         Name of the tier in the catalogue.
     directory : Path
-        Folder of its files. If the tier has its own disk, it is the mount point.
+        Folder of the files. If the tier has a disk of its own, the folder is the mount point of that disk.
     accesses_min : int
-        Heat that a file needs for this tier, in fresh accesses.
+        Heat that a file needs for this tier. A new access adds 1 to the heat of its file.
     capacity_bytes : int or None
         Space that gdrkit may fill, in bytes. None: the size of the file system.
     """
@@ -107,13 +108,13 @@ class Configuration:
     half_life_s : float
         Half-life of an access, in seconds: an access of this age counts half.
     hysteresis : float
-        Share of its tier's required heat that a file may lose before it must leave, from 0 to less than 1.
+        Part of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
     headroom : float
-        Share of a tier that is kept free, from 0 to less than 1.
+        Part of a tier that stays free, from 0 to less than 1.
     landing : str
-        Tier of new files.
+        Name of the tier in which new files are created. Empty: the last (slowest) tier.
     timeout_ms : int
-        Longest time to wait for another process that writes the catalogue, in milliseconds.
+        Longest time to wait for a lock of the catalogue that another process holds, in milliseconds.
     """
 
     tiers: tuple[Tier, ...]
@@ -125,7 +126,7 @@ class Configuration:
     timeout_ms: int = 5000
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_configuration(self)
 
     def tier(self, name: str) -> Tier:
         """Return the tier with this name.
@@ -135,15 +136,15 @@ class Configuration:
         UsageError
             There is no such tier.
         """
-        for each in self.tiers:
-            if each.name == name:
-                return each
-        message = f"the tier must be one of {', '.join(repr(each.name) for each in self.tiers)}, not {name!r}"
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        message = f"the tier must be one of {', '.join(repr(tier.name) for tier in self.tiers)}, not {name!r}"
         raise UsageError(message)
 
     @property
     def landing_tier(self) -> Tier:
-        """The tier of new files: the configured one, or the last (slowest) one."""
+        """The tier in which new files are created."""
         return self.tier(self.landing) if self.landing else self.tiers[-1]
 
 
@@ -171,7 +172,7 @@ class _TomlFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class _FileSettings:
     """The settings of a TOML file, with absolute paths. `parameters` are fields of :class:`Configuration`."""
 
     tiers: tuple[_TierSettings, ...] = ()
@@ -205,15 +206,19 @@ def configure(
     UsageError
         A setting is invalid. The message names it.
     """
-    path = file or (Path(environ[CONFIG]) if environ.get(CONFIG) else None)
-    settings = _read_file(path) if path else _Settings()
-    words = tiers or re.split(r"[;\s]+", environ.get(TIERS, "").strip())
-    parsed = tuple(_parse_tier(word) for word in words if word)
-    configured = _with_defaults(parsed or settings.tiers)
+    path = file or (Path(environ[_CONFIG_VARIABLE]) if environ.get(_CONFIG_VARIABLE) else None)
+    settings = _read_file(path) if path else _FileSettings()
+    tier_texts = tiers or re.split(r"[;\s]+", environ.get(_TIERS_VARIABLE, "").strip())
+    tiers_of_caller = tuple(_parse_tier(text) for text in tier_texts if text)
+    configured = _with_defaults(tiers_of_caller or settings.tiers)
     folder = (
-        catalogue or environ.get(CATALOGUE) or settings.catalogue or configured[0].directory / OWN_FOLDER / "catalogue"
+        catalogue
+        or environ.get(_CATALOGUE_VARIABLE)
+        or settings.catalogue
+        or configured[0].directory / OWN_FOLDER / "catalogue"
     )
-    return Configuration(tiers=configured, catalogue=Path(folder), **settings.parameters)  # type: ignore[arg-type] # read by type above.
+    parameters: Any = settings.parameters  # from_json_data has checked the types.
+    return Configuration(tiers=configured, catalogue=Path(folder), **parameters)
 
 
 def parse_size(text: str | int) -> int:
@@ -224,15 +229,15 @@ def parse_size(text: str | int) -> int:
     UsageError
         The text is not a size.
     """
-    match = _SIZE.fullmatch(str(text).strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
+    match = _SIZE_PATTERN.fullmatch(str(text).strip())
+    unit = _UNIT_BYTES.get(match[2].upper()) if match else None
     if match is None or unit is None:
         message = f"a size must be a number with a unit, such as 900GiB, 1.5TB or 4096, not {str(text)[:40]!r}"
         raise UsageError(message)
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
-def _read_file(path: Path) -> _Settings:
+def _read_file(path: Path) -> _FileSettings:
     try:
         with path.open("rb") as file:
             contents = from_json_data(_TomlFile, tomllib.load(file), where=str(path))
@@ -244,26 +249,28 @@ def _read_file(path: Path) -> _Settings:
         raise UsageError(message, reason=Reason.MALFORMED) from error
     keys = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
     parameters = {key: getattr(contents, key) for key in keys if getattr(contents, key) is not None}
-    base = path.resolve().parent
-    tiers = tuple(replace(each, directory=str(base / each.directory)) for each in contents.tiers)
-    return _Settings(tiers, None if contents.catalogue is None else str(base / contents.catalogue), parameters)
+    base_folder = path.resolve().parent
+    tiers = tuple(replace(tier, directory=str(base_folder / tier.directory)) for tier in contents.tiers)
+    return _FileSettings(
+        tiers, None if contents.catalogue is None else str(base_folder / contents.catalogue), parameters
+    )
 
 
-def _parse_tier(word: str) -> _TierSettings:
-    """Return the settings of one tier, from the text NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]."""
-    name, equals_sign, rest = word.partition("=")
-    directory, *options = rest.split(",")
+def _parse_tier(text: str) -> _TierSettings:
+    """Return the settings of one tier, from a text NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N]."""
+    name, equals_sign, value = text.partition("=")
+    directory, *options = value.split(",")
     values = dict(option.partition("=")[::2] for option in options)
     unknown = values.keys() - {"capacity", "accesses_min"}
     if unknown:
-        message = f"the options of a tier must be capacity or accesses_min, not {', '.join(sorted(unknown))} ({word!r})"
+        message = f"the options of a tier must be capacity or accesses_min, not {', '.join(sorted(unknown))} ({text!r})"
         raise UsageError(message)
     if not equals_sign or not directory:
-        message = f"a tier must be NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N], not {word!r}"
+        message = f"a tier must be NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N], not {text!r}"
         raise UsageError(message)
     accesses_min = values.get("accesses_min")
     if accesses_min is not None and not accesses_min.isdecimal():
-        message = f"accesses_min must be a number of accesses, not {accesses_min!r} ({word!r})"
+        message = f"accesses_min must be a number of accesses, not {accesses_min!r} ({text!r})"
         raise UsageError(message)
     return _TierSettings(name, directory, None if accesses_min is None else int(accesses_min), values.get("capacity"))
 
@@ -271,46 +278,46 @@ def _parse_tier(word: str) -> _TierSettings:
 def _with_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
     """Return the configured tiers, or the default tiers if none is configured, with the defaults for missing values."""
     settings = tiers or tuple(_TierSettings(name, default.directory) for name, default in DEFAULT_TIERS.items())
-    by_position = [default.accesses_min for default in DEFAULT_TIERS.values()]
+    accesses_min_by_position = [default.accesses_min for default in DEFAULT_TIERS.values()]
     result = []
-    for position, each in enumerate(settings):
-        accesses_min = each.accesses_min
+    for position, tier in enumerate(settings):
+        accesses_min = tier.accesses_min
         if accesses_min is None:
             if position == len(settings) - 1:
                 accesses_min = 0
-            elif each.name in DEFAULT_TIERS:
-                accesses_min = DEFAULT_TIERS[each.name].accesses_min
-            elif len(settings) == len(by_position):
-                accesses_min = by_position[position]
+            elif tier.name in DEFAULT_TIERS:
+                accesses_min = DEFAULT_TIERS[tier.name].accesses_min
+            elif len(settings) == len(accesses_min_by_position):
+                accesses_min = accesses_min_by_position[position]
             else:
-                message = f"tier {each.name!r} has no accesses_min"
+                message = f"tier {tier.name!r} must have accesses_min, because it has no default"
                 raise UsageError(message, what_to_do="add accesses_min, e.g. 100 for the hottest files")
-        capacity_bytes = None if each.capacity is None else parse_size(each.capacity)
-        result.append(Tier(each.name, Path(each.directory), accesses_min, capacity_bytes))
+        capacity_bytes = None if tier.capacity is None else parse_size(tier.capacity)
+        result.append(Tier(tier.name, Path(tier.directory), accesses_min, capacity_bytes))
     return tuple(result)
 
 
-def _check(configuration: Configuration) -> None:
-    names = [each.name for each in configuration.tiers]
-    is_valid = all(_NAME.fullmatch(name) for name in names)
-    thresholds = [each.accesses_min for each in configuration.tiers]
+def _check_configuration(configuration: Configuration) -> None:
+    names = [tier.name for tier in configuration.tiers]
+    is_valid = all(_NAME_PATTERN.fullmatch(name) for name in names)
+    thresholds = [tier.accesses_min for tier in configuration.tiers]
     if not names or not is_valid or len(set(names)) != len(names):
         message = f"the names of tiers must differ and consist of letters, digits, '.', '-' and '_', not {names}"
         raise UsageError(message)
     if thresholds != sorted(thresholds, reverse=True) or thresholds[-1] != 0:
         message = f"accesses_min must decrease from tier to tier and be 0 for the last tier, not {thresholds}"
         raise UsageError(message)
-    folders = [each.directory.resolve() for each in configuration.tiers]
+    folders = [tier.directory.resolve() for tier in configuration.tiers]
     if any(a == b or a in b.parents for i, a in enumerate(folders) for j, b in enumerate(folders) if i != j):
-        message = "the directory of a tier is the directory of another tier, or is inside it"
+        message = "the directory of a tier must not be the directory of another tier, or inside that directory"
         raise UsageError(message, what_to_do="configure a separate directory for each tier")
     catalogue = configuration.catalogue.resolve()
-    is_in_tier = any(each in catalogue.parents and each / OWN_FOLDER not in catalogue.parents for each in folders)
+    is_in_tier = any(folder in catalogue.parents and folder / OWN_FOLDER not in catalogue.parents for folder in folders)
     if is_in_tier or catalogue in folders:
-        message = f"the catalogue {catalogue} would be a file of a tier"
-        raise UsageError(
-            message, what_to_do=f"name a folder outside the tiers, or in the {OWN_FOLDER} folder of a tier"
+        message = (
+            f"the catalogue must be outside the tiers, or in the {OWN_FOLDER} folder of a tier, not in {catalogue}"
         )
+        raise UsageError(message, what_to_do="correct --catalogue, GDRKIT_TIERS_CATALOGUE or the TOML file")
     if not (configuration.half_life_s > 0 and math.isfinite(configuration.half_life_s)):
         message = f"half_life_s must be positive and finite, not {configuration.half_life_s}"
         raise UsageError(message)

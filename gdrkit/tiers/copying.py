@@ -1,7 +1,8 @@
 """A copy of a file with its attributes, and verification of the copy.
 
 Holes stay holes. Mode, owner, extended attributes (including access control lists) and times are kept. If the file
-system cannot keep one of them, the copy fails. Only the times of the copy's own inode (ctime, birth) are new.
+system cannot store one of them, the copy fails. The change time (ctime) and the birth time are new, because no system
+call can set them.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "digest_of_copy", "preserve_access_time"]
 
+# Length of one read and one write.
 CHUNK_BYTES = 4 * MIB
 # Extended attributes that depend on the location of a file and are not copied.
 _LOCATION_ATTRIBUTES = frozenset({"security.selinux", "security.ima", "security.evm"})
 
 
-def copy_data(source: int, copy: int, *, size_bytes: int, on_part: Callable[[int], None]) -> bytes:
-    """Copy all bytes and return a digest of them.
+def copy_data(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: Callable[[int], None]) -> bytes:
+    """Copy all data ranges of a file and return a digest of the bytes and their offsets.
 
     Parameters
     ----------
-    source, copy : int
+    source_fd, copy_fd : int
         Descriptors of the file and of its copy.
     size_bytes : int
         Size of the file, in bytes.
-    on_part : callable
-        Called before each part with its offset in bytes, and at the end with `size_bytes`.
+    on_chunk : callable
+        Called before each chunk with its offset in bytes, and at the end with `size_bytes`.
 
     Raises
     ------
@@ -47,24 +49,26 @@ def copy_data(source: int, copy: int, *, size_bytes: int, on_part: Callable[[int
     ApiError
         ``BUSY``: the file became shorter during the copy.
     """
-    os.ftruncate(copy, size_bytes)
+    os.ftruncate(copy_fd, size_bytes)
     digest = hashlib.blake2b()
-    memory = _buffer()
-    for begin, length in _parts(source, size_bytes):
-        on_part(begin)
-        part = memory[:length]
-        _read(source, part, begin)
+    memory = _allocate_buffer()
+    for begin, length in _chunks(source_fd, size_bytes):
+        on_chunk(begin)
+        chunk = memory[:length]
+        _read(source_fd, chunk, begin)
         digest.update(b"%d:" % begin)
-        digest.update(part)
-        _write(copy, part, begin)
-    on_part(size_bytes)
+        digest.update(chunk)
+        _write(copy_fd, chunk, begin)
+    on_chunk(size_bytes)
     return digest.digest()
 
 
-def digest_of_copy(source: int, copy: int, *, size_bytes: int, on_part: Callable[[int], None]) -> bytes:
-    """Return the digest of a synced copy, which is read from the disk as far as the kernel permits.
+def digest_of_copy(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: Callable[[int], None]) -> bytes:
+    """Read a synced copy and return its digest.
 
-    The parts are those of the source. A hole of the source must be zero in the copy. The parameters are those of
+    The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk.
+
+    The chunks are those of the source. A hole of the source must be zero in the copy. The parameters are those of
     :func:`copy_data`.
 
     Raises
@@ -72,23 +76,23 @@ def digest_of_copy(source: int, copy: int, *, size_bytes: int, on_part: Callable
     ApiError
         ``IO_ERROR``: a hole contains data in the copy.
     """
-    os.posix_fadvise(copy, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(copy_fd, 0, 0, os.POSIX_FADV_DONTNEED)
     digest = hashlib.blake2b()
     end = 0
-    memory = _buffer()
-    for begin, length in _parts(source, size_bytes):
-        on_part(begin)
-        _check_zero(copy, end, begin, memory)
+    memory = _allocate_buffer()
+    for begin, length in _chunks(source_fd, size_bytes):
+        on_chunk(begin)
+        _check_zero(copy_fd, end, begin, memory)
         end = begin + length
-        part = memory[:length]
-        _read(copy, part, begin)
+        chunk = memory[:length]
+        _read(copy_fd, chunk, begin)
         digest.update(b"%d:" % begin)
-        digest.update(part)
-    _check_zero(copy, end, size_bytes, memory)
+        digest.update(chunk)
+    _check_zero(copy_fd, end, size_bytes, memory)
     return digest.digest()
 
 
-def copy_attributes(source: int, copy: int, info: os.stat_result) -> None:
+def copy_attributes(source_fd: int, copy_fd: int, info: os.stat_result) -> None:
     """Copy mode, owner, extended attributes and times of the source to the copy.
 
     Raises
@@ -96,14 +100,14 @@ def copy_attributes(source: int, copy: int, info: os.stat_result) -> None:
     OSError
         EPERM: this user may not change the owner. EOPNOTSUPP: the file system has no extended attributes.
     """
-    now = os.fstat(copy)
-    if (now.st_uid, now.st_gid) != (info.st_uid, info.st_gid):
-        os.fchown(copy, info.st_uid, info.st_gid)
+    copy_info = os.fstat(copy_fd)
+    if (copy_info.st_uid, copy_info.st_gid) != (info.st_uid, info.st_gid):
+        os.fchown(copy_fd, info.st_uid, info.st_gid)
     # The mode must be set after the owner, because a change of owner clears set-user-id bits and capabilities.
-    os.fchmod(copy, stat.S_IMODE(info.st_mode))
-    for name in _attributes(source):
-        os.setxattr(copy, name, os.getxattr(source, name))
-    os.utime(copy, ns=(info.st_atime_ns, info.st_mtime_ns))
+    os.fchmod(copy_fd, stat.S_IMODE(info.st_mode))
+    for name in _copied_attributes(source_fd):
+        os.setxattr(copy_fd, name, os.getxattr(source_fd, name))
+    os.utime(copy_fd, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def preserve_access_time(descriptor: int) -> None:
@@ -114,14 +118,14 @@ def preserve_access_time(descriptor: int) -> None:
         return
 
 
-def _parts(source: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of each chunk that is copied at once."""
-    for begin, end in data_ranges(source, size_bytes):
-        for at in range(begin, end, CHUNK_BYTES):
-            yield at, min(CHUNK_BYTES, end - at)
+def _chunks(source_fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of each chunk of the data ranges. Holes are skipped."""
+    for begin, end in data_ranges(source_fd, size_bytes):
+        for offset in range(begin, end, CHUNK_BYTES):
+            yield offset, min(CHUNK_BYTES, end - offset)
 
 
-def _attributes(descriptor: int) -> list[str]:
+def _copied_attributes(descriptor: int) -> list[str]:
     try:
         return [name for name in os.listxattr(descriptor) if name not in _LOCATION_ATTRIBUTES]
     except OSError as error:
@@ -130,42 +134,43 @@ def _attributes(descriptor: int) -> list[str]:
         raise
 
 
-def _buffer() -> memoryview:
+def _allocate_buffer() -> memoryview:
     """Return a page-aligned buffer, for file systems that copy whole pages by reference."""
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
-def _read(descriptor: int, part: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(part):
-        count = os.preadv(descriptor, [part[done:]], offset + done)
+def _read(descriptor: int, chunk: memoryview, offset: int) -> None:
+    read_bytes = 0
+    while read_bytes < len(chunk):
+        count = os.preadv(descriptor, [chunk[read_bytes:]], offset + read_bytes)
         if count == 0:
-            raise busy_error("read", "the file became shorter", offset_bytes=offset + done)
-        done += count
+            raise busy_error("read", "the file became shorter", offset_bytes=offset + read_bytes)
+        read_bytes += count
 
 
-def _write(descriptor: int, part: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(part):
-        done += os.pwrite(descriptor, part[done:], offset + done)
+def _write(descriptor: int, chunk: memoryview, offset: int) -> None:
+    written_bytes = 0
+    while written_bytes < len(chunk):
+        written_bytes += os.pwrite(descriptor, chunk[written_bytes:], offset + written_bytes)
 
 
 def _check_zero(descriptor: int, begin: int, end: int, memory: memoryview) -> None:
-    """Raise EIO unless the range contains only holes or zeros."""
-    at = begin
-    while at < end:
+    """Raise an error (EIO) if the range contains a byte that is not zero."""
+    offset = begin
+    while offset < end:
         try:
-            at = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
+            offset = os.lseek(descriptor, offset, os.SEEK_DATA)
+        except OSError as seek_error:
+            # ENXIO: no data follows. EINVAL: the file system does not support SEEK_DATA.
+            if seek_error.errno == errno.ENXIO:
                 return
-            if error.errno != errno.EINVAL:
+            if seek_error.errno != errno.EINVAL:
                 raise
-        if at >= end:
+        if offset >= end:
             return
-        part = memory[: min(CHUNK_BYTES, end - at)]
-        _read(descriptor, part, at)
-        if bytes(part).count(0) != len(part):
-            failed = OSError(errno.EIO, "a hole of the file has data in the copy")
-            raise kernel_error(failed, "read", offset_bytes=at)
-        at += len(part)
+        chunk = memory[: min(CHUNK_BYTES, end - offset)]
+        _read(descriptor, chunk, offset)
+        if bytes(chunk).count(0) != len(chunk):
+            error = OSError(errno.EIO, "a hole of the file has data in the copy")
+            raise kernel_error(error, "read", offset_bytes=offset)
+        offset += len(chunk)

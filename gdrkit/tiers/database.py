@@ -1,11 +1,11 @@
-"""The database of the catalogue: open, rebuild after a loss, and the clock.
+"""The database file of the catalogue, which is rebuilt if it is lost or damaged, and the clock of the catalogue.
 
-The database is the file ``catalogue-N.sqlite`` with the largest N. A process that has an older one open changes to the
-newest at its next call. A damaged database is never renamed or removed: another process may have it open, and SQLite
-finds the log of a database by its name.
+The database is the file ``catalogue-N.sqlite`` with the largest N. A process that has an older file open switches to
+the newest one at its next call. A damaged file is never renamed or removed: another process may have it open, and
+SQLite finds the log of a database by the name of the database.
 
-The clock is the host's clock without backward steps. While the host's clock is behind its latest value, this clock
-continues from where it was. So no file becomes hotter, or suddenly cools, because an administrator corrected a clock.
+The clock is the host's clock without backward steps. If an administrator sets the host's clock back, the clock of the
+catalogue continues from its latest value. So a correction of the host's clock makes no file hotter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gdrkit.errors import Api, ApiError, ClosedResource, Reason
 from gdrkit.handles import Handle
 from gdrkit.tiers._sqlite import connect, convert_sqlite_errors, is_damaged, transaction
 from gdrkit.tiers.kernel_errors import convert_os_errors
-from gdrkit.tiers.schema import FORMAT, ROUTES, SCHEMA
+from gdrkit.tiers.schema import CREATE_ROUTES, FORMAT_VERSION, SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Database"]
 
-_FILE = re.compile(r"catalogue-(\d{6})\.sqlite")
+_FILE_NAME = re.compile(r"catalogue-(\d{6})\.sqlite")
 # Interval between two attempts to get the lock, in seconds.
 _LOCK_INTERVAL_S = 0.02
 # Shortest time to wait for another process that rebuilds the catalogue, in seconds.
-_REBUILD_S_MIN = 60.0
+_REBUILD_TIMEOUT_S_MIN = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +77,8 @@ class Database(ABC):
         self._clock = clock
         self._lock = threading.RLock()
         self._connection: Connection | None = None
-        self._number = self._inode = 0
+        # N in the name of the current file, and the inode of the file. N is 0 for a draft, and -1 after close().
+        self._file_number = self._inode = 0
         with convert_os_errors("open catalogue", folder=str(folder)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._handle = Handle("tiers.catalogue")
@@ -94,7 +95,7 @@ class Database(ABC):
     @property
     def path(self) -> Path:
         """Path of the current database."""
-        return self._path(self._number)
+        return self._path(self._file_number)
 
     def new_connection(self) -> Connection:
         """Return a separate connection to the same database, for sorts. The caller closes it."""
@@ -119,7 +120,7 @@ class Database(ABC):
     def rebuild(self) -> None:
         """Create a new catalogue from the files on disk."""
         with self._lock:
-            self._rebuild(self._number)
+            self._rebuild(self._file_number)
 
     def is_damaged(self) -> bool:
         """Return whether SQLite finds damage in the database. The check reads the whole database."""
@@ -129,7 +130,7 @@ class Database(ABC):
     def close(self) -> None:
         """Close the connection."""
         with self._lock:
-            connection, self._connection, self._number = self._connection, None, -1
+            connection, self._connection, self._file_number = self._connection, None, -1
             if connection is not None:
                 connection.close()
             self._handle.release()
@@ -141,7 +142,7 @@ class Database(ABC):
         Errors of SQLite are raised as :class:`ApiError`. `operation` and `arguments` describe the call in them.
         """
         with self._lock:
-            if self._number < 0:
+            if self._file_number < 0:
                 resource = "the catalogue"
                 raise ClosedResource(resource)
             if self._connection is None or not (self._connection.in_transaction or self._is_current()):
@@ -152,28 +153,28 @@ class Database(ABC):
 
     def _is_current(self) -> bool:
         try:
-            return self.path.stat().st_ino == self._inode and not self._path(self._number + 1).exists()
+            return self.path.stat().st_ino == self._inode and not self._path(self._file_number + 1).exists()
         except FileNotFoundError:
             return False
 
     def _open(self) -> None:
-        """Open the newest database. If none can be read, create one."""
-        numbers = self._numbers()
-        if numbers and self._try_open(numbers[-1]):
+        """Open the newest database. If there is no database, or the newest cannot be read, create a new one."""
+        file_numbers = self._file_numbers()
+        if file_numbers and self._try_open(file_numbers[-1]):
             return
-        self._rebuild(numbers[-1] if numbers else 0)
+        self._rebuild(file_numbers[-1] if file_numbers else 0)
 
-    def _try_open(self, number: int) -> bool:
+    def _try_open(self, file_number: int) -> bool:
         """Open one database. Return False if it is not a catalogue."""
-        path = self._path(number)
+        path = self._path(file_number)
         try:
             connection = connect(path, timeout_ms=self._timeout_ms)
             try:
                 with convert_sqlite_errors("open catalogue", catalogue=str(path)):
                     row = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-                    if row != (FORMAT,):
+                    if row != (FORMAT_VERSION,):
                         return False
-                    connection.execute(ROUTES)
+                    connection.execute(CREATE_ROUTES)
                     self._set_half_life(connection)
             except BaseException:
                 connection.close()
@@ -183,23 +184,23 @@ class Database(ABC):
                 raise
             _log.warning("the catalogue %s cannot be read, so gdrkit rebuilds it: %s", path, error)
             return False
-        self._use(connection, number)
+        self._switch_to(connection, file_number)
         return True
 
-    def _use(self, connection: Connection, number: int) -> None:
-        """Use this connection from now on, and close the one before it."""
-        old, self._connection, self._number = self._connection, connection, number
-        self._inode = self._path(number).stat().st_ino
+    def _switch_to(self, connection: Connection, file_number: int) -> None:
+        """Use this connection from now on, and close the previous one."""
+        old, self._connection, self._file_number = self._connection, connection, file_number
+        self._inode = self._path(file_number).stat().st_ino
         if old is not None:
             old.close()
 
-    def _rebuild(self, last_number: int) -> None:
-        """Create the database after `last_number`, unless another process has created it."""
+    def _rebuild(self, last_file_number: int) -> None:
+        """Create a database with a number above `last_file_number`, unless another process has just created one."""
         with self._creation_lock():
-            numbers = self._numbers()
-            if numbers and numbers[-1] > last_number and self._try_open(numbers[-1]):
+            file_numbers = self._file_numbers()
+            if file_numbers and file_numbers[-1] > last_file_number and self._try_open(file_numbers[-1]):
                 return
-            number = max([last_number, *numbers]) + 1
+            file_number = max([last_file_number, *file_numbers]) + 1
             draft = self.folder / "catalogue.new"
             for stale in self.folder.glob("catalogue.new*"):
                 stale.unlink()
@@ -211,36 +212,36 @@ class Database(ABC):
             finally:
                 connection.close()
             # The close has merged the write-ahead log, so the draft is a single file and can be renamed.
-            draft.replace(self._path(number))
+            draft.replace(self._path(file_number))
             _sync_folder(self.folder)
             self.was_rebuilt = True
-            if not self._try_open(number):
-                message = f"{self._path(number)} was created but cannot be opened"
+            if not self._try_open(file_number):
+                message = f"{self._path(file_number)} was created but cannot be opened"
                 raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
 
     def _fill_draft(self, connection: Connection, draft: Path) -> None:
-        """Fill the draft. During that time, all methods of this object use the draft."""
-        before = (self._connection, self._number, self._inode)
-        self._connection, self._number, self._inode = connection, 0, draft.stat().st_ino
+        """Fill the draft, a new database that has its final name only later. Meanwhile, all methods use the draft."""
+        previous = (self._connection, self._file_number, self._inode)
+        self._connection, self._file_number, self._inode = connection, 0, draft.stat().st_ino
         try:
             with transaction(connection):
                 self._set_half_life(connection)
                 self.read_clock(connection, store=True)
                 self.fill()
         finally:
-            self._connection, self._number, self._inode = before
+            self._connection, self._file_number, self._inode = previous
 
     def _set_half_life(self, connection: Connection) -> None:
-        """Convert all scores once if the half-life has changed, because scores are in half-lives."""
-        (before,) = connection.execute("SELECT value FROM meta WHERE key = 'half_life_s'").fetchone()
-        if before == self._half_life_s:
+        """Store the half-life. If it has changed, convert all scores, because scores are in half-lives."""
+        (old_half_life_s,) = connection.execute("SELECT value FROM meta WHERE key = 'half_life_s'").fetchone()
+        if old_half_life_s == self._half_life_s:
             return
         if connection.in_transaction:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
             return
         with transaction(connection):
             now_s = self.read_clock(connection, store=True) * self._half_life_s
-            shift = now_s / self._half_life_s - now_s / before
+            shift = now_s / self._half_life_s - now_s / old_half_life_s
             connection.execute("UPDATE files SET score = score + ?", (shift,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
@@ -248,7 +249,7 @@ class Database(ABC):
         """Return the current time in half-lives. With `store`, also write it to the database, within a transaction."""
         rows = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('wall_s', 'offset_s')").fetchall())
         wall_s, last_s, offset_s = self._clock(), float(rows["wall_s"]), float(rows["offset_s"])
-        # If the host's clock is behind its latest value, continue from that value.
+        # If the host's clock was set back, continue from its latest value.
         offset_s += max(0.0, last_s - wall_s)
         if store:
             connection.execute("UPDATE meta SET value = ? WHERE key = 'wall_s'", (wall_s,))
@@ -260,28 +261,28 @@ class Database(ABC):
         """Hold the lock of the folder, so that only one process creates a catalogue."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         with convert_os_errors("lock catalogue", folder=str(self.folder)):
-            lock = os.open(self.folder / "lock", flags, 0o600)
-        end = time.monotonic() + max(self._timeout_ms / 1000, _REBUILD_S_MIN)
+            lock_fd = os.open(self.folder / "lock", flags, 0o600)
+        deadline_s = time.monotonic() + max(self._timeout_ms / 1000, _REBUILD_TIMEOUT_S_MIN)
         try:
             while True:
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError as error:
-                    if time.monotonic() > end:
+                    if time.monotonic() > deadline_s:
                         with convert_os_errors("lock catalogue", folder=str(self.folder)):
                             raise OSError(error.errno, "another process rebuilds the catalogue") from error
                 threading.Event().wait(_LOCK_INTERVAL_S)
             yield
         finally:
-            os.close(lock)
+            os.close(lock_fd)
 
-    def _numbers(self) -> list[int]:
+    def _file_numbers(self) -> list[int]:
         """Return the numbers of the databases in the folder, in ascending order."""
-        return sorted(int(match[1]) for each in self.folder.iterdir() if (match := _FILE.fullmatch(each.name)))
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
 
-    def _path(self, number: int) -> Path:
-        return self.folder / (f"catalogue-{number:06}.sqlite" if number else "catalogue.new")
+    def _path(self, file_number: int) -> Path:
+        return self.folder / (f"catalogue-{file_number:06}.sqlite" if file_number else "catalogue.new")
 
     def __enter__(self) -> Self:
         return self

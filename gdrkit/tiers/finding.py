@@ -14,7 +14,7 @@ class FindingKind(enum.Enum):
     DAMAGED = "damaged"
     """The catalogue is not a valid database."""
     ABSENT = "absent"
-    """The folder of a tier is not the one that it was. Its file system is probably not mounted."""
+    """The folder of a tier is not the folder that the catalogue knows. Its file system is probably not mounted."""
     INTERRUPTED = "interrupted"
     """A process died while it migrated the file."""
     MISSING = "missing"
@@ -26,7 +26,7 @@ class FindingKind(enum.Enum):
     CHANGED = "changed"
     """The size of the file, or the number of its hard links, differs from the catalogue."""
     TWICE = "twice"
-    """Two tiers have a file of that name. The one in the tier that the catalogue states is the file."""
+    """Two tiers have a file of that name. gdrkit uses the file in the tier that the catalogue states."""
     FOREIGN = "foreign"
     """The name belongs to a symbolic link, a device or another special file. gdrkit does not touch it."""
     KEPT = "kept"
@@ -42,11 +42,11 @@ class TierFinding:
     kind : FindingKind
         Type of the finding.
     name, tier : str
-        Name of the file and of its tier. For a finding about the catalogue, its path and an empty text.
+        Name of the file and of its tier. For a finding about the catalogue: its path and an empty string.
     text : str
         Details, for people.
     mended : bool
-        Whether this command repaired it.
+        Whether the command has repaired the difference.
     """
 
     kind: FindingKind

@@ -1,12 +1,15 @@
 """The folder of one tier: access to its files by name, and gdrkit's own folder in it.
 
-Names are resolved part by part from a descriptor of the folder, and no part may be a symbolic link. So no name leads
-out of the folder, even if another process changes the folder at the same time.
+Names are resolved part by part from a descriptor of the folder, and no part may be a symbolic link. So a name cannot
+lead out of the folder, even if another process changes the folder at the same time.
 
-The folder ``.gdrkit-tiers`` contains ``tier.json`` (the identity of the tier, so that an empty mount point is not
-mistaken for it), ``incoming`` (incomplete copies), ``moves`` (a record of each migration into this tier), ``retired``
-(files whose copy in another tier is complete) and ``kept`` (files that a recovery
-does not delete, because each may be the only copy of its data).
+gdrkit's own folder is ``.gdrkit-tiers``. It contains:
+
+- ``tier.json``, the identity of the tier. An empty mount point has none, so gdrkit does not take it for the tier.
+- ``incoming``: incomplete copies.
+- ``moves``: a record of each migration into this tier.
+- ``retired``: files whose copy in another tier is complete.
+- ``kept``: files that a recovery does not delete, because each may be the only copy of its data.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FOLDERS", "TierFolder"]
 
+# The folders in ``.gdrkit-tiers``.
 FOLDERS = ("incoming", "moves", "retired", "kept")
-_OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Number of bytes of ``tier.json`` that are read.
 _IDENTITY_BYTES_MAX = 4096
-_PRIVATE = 0o700
+# Mode of gdrkit's own folders.
+_PRIVATE_MODE = 0o700
 
 
 class TierFolder:
@@ -51,14 +57,16 @@ class TierFolder:
     Attributes
     ----------
     identity : str or None
-        Identity of the tier that the folder states, or None if it states none or this user cannot read it. Opening
-        writes nothing into the folder, because it may be the mount point of a file system that is not mounted; see
+        The identity in ``tier.json``. None: the file does not exist, or this user cannot read it. The constructor does
+        not create the file, because the folder may be the mount point of a file system that is not mounted; see
         :meth:`claim`.
+    root : int
+        Descriptor of the folder.
 
     Raises
     ------
     ApiError
-        The kernel does not open the folder.
+        The folder cannot be opened.
     UsageError
         The folder belongs to another tier.
     """
@@ -82,7 +90,7 @@ class TierFolder:
     def own_folder(self, folder: str = "") -> int:
         """Return a descriptor of the ``.gdrkit-tiers`` folder, or of a folder in it. Create the folder if needed.
 
-        This object still owns the descriptor.
+        This object closes the descriptor in :meth:`close`.
 
         Raises
         ------
@@ -92,11 +100,11 @@ class TierFolder:
         if folder not in self._own_folders:
             parent = self.own_folder() if folder else self.root
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder or OWN_FOLDER, _PRIVATE, dir_fd=parent)
+                os.mkdir(folder or OWN_FOLDER, _PRIVATE_MODE, dir_fd=parent)
         return self._find_own_folder(folder)
 
     def find_own_folder(self, folder: str = "") -> int | None:
-        """Return the descriptor of :meth:`own_folder`, or None if it does not exist or this user may not open it."""
+        """Return the descriptor of :meth:`own_folder`, or None if the folder does not exist or cannot be opened."""
         try:
             return self._find_own_folder(folder)
         except OSError as error:
@@ -119,19 +127,19 @@ class TierFolder:
         Raises
         ------
         ApiError
-            The kernel does not create the ``.gdrkit-tiers`` folder or its file.
+            The ``.gdrkit-tiers`` folder, or a file in it, cannot be created.
         UsageError
             Another process has just given the folder to another tier.
         """
         with convert_os_errors("open tier", tier=self.name, directory=str(self.directory)):
             try:
-                own = self.own_folder()
+                own_folder_fd = self.own_folder()
                 # All folders are created now, because a full file system still accepts entries in existing folders.
-                for each in FOLDERS:
-                    self.own_folder(each)
+                for subfolder in FOLDERS:
+                    self.own_folder(subfolder)
                 if self.identity is None:
                     document = {"tier": self.name, "identity": uuid.uuid4().hex}
-                    _write_once(own, "tier.json", json.dumps(document) + "\n")
+                    _write_once(own_folder_fd, "tier.json", json.dumps(document) + "\n")
                     os.fsync(self.root)
             except OSError as error:
                 if error.errno not in {errno.EROFS, errno.EACCES}:
@@ -145,33 +153,33 @@ class TierFolder:
         return [] if descriptor is None else sorted(os.listdir(descriptor))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
-    def parent(self, name: str, *, like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
+    def parent(self, name: str, *, create_like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
         """Open the folder of a file. Yield its descriptor and the last part of the name.
 
         Parameters
         ----------
         name : str
             Name of a file.
-        like : TierFolder or None
-            If given, create missing folders, with the modes and owners that they have in the tier `like`.
+        create_like : TierFolder or None
+            If given, missing folders are created. They get the modes and owners of the same folders in this tier.
 
         Raises
         ------
         OSError
             ENOENT: the folder does not exist. ELOOP or ENOTDIR: a part is a symbolic link.
         """
-        *folders, last = name.split("/")
+        *folders, base_name = name.split("/")
         with contextlib.ExitStack() as stack:
-            folder, model = self.root, like.root if like else None
+            parent_fd, model_fd = self.root, create_like.root if create_like else None
             for part in folders:
-                if like is not None:
-                    model = None if model is None else _open_folder(model, part)
-                    if model is not None:
-                        stack.callback(os.close, model)
-                    _make_folder(folder, part, model)
-                folder = os.open(part, _OPEN_FOLDER, dir_fd=folder)
-                stack.callback(os.close, folder)
-            yield folder, last
+                if create_like is not None:
+                    model_fd = None if model_fd is None else _open_folder(model_fd, part)
+                    if model_fd is not None:
+                        stack.callback(os.close, model_fd)
+                    _create_folder(parent_fd, part, model_fd)
+                parent_fd = os.open(part, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
+                stack.callback(os.close, parent_fd)
+            yield parent_fd, base_name
 
     def open(self, name: str, flags: int, mode: int = 0o666) -> int:
         """Open a regular file, as open(2) does. The last part of the name must not be a symbolic link either.
@@ -182,41 +190,42 @@ class TierFolder:
             open(2) failed, or the file is not a regular file.
         """
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        with self.parent(name) as (folder, last):
+        with self.parent(name) as (parent_fd, base_name):
             if flags & os.O_EXCL:
-                return os.open(last, flags, mode, dir_fd=folder)
+                return os.open(base_name, flags, mode, dir_fd=parent_fd)
             # The type is checked before the file is opened, because open of a FIFO would block.
-            unopened = os.open(last, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            path_fd = os.open(base_name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
         try:
-            mode = os.fstat(unopened).st_mode
+            mode = os.fstat(path_fd).st_mode
             if not stat.S_ISREG(mode):
                 raise OSError(errno.ELOOP if stat.S_ISLNK(mode) else errno.EISDIR, "not a regular file")
-            # While a migration holds a lease on the file, an open for writing blocks in this call, until the migration
-            # has noticed it and ended.
-            return os.open(f"/proc/self/fd/{unopened}", flags & ~os.O_NOFOLLOW)
+            # If a migration holds a lease on the file, an open for writing blocks here. The migration detects that the
+            # lease is being broken, fails, and releases the lease.
+            return os.open(f"/proc/self/fd/{path_fd}", flags & ~os.O_NOFOLLOW)
         finally:
-            os.close(unopened)
+            os.close(path_fd)
 
     def stat(self, name: str) -> os.stat_result | None:
         """Return the lstat(2) result of the name, or None if it does not exist."""
         try:
-            with self.parent(name) as (folder, last):
-                return os.stat(last, dir_fd=folder, follow_symlinks=False)
+            with self.parent(name) as (parent_fd, base_name):
+                return os.stat(base_name, dir_fd=parent_fd, follow_symlinks=False)
         except OSError as error:
             if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
                 return None
             raise
 
     def free_bytes(self) -> int:
-        """Return the free space that a user may fill, in bytes."""
+        """Return the free space of the file system that ordinary users may fill, in bytes."""
         info = os.fstatvfs(self.root)
         return info.f_bavail * info.f_frsize
 
     @contextlib.contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[bool]:
-        """Hold the lock of the tier during the block: shared to start a migration into it, exclusive to clean it up.
+        """Hold the lock of the tier during the block: shared to start a migration, exclusive for a recovery.
 
-        A migration creates its copy and locks the copy under the shared lock, and then releases the shared lock.
+        A migration holds the shared lock only while it creates its copy and its record. So a process with the exclusive
+        lock can tell a new copy from one that a dead process left.
 
         Yields
         ------
@@ -249,18 +258,18 @@ class TierFolder:
         while pending:
             prefix = pending.pop()
             try:
-                folder = self._open_folder(prefix)
+                folder_fd = self._open_folder(prefix)
             except (FileNotFoundError, NotADirectoryError):
                 continue  # Another process has just removed the folder.
             try:
-                with os.scandir(folder) as entries:
-                    children = sorted((each.name, each.stat(follow_symlinks=False)) for each in _existing(entries))
+                with os.scandir(folder_fd) as entries:
+                    children = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in _existing(entries))
             finally:
-                os.close(folder)
-            for last, info in children:
-                name = f"{prefix}/{last}" if prefix else last
+                os.close(folder_fd)
+            for base_name, info in children:
+                name = f"{prefix}/{base_name}" if prefix else base_name
                 if stat.S_ISDIR(info.st_mode):
-                    if prefix or last not in reserved:
+                    if prefix or base_name not in reserved:
                         pending.append(name)
                 else:
                     yield name, info
@@ -274,22 +283,22 @@ class TierFolder:
 
     def _open_folder(self, name: str) -> int:
         if not name:
-            return os.open(".", _OPEN_FOLDER, dir_fd=self.root)
-        with self.parent(name) as (parent, last):
-            return os.open(last, _OPEN_FOLDER, dir_fd=parent)
+            return os.open(".", _OPEN_FOLDER_FLAGS, dir_fd=self.root)
+        with self.parent(name) as (parent_fd, base_name):
+            return os.open(base_name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
 
     def _find_own_folder(self, folder: str) -> int:
         if folder not in self._own_folders:
-            parent = self._find_own_folder("") if folder else self.root
-            descriptor = os.open(folder or OWN_FOLDER, _OPEN_FOLDER, dir_fd=parent)
+            parent_fd = self._find_own_folder("") if folder else self.root
+            descriptor = os.open(folder or OWN_FOLDER, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
             self._own_folders[folder] = self._close_later(descriptor)
         return self._own_folders[folder]
 
     def _read_identity(self) -> str | None:
         """Return the identity of the tier, or None if the folder does not state it or this user cannot read it."""
-        own = self.find_own_folder()
+        own_folder_fd = self.find_own_folder()
         try:
-            document = None if own is None else _read_tier_json(own)
+            document = None if own_folder_fd is None else _read_tier_json(own_folder_fd)
         except PermissionError:
             return None
         if document is None:
@@ -314,41 +323,41 @@ class TierFolder:
 
 
 def _existing(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
-    """Yield the entries that still exist, after the result of lstat(2) was cached in them."""
-    for each in entries:
+    """Yield the entries that still exist. The lstat(2) result of each is cached in the entry by this check."""
+    for entry in entries:
         with contextlib.suppress(FileNotFoundError):
-            each.stat(follow_symlinks=False)
-            yield each
+            entry.stat(follow_symlinks=False)
+            yield entry
 
 
-def _open_folder(parent: int, name: str) -> int | None:
+def _open_folder(parent_fd: int, name: str) -> int | None:
     try:
-        return os.open(name, _OPEN_FOLDER, dir_fd=parent)
+        return os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
     except OSError:
-        return None  # There is no model folder. The new folder then gets default permissions.
+        return None  # The model tier has no such folder, so the new folder gets default permissions.
 
 
-def _make_folder(parent: int, name: str, model: int | None) -> None:
-    """Create a folder with mode and owner of the folder `model`, and sync it to the disk. It may exist already."""
-    info = os.fstat(model) if model is not None else None
+def _create_folder(parent_fd: int, name: str, model_fd: int | None) -> None:
+    """Create a folder with the mode and owner of `model_fd`, and sync it. An existing folder is left unchanged."""
+    info = os.fstat(model_fd) if model_fd is not None else None
     try:
-        os.mkdir(name, 0o700 if info else 0o777, dir_fd=parent)
+        os.mkdir(name, 0o700 if info else 0o777, dir_fd=parent_fd)
     except FileExistsError:
         return
     if info is not None:
-        folder = os.open(name, _OPEN_FOLDER, dir_fd=parent)
+        folder_fd = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
         try:
             if os.geteuid() == 0:
-                os.fchown(folder, info.st_uid, info.st_gid)
-            os.fchmod(folder, stat.S_IMODE(info.st_mode))
+                os.fchown(folder_fd, info.st_uid, info.st_gid)
+            os.fchmod(folder_fd, stat.S_IMODE(info.st_mode))
         finally:
-            os.close(folder)
-    os.fsync(parent)
+            os.close(folder_fd)
+    os.fsync(parent_fd)
 
 
-def _read_tier_json(own: int) -> dict[str, object] | None:
+def _read_tier_json(own_folder_fd: int) -> dict[str, object] | None:
     try:
-        descriptor = os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)
+        descriptor = os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd)
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, encoding="ascii") as file:
@@ -361,20 +370,21 @@ def _read_tier_json(own: int) -> dict[str, object] | None:
     return document if isinstance(document, dict) else {}
 
 
-def _write_once(folder: int, name: str, text: str) -> None:
+def _write_once(folder_fd: int, name: str, text: str) -> None:
     """Create a file with this content, completely or not at all. An existing file is kept."""
     temporary = f"{name}.{uuid.uuid4().hex}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "w", encoding="ascii") as file:
+    with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder_fd), "w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     try:
         with contextlib.suppress(FileExistsError):
-            os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+            os.link(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     except PermissionError:
-        # The file system has no hard links: the last writer wins, and every process reads that content afterwards.
-        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        # The file system has no hard links, so the last writer wins. All processes read the file after they wrote it,
+        # so all use the identity of the last writer.
+        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     else:
-        os.unlink(temporary, dir_fd=folder)
-    os.fsync(folder)
+        os.unlink(temporary, dir_fd=folder_fd)
+    os.fsync(folder_fd)

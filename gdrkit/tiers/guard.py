@@ -2,10 +2,11 @@
 
 Three mechanisms protect the file that is copied:
 
-- flock(2) excludes every other process that migrates the file, or writes it through gdrkit. It ends with its process.
+- flock(2) excludes every other process that migrates the file, or writes it through gdrkit. The kernel releases the
+  lock when the process ends.
 - A read lease (fcntl(2), F_SETLEASE): the kernel reports when any program opens the file for writing, and blocks that
   program until the lease is released. The kernel refuses the lease while a writer has the file open or mapped.
-- A comparison of the stat(2) results before and after, for file systems without leases.
+- The stat(2) results before and after the copy are compared. This also works on file systems without leases.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "is_unchanged", "lock_exclusive", "lock_shared"]
 
-# Errors of the kernel if the file system, or this user, cannot have leases.
-_NO_LEASE = frozenset({errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+# F_SETLEASE fails with these errors if the file system does not support leases, or this user may not take one.
+_NO_LEASE_ERRNOS = frozenset({errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Guard:
@@ -35,14 +36,21 @@ class Guard:
     Parameters
     ----------
     descriptor : int
-        Descriptor of the file, open for reading only. The caller still owns it.
+        Descriptor of the file, open for reading only. The caller closes it.
     name : str
         Name of the file, for errors.
 
     Raises
     ------
     ApiError
-        ``BUSY``: the file is being migrated, or is open for writing.
+        ``BUSY``: another process migrates the file, or has it open for writing.
+
+    Attributes
+    ----------
+    has_lease : bool
+        Whether this process holds a read lease on the file.
+    info : os.stat_result
+        The stat(2) result when the protection began.
     """
 
     def __init__(self, descriptor: int, *, name: str) -> None:
@@ -73,7 +81,7 @@ class Guard:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def _take_lease(self) -> bool:
-        """Take a read lease on the file. Return False if the file system or this user cannot have leases."""
+        """Take a read lease on the file. Return False if leases are not possible here (see `_NO_LEASE_ERRNOS`)."""
         # The kernel sends SIGURG when a program opens the file for writing. Processes ignore that signal by default;
         # check() polls the lease instead.
         try:
@@ -83,7 +91,7 @@ class Guard:
             if error.errno in {errno.EAGAIN, errno.EBUSY}:
                 fcntl.flock(self.descriptor, fcntl.LOCK_UN)
                 raise busy_error("migrate", "the file is open for writing", name=printable(self._name)) from error
-            if error.errno not in _NO_LEASE:
+            if error.errno not in _NO_LEASE_ERRNOS:
                 raise
             return False
         return True
@@ -117,6 +125,9 @@ def lock_shared(descriptor: int) -> None:
 
 
 def is_unchanged(now: os.stat_result, before: os.stat_result) -> bool:
-    """Return whether two stat(2) results are equal except for the times that a rename changes (st_ctime)."""
+    """Return whether two stat(2) results are equal.
+
+    The access time and the change time are ignored: a migration reads and renames the file, which may change them.
+    """
     fields = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_nlink", "st_mode", "st_uid", "st_gid")
     return all(getattr(now, field) == getattr(before, field) for field in fields)

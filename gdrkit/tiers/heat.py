@@ -1,40 +1,40 @@
 """The heat of a file: its accesses, weighted by age.
 
-The heat of a file is the number of its accesses, where each access loses half of its weight per half-life. The
-catalogue stores a *score*: the logarithm of the heat plus the time at which it was computed, in half-lives. The score
-does not change while time passes. So nothing has to be written to let files cool, and the order of the scores is always
-the order of the heat.
+The heat of a file is the sum of the weights of its accesses. A new access has the weight 1, and an access loses half of
+its weight per half-life. The catalogue stores a *score* instead of the heat: score = log2(heat) + time, with the time
+in half-lives. While time passes, the heat falls and the score stays the same. So the catalogue need not be updated to
+let files cool, and the order of the scores is always the order of the heat.
 
-All times are in half-lives since 1970, by the clock of :class:`gdrkit.tiers.catalogue.Catalogue`, which does not follow
-backward steps of the host's clock.
+All times are in half-lives since 1970, by the clock of :mod:`gdrkit.tiers.database`, which does not follow backward
+steps of the host's clock.
 """
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["NEVER", "heat", "score_after", "score_least", "score_of"]
+__all__ = ["NEVER_ACCESSED", "heat", "score_after", "score_least", "score_of"]
 
 # The score of a file without accesses.
-NEVER = -math.inf
-# If two terms differ by more than this power of two, their sum as a double is the larger term.
+NEVER_ACCESSED = -math.inf
+# A double has 53 significant bits: if a term is more than 2**60 times another one, their sum is the larger term.
 _PRECISION_BITS = 60.0
-# The largest power of two that `heat` computes, below the overflow of a double.
+# Largest exponent for which `heat` computes a power of two. 2.0**1024 would overflow.
 _EXPONENT_MAX = 1000.0
 
 
 def score_of(heat_count: float, *, at: float) -> float:
-    """Return the score of a file that has this heat, in fresh accesses, at the time `at`."""
-    return math.log2(heat_count) + at if heat_count > 0 else NEVER
+    """Return the score of a file that has this heat at the time `at`."""
+    return math.log2(heat_count) + at if heat_count > 0 else NEVER_ACCESSED
 
 
 def heat(score: float, *, at: float) -> float:
-    """Return the heat of a file at the time `at`, in fresh accesses."""
-    return 2.0 ** min(score - at, _EXPONENT_MAX) if score != NEVER else 0.0
+    """Return the heat of a file at the time `at`."""
+    return 2.0 ** min(score - at, _EXPONENT_MAX) if score != NEVER_ACCESSED else 0.0
 
 
 def score_after(score: float, *, accesses: int, at: float) -> float:
-    """Return the score of a file after that many more accesses at the time `at`."""
+    """Return the score of a file after more accesses at the time `at`."""
     exponent = score - at
     if exponent > _PRECISION_BITS:
         return score
@@ -42,9 +42,9 @@ def score_after(score: float, *, accesses: int, at: float) -> float:
 
 
 def score_least(accesses_min: int, *, at: float, share: float = 1.0) -> float:
-    """Return the least score of a file that is as hot as `accesses_min` fresh accesses, or as a `share` of them.
+    """Return the least score of a file whose heat reaches `accesses_min`, or the `share` of it, at the time `at`.
 
-    Accesses are whole numbers, so the threshold is half an access lower: the hundredth access makes a file as hot as a
-    hundred accesses, although the first one has lost a little weight by then.
+    The threshold is lower by half an access. With `accesses_min` 100, a file then reaches the threshold at its 100th
+    access, although its first accesses have already lost a little weight.
     """
-    return score_of(accesses_min * share - 0.5, at=at) if accesses_min > 0 else NEVER
+    return score_of(accesses_min * share - 0.5, at=at) if accesses_min > 0 else NEVER_ACCESSED

@@ -1,4 +1,4 @@
-"""Conversion of errors of the kernel to the errors of gdrkit."""
+"""Conversion of failed system calls (OSError) to :class:`ApiError`, with the reason and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["busy_error", "convert_os_errors", "kernel_error"]
 
-_REASONS = {
+_REASON_BY_ERRNO = {
     errno.ENOSPC: Reason.NO_SPACE,
     errno.EDQUOT: Reason.NO_SPACE,
     errno.EFBIG: Reason.NO_SPACE,
@@ -30,7 +30,7 @@ _REASONS = {
     errno.EBUSY: Reason.BUSY,
     errno.EOPNOTSUPP: Reason.NOT_SUPPORTED,
 }
-_ADVICE = {
+_ADVICE_BY_ERRNO = {
     errno.ENOSPC: "free space in that tier: gdrkit tiers migrate, or a smaller capacity in its configuration",
     errno.EDQUOT: "free space in that tier, or request a larger quota",
     errno.EACCES: "give this user read and write permission for the tier",
@@ -47,16 +47,16 @@ _ADVICE = {
 
 def kernel_error(error: OSError, operation: str, **arguments: object) -> ApiError:
     """Return the exception for a failed system call, with its errno and what to do."""
-    number = error.errno or errno.EIO
+    error_number = error.errno or errno.EIO
     return ApiError(
         api=Api.KERNEL,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments=arguments,
-        reason=_REASONS.get(number, Reason.OTHER),
-        what_to_do=_ADVICE.get(number, ""),
+        reason=_REASON_BY_ERRNO.get(error_number, Reason.OTHER),
+        what_to_do=_ADVICE_BY_ERRNO.get(error_number, ""),
         detail=str(error.strerror or error),
     )
 

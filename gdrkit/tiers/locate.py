@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["open_for_reading", "open_for_writing"]
 
-# A search misses the file only if a migration moves it from a tier that was not searched yet to one that was. That can
-# happen once per migration, and a migration takes longer than all of these searches together.
+# A search misses an existing file if a migration meanwhile moves the file to a tier that was already searched. Each
+# further miss needs another migration, and a migration takes longer than all of these searches together. After
+# this number of misses, the file is treated as missing.
 _SEARCHES_MAX = 16
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+_NOT_FOUND_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 def open_for_reading(name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue) -> tuple[TierFolder, int]:
@@ -35,22 +36,22 @@ def open_for_reading(name: str, folders: Mapping[str, TierFolder], catalogue: Ca
     OSError
         ENOENT: no tier has the file.
     """
-    entry, opened = _search(name, folders, catalogue, os.O_RDONLY)
-    if opened is None:
+    entry, tier_and_fd = _search_and_open(name, folders, catalogue, os.O_RDONLY)
+    if tier_and_fd is None:
         raise FileNotFoundError(errno.ENOENT, "no tier has the file")
     if entry is None:
-        _record_file(name, opened, catalogue)
-    return opened
+        _record_file(name, tier_and_fd, catalogue)
+    return tier_and_fd
 
 
 def open_for_writing(
-    name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue, *, landing: Sequence[TierFolder] | None
+    name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue, *, landing_tiers: Sequence[TierFolder] | None
 ) -> tuple[TierFolder, int]:
-    """Open a file for reading and writing. Return its tier and a descriptor, which blocks migrations while open.
+    """Open a file for reading and writing. Return its tier and a descriptor. The file is not migrated while it is open.
 
     Parameters
     ----------
-    landing : sequence of TierFolder or None
+    landing_tiers : sequence of TierFolder or None
         Tiers in which a new file may be created, best first. None: the file must exist.
 
     Raises
@@ -59,31 +60,31 @@ def open_for_writing(
         ENOENT: no tier has the file. ENOSPC and others: the file cannot be created.
     """
     while True:
-        entry, opened = _search(name, folders, catalogue, os.O_RDWR)
-        if opened is None:
-            if landing is None:
+        entry, tier_and_fd = _search_and_open(name, folders, catalogue, os.O_RDWR)
+        if tier_and_fd is None:
+            if landing_tiers is None:
                 raise FileNotFoundError(errno.ENOENT, "no tier has the file")
-            opened = _create(name, landing, folders, catalogue)
-            if opened is None:
+            tier_and_fd = _create_file(name, landing_tiers, folders, catalogue)
+            if tier_and_fd is None:
                 continue  # Another process has just created the file.
-        tier, descriptor = opened
+        tier, descriptor = tier_and_fd
         try:
             lock_shared(descriptor)
             is_current = _has_name(descriptor, name, tier)
             if is_current and entry is None:
-                _record_file(name, opened, catalogue)
+                _record_file(name, tier_and_fd, catalogue)
         except BaseException:
             os.close(descriptor)
             raise
         if is_current:
-            return opened
+            return tier_and_fd
         os.close(descriptor)  # The file was migrated while this call waited for the lock, so search again.
 
 
 def _has_name(descriptor: int, name: str, tier: TierFolder) -> bool:
     """Return whether the open file is the one that has this name in the tier."""
-    named, opened = tier.stat(name), os.fstat(descriptor)
-    return named is not None and os.path.samestat(named, opened)
+    named_info, open_info = tier.stat(name), os.fstat(descriptor)
+    return named_info is not None and os.path.samestat(named_info, open_info)
 
 
 def _find_entry(name: str, catalogue: Catalogue) -> Entry | None:
@@ -100,16 +101,16 @@ def _search_order(entry: Entry | None, folders: Mapping[str, TierFolder]) -> lis
     return [*first, *(folder for folder in folders.values() if folder not in first)]
 
 
-def _search(
+def _search_and_open(
     name: str, folders: Mapping[str, TierFolder], catalogue: Catalogue, flags: int
 ) -> tuple[Entry | None, tuple[TierFolder, int] | None]:
-    """Open a file in the tier that has it. Return the catalogue's entry, and the tier and the descriptor."""
+    """Open a file in the tier that has it. Return the entry in the catalogue, and the tier with the descriptor."""
     entry = None
     for _ in range(_SEARCHES_MAX):
         entry = _find_entry(name, catalogue)
-        opened = _open_first(name, _search_order(entry, folders), flags)
-        if opened is not None:
-            return entry, opened
+        tier_and_fd = _open_first(name, _search_order(entry, folders), flags)
+        if tier_and_fd is not None:
+            return entry, tier_and_fd
     return entry, None
 
 
@@ -119,14 +120,14 @@ def _open_first(name: str, tiers: Sequence[TierFolder], flags: int) -> tuple[Tie
         try:
             return tier, tier.open(name, flags)
         except OSError as error:
-            if error.errno not in _ABSENT:
+            if error.errno not in _NOT_FOUND_ERRNOS:
                 raise
     return None
 
 
-def _record_file(name: str, opened: tuple[TierFolder, int], catalogue: Catalogue) -> None:
-    """Add a file to the catalogue that was created outside gdrkit. If the catalogue fails, the next open repeats it."""
-    tier, descriptor = opened
+def _record_file(name: str, tier_and_fd: tuple[TierFolder, int], catalogue: Catalogue) -> None:
+    """Add a file that was created outside gdrkit to the catalogue. If the catalogue fails, the next open repeats it."""
+    tier, descriptor = tier_and_fd
     try:
         catalogue.record_file(name, tier.name, os.fstat(descriptor))
     except ApiError as error:
@@ -134,20 +135,20 @@ def _record_file(name: str, opened: tuple[TierFolder, int], catalogue: Catalogue
             raise
 
 
-def _create(
-    name: str, landing: Sequence[TierFolder], folders: Mapping[str, TierFolder], catalogue: Catalogue
+def _create_file(
+    name: str, landing_tiers: Sequence[TierFolder], folders: Mapping[str, TierFolder], catalogue: Catalogue
 ) -> tuple[TierFolder, int] | None:
-    """Create a file in the first landing tier. Return None if a tier has the name already.
+    """Create a file in the first of these tiers. Return None if any tier already has a file of this name.
 
     The write transaction of the catalogue excludes other processes that create files.
     """
     with catalogue.write_transaction("create file"):
         if any(folder.stat(name) is not None for folder in folders.values()):
             return None
-        for tier in landing:
-            with tier.parent(name, like=tier) as (folder, _):
+        for tier in landing_tiers:
+            with tier.parent(name, create_like=tier) as (parent_fd, _):
                 descriptor = tier.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                os.fsync(folder)
+                os.fsync(parent_fd)
             catalogue.record_file(name, tier.name, os.fstat(descriptor))
             return tier, descriptor
     return None

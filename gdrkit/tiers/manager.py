@@ -16,7 +16,7 @@ from gdrkit.errors import Api, ApiError, ClosedResource, DataMismatch, UsageErro
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.tiers.accesses import Accesses
 from gdrkit.tiers.catalogue import Catalogue, Totals
-from gdrkit.tiers.check import compare, fill_catalogue, kept_files
+from gdrkit.tiers.check import compare, fill_catalogue, find_kept_files
 from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.guard import lock_exclusive
 from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TierManager"]
 
-# Number of attempts of a migration if other processes move the file away each time.
+# Number of attempts of a migration. An attempt fails if another process moves the file first.
 _ATTEMPTS_MAX = 8
 _log = logging.getLogger(__name__)
 
 
 class TierManager:
-    """Files in tiers; a context manager. It is thread-safe.
+    """The files of a set of tiers; a context manager. It is thread-safe.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class TierManager:
         self._handle = Handle("tiers.manager")
 
     def open(self, name: str, mode: str = "r") -> TieredFile:
-        """Open a file in whichever tier it is. The call counts as an access.
+        """Open a file in the tier that has it. The call counts as an access.
 
         Parameters
         ----------
@@ -122,18 +122,20 @@ class TierManager:
             if mode == "r":
                 tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             else:
-                landing = self._tiers.landing(self.catalogue.totals()) if mode == "a+" else None
-                tier, descriptor = open_for_writing(name, self._tiers.folders, self.catalogue, landing=landing)
+                landing_tiers = self._tiers.landing_folders(self.catalogue.totals()) if mode == "a+" else None
+                tier, descriptor = open_for_writing(
+                    name, self._tiers.folders, self.catalogue, landing_tiers=landing_tiers
+                )
         self.accesses.count(name)
         return TieredFile(name, tier, descriptor, writable=mode != "r", catalogue=self.catalogue)
 
     def read_into(self, name: str, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
-        """Read a file into device or host memory, as :meth:`TieredFile.read_into`. The call counts as an access."""
+        """Read a file into device or host memory, by :meth:`TieredFile.read_into`. The call counts as an access."""
         with self.open(name) as file:
             return file.read_into(buffer, **options)
 
     def write_from(self, name: str, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
-        """Write memory into a file, as :meth:`TieredFile.write_from`, and create the file if it does not exist.
+        """Write memory into a file by :meth:`TieredFile.write_from`. The file is created if it does not exist.
 
         The call counts as an access.
         """
@@ -177,9 +179,9 @@ class TierManager:
             tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             try:
                 lock_exclusive(descriptor, name=name)
-                with tier.parent(name) as (folder, last):
-                    os.unlink(last, dir_fd=folder)
-                    os.fsync(folder)
+                with tier.parent(name) as (parent_fd, base_name):
+                    os.unlink(base_name, dir_fd=parent_fd)
+                    os.fsync(parent_fd)
             finally:
                 os.close(descriptor)
         self.catalogue.remove(name)
@@ -202,7 +204,7 @@ class TierManager:
         Raises
         ------
         ApiError
-            The file stays where it was, for the reason in the error; see :func:`migrate_file`.
+            The file was not moved. The error has the reason; see :func:`migrate_file`.
         """
         destination = self.folder(tier)
         for _ in range(_ATTEMPTS_MAX):
@@ -239,36 +241,36 @@ class TierManager:
         observe: Observer | None = None,
         moved: Callable[[PlannedMove, str], None] | None = None,
     ) -> Migrated:
-        """Move files as the policy requires. A file that cannot be moved now stays, and the others are moved.
+        """Move files as the policy requires. A file that cannot be moved now is skipped.
 
         Parameters
         ----------
         begin : callable or None
-            Called with the number of files and bytes that will be moved.
+            Called once with the number of the files that will be moved, and the space that they take in bytes.
         observe : callable or None
             Called at each phase of each file; see :meth:`move`.
         moved : callable or None
-            Called after each file with its planned move, and with the reason why the file stays (empty if it moved).
+            Called after each file with its planned move and the reason why the file was not moved (empty if it was).
         """
         refused: list[RefusedMove] = []
-        count = size = 0
+        moved_count = moved_bytes = 0
         with self.plan() as plan:
             if begin is not None:
                 begin(plan.count, plan.allocated_bytes)
-            for each in plan.moves():
+            for planned in plan.moves():
                 why = ""
                 try:
-                    size += self.move(each.name, each.destination, observe=observe)
-                    count += 1
+                    moved_bytes += self.move(planned.name, planned.destination, observe=observe)
+                    moved_count += 1
                 except (ApiError, DataMismatch) as error:
                     # Without the catalogue, no other file can be moved either.
                     if isinstance(error, ApiError) and error.api is Api.SQLITE:
                         raise
                     why = str(error)
-                    refused.append(RefusedMove(each.name, each.destination, error.reason, why))
+                    refused.append(RefusedMove(planned.name, planned.destination, error.reason, why))
                 if moved is not None:
-                    moved(each, why)
-            return Migrated(count, size, tuple(refused), plan.considered)
+                    moved(planned, why)
+            return Migrated(moved_count, moved_bytes, tuple(refused), plan.considered)
 
     def pin(self, name: str, tier: str | None = None) -> str:
         """Pin a file to a tier, by default to its current one. The next run of the policy moves it there.
@@ -278,9 +280,9 @@ class TierManager:
         str
             Name of the tier.
         """
-        pinned = self.configuration.tier(tier).name if tier is not None else self.find(name).tier
-        self._set_pin(name, pinned)
-        return pinned
+        pinned_tier = self.configuration.tier(tier).name if tier is not None else self.find(name).tier
+        self._set_pin(name, pinned_tier)
+        return pinned_tier
 
     def unpin(self, name: str) -> None:
         """Unpin a file, so that the policy may move it again."""
@@ -315,8 +317,8 @@ class TierManager:
         Parameters
         ----------
         repair : bool
-            Also correct the catalogue, complete interrupted migrations, and rebuild a damaged catalogue. The only files
-            that are removed are incomplete copies.
+            Whether to correct the catalogue, complete or undo interrupted migrations, and rebuild a damaged catalogue.
+            The only files that are removed are incomplete copies, and old files that a complete copy has replaced.
         """
         self._check_open()
         self.accesses.flush()
@@ -333,7 +335,7 @@ class TierManager:
         else:
             findings += interrupted_migrations(self._tiers.folders)
         findings += compare(self.catalogue, self._tiers.folders, repair=repair)
-        return [*findings, *kept_files(self._tiers.folders)]
+        return [*findings, *find_kept_files(self._tiers.folders)]
 
     def folder(self, tier: str) -> TierFolder:
         """Return the folder of a tier, for a benchmark.
@@ -355,14 +357,16 @@ class TierManager:
             self._handle.release()
 
     def _fill(self, catalogue: Catalogue) -> None:
+        """Fill a new catalogue with the files and the pins on disk."""
         fill_catalogue(catalogue, self.configuration, self._tiers.folders)
-        for name, tier in read_pins(self._tiers.first).items():
+        for name, tier in read_pins(self._tiers.fastest).items():
             catalogue.pin(name, tier)
 
     def _recover(self) -> list[TierFinding]:
+        """Recover the migrations of processes that died, and log what was found."""
         findings = recover(self._tiers.folders, self.catalogue)
-        for each in findings:
-            _log.warning("%s in %s: %s", printable(each.name), each.tier, each.text)
+        for finding in findings:
+            _log.warning("%s in %s: %s", printable(finding.name), finding.tier, finding.text)
         return findings
 
     def _record_location(self, name: str) -> None:
@@ -378,7 +382,7 @@ class TierManager:
         self.find(name)
         with self.catalogue.write_transaction("pin"):
             self.catalogue.pin(name, tier)
-            write_pins(self._tiers.first, self.catalogue.pins())
+            write_pins(self._tiers.fastest, self.catalogue.pins())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -5,15 +5,16 @@ The disks decide where a file is. The catalogue is updated last.
 1. *record*: an empty copy and a record of the migration are created in the destination's own folder, and synced.
 2. *copy*, *attributes*, *sync*: the copy gets all data and attributes, and is synced to the disk.
 3. *verify*: the copy is read back and compared with the data that was read.
-4. *rename*: the copy gets the name in the destination, where no file may have it. *folder*: the folder is synced.
+4. *rename*: the copy gets the name of the file in the destination. The step fails if another file has that name there.
+   *folder*: the folder is synced.
 5. *retire*: the old file is renamed into the ``retired`` folder. **At this moment the copy becomes the file.** If the
-   process died before this moment, a recovery removes the copy; if it died after it, the recovery removes the old file.
+   process dies earlier, a recovery removes the copy. If the process dies later, a recovery removes the old file.
    *retired*: the folders are synced.
 6. *catalogue*: the catalogue gets the new tier.
 7. *remove*: the old file is removed. *forget*: the record is removed.
 
-If a program opens the file for writing during the migration, the migration ends, and the file stays where it was. For
-readers, the name always leads to a complete file, and programs that have the file open can continue to read it.
+If a program opens the file for writing during the migration, the migration fails, and the file stays in its tier.
+Readers are not disturbed: the name always leads to a complete file, and an open file can still be read.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Phase(enum.Enum):
 
 
 if TYPE_CHECKING:
-    # Called before each phase, and before each part that is copied or read back, with the progress as `offset_bytes`.
-    # An exception from it ends the migration as any other failure does.
+    # A function that is called with the phase, the name of the file and the progress in bytes: before each phase, and
+    # before each chunk that is copied or read back. If the function raises an exception, the migration is undone.
     Observer = Callable[[Phase, str, int], None]
 
 
@@ -85,11 +86,11 @@ def migrate_file(
     source, destination : TierFolder
         The tier that has the file, and the tier that it is moved to.
     catalogue : Catalogue
-        The catalogue, which is updated.
+        The catalogue. It gets the new tier of the file.
     limit_bytes : int
-        Space that the destination may use in total, in bytes.
+        Space that gdrkit may use in the destination in total, in bytes.
     observe : callable
-        Called before each phase, and before each part that is copied or read back.
+        Called before each phase, and before each chunk that is copied or read back; see `Observer`.
 
     Returns
     -------
@@ -99,22 +100,23 @@ def migrate_file(
     Raises
     ------
     ApiError
-        The migration failed; the file is unchanged and where it was. ``BUSY``: a program writes the file. ``NO_SPACE``,
+        The migration failed, and the file is unchanged in its tier. ``BUSY``: a program writes the file. ``NO_SPACE``,
         ``NO_PERMISSION``, ``IO_ERROR``: a system call failed. ``CONFLICT``: the destination has a file of that name.
         ``NOT_SUPPORTED``: the file has other names (hard links).
     """
     with contextlib.ExitStack() as stack:
         with convert_os_errors("open", name=printable(name), tier=source.name):
-            old = source.open(name, os.O_RDONLY)
-        stack.callback(os.close, old)
-        guard = stack.enter_context(Guard(old, name=name))
+            source_fd = source.open(name, os.O_RDONLY)
+        stack.callback(os.close, source_fd)
+        guard = stack.enter_context(Guard(source_fd, name=name))
         with convert_os_errors("open", name=printable(name), tier=source.name):
-            _check_name(source, name, guard.info)
+            _check_file_has_name(source, name, guard.info)
         _check_links(guard.info, name)
-        preserve_access_time(old)
+        preserve_access_time(source_fd)
         move = _Migration(name, (source, destination), catalogue, observe, guard)
-        size = guard.info.st_blocks * 512
-        catalogue.begin_move((move.id, name, source.name, destination.name, size), limit_bytes=limit_bytes)
+        # st_blocks counts blocks of 512 bytes.
+        allocated_bytes = guard.info.st_blocks * 512
+        catalogue.begin_move((move.id, name, source.name, destination.name, allocated_bytes), limit_bytes=limit_bytes)
         try:
             with convert_os_errors("migrate", name=printable(name), source=source.name, destination=destination.name):
                 move.run()
@@ -123,7 +125,7 @@ def migrate_file(
             raise
         finally:
             move.close()
-    return size
+    return allocated_bytes
 
 
 class _Migration:
@@ -142,115 +144,120 @@ class _Migration:
         self._source, self._destination = folders
         self._catalogue = catalogue
         self._observe = observe
-        self._old, self._guard = guard.descriptor, guard
-        self._copy = -1
+        self._source_fd, self._guard = guard.descriptor, guard
+        self._copy_fd = -1
         self._record: MoveRecord | None = None
         # Completed steps, newest last. If the migration fails, undo() reverts them.
-        self._done: list[Phase] = []
+        self._completed: list[Phase] = []
 
     def run(self) -> None:
         self._step(Phase.RECORD, self._create_copy)
-        digest = copy_data(self._old, self._copy, size_bytes=self._size, on_part=self._part_observer(Phase.COPY))
-        self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._old, self._copy, self._guard.info))
-        self._step(Phase.SYNC, lambda: os.fsync(self._copy))
+        digest = copy_data(
+            self._source_fd, self._copy_fd, size_bytes=self._size_bytes, on_chunk=self._chunk_observer(Phase.COPY)
+        )
+        self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
+        self._step(Phase.SYNC, lambda: os.fsync(self._copy_fd))
         copy_digest = digest_of_copy(
-            self._old, self._copy, size_bytes=self._size, on_part=self._part_observer(Phase.VERIFY)
+            self._source_fd, self._copy_fd, size_bytes=self._size_bytes, on_chunk=self._chunk_observer(Phase.VERIFY)
         )
         if copy_digest != digest:
             raise DataMismatch(
-                first_offset_bytes=0, expected=digest[:16], actual=copy_digest[:16], length_bytes=self._size
+                first_offset_bytes=0, expected=digest[:16], actual=copy_digest[:16], length_bytes=self._size_bytes
             )
-        self._step(Phase.RENAME, self._publish)
+        self._step(Phase.RENAME, self._name_copy)
         self._step(Phase.FOLDER, self._sync_destination)
         self._step(Phase.RETIRE, self._retire)
         self._step(Phase.RETIRED, self._sync_source)
         self._step(Phase.CATALOGUE, self._update_catalogue)
         self._step(Phase.REMOVE, self._remove)
         self._step(Phase.FORGET, self._forget)
-        self._observe(Phase.DONE, self._name, self._size)
+        self._observe(Phase.DONE, self._name, self._size_bytes)
 
     @property
-    def _size(self) -> int:
+    def _size_bytes(self) -> int:
         return self._guard.info.st_size
 
     def _step(self, phase: Phase, action: Callable[[], None]) -> None:
-        self._observe(phase, self._name, self._size if self._done else 0)
+        self._observe(phase, self._name, self._size_bytes if self._completed else 0)
         action()
-        self._done.append(phase)
+        self._completed.append(phase)
 
-    def _part_observer(self, phase: Phase) -> Callable[[int], None]:
-        def on_part(offset_bytes: int) -> None:
+    def _chunk_observer(self, phase: Phase) -> Callable[[int], None]:
+        def on_chunk(offset_bytes: int) -> None:
             self._observe(phase, self._name, offset_bytes)
-            # A writer blocks until the next check, so it waits for one part and not for the whole file.
+            # A program that opens the file for writing blocks until the next check. So it waits for one chunk at most.
             self._guard.check()
 
-        return on_part
+        return on_chunk
 
     def _create_copy(self) -> None:
         """Create the empty copy, lock it, and write the record of the migration."""
         with self._destination.locked(exclusive=False):
             # O_NOATIME: the verification must not change the access time.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
-            self._copy = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder("incoming"))
-            # A program that opens the copy for writing, once it has its name, waits until the catalogue is updated.
-            fcntl.flock(self._copy, fcntl.LOCK_EX)
+            self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder("incoming"))
+            # When the copy has its name, gdrkit may open it for writing. The lock makes such a call wait for the
+            # end of the migration.
+            fcntl.flock(self._copy_fd, fcntl.LOCK_EX)
             self._record = MoveRecord.create(
                 self._destination,
                 self.id,
                 name=self._name,
                 source=self._source.name,
                 info=self._guard.info,
-                copy_inode=os.fstat(self._copy).st_ino,
+                copy_inode=os.fstat(self._copy_fd).st_ino,
             )
 
-    def _publish(self) -> None:
+    def _name_copy(self) -> None:
+        """Give the copy the name of the file in the destination."""
         self._guard.check()
-        with self._destination.parent(self._name, like=self._source) as (folder, last):
-            rename_new(self.id, last, folder=self._destination.own_folder("incoming"), new_folder=folder)
+        with self._destination.parent(self._name, create_like=self._source) as (parent_fd, base_name):
+            rename_new(self.id, base_name, folder=self._destination.own_folder("incoming"), new_folder=parent_fd)
 
     def _sync_destination(self) -> None:
-        with self._destination.parent(self._name) as (folder, _):
-            os.fsync(folder)
+        with self._destination.parent(self._name) as (parent_fd, _):
+            os.fsync(parent_fd)
 
     def _retire(self) -> None:
-        retired = self._source.own_folder("retired")
+        """Rename the old file into the ``retired`` folder. From that moment the copy is the file."""
+        retired_fd = self._source.own_folder("retired")
         self._check_copy()
-        with self._source.parent(self._name) as (folder, last):
+        with self._source.parent(self._name) as (parent_fd, base_name):
             self._guard.check()
-            os.rename(last, self.id, src_dir_fd=folder, dst_dir_fd=retired)
-            # From here on the step must be undone, also if one of the next calls fails.
-            self._done.append(Phase.RETIRE)
-        # Another process may just have given the name to another file, or started to write.
-        if os.stat(self.id, dir_fd=retired, follow_symlinks=False).st_ino != self._guard.info.st_ino:
-            raise busy_error("migrate", "another file has got the name", name=printable(self._name))
+            os.rename(base_name, self.id, src_dir_fd=parent_fd, dst_dir_fd=retired_fd)
+            # If one of the next calls fails, undo() must revert this step too. _step() appends the phase again.
+            self._completed.append(Phase.RETIRE)
+        # Before the rename, another process may have given the name to another file, or opened the file for writing.
+        if os.stat(self.id, dir_fd=retired_fd, follow_symlinks=False).st_ino != self._guard.info.st_ino:
+            raise busy_error("migrate", "another file has taken the name", name=printable(self._name))
         self._guard.check()
-        self._done.pop()
+        self._completed.pop()
 
     def _check_copy(self) -> None:
         """Check that the copy still has its name: another process may have removed it or moved its folder."""
         info = self._destination.stat(self._name)
-        if info is None or info.st_ino != os.fstat(self._copy).st_ino:
-            missing = OSError(errno.ENOENT, "another program removed or renamed the copy")
-            raise kernel_error(missing, "migrate", name=printable(self._name), tier=self._destination.name)
+        if info is None or info.st_ino != os.fstat(self._copy_fd).st_ino:
+            error = OSError(errno.ENOENT, "another program removed or renamed the copy")
+            raise kernel_error(error, "migrate", name=printable(self._name), tier=self._destination.name)
 
     def _sync_source(self) -> None:
         os.fsync(self._source.own_folder("retired"))
-        with self._source.parent(self._name) as (folder, _):
-            os.fsync(folder)
+        with self._source.parent(self._name) as (parent_fd, _):
+            os.fsync(parent_fd)
 
     def _update_catalogue(self) -> None:
         self._guard.check()
-        self._catalogue.record_file(self._name, self._destination.name, os.fstat(self._copy))
+        self._catalogue.record_file(self._name, self._destination.name, os.fstat(self._copy_fd))
 
     def _remove(self) -> None:
         # This is the last check of both files before one of them is removed.
         self._check_copy()
         self._guard.check()
-        retired = self._source.own_folder("retired")
-        os.unlink(self.id, dir_fd=retired)
+        retired_fd = self._source.own_folder("retired")
+        os.unlink(self.id, dir_fd=retired_fd)
         # The folder is synced before the record is removed: a recovery keeps a retired file without a record, because
         # it may be the only copy.
-        os.fsync(retired)
+        os.fsync(retired_fd)
 
     def _forget(self) -> None:
         if self._record is not None:
@@ -258,44 +265,46 @@ class _Migration:
         self._catalogue.end_move(self.id)
 
     def undo(self, error: BaseException) -> None:
-        """Undo the completed steps, newest first. If that fails, a later recovery undoes the rest by the record."""
-        if Phase.REMOVE in self._done:
+        """Undo the completed steps, newest first. If that fails, a later recovery reads the record and undoes them."""
+        if Phase.REMOVE in self._completed:
             error.add_note(
-                f"the migration has moved {printable(self._name)!r} to {self._destination.name} nevertheless"
+                f"{printable(self._name)!r} was moved to {self._destination.name}, although a later step failed"
             )
             return
-        steps = {
+        undo_actions = {
             Phase.CATALOGUE: self._restore_catalogue,
             Phase.RETIRE: self._restore_name,
-            Phase.RENAME: self._unpublish,
+            Phase.RENAME: self._unname_copy,
             Phase.RECORD: self._remove_copy,
         }
-        if self._copy >= 0 and Phase.RECORD not in self._done:
-            self._done.insert(0, Phase.RECORD)
+        # The step that creates the copy and the record may have failed in between.
+        if self._copy_fd >= 0 and Phase.RECORD not in self._completed:
+            self._completed.insert(0, Phase.RECORD)
         try:
-            for phase in reversed(self._done):
-                if phase in steps:
-                    steps[phase]()
+            for phase in reversed(self._completed):
+                if phase in undo_actions:
+                    undo_actions[phase]()
             self._catalogue.end_move(self.id)
-        except (OSError, ApiError) as second:
-            error.add_note(f"the undo of the migration failed: {second}; gdrkit tiers check --repair completes it")
+        except (OSError, ApiError) as undo_error:
+            error.add_note(f"the undo of the migration failed: {undo_error}; gdrkit tiers check --repair completes it")
 
     def _restore_catalogue(self) -> None:
         self._catalogue.record_file(self._name, self._source.name, self._guard.info)
 
     def _restore_name(self) -> None:
-        with self._source.parent(self._name) as (folder, last):
-            rename_new(self.id, last, folder=self._source.own_folder("retired"), new_folder=folder)
-            os.fsync(folder)
+        with self._source.parent(self._name) as (parent_fd, base_name):
+            rename_new(self.id, base_name, folder=self._source.own_folder("retired"), new_folder=parent_fd)
+            os.fsync(parent_fd)
         os.fsync(self._source.own_folder("retired"))
 
-    def _unpublish(self) -> None:
-        with self._destination.parent(self._name) as (folder, last):
-            info = os.stat(last, dir_fd=folder, follow_symlinks=False)
-            if info.st_ino != os.fstat(self._copy).st_ino:
-                other = OSError(errno.EEXIST, "another file has the name")
-                raise kernel_error(other, "unlink", name=printable(self._name))
-            os.unlink(last, dir_fd=folder)
+    def _unname_copy(self) -> None:
+        """Remove the name of the copy in the destination."""
+        with self._destination.parent(self._name) as (parent_fd, base_name):
+            info = os.stat(base_name, dir_fd=parent_fd, follow_symlinks=False)
+            if info.st_ino != os.fstat(self._copy_fd).st_ino:
+                error = OSError(errno.EEXIST, "another file has the name")
+                raise kernel_error(error, "unlink", name=printable(self._name))
+            os.unlink(base_name, dir_fd=parent_fd)
 
     def _remove_copy(self) -> None:
         if self._record is not None:
@@ -307,14 +316,14 @@ class _Migration:
         """Close the descriptors and locks of the copy and the record."""
         if self._record is not None:
             self._record.close()
-        if self._copy >= 0:
-            os.close(self._copy)
+        if self._copy_fd >= 0:
+            os.close(self._copy_fd)
 
 
-def _check_name(source: TierFolder, name: str, info: os.stat_result) -> None:
-    """Check that the locked file still has the name: another process may have migrated it just before."""
-    named = source.stat(name)
-    if named is None or named.st_ino != info.st_ino:
+def _check_file_has_name(source: TierFolder, name: str, info: os.stat_result) -> None:
+    """Check that the locked file still has the name: another process may have migrated it before this one locked it."""
+    current_info = source.stat(name)
+    if current_info is None or current_info.st_ino != info.st_ino:
         raise FileNotFoundError(errno.ENOENT, "another process has just moved the file")
 
 

@@ -13,8 +13,9 @@ from gdrkit.errors import UsageError
 __all__ = ["LOST_AND_FOUND", "OWN_FOLDER", "check_name", "printable"]
 
 OWN_FOLDER = ".gdrkit-tiers"
-# A folder that file systems create in their root.
+# Folder that some file systems create in their root. It contains files that a check of the file system has found.
 LOST_AND_FOUND = "lost+found"
+# PATH_MAX without its NUL, and NAME_MAX.
 _NAME_BYTES_MAX = 4095
 _PART_BYTES_MAX = 255
 
@@ -26,7 +27,7 @@ def check_name(name: str) -> str:
     ------
     UsageError
         The name is empty, absolute, longer than Linux permits, contains ``.``, ``..``, an empty part or a NUL, or
-        begins with a reserved folder.
+        begins with `OWN_FOLDER` or `LOST_AND_FOUND`.
     """
     data = os.fsencode(name)
     parts = data.split(b"/")

@@ -1,6 +1,7 @@
-"""The pins on disk. Users set them, so they must survive the loss of the catalogue.
+"""The pins of files to tiers, stored on disk. Users set pins, so the pins must survive the loss of the catalogue.
 
-They are in ``pins.json`` in gdrkit's own folder of the fastest tier. The file is always replaced as a whole.
+The pins are in the file ``pins.json`` in the ``.gdrkit-tiers`` folder of the fastest tier. The file is always replaced
+as a whole.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["read_pins", "write_pins"]
 
-_NAME = "pins.json"
+_FILE_NAME = "pins.json"
 
 
 def read_pins(folder: TierFolder) -> dict[str, str]:
-    """Return the tier of each pinned file; empty if there are no pins, or if they cannot be read."""
-    own = folder.find_own_folder()
-    if own is None:
+    """Return the tier of each pinned file. The result is empty if there are no pins, or if they cannot be read."""
+    own_folder_fd = folder.find_own_folder()
+    if own_folder_fd is None:
         return {}
     try:
-        descriptor = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own)
+        descriptor = os.open(_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd)
     except OSError:
         return {}
     with os.fdopen(descriptor, encoding="ascii") as file:
@@ -39,13 +40,13 @@ def read_pins(folder: TierFolder) -> dict[str, str]:
 
 
 def write_pins(folder: TierFolder, pins: Mapping[str, str]) -> None:
-    """Replace all pins, and sync them to the disk. Only one process may do this at a time."""
+    """Replace all pins, and sync them to the disk. The caller must exclude other processes that write pins."""
     with convert_os_errors("write pins", tier=folder.name):
-        own = folder.own_folder()
+        own_folder_fd = folder.own_folder()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(_NAME + ".new", flags, 0o600, dir_fd=own), "w", encoding="ascii") as file:
+        with os.fdopen(os.open(_FILE_NAME + ".new", flags, 0o600, dir_fd=own_folder_fd), "w", encoding="ascii") as file:
             json.dump(pins, file, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(_NAME + ".new", _NAME, src_dir_fd=own, dst_dir_fd=own)
-        os.fsync(own)
+        os.rename(_FILE_NAME + ".new", _FILE_NAME, src_dir_fd=own_folder_fd, dst_dir_fd=own_folder_fd)
+        os.fsync(own_folder_fd)

@@ -1,7 +1,7 @@
 """The migrations that the policy requires at one moment, in an order in which they can be done.
 
-They are stored in a temporary table of a separate connection. So a million migrations need no more memory than a
-hundred, and other processes can use the catalogue at the same time.
+The planned migrations are stored in temporary tables of a separate connection. So even a million migrations need little
+memory, and other processes can use the catalogue at the same time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MigrationPlan", "PlannedMove"]
 
+# Number of rows that are read or inserted at a time.
 _BATCH_ROWS = 1000
 
 
@@ -64,21 +65,22 @@ class MigrationPlan:
     count, allocated_bytes : int
         Number of files to move, and the space that they take, in bytes.
     considered : int
-        Number of all files.
+        Number of all files that the policy examined.
     """
 
     def __init__(self, catalogue: Catalogue, tiers: Sequence[TierLimits], *, hysteresis: float) -> None:
         self.considered = self.count = self.allocated_bytes = 0
-        at = catalogue.now()
+        now_half_lives = catalogue.now()
         self._connection = catalogue.new_connection()
-        self._order = {tier.name: index for index, tier in enumerate(tiers)}
-        # There is one table per group of moves. Decisions come in order, so rows are only appended.
-        self._groups = range(2 * len(tiers))
+        self._index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
+        # Moves are grouped by direction and destination, with one table per group. The decisions come in the order of
+        # the moves in their group, so rows are only appended.
+        self._group_numbers = range(2 * len(tiers))
         try:
             with convert_sqlite_errors("plan"):
-                for group in self._groups:
+                for group in self._group_numbers:
                     self._connection.execute(f"CREATE TEMP TABLE plan_{group} (file, destination, why)")
-                decisions = decide(self._file_rows(tiers), tiers, at=at, hysteresis=hysteresis)
+                decisions = decide(self._file_rows(tiers), tiers, at=now_half_lives, hysteresis=hysteresis)
                 while batch := list(itertools.islice(decisions, _BATCH_ROWS)):
                     self._insert(batch)
         except BaseException:
@@ -86,15 +88,18 @@ class MigrationPlan:
             raise
 
     def moves(self) -> Iterator[PlannedMove]:
-        """Yield first the moves down, which free space, those to the slowest tier first, and then the moves up."""
-        for group in self._groups:
+        """Yield the moves to slower tiers, which free space, and then the moves to faster tiers.
+
+        Moves to the slowest tier come first, because they make space for the moves to the next one.
+        """
+        for group in self._group_numbers:
             last_row_id = 0
-            # The rows are read in batches. Otherwise a migration that takes hours would hold a read snapshot, and the
-            # log of the catalogue would grow.
+            # The rows are read in batches. With a single query, a run of several hours would hold a read snapshot, and
+            # the write-ahead log of the catalogue would grow.
             while rows := self._read_batch(group, last_row_id):
                 last_row_id = rows[-1][0]
-                for _, name, source, destination, size, why in rows:
-                    yield PlannedMove(os.fsdecode(name), source, destination, size, MoveReason(why))
+                for _, name, source, destination, allocated_bytes, why in rows:
+                    yield PlannedMove(os.fsdecode(name), source, destination, allocated_bytes, MoveReason(why))
 
     def _read_batch(self, group: int, last_row_id: int) -> list[Any]:
         with convert_sqlite_errors("plan"):
@@ -107,9 +112,11 @@ class MigrationPlan:
 
     def _insert(self, batch: list[Decision]) -> None:
         rows_by_group: dict[int, list[tuple[int, str, str]]] = {}
-        for each in batch:
-            rows_by_group.setdefault(self._group(each), []).append((each.id, each.destination, each.why.value))
-            self.allocated_bytes += each.allocated_bytes
+        for decision in batch:
+            rows_by_group.setdefault(self._group_number_of(decision), []).append(
+                (decision.id, decision.destination, decision.why.value)
+            )
+            self.allocated_bytes += decision.allocated_bytes
         self.count += len(batch)
         for group, rows in rows_by_group.items():
             self._connection.executemany(f"INSERT INTO plan_{group} VALUES (?, ?, ?)", rows)  # noqa: S608 - the number comes from this module.
@@ -118,10 +125,10 @@ class MigrationPlan:
         """Close the connection, which drops the tables."""
         self._connection.close()
 
-    def _group(self, decision: Decision) -> int:
+    def _group_number_of(self, decision: Decision) -> int:
         """Return the number of the group of a move. The groups are executed in ascending order; see :meth:`moves`."""
-        destination, count = self._order[decision.destination], len(self._order)
-        return count - 1 - destination if decision.down > 0 else count + destination
+        destination_index, tier_count = self._index_by_tier[decision.destination], len(self._index_by_tier)
+        return tier_count - 1 - destination_index if decision.down > 0 else tier_count + destination_index
 
     def _file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
         # If two files are equally hot, the one in the faster tier stays there.

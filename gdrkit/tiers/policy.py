@@ -1,8 +1,8 @@
 """The policy, which decides which file belongs in which tier.
 
-It places first the files that may not move, then the pinned files, then the others from the hottest to the coldest.
-Each file gets the tier of its heat, or the next slower one that has space. The policy makes one pass over sorted rows,
-so a million files need little memory. It does no I/O.
+The policy first places the files that may not move, then the pinned files, then all others from the hottest to the
+coldest. Each of the others gets the tier of its heat, or the next slower tier that has space. The policy makes one pass
+over sorted rows, so even a million files need little memory. It does no I/O.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class MoveReason(enum.Enum):
 
     HEAT = "heat"
     PINNED = "pinned"
-    # The value is part of the JSON output.
+    # The value is part of the JSON output, so it keeps its old word.
     NO_SPACE = "room"
 
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """A tier with its heat threshold in fresh accesses, and the space that it may use in total, in bytes."""
+    """A tier with the heat that a file needs for it, and the space that gdrkit may use in it in total, in bytes."""
 
     name: str
     accesses_min: int
@@ -49,11 +49,11 @@ class FileRow(NamedTuple):
     allocated_bytes : int
         Space that the file takes, in bytes.
     score : float
-        Its score; see :mod:`gdrkit.tiers.heat`.
+        Score of the file; see :mod:`gdrkit.tiers.heat`.
     pinned : str or None
-        Tier to which it is pinned, or None.
+        Tier to which the file is pinned, or None.
     links : int
-        Number of its hard links. A file with more than one may not move.
+        Number of hard links. A file with more than one may not move.
     """
 
     id: int
@@ -79,54 +79,57 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
 
     Parameters
     ----------
-    rows : iterable of Row
+    rows : iterable of FileRow
         Files in the order that :class:`FileRow` requires.
     tiers : sequence of TierLimits
         The tiers, fastest first.
     at : float
         Current time in half-lives.
     hysteresis : float
-        Share of its tier's required heat that a file may lose before it must leave.
+        Part of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
 
     Yields
     ------
     Decision
         Moves in the order of the rows. Files that stay are omitted.
     """
-    order = {tier.name: index for index, tier in enumerate(tiers)}
+    index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
     free_bytes = [tier.limit_bytes for tier in tiers]
     # The least scores with which a file enters a tier, and with which a file of the tier stays in it.
     entry_scores = [score_least(tier.accesses_min, at=at) for tier in tiers]
     stay_scores = [score_least(tier.accesses_min, at=at, share=1 - hysteresis) for tier in tiers]
     for row in rows:
-        current = order.get(row.tier)
-        if current is None:
+        current_index = index_by_tier.get(row.tier)
+        if current_index is None:
             continue  # The tier is no longer configured; `check` reports it.
         if row.links > 1:
             # The other hard links would keep the old bytes, so the file stays.
-            free_bytes[current] -= row.allocated_bytes
+            free_bytes[current_index] -= row.allocated_bytes
             continue
         if row.pinned is not None:
-            target, why = _pinned_tier(row, current, order, free_bytes), MoveReason.PINNED
+            target_index, why = _pinned_tier(row, current_index, index_by_tier, free_bytes), MoveReason.PINNED
         else:
-            by_heat = _tier_by_heat(row.score, current, entry_scores, stay_scores)
-            target = _first_with_space(by_heat, row.allocated_bytes, free_bytes, otherwise=current)
-            why = MoveReason.HEAT if target == by_heat else MoveReason.NO_SPACE
-        free_bytes[target] -= row.allocated_bytes
-        if target != current:
-            yield Decision(row.id, row.allocated_bytes, tiers[target].name, target - current, why)
+            heat_index = _tier_by_heat(row.score, current_index, entry_scores, stay_scores)
+            target_index = _first_with_space(heat_index, row.allocated_bytes, free_bytes, otherwise=current_index)
+            why = MoveReason.HEAT if target_index == heat_index else MoveReason.NO_SPACE
+        free_bytes[target_index] -= row.allocated_bytes
+        if target_index != current_index:
+            yield Decision(row.id, row.allocated_bytes, tiers[target_index].name, target_index - current_index, why)
 
 
-def _pinned_tier(row: FileRow, current: int, order: Mapping[str, int], free_bytes: Sequence[int]) -> int:
+def _pinned_tier(row: FileRow, current_index: int, index_by_tier: Mapping[str, int], free_bytes: Sequence[int]) -> int:
     """Return the index of the tier to which the file is pinned, or of its current tier if that one is full."""
-    pinned = order.get(row.pinned or "", current)
-    return pinned if free_bytes[pinned] >= row.allocated_bytes else current
+    pinned_index = index_by_tier.get(row.pinned or "", current_index)
+    return pinned_index if free_bytes[pinned_index] >= row.allocated_bytes else current_index
 
 
-def _tier_by_heat(score: float, current: int, entry_scores: Sequence[float], stay_scores: Sequence[float]) -> int:
-    """Return the index of the fastest tier for which the file is hot enough, or its own tier within the hysteresis."""
+def _tier_by_heat(score: float, current_index: int, entry_scores: Sequence[float], stay_scores: Sequence[float]) -> int:
+    """Return the index of the fastest tier for which the file is hot enough.
+
+    The current tier of the file has a lower threshold, because of the hysteresis.
+    """
     for index, entry_score in enumerate(entry_scores):
-        if score >= (stay_scores[index] if index == current else entry_score):
+        if score >= (stay_scores[index] if index == current_index else entry_score):
             return index
     return len(entry_scores) - 1
 

@@ -1,7 +1,7 @@
 """The record of a migration, which is stored beside the copy while the migration is in progress.
 
-It is the file ``moves/ID.json`` in the destination's own folder. The migrating process keeps it locked, so a record
-that can be locked belongs to a process that has died.
+The record is the file ``moves/ID.json`` in the ``.gdrkit-tiers`` folder of the destination. The migrating process keeps
+the record locked, so a record that another process can lock belongs to a process that has died.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["MoveRecord", "RecordedMove", "dead_records", "recorded_ids"]
 
 _SUFFIX = ".json"
-_BYTES_MAX = 64 << 10
+# Largest size of a record that is read, in bytes.
+_RECORD_BYTES_MAX = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class MoveRecord:
     descriptor : int
         Descriptor of the record file. It is closed with the record.
     move : RecordedMove or None
-        Contents of the record. None: the record was never completed, so the migration had done nothing yet.
+        Contents of the record. None: the record is incomplete, so the migration had not started.
     """
 
     def __init__(self, folder: TierFolder, identifier: str, descriptor: int, move: RecordedMove | None) -> None:
@@ -76,18 +77,18 @@ class MoveRecord:
     def create(
         cls, folder: TierFolder, identifier: str, *, name: str, source: str, info: os.stat_result, copy_inode: int
     ) -> MoveRecord:
-        """Write a record, sync it to the disk and return it."""
+        """Create a record that this process has locked, sync it to the disk and return it."""
         move = RecordedMove(name, source, info.st_ino, info.st_size, info.st_mtime_ns, copy_inode)
-        moves = folder.own_folder("moves")
+        moves_fd = folder.own_folder("moves")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=moves)
+        descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=moves_fd)
         record = cls(folder, identifier, descriptor, move)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # json.dumps escapes all characters that are not ASCII.
             _write(descriptor, json.dumps(to_json_data(move)).encode("ascii"))
             os.fsync(descriptor)
-            os.fsync(moves)
+            os.fsync(moves_fd)
             os.fsync(folder.own_folder("incoming"))
         except BaseException:
             record.remove()
@@ -97,10 +98,10 @@ class MoveRecord:
 
     def remove(self) -> None:
         """Remove the record of a migration that has ended."""
-        moves = self.folder.own_folder("moves")
+        moves_fd = self.folder.own_folder("moves")
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.id + _SUFFIX, dir_fd=moves)
-        os.fsync(moves)
+            os.unlink(self.id + _SUFFIX, dir_fd=moves_fd)
+        os.fsync(moves_fd)
 
     def close(self) -> None:
         """Close the record, which releases its lock."""
@@ -110,12 +111,12 @@ class MoveRecord:
 
 
 def recorded_ids(folder: TierFolder) -> set[str]:
-    """Return the ids of the migrations into this tier that have a record, in progress or not."""
+    """Return the ids of the migrations into this tier that have a record, in progress or interrupted."""
     return {name.removesuffix(_SUFFIX) for name in folder.list_own_folder("moves")}
 
 
 def dead_records(folder: TierFolder) -> list[MoveRecord]:
-    """Return the records of processes that have died. Each one is locked; the caller closes it."""
+    """Return the records of processes that have died. This process has locked each record; the caller closes it."""
     records = []
     for name in folder.list_own_folder("moves"):
         try:
@@ -124,6 +125,7 @@ def dead_records(folder: TierFolder) -> list[MoveRecord]:
             continue  # The migration has just ended.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Without a link, the record was removed after it was opened.
             if not os.fstat(descriptor).st_nlink:
                 raise BlockingIOError  # noqa: TRY301 - the migration ended between the two calls.
         except BlockingIOError:
@@ -135,7 +137,7 @@ def dead_records(folder: TierFolder) -> list[MoveRecord]:
 
 def _read(descriptor: int) -> RecordedMove | None:
     try:
-        return from_json_data(RecordedMove, json.loads(os.pread(descriptor, _BYTES_MAX, 0)))
+        return from_json_data(RecordedMove, json.loads(os.pread(descriptor, _RECORD_BYTES_MAX, 0)))
     except (ValueError, UsageError):
         return None  # The record is incomplete. A migration does nothing before its record is on the disk.
 

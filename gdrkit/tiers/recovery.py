@@ -1,8 +1,7 @@
 """Recovery of migrations whose process died.
 
-The state of the disks shows whether the copy had become the file (see :mod:`gdrkit.tiers.migration`). If a program has
-written to both outside gdrkit, the recovery does not discard either: it moves one of them to the ``kept`` folder and
-reports it.
+The disks show whether the copy had already become the file (see :mod:`gdrkit.tiers.migration`). If a program wrote to
+both of them without gdrkit, the recovery does not discard either: it moves one to the ``kept`` folder and reports that.
 """
 
 from __future__ import annotations
@@ -44,30 +43,31 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
     folders : mapping
         Folders of the tiers by name.
     catalogue : Catalogue
-        The catalogue, which is updated.
+        The catalogue. It gets the resulting tiers of the files.
 
     Raises
     ------
     ApiError
-        A tier cannot be changed. The records of the migrations that are left are still on the disks.
+        A tier cannot be changed. The records of the migrations that are not recovered yet are still on the disks.
     """
     findings: list[TierFinding] = []
     for folder in folders.values():
         with convert_os_errors("recover", tier=folder.name):
             findings += _recover_into(folder, folders, catalogue)
-    # The order matters: a record exists before its file is retired, and until the retired file is removed. So a retired
-    # file that is listed now and has no record afterwards belongs to no migration.
+    # A migration creates its record before it retires the file, and removes the record after the retired file. So the
+    # retired files must be listed before the records. A listed file without a record then belongs to no migration.
     retired = {tier: folder.list_own_folder("retired") for tier, folder in folders.items()}
     recorded = set().union(*map(recorded_ids, folders.values()))
     for tier, names in retired.items():
         with convert_os_errors("recover", tier=tier):
             findings += _keep_unrecorded(folders[tier], set(names) - recorded)
-    for identifier in set(catalogue.moves()) - recorded:
+    for identifier in set(catalogue.reserved_move_ids()) - recorded:
         catalogue.end_move(identifier)
     return findings
 
 
 def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalogue: Catalogue) -> Iterator[TierFinding]:
+    """Recover the interrupted migrations into one tier."""
     if folder.identity is None:
         return  # The tier is read-only: no file was ever migrated to it, and nothing can be changed now.
     with folder.locked(exclusive=True) as is_locked:
@@ -103,78 +103,92 @@ def _settle(record: MoveRecord, folders: Mapping[str, TierFolder], catalogue: Ca
 
 
 class _InterruptedMove:
-    """One interrupted migration, and the three places where its file may be.
+    """One interrupted migration, with the stat(2) results of the three places where its file may be.
 
-    The stat results are those of the file under its name in the source, of the old file in the ``retired`` folder, and
-    of the copy under the name in the destination. Each is None if the file is not there.
+    Attributes
+    ----------
+    _named_info : os.stat_result or None
+        The file under its name in the source; None if the name does not exist.
+    _retired_info : os.stat_result or None
+        The old file in the ``retired`` folder of the source; None if it is not there.
+    _copy_info : os.stat_result or None
+        The copy under its name in the destination; None if the name does not exist, or belongs to another file.
     """
 
     def __init__(self, record: MoveRecord, move: RecordedMove, source: TierFolder) -> None:
         self._id = record.id
         self._move = move
         self._source, self._destination = source, record.folder
-        self._named = source.stat(move.name)
-        self._retired = _stat_at(source.own_folder("retired"), record.id)
-        copy = self._destination.stat(move.name)
-        self._copy = copy if copy is not None and copy.st_ino == move.copy_inode else None
+        self._named_info = source.stat(move.name)
+        self._retired_info = _stat_at(source.own_folder("retired"), record.id)
+        info = self._destination.stat(move.name)
+        self._copy_info = info if info is not None and info.st_ino == move.copy_inode else None
 
     def settle(self, catalogue: Catalogue) -> Iterator[TierFinding]:
+        """Complete or undo the migration, and yield what an administrator should know."""
         name = self._move.name
-        if self._retired is None and self._named is not None:
+        if self._retired_info is None and self._named_info is not None:
             yield from self._discard_copy()
-            catalogue.record_file(name, self._source.name, self._named)
-        elif self._retired is not None and self._is_retired_valid():
+            catalogue.record_file(name, self._source.name, self._named_info)
+        elif self._retired_info is not None and self._is_retired_valid():
             yield from self._discard_copy()
             self._restore_name()
-            catalogue.record_file(name, self._source.name, self._retired)
+            catalogue.record_file(name, self._source.name, self._retired_info)
             text = "the file had changed during its migration; it is back in its tier"
             yield TierFinding(FindingKind.INTERRUPTED, name, self._source.name, text, mended=True)
         else:
-            if self._retired is not None:
+            if self._retired_info is not None:
                 yield from self._discard_retired()
-            if self._copy is not None:
-                catalogue.record_file(name, self._destination.name, self._copy)
+            if self._copy_info is not None:
+                catalogue.record_file(name, self._destination.name, self._copy_info)
 
     def _is_retired_valid(self) -> bool:
-        """Return whether the retired file is the valid one: it was written outside gdrkit, or the copy is gone."""
-        if self._named is not None or self._retired is None:
+        """Return whether the retired file must get its name back.
+
+        That is so if only the retired file was written during the migration, or if the copy does not exist.
+        """
+        if self._named_info is not None or self._retired_info is None:
             return False
-        if self._copy is None:
+        if self._copy_info is None:
             return self._destination.stat(self._move.name) is None
-        return not self._move.is_unchanged(self._retired) and self._move.is_unchanged(self._copy)
+        return not self._move.is_unchanged(self._retired_info) and self._move.is_unchanged(self._copy_info)
 
     def _discard_copy(self) -> Iterator[TierFinding]:
         """Remove the copy, or keep it if another program has written to it."""
-        if self._copy is None:
+        if self._copy_info is None:
             return
-        with self._destination.parent(self._move.name) as (folder, last):
-            if self._move.is_unchanged(self._copy):
-                os.unlink(last, dir_fd=folder)
+        with self._destination.parent(self._move.name) as (parent_fd, base_name):
+            if self._move.is_unchanged(self._copy_info):
+                os.unlink(base_name, dir_fd=parent_fd)
             else:
                 text = "another program wrote to the copy before the copy became the file"
-                yield self._keep(folder, last, self._destination, text)
-            os.fsync(folder)
+                yield self._keep(parent_fd, base_name, self._destination, text)
+            os.fsync(parent_fd)
 
     def _discard_retired(self) -> Iterator[TierFinding]:
         """Remove the retired file, or keep it if another program has written to it or the copy is gone."""
-        retired = self._source.own_folder("retired")
-        if self._retired is not None and self._move.is_unchanged(self._retired) and self._copy is not None:
-            os.unlink(self._id, dir_fd=retired)
+        retired_fd = self._source.own_folder("retired")
+        if (
+            self._retired_info is not None
+            and self._move.is_unchanged(self._retired_info)
+            and self._copy_info is not None
+        ):
+            os.unlink(self._id, dir_fd=retired_fd)
         else:
-            text = "another program wrote to the file and to its copy; the older one is kept"
-            yield self._keep(retired, self._id, self._source, text)
-        os.fsync(retired)
+            text = "another program wrote to the file and to its copy; gdrkit kept the old file"
+            yield self._keep(retired_fd, self._id, self._source, text)
+        os.fsync(retired_fd)
 
     def _restore_name(self) -> None:
-        retired = self._source.own_folder("retired")
-        with self._source.parent(self._move.name, like=self._destination) as (folder, last):
-            rename_new(self._id, last, folder=retired, new_folder=folder)
-            os.fsync(folder)
-        os.fsync(retired)
+        retired_fd = self._source.own_folder("retired")
+        with self._source.parent(self._move.name, create_like=self._destination) as (parent_fd, base_name):
+            rename_new(self._id, base_name, folder=retired_fd, new_folder=parent_fd)
+            os.fsync(parent_fd)
+        os.fsync(retired_fd)
 
-    def _keep(self, folder: int, last: str, tier: TierFolder, problem: str) -> TierFinding:
+    def _keep(self, parent_fd: int, base_name: str, tier: TierFolder, problem: str) -> TierFinding:
         """Move a file to the ``kept`` folder of its tier, and return the finding."""
-        rename_new(last, self._id, folder=folder, new_folder=tier.own_folder("kept"))
+        rename_new(base_name, self._id, folder=parent_fd, new_folder=tier.own_folder("kept"))
         return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{problem}, as kept/{self._id}")
 
 
@@ -189,8 +203,8 @@ def _keep_unrecorded(folder: TierFolder, names: set[str]) -> Iterator[TierFindin
         yield TierFinding(FindingKind.KEPT, f"kept/{printable(name)}", folder.name, text)
 
 
-def _stat_at(folder: int, name: str) -> os.stat_result | None:
+def _stat_at(folder_fd: int, name: str) -> os.stat_result | None:
     try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+        return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""Results of the tier manager."""
+"""Types of the results that :class:`~gdrkit.tiers.manager.TierManager` returns."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class TierStatus:
     Attributes
     ----------
     accesses_min : int
-        Heat that a file needs for this tier, in fresh accesses.
+        Heat that a file needs for this tier; see :mod:`gdrkit.tiers.heat`.
     files : int
         Number of files.
     size_bytes, allocated_bytes : int
         Sum of the file sizes and of the space that the files take, in bytes.
     coming_bytes : int
-        Space that migrations in progress have reserved, in bytes.
+        Space that migrations into this tier have reserved, in bytes.
     limit_bytes : int
         Space that gdrkit may use in total: the capacity or the size of the file system, less the headroom, in bytes.
     free_bytes : int
         Free space of the file system, in bytes.
     absent : str
-        The reason why the tier cannot be used; empty if it can.
+        The reason why the tier is not available; empty if it is available.
     route : TierRoute
-        The route of its bytes to device memory in the last transfer that showed one.
+        The route that was observed in the last transfer between this tier and device memory.
     """
 
     name: str
@@ -51,7 +51,17 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class RefusedMove:
-    """A file that could not be migrated and is where it was."""
+    """A file that could not be migrated. It stays in its tier.
+
+    Attributes
+    ----------
+    name, destination : str
+        Name of the file, and tier to which it should have moved.
+    reason : Reason
+        Type of the error.
+    text : str
+        The error, for people.
+    """
 
     name: str
     destination: str
@@ -67,10 +77,10 @@ class Migrated:
     ----------
     moved, moved_bytes : int
         Number of files that were moved, and the space that they take, in bytes.
-    refused : tuple of Refused
+    refused : tuple of RefusedMove
         Files that had to stay, for example because a program writes them or the destination is full.
     considered : int
-        Number of all files.
+        Number of files that the policy examined.
     """
 
     moved: int

@@ -1,7 +1,6 @@
 """The route between a tier and device memory.
 
-A route is reported only after it was observed in a transfer with device memory. Transfers with host memory do not show
-it.
+A route is reported only after a transfer with device memory has shown it. Transfers with host memory show no route.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TierRoute:
     state : RouteState
         State of the direct route.
     route : str
-        The route of the bytes: ``p2p``, ``nvfs``, ``engine`` ...; empty if no bytes moved.
+        The route of the bytes, for example ``p2p``, ``nvfs`` or ``engine``; empty if no bytes were transferred.
     why : str
         The reason why the route was not direct.
     """
@@ -44,7 +43,10 @@ _WORST_FIRST = (RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN)
 
 
 def observed_route(result: Transferred) -> TierRoute | None:
-    """Return the route that a transfer showed. Return None if it used host memory, or if no direct route was wanted."""
+    """Return the route that a transfer showed.
+
+    Return None if the transfer used host memory, or if the caller did not want a direct route.
+    """
     if not result.bytes:
         return None
     if result.route in DIRECT_ROUTES:
@@ -57,8 +59,9 @@ def observed_route(result: Transferred) -> TierRoute | None:
 
 
 def worst_route(results: Iterable[Transferred]) -> TierRoute:
-    """Return the worst route of several transfers: a fallback is worse than an unproven route, which is worse than a
-    proven one.
+    """Return the worst route of several transfers.
+
+    A fallback is worse than an unproven route, and an unproven route is worse than a proven one.
     """
-    routes = (observed_route(each) or UNOBSERVED for each in results)
+    routes = (observed_route(result) or UNOBSERVED for result in results)
     return min(routes, key=lambda route: _WORST_FIRST.index(route.state), default=UNOBSERVED)

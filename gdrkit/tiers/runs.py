@@ -1,4 +1,4 @@
-"""Migrations of the command line, with progress output: a progress bar on a terminal, lines elsewhere."""
+"""The runs of ``gdrkit tiers migrate``, with a progress bar on a terminal, and with lines of progress elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdrkit.tiers.names import printable
 from gdrkit.tiers.plan import PlannedMove
 from gdrkit.tiers.policy import MoveReason
 from gdrkit.tiers.results import Migrated, RefusedMove
-from gdrkit.tiers.tables import moves_table, size, write
+from gdrkit.tiers.tables import format_size, moves_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class _ProgressOutput:
     Parameters
     ----------
     stream : text file
-        Where the lines are printed.
+        Stream for the lines.
     bar : Progress or None
         The progress bar, on a terminal. None: lines are printed instead.
     """
@@ -43,24 +43,26 @@ class _ProgressOutput:
         self._done_bytes = 0
 
     def begin(self, count: int, total_bytes: int) -> None:
-        """Report how many files and bytes will be moved."""
+        """Print how many files and bytes will be moved."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=total_bytes)
         else:
-            self._print(f"{count} files, {size(total_bytes)} to move")
+            self._print(f"{count} files, {format_size(total_bytes)} to move")
 
     def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
-        """Report the progress of one migration."""
+        """Update the progress bar for one migration; see :class:`~gdrkit.tiers.migration.Phase`."""
         if self._bar is not None and self._task is not None:
-            copied = offset_bytes if phase is Phase.COPY else 0
+            copied_bytes = offset_bytes if phase is Phase.COPY else 0
             text = f"{phase.value} {printable(name)}"
-            self._bar.update(self._task, completed=self._done_bytes + copied, description=text)
+            self._bar.update(self._task, completed=self._done_bytes + copied_bytes, description=text)
 
-    def moved(self, move: PlannedMove, why: str) -> None:
-        """Report that one file is finished."""
+    def report_outcome(self, move: PlannedMove, why_not_moved: str) -> None:
+        """Print that a file was moved, or why it was not; `why_not_moved` is empty if it was."""
         self._done_bytes += move.allocated_bytes
         if self._bar is None:
-            outcome = f"stays in {move.source}: {why}" if why else f"{move.source} -> {move.destination}"
+            outcome = (
+                f"stays in {move.source}: {why_not_moved}" if why_not_moved else f"{move.source} -> {move.destination}"
+            )
             self._print(f"{printable(move.name)}: {outcome}")
 
     def _print(self, line: str) -> None:
@@ -70,32 +72,35 @@ class _ProgressOutput:
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
     """Move files as the policy requires."""
     with _progress_output(stream) as output:
-        return manager.migrate(begin=output.begin, observe=output.observe, moved=output.moved)
+        return manager.migrate(begin=output.begin, observe=output.observe, moved=output.report_outcome)
 
 
 def migrate_named(manager: TierManager, names: Sequence[str], destination: str, *, stream: TextIO) -> Migrated:
     """Move the named files to a tier."""
     refused: list[RefusedMove] = []
-    count = moved_bytes = 0
+    moved_count = moved_bytes = 0
     moves = _moves_of_names(manager, names, destination)
     with _progress_output(stream) as output:
         output.begin(len(moves), sum(move.allocated_bytes for move in moves))
         for move in moves:
-            why = ""
+            why_not_moved = ""
             try:
                 moved_bytes += manager.move(move.name, destination, observe=output.observe)
-                count += 1
+                moved_count += 1
             except (ApiError, DataMismatch) as error:
-                why = str(error)
-                refused.append(RefusedMove(move.name, destination, error.reason, why))
-            output.moved(move, why)
-    return Migrated(count, moved_bytes, tuple(refused), len(names))
+                why_not_moved = str(error)
+                refused.append(RefusedMove(move.name, destination, error.reason, why_not_moved))
+            output.report_outcome(move, why_not_moved)
+    return Migrated(moved_count, moved_bytes, tuple(refused), len(names))
 
 
 def print_plan(
     manager: TierManager, names: Sequence[str], destination: str | None, *, as_json: bool, stream: TextIO
 ) -> None:
-    """Print the moves that would be made."""
+    """Print the moves that a run would make.
+
+    These are the moves of the named files to `destination`. If it is None, they are the moves that the policy requires.
+    """
     if destination is not None:
         moves = _moves_of_names(manager, names, destination)
         _print_moves(moves, len(names), as_json=as_json, stream=stream)
@@ -104,14 +109,14 @@ def print_plan(
         _print_moves(list(plan.moves()), plan.considered, as_json=as_json, stream=stream)
 
 
-def _print_moves(moves: list[PlannedMove], considered: int, *, as_json: bool, stream: TextIO) -> None:
+def _print_moves(moves: list[PlannedMove], considered_count: int, *, as_json: bool, stream: TextIO) -> None:
     if as_json:
-        print(json.dumps({"moves": to_json_data(moves), "considered": considered}, indent=2), file=stream)
+        print(json.dumps({"moves": to_json_data(moves), "considered": considered_count}, indent=2), file=stream)
         return
     if moves:
-        write(moves_table(moves), stream)
-    total = sum(move.allocated_bytes for move in moves)
-    print(f"{len(moves)} of {considered} files would move, {size(total)}", file=stream)
+        print_table(moves_table(moves), stream)
+    total_bytes = sum(move.allocated_bytes for move in moves)
+    print(f"{len(moves)} of {considered_count} files would move, {format_size(total_bytes)}", file=stream)
 
 
 def _moves_of_names(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:

@@ -6,10 +6,10 @@ use INSERT OR IGNORE, because the conflict clause of the statement that fires a 
 
 from __future__ import annotations
 
-__all__ = ["FORMAT", "ROUTES", "SCHEMA"]
+__all__ = ["CREATE_ROUTES", "FORMAT_VERSION", "SCHEMA"]
 
 # The same number is in the last line of the schema.
-FORMAT = 1
+FORMAT_VERSION = 1
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -58,7 +58,7 @@ INSERT INTO meta VALUES ('format', 1), ('wall_s', 0.0), ('offset_s', 0.0), ('hal
 """
 
 # This table was added later. It is created in older catalogues when they are opened.
-ROUTES = """
+CREATE_ROUTES = """
 CREATE TABLE IF NOT EXISTS routes (
     tier TEXT PRIMARY KEY, state TEXT NOT NULL, route TEXT NOT NULL, why TEXT NOT NULL, wall_s REAL NOT NULL
 ) WITHOUT ROWID;

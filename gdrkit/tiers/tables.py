@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers.results import TierStatus
     from gdrkit.tiers.routes import TierRoute
 
-__all__ = ["findings_table", "moves_table", "size", "speeds_table", "status_table", "write"]
+__all__ = ["findings_table", "format_size", "moves_table", "print_table", "speeds_table", "status_table"]
 
 _STATE_STYLES = {
     RouteState.PROVEN: "green",
@@ -35,11 +35,11 @@ _REASON_TEXTS = {
     MoveReason.PINNED: "pinned",
     MoveReason.NO_SPACE: "its tier is full",
 }
-# A width above that of any table.
+# A width that exceeds every table, in characters.
 _WIDTH_MAX = 10_000
 
 
-def write(table: Table, stream: TextIO) -> None:
+def print_table(table: Table, stream: TextIO) -> None:
     """Print a table. If the stream is not a terminal, the table is as wide as its contents, so that nothing is cut."""
     console = Console(file=stream, highlight=False)
     if not console.is_terminal:
@@ -48,9 +48,9 @@ def write(table: Table, stream: TextIO) -> None:
     console.print(table)
 
 
-def size(count_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Return a size as three digits and a unit."""
-    value = float(count_bytes)
+    value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:  # noqa: PLR2004 - the step between the units.
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
@@ -63,21 +63,21 @@ def status_table(tiers: Sequence[TierStatus]) -> Table:
     table = _table(
         "tier", "directory", "for files with", "files", "used", "may use", "free on disk", "coming", "direct route"
     )
-    bounds = [None, *(tier.accesses_min for tier in tiers)]
-    for tier, above in zip(tiers, bounds, strict=False):
+    upper_bounds = [None, *(tier.accesses_min for tier in tiers)]
+    for tier, upper_bound in zip(tiers, upper_bounds, strict=False):
         if tier.absent:
             table.add_row(tier.name, tier.directory, *[""] * 6, Text(f"absent: {tier.absent}", "bold red"))
             continue
-        accesses = f">= {tier.accesses_min}" if above is None else f"{tier.accesses_min} - {above - 1}"
+        accesses = f">= {tier.accesses_min}" if upper_bound is None else f"{tier.accesses_min} - {upper_bound - 1}"
         table.add_row(
             tier.name,
             tier.directory,
             f"{accesses} accesses",
             str(tier.files),
-            size(tier.allocated_bytes),
-            size(tier.limit_bytes),
-            size(tier.free_bytes),
-            size(tier.coming_bytes) if tier.coming_bytes else "",
+            format_size(tier.allocated_bytes),
+            format_size(tier.limit_bytes),
+            format_size(tier.free_bytes),
+            format_size(tier.coming_bytes) if tier.coming_bytes else "",
             _route_text(tier.route),
         )
     return table
@@ -87,7 +87,7 @@ def moves_table(moves: Iterable[PlannedMove]) -> Table:
     """Return the table of the moves that would be made."""
     table = _table("file", "from", "to", "size", "why")
     for move in moves:
-        name, size_text = Text(printable(move.name)), size(move.allocated_bytes)
+        name, size_text = Text(printable(move.name)), format_size(move.allocated_bytes)
         table.add_row(name, move.source, move.destination, size_text, _REASON_TEXTS[move.why])
     return table
 
@@ -95,15 +95,15 @@ def moves_table(moves: Iterable[PlannedMove]) -> Table:
 def findings_table(findings: Iterable[TierFinding]) -> Table:
     """Return the table of the findings, with a column for repairs."""
     table = _table("finding", "file", "tier", "", "state")
-    for each in findings:
-        style = "bold red" if each.is_wrong else "dim"
-        state = Text("repaired", "green") if each.mended else Text("unchanged", style)
-        table.add_row(each.kind.value, Text(printable(each.name)), each.tier, Text(each.text), state)
+    for finding in findings:
+        style = "bold red" if finding.is_wrong else "dim"
+        state = Text("repaired", "green") if finding.mended else Text("unchanged", style)
+        table.add_row(finding.kind.value, Text(printable(finding.name)), finding.tier, Text(finding.text), state)
     return table
 
 
 def speeds_table(speeds: Iterable[Speed]) -> Table:
-    """Return the table of the measured speeds, beside the stated ones."""
+    """Return the table of the measured speeds, beside those that the requirements state for the default tiers."""
     table = _table(
         "tier",
         "read GB/s",
@@ -116,19 +116,19 @@ def speeds_table(speeds: Iterable[Speed]) -> Table:
         "direct route",
         "",
     )
-    for each in speeds:
-        stated = DEFAULT_TIERS.get(each.tier)
+    for speed in speeds:
+        default_tier = DEFAULT_TIERS.get(speed.tier)
         table.add_row(
-            each.tier,
-            f"{each.read_gb_per_s:.2f}",
-            f"{stated.rate_gb_per_s:g}" if stated else "",
-            f"{each.write_gb_per_s:.2f}",
-            f"{each.latency_us_median:.0f}",
-            f"{stated.latency_us:g}" if stated else "",
-            f"{each.latency_us_p99:.0f}",
-            "" if each.device_read_gb_per_s is None else f"{each.device_read_gb_per_s:.2f}",
-            _route_text(each.route),
-            "" if each.past_cache else "rates of the page cache: this file system does not support O_DIRECT",
+            speed.tier,
+            f"{speed.read_gb_per_s:.2f}",
+            f"{default_tier.rate_gb_per_s:g}" if default_tier else "",
+            f"{speed.write_gb_per_s:.2f}",
+            f"{speed.latency_us_median:.0f}",
+            f"{default_tier.latency_us:g}" if default_tier else "",
+            f"{speed.latency_us_p99:.0f}",
+            "" if speed.device_read_gb_per_s is None else f"{speed.device_read_gb_per_s:.2f}",
+            _route_text(speed.route),
+            "" if speed.past_cache else "rates of the page cache: this file system does not support O_DIRECT",
         )
     return table
 

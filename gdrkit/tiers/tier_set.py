@@ -1,4 +1,4 @@
-"""The folders of the available tiers, and the space that gdrkit may use in each."""
+"""The folders of the available tiers, and the space that gdrkit may use in each tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["TierSet"]
 
 
 class TierSet:
-    """The tiers of a configuration. The owner closes it.
+    """The tiers of a configuration, with their folders. The caller closes the object.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class TierSet:
             raise _not_available(", ".join(self.absent), "; ".join(self.absent.values()))
 
     @property
-    def first(self) -> TierFolder:
+    def fastest(self) -> TierFolder:
         """Folder of the fastest available tier."""
         return next(iter(self.folders.values()))
 
@@ -81,10 +81,10 @@ class TierSet:
         return self.folders[name]
 
     def exclude_unknown_folders(self, catalogue: Catalogue) -> None:
-        """Exclude each folder whose identity is not the one in the catalogue, and claim folders that are new.
+        """Exclude each folder whose identity differs from the one in the catalogue, and claim the folders that are new.
 
-        An excluded folder is the mount point of a file system that is not mounted, or another disk. Nothing is written
-        into it, and the files of its tier are not reported as missing.
+        An excluded folder is the mount point of a file system that is not mounted, or it is another disk. gdrkit writes
+        nothing into an excluded folder, and does not report the files of its tier as missing.
         """
         identities, totals = catalogue.identities(), catalogue.totals()
         for name, folder in tuple(self.folders.items()):
@@ -105,29 +105,32 @@ class TierSet:
         tiers = [tier for tier in self._configuration.tiers if tier.name in self.folders]
         return [TierLimits(tier.name, tier.accesses_min, self.limit_bytes(tier.name, totals)) for tier in tiers]
 
-    def landing(self, totals: Mapping[str, Totals]) -> list[TierFolder]:
-        """Return the tiers in which a new file may be created, best first. Tiers with space come before full ones."""
-        configured, names = self._configuration.landing_tier.name, list(self.folders)
-        first = names.index(configured) if configured in names else 0
-        ordered = [*names[first:], *reversed(names[:first])]
-        full = [name for name in ordered if _used(name, totals) >= self.limit_bytes(name, totals)]
-        return [self.folders[name] for name in sorted(ordered, key=full.__contains__)]
+    def landing_folders(self, totals: Mapping[str, Totals]) -> list[TierFolder]:
+        """Return the folders of the tiers in which a new file may be created, best first.
+
+        The landing tier comes first, then the slower tiers, then the faster ones. Full tiers come last.
+        """
+        landing_name, names = self._configuration.landing_tier.name, list(self.folders)
+        first_index = names.index(landing_name) if landing_name in names else 0
+        ordered_names = [*names[first_index:], *reversed(names[:first_index])]
+        full_names = [name for name in ordered_names if _used_bytes(name, totals) >= self.limit_bytes(name, totals)]
+        return [self.folders[name] for name in sorted(ordered_names, key=full_names.__contains__)]
 
     def limit_bytes(self, name: str, totals: Mapping[str, Totals]) -> int:
         """Return the space that a tier may use, in bytes: its capacity or its file system's size, less the headroom."""
         tier, folder = self._configuration.tier(name), self.folders.get(name)
         if folder is None:
             return 0
-        size = _used(name, totals) + folder.free_bytes()
-        limit = size if tier.capacity_bytes is None else min(size, tier.capacity_bytes)
-        return int(limit * (1 - self._configuration.headroom))
+        size_bytes = _used_bytes(name, totals) + folder.free_bytes()
+        limit_bytes = size_bytes if tier.capacity_bytes is None else min(size_bytes, tier.capacity_bytes)
+        return int(limit_bytes * (1 - self._configuration.headroom))
 
     def close(self) -> None:
         """Close all folders."""
         self._resources.run()
 
 
-def _used(name: str, totals: Mapping[str, Totals]) -> int:
+def _used_bytes(name: str, totals: Mapping[str, Totals]) -> int:
     return totals.get(name, Totals()).allocated_bytes
 
 

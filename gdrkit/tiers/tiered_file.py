@@ -1,4 +1,4 @@
-"""Open files of a tier."""
+"""A file of a tier that a program has opened by its logical name, for reads and writes of device or host memory."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ class TieredFile:
         self.writable = writable
         self._catalogue = catalogue
         self._descriptor = descriptor
-        self._files: dict[str, File] = {}
-        self._files_lock = threading.Lock()
+        self._gds_files: dict[str, File] = {}
+        self._gds_files_lock = threading.Lock()
         self._route: TierRoute | None = None  # The route that was last written to the catalogue.
         self._handle = Handle("tiers.file")
 
     def fileno(self) -> int:
-        """Return the file descriptor, for ``os.pread`` and the like. This object still owns it."""
+        """Return the file descriptor, for example for ``os.pread``. The caller must not close it."""
         if self._descriptor < 0:
             raise ClosedResource(self.name)
         return self._descriptor
 
     @property
     def path(self) -> str:
-        """A path that leads to this file while it is open, also after a migration."""
+        """A path of this file that is valid while the file is open, also after a migration."""
         return f"/proc/self/fd/{self.fileno()}"
 
     def read_into(
@@ -78,16 +78,18 @@ class TieredFile:
         buffer_offset_bytes: int = 0,
         direct: Direct = "preferred",
     ) -> Transferred:
-        """Read a range into device or host memory, as :meth:`gdrkit.gds.File.read_into`.
+        """Read a range of the file into device or host memory, like :meth:`gdrkit.gds.File.read_into`.
 
         Parameters
         ----------
         buffer : object
-            See :func:`gdrkit.gds.target_of`.
+            See :func:`gdrkit.gds.describe_buffer`.
         file_offset_bytes, length_bytes, buffer_offset_bytes : int
-            Offsets and length of the range. `length_bytes` None: up to the end of the memory or of the file.
+            Offsets and length of the range. If `length_bytes` is None, the range ends at the end of the
+            memory or of the file.
         direct : str
-            Whether a path between disk and device without host memory is ``preferred``, ``required`` or ``never`` used.
+            Whether a direct path between disk and device (without host memory) is ``preferred``, ``required`` or
+            ``never`` used.
 
         Returns
         -------
@@ -136,23 +138,23 @@ class TieredFile:
             stack.callback(os.close, descriptor)
             if self.writable:
                 stack.callback(self._record_size, descriptor)
-            # These files have their own descriptors of the same file.
-            for file in self._files.values():
+            # These objects have opened the file again, so each closes a descriptor of its own.
+            for file in self._gds_files.values():
                 stack.callback(file.close)
 
     def _gds_file(self, direct: Direct) -> File:
         """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""
-        with self._files_lock:
-            if direct not in self._files:
-                self._files[direct] = File(self.path, "r+" if self.writable else "r", direct=direct)
-            return self._files[direct]
+        with self._gds_files_lock:
+            if direct not in self._gds_files:
+                self._gds_files[direct] = File(self.path, "r+" if self.writable else "r", direct=direct)
+            return self._gds_files[direct]
 
     def _record_route(self, result: Transferred) -> None:
         """Write the route between the tier and device memory to the catalogue if it has changed."""
         route = observed_route(result)
         if route is None or route == self._route:
             return
-        with self._catalogue_optional("the route of a tier"):
+        with self._catalogue_errors_logged("the route of a tier"):
             if self._catalogue.routes().get(self.tier) != route:
                 self._catalogue.record_route(self.tier, route)
             self._route = route
@@ -161,18 +163,21 @@ class TieredFile:
         info = os.fstat(descriptor)
         if not info.st_nlink:
             return  # The file was removed while it was open.
-        with self._catalogue_optional("the size of a file"):
+        with self._catalogue_errors_logged("the size of a file"):
             self._catalogue.record_file(self.name, self.tier, info)
 
     @contextlib.contextmanager
-    def _catalogue_optional(self, what: str) -> Iterator[None]:
-        """Log a warning if the catalogue is locked or closed. The data is safe; `check` corrects the catalogue."""
+    def _catalogue_errors_logged(self, subject: str) -> Iterator[None]:
+        """Log a warning if the block fails because the catalogue is locked or closed.
+
+        The data of the file is safe, and ``gdrkit tiers check --repair`` corrects the catalogue.
+        """
         try:
             yield
         except (ApiError, ClosedResource) as error:
             if isinstance(error, ApiError) and error.api is not Api.SQLITE:
                 raise
-            _log.warning("%s could not be written to the catalogue: %s", what, error)
+            _log.warning("%s could not be written to the catalogue: %s", subject, error)
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,8 @@
 """The client library of hf3fs: gdrkit's own, or the one that GDRKIT_USRBIO_LIBRARY names.
 
 Only this file imports the native module ``gdrkit.usrbio._hf3fs``. The first call opens the library, which then stays
-open. Its functions are looked up, because releases of 3FS have no functions for device memory.
+open. The native module looks up each function of the library by name, because the libraries of released versions of 3FS
+have no functions for device memory.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["LIBRARY_VARIABLE", "UsrbioError", "UsrbioUnsupported", "capabilities
 
 LIBRARY_VARIABLE = "GDRKIT_USRBIO_LIBRARY"
 
-_OWN_LIBRARY = Path(__file__).resolve().parent / "lib" / "libhf3fs_api_shared.so"
+_GDRKIT_LIBRARY = Path(__file__).resolve().parent / "lib" / "libhf3fs_api_shared.so"
 _lock = threading.Lock()
-_opened: list[NativeModule] = []
+_opened_modules: list[NativeModule] = []
 
 _REASONS = {
     errno.EINVAL: Reason.BAD_ARGUMENT,
@@ -40,16 +41,16 @@ _REASONS = {
     errno.EPROTO: Reason.MALFORMED,
 }
 
-# Advice for an errno of one function. For other functions, the advice of the errno applies.
+# Advice for an errno of one function. Other functions use the advice in _ADVICE_BY_ERRNO.
 _ADVICE: dict[tuple[str, int], str] = {
     ("hf3fs_prep_io", errno.EAGAIN): "the ring is full: submit, and wait for results",
     ("hf3fs_prep_io", errno.EBADF): "register the descriptor first: register_fd(fd)",
     ("hf3fs_prep_io", errno.EACCES): "open the file for reading if the ring reads, for writing if it writes",
     ("hf3fs_prep_io", errno.EINVAL): "use at least 1 byte inside one block of an iovec, and a ring of this direction",
     ("hf3fs_reg_fd", errno.EBADF): "open the file below the mount point of 3FS or of a running agent",
-    ("hf3fs_reg_fd", errno.EINVAL): "deregister it before it is registered again",
+    ("hf3fs_reg_fd", errno.EINVAL): "deregister the descriptor before you register it again",
     ("hf3fs_iordestroy", errno.ETIMEDOUT): "find out why the agent does not answer; the iovecs of the operations stay",
-    ("hf3fs_wait_for_ios", errno.EPROTO): "destroy the ring: the agent posted a completion of no prepared operation",
+    ("hf3fs_wait_for_ios", errno.EPROTO): "destroy the ring: the agent completed an operation that was not prepared",
 }
 _ADVICE_BY_ERRNO = {
     errno.ENOENT: "pass the mount point of a mounted 3FS or of a running agent",
@@ -77,18 +78,18 @@ def native() -> NativeModule:
         The module was not built, or the library cannot be opened.
     """
     with _lock:
-        if not _opened:
+        if not _opened_modules:
             module: Any = import_native("gdrkit.usrbio._hf3fs")
-            module.failed, module.missing, module.refused = _failed, _missing, _refused
+            module.failed, module.missing, module.refused = _call_error, _missing_function_error, _misuse_error
             _open(module, library_path())
-            _opened.append(module)
-        return _opened[0]
+            _opened_modules.append(module)
+        return _opened_modules[0]
 
 
 def library_path() -> Path:
     """Return the path of the client library."""
-    named = os.environ.get(LIBRARY_VARIABLE)
-    return Path(named) if named else _OWN_LIBRARY
+    library_name = os.environ.get(LIBRARY_VARIABLE)
+    return Path(library_name) if library_name else _GDRKIT_LIBRARY
 
 
 def capabilities() -> frozenset[str]:
@@ -97,12 +98,13 @@ def capabilities() -> frozenset[str]:
 
 
 def _open(module: Any, path: Path) -> None:
+    """Open the client library in the native module."""
     operation = f"dlopen {path}"
-    if path == _OWN_LIBRARY:
+    if path == _GDRKIT_LIBRARY:
         what_to_do = "in a checkout, run `nox -s suites` once; elsewhere install gdrkit again"
     else:
         what_to_do = f"set {LIBRARY_VARIABLE} to the path of the client library of 3FS, or unset it"
-    # The loader searches for a name without a folder.
+    # A name without a folder is not a path: the loader searches for it.
     if len(path.parts) > 1 and not path.exists():
         raise setup_missing(
             operation=operation, text=f"{path} does not exist", what_to_do=what_to_do, default_errno=errno.ENOENT
@@ -112,23 +114,28 @@ def _open(module: Any, path: Path) -> None:
         raise setup_missing(operation=operation, text=text, what_to_do=what_to_do, default_errno=errno.ELIBBAD)
 
 
-def _failed(operation: str, number: int, arguments: dict[str, object]) -> ApiError:
-    what_to_do = _ADVICE.get((operation, number)) or _ADVICE_BY_ERRNO.get(number, "")
-    error_type = UsrbioUnsupported if number == errno.EOPNOTSUPP else UsrbioError
+# The native module calls the following three functions to create its exceptions.
+
+
+def _call_error(operation: str, error_number: int, arguments: dict[str, object]) -> ApiError:
+    """Return the error of a function of the client library that failed with this errno."""
+    what_to_do = _ADVICE.get((operation, error_number)) or _ADVICE_BY_ERRNO.get(error_number, "")
+    error_type = UsrbioUnsupported if error_number == errno.EOPNOTSUPP else UsrbioError
     return error_type(
         api=Api.USRBIO,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments=arguments,
-        reason=_REASONS.get(number, Reason.OTHER),
+        reason=_REASONS.get(error_number, Reason.OTHER),
         what_to_do=what_to_do,
-        detail=os.strerror(number),
+        detail=os.strerror(error_number),
     )
 
 
-def _missing(operation: str) -> ApiError:
+def _missing_function_error(operation: str) -> ApiError:
+    """Return the error of a call of a function that the client library does not have."""
     return UsrbioUnsupported(
         api=Api.USRBIO,
         operation=operation,
@@ -141,7 +148,8 @@ def _missing(operation: str) -> ApiError:
     )
 
 
-def _refused(message: str, reason: str) -> GdrkitError:
+def _misuse_error(message: str, reason: str) -> GdrkitError:
+    """Return the error of a wrong use of a native object, such as a call after its close."""
     if reason == Reason.CLOSED.value:
         return ClosedResource(message.removeprefix("the ").partition(" is ")[0])
     return UsageError(message, reason=Reason(reason))

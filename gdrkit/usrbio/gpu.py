@@ -1,8 +1,8 @@
 """Device memory as iovecs: the GPU extension of the hf3fs user-space I/O interface.
 
-Rings use an iovec of device memory as any other iovec. Only NICs and the device access its bytes, so it has no buffer
-protocol. Before gdrkit frees memory of its own, it closes the memory's iovec. An iovec of other memory (torch, cupy)
-keeps a reference to it.
+Rings use an iovec of device memory like any other iovec. Only NICs and the device access the bytes of device memory, so
+such an iovec has no buffer protocol. Before gdrkit frees memory that it has allocated, it closes the iovec of the
+memory. An iovec of memory of another library (torch, cupy) keeps a reference to the memory's object.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BEFORE_TRANSFER, _AFTER_TRANSFER = 0, 1
 
 
 def gdr_available() -> bool:
-    """Return whether the client library supports device memory, and this machine too."""
+    """Return whether the client library and this machine support device memory."""
     return "hf3fs_gdr_available" in capabilities() and native().gdr_available()
 
 
@@ -61,14 +61,14 @@ def make_gpu_iovec(
     hf3fs_mount_point : str
         Mount point of an agent.
     memory : DeviceBuffer, or an object with ``__cuda_array_interface__`` or ``__dlpack__``, or None
-        The memory. Freeing a DeviceBuffer first closes the iovec. The iovec keeps a reference to other objects until it
-        is closed. With None, the library allocates `length_bytes`.
+        The memory. Freeing a DeviceBuffer first closes the iovec. The iovec keeps a reference to any other object until
+        the iovec is closed. With None, the library allocates `length_bytes`.
     length_bytes : int or None
         Size of the memory to allocate, in bytes. Needed without `memory`.
     device : int
         Number of the GPU.
     block_size : int
-        See :func:`gdrkit.usrbio.make_iovec`. The third generation of the GPU interface accepts only 0.
+        See :func:`gdrkit.usrbio.make_iovec`. The ``hf3fs_iov*_device`` functions of the C interface accept only 0.
 
     Returns
     -------
@@ -86,37 +86,38 @@ def make_gpu_iovec(
         if length_bytes is None:
             message = "make_gpu_iovec() needs memory or length_bytes"
             raise TypeError(message)
-        return _counted(native().create_gpu_iovec(hf3fs_mount_point, length_bytes, block_size, device))
+        return _count_as_open(native().create_gpu_iovec(hf3fs_mount_point, length_bytes, block_size, device))
     if isinstance(memory, DeviceBuffer):
         iovec = _wrap(hf3fs_mount_point, memory, block_size=block_size, device=device, owner=memory)
-        cancel = memory.before_release(iovec.close)
-        return _counted(iovec, cancel)
+        cancel_close = memory.before_release(iovec.close)
+        return _count_as_open(iovec, cancel_close)
     on_close = ReleaseStack()
     try:
         cuda_device = cuda.Device(device)
         on_close.push(cuda_device.close)
-        borrowed = cuda.wrap(memory, device=cuda_device)
-        on_close.push(borrowed.close)
-        iovec = _wrap(hf3fs_mount_point, borrowed, block_size=block_size, device=device, owner=memory)
+        borrowed_memory = cuda.wrap(memory, device=cuda_device)
+        on_close.push(borrowed_memory.close)
+        iovec = _wrap(hf3fs_mount_point, borrowed_memory, block_size=block_size, device=device, owner=memory)
     except BaseException as error:
         on_close.run_after(error)
         raise
-    return _counted(iovec, on_close.run)
+    return _count_as_open(iovec, on_close.run)
 
 
 def open_gpu_iovec(
     hf3fs_mount_point: str, identity: str, *, length_bytes: int, device: int = 0, block_size: int = 0
 ) -> Iovec:
-    """Return the iovec of device memory that another process published as `identity`.
+    """Return the iovec of device memory that another process published with the id `identity`.
 
-    `length_bytes`, `device` and `block_size` are those of the publication, which stays when the iovec is closed.
+    `length_bytes`, `device` and `block_size` must be those of the publication. The publication stays when the iovec is
+    closed.
 
     Raises
     ------
     UsrbioError
         ENOENT: the memory is not published. Else see :func:`make_gpu_iovec`.
     """
-    return _counted(native().open_gpu_iovec(identity, hf3fs_mount_point, length_bytes, block_size, device))
+    return _count_as_open(native().open_gpu_iovec(identity, hf3fs_mount_point, length_bytes, block_size, device))
 
 
 def import_gpu_iovec(hf3fs_mount_point: str, handle: bytes) -> Iovec:
@@ -129,7 +130,7 @@ def import_gpu_iovec(hf3fs_mount_point: str, handle: bytes) -> Iovec:
     UsrbioError
         The library or the agent refused the handle.
     """
-    return _counted(native().import_gpu_iovec(handle, hf3fs_mount_point))
+    return _count_as_open(native().import_gpu_iovec(handle, hf3fs_mount_point))
 
 
 class GpuSharedBuffer:
@@ -237,7 +238,7 @@ def _wrap(mount: str, memory: DeviceBuffer, *, block_size: int, device: int, own
     )
 
 
-def _counted(iovec: Iovec, on_close: Callable[[], None] | None = None) -> Iovec:
+def _count_as_open(iovec: Iovec, on_close: Callable[[], None] | None = None) -> Iovec:
     """Count the iovec as an open object until it is closed, call `on_close` then, and return the iovec."""
     handle = Handle("usrbio.gpu_iovec")
 

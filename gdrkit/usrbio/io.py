@@ -103,7 +103,7 @@ def force_fsync(fd: int) -> int:
         The ioctl or fsync failed.
     """
     try:
-        # The file system fills in 4 bytes without a meaning.
+        # The ioctl returns 4 bytes that have no meaning.
         fcntl.ioctl(fd, FSYNC, bytes(4))
     except OSError as error:
         if error.errno not in {errno.ENOTTY, errno.EINVAL}:
@@ -206,9 +206,9 @@ def create_iovec(hf3fs_mount_point: str, *, length_bytes: int, block_size: int =
 def open_iovec(
     hf3fs_mount_point: str, identity: str, *, length_bytes: int, block_size: int = 0, numa: int = -1
 ) -> Iovec:
-    """Return the iovec of memory that another process published as `identity`; see :func:`make_iovec`.
+    """Return the iovec of memory that another process published with the id `identity`; see :func:`make_iovec`.
 
-    The publication stays when the iovec is closed. When its owner ends the publication, operations fail with EACCES.
+    The publication stays when the iovec is closed. After its owner has ended it, operations fail with EACCES.
     """
     iovec = native().open_iovec(identity, hf3fs_mount_point, length_bytes, block_size, numa)
     _count_as_open(iovec, lambda: None)
@@ -218,7 +218,7 @@ def open_iovec(
 def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by position.
     hf3fs_mount_point: str,
     entries: int,
-    for_read: bool = True,  # noqa: FBT001, FBT002 - as above.
+    for_read: bool = True,  # noqa: FBT001, FBT002 - the signature of 3FS.
     io_depth: int = 0,
     priority: int | None = None,
     timeout: int | None = None,
@@ -237,7 +237,8 @@ def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by 
         Whether its operations read files. Otherwise they write files.
     io_depth : int
         Size of a batch. 0: the agent starts every operation at once. Above 0: the agent always starts exactly this
-        number of operations, and waits without a limit while there are fewer. Below 0: at most this number, negated.
+        number of operations together, and waits without a limit while there are fewer. Below 0: the agent starts at
+        most ``-io_depth`` operations together.
     priority : int or None
         One of :class:`IorPriority`.
     timeout : int or None
@@ -262,7 +263,7 @@ def make_ioring(  # noqa: PLR0917 - the signature that programs for 3FS call by 
     return native().ioring(hf3fs_mount_point, entries, for_read, io_depth, priority, timeout, numa, flags)
 
 
-def read_file(  # noqa: PLR0917 - as above.
+def read_file(  # noqa: PLR0917 - the signature of 3FS.
     fn: str | os.PathLike[str],
     hf3fs_mount_point: str | None = None,
     block_size: int = 1 << 30,
@@ -298,19 +299,19 @@ def read_file(  # noqa: PLR0917 - as above.
     OSError
         EINVAL: the file is not below a mount point of 3FS or of an agent. Else with the errno of a read.
     """
-    mount = hf3fs_mount_point or extract_mount_point(fn)
-    if mount is None:
+    mount_point = hf3fs_mount_point or extract_mount_point(fn)
+    if mount_point is None:
         raise OSError(errno.EINVAL, "the file is not below a mount point of 3FS or of an agent", os.fspath(fn))
     with ExitStack() as stack:
         fd = os.open(fn, os.O_RDONLY | os.O_CLOEXEC)
         stack.callback(os.close, fd)
         register_fd(fd)
         stack.callback(deregister_fd, fd)
-        # No more memory than the rest of the file needs. One more byte makes the read at the end of the file short.
+        # The rest of the file and one more byte. So the read at the end of the file is short, which ends the loop.
         length_bytes = max(1, min(block_size, os.fstat(fd).st_size - off + 1))
-        iov = stack.enter_context(closing(create_iovec(mount, length_bytes=length_bytes)))
-        ring = stack.enter_context(make_ioring(mount, 1, priority=priority))
-        blocks = _blocks(iov, ring, fd, off, cb)
+        iov = stack.enter_context(closing(create_iovec(mount_point, length_bytes=length_bytes)))
+        ring = stack.enter_context(make_ioring(mount_point, 1, priority=priority))
+        blocks = _read_blocks(iov, ring, fd, off, cb)
         if cb is None:
             return b"".join(blocks)
         for _ in blocks:
@@ -318,16 +319,17 @@ def read_file(  # noqa: PLR0917 - as above.
     return None
 
 
-def _blocks(
+def _read_blocks(
     iov: Iovec, ring: Ioring, fd: int, offset: int, cb: Callable[[memoryview, int], object] | None
 ) -> Iterator[bytes]:
+    """Read blocks from `offset` to the end of the file. Yield their bytes, or pass them to `cb`."""
     while True:
-        done = ring.prepare(iov[:], True, fd, offset).submit().wait(min_results=1)[0]  # noqa: FBT003 - as 3FS has it.
-        if done.result < 0:
-            raise OSError(-done.result, os.strerror(-done.result))
-        if done.result == 0:
+        completed = ring.prepare(iov[:], True, fd, offset).submit().wait(min_results=1)[0]  # noqa: FBT003 - the signature of 3FS.
+        if completed.result < 0:
+            raise OSError(-completed.result, os.strerror(-completed.result))
+        if completed.result == 0:
             return
-        with memoryview(iov) as view, view[: done.result] as block:
+        with memoryview(iov) as view, view[: completed.result] as block:
             if cb is None:
                 yield bytes(block)
                 next_offset = None
@@ -337,9 +339,9 @@ def _blocks(
         if isinstance(next_offset, int) and not isinstance(next_offset, bool):
             offset = next_offset
             continue
-        if next_offset or done.result < len(iov):
+        if next_offset or completed.result < len(iov):
             return
-        offset += done.result
+        offset += completed.result
 
 
 def _count_as_open(iovec: Iovec, unpublish: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ class Iovec(Protocol):
     def result(self) -> int:
         """Result of the last completed operation: a number of bytes, or a negative errno.
 
-        It can be less than requested, at the end of the file or at a hole.
+        The number can be smaller than requested, at the end of the file or at a hole.
         """
 
     @property
@@ -51,7 +51,7 @@ class Iovec(Protocol):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is device memory."""
+        """Whether the memory is device memory."""
 
     @property
     def gpu_device(self) -> int:
@@ -59,11 +59,11 @@ class Iovec(Protocol):
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is a slice of another iovec."""
+        """Whether this object is a slice of another iovec."""
 
     @property
     def outstanding(self) -> int:
-        """Number of operations on the memory that are not completed."""
+        """Number of operations on the memory that have not completed."""
 
     @property
     def closed(self) -> bool:
@@ -106,14 +106,14 @@ class Ioring(Protocol):
 
     @property
     def outstanding(self) -> int:
-        """Number of operations that are prepared and not completed."""
+        """Number of operations that were prepared and have not completed."""
 
     @property
     def closed(self) -> bool:
         """Whether the ring was destroyed."""
 
     def prepare(self, iov: Iovec, read: bool, fd: int, off: int, userdata: object = None) -> Self:  # noqa: FBT001
-        """Add an operation with all of `iov`, at the offset `off` of the file in bytes. The agent may start it at once.
+        """Add an operation with all bytes of `iov`, at the byte `off` of the file. The agent may start it at once.
 
         Raises
         ------

@@ -28,25 +28,27 @@ MAGIC = 0x8F3F5FFF
 IOCTL_VERSION = 1
 VIRTUAL_FOLDER = "3fs-virt"
 MOUNT_NAME_BYTES = 32
+# Largest number of ranges of one PUNCH_HOLE.
 PUNCH_HOLE_MAX = 1000
 _NAME_MAX = 255
 
-# ino_t, char name[NAME_MAX]. The size of the struct is a multiple of 8.
+# The struct of HARDLINK: ino_t folder, char name[NAME_MAX]. Its size is a multiple of 8.
 HARDLINK_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX}s0Q")
-# int n, size_t flags, size_t start[1000], size_t end[1000].
+# The struct of PUNCH_HOLE: int n, size_t flags, size_t start[1000], size_t end[1000].
 PUNCH_HOLE_ARGUMENT = struct.Struct(f"@iQ{PUNCH_HOLE_MAX}Q{PUNCH_HOLE_MAX}Q")
 
+# Directions of _IOC: the argument is written to, or read from, the file system.
 _WRITE, _READ = 1, 2
 
 
-def _request(direction: int, number: int, length_bytes: int) -> int:
+def _ioctl_request(direction: int, number: int, length_bytes: int) -> int:
     return direction << 30 | length_bytes << 16 | ord("h") << 8 | number
 
 
-GET_MOUNT_NAME = _request(_READ, 0, MOUNT_NAME_BYTES)
-GET_PATH_OFFSET = _request(_READ, 1, 4)
-GET_MAGIC = _request(_READ, 2, 4)
-GET_IOCTL_VERSION = _request(_READ, 3, 4)
-FSYNC = _request(_READ, 11, 4)
-HARDLINK = _request(_WRITE, 12, HARDLINK_ARGUMENT.size)
-PUNCH_HOLE = _request(_WRITE, 13, PUNCH_HOLE_ARGUMENT.size)
+GET_MOUNT_NAME = _ioctl_request(_READ, 0, MOUNT_NAME_BYTES)
+GET_PATH_OFFSET = _ioctl_request(_READ, 1, 4)
+GET_MAGIC = _ioctl_request(_READ, 2, 4)
+GET_IOCTL_VERSION = _ioctl_request(_READ, 3, 4)
+FSYNC = _ioctl_request(_READ, 11, 4)
+HARDLINK = _ioctl_request(_WRITE, 12, HARDLINK_ARGUMENT.size)
+PUNCH_HOLE = _ioctl_request(_WRITE, 13, PUNCH_HOLE_ARGUMENT.size)

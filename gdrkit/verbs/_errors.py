@@ -23,13 +23,13 @@ OPEN_DEVICE = "ibv_open_device"
 REG_MR = "ibv_reg_mr"
 REG_DMABUF_MR = "ibv_reg_dmabuf_mr"
 
-# ibv_reg_mr of a device address. The function is the same, but here EFAULT means that no kernel driver knows the
-# address.
+# ibv_reg_mr of a device address. This name distinguishes it from ibv_reg_mr of host memory, because here EFAULT means
+# that no kernel driver knows the address.
 REG_ADDRESS = "ibv_reg_mr(device address)"
 
 _ENOTSUPP = 524  # ENOTSUPP is internal to the kernel. NVIDIA's dma-buf returns it if the NIC cannot access the GPU.
 
-_DMABUF_REFUSED = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
+_DMABUF_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.EPROTONOSUPPORT, _ENOTSUPP})
 
 _REASONS = {
     errno.EINVAL: Reason.BAD_ARGUMENT,
@@ -49,7 +49,7 @@ _REASONS = {
 def error_of(
     *,
     operation: str,
-    number: int | None,
+    error_number: int | None,
     arguments: Mapping[str, object],
     detail: str = "",
     pinned_bytes: int = 0,
@@ -59,9 +59,9 @@ def error_of(
     Parameters
     ----------
     operation : str
-        The function of libibverbs, or :data:`REG_ADDRESS`.
-    number : int or None
-        The errno. None if the binding lost it.
+        Name of the function of libibverbs, or :data:`REG_ADDRESS`.
+    error_number : int or None
+        The errno. None if pyverbs did not keep it.
     arguments : mapping
         The arguments of the call.
     detail : str
@@ -69,13 +69,13 @@ def error_of(
     pinned_bytes : int
         Size of the host memory that the call pins, in bytes. With it, RLIMIT_MEMLOCK can be named as the cause.
     """
-    kind, reason, what_to_do = _meaning(operation, number, pinned_bytes)
-    return kind(
+    error_class, reason, what_to_do = _classify(operation, error_number, pinned_bytes)
+    return error_class(
         api=Api.VERBS,
         operation=REG_MR if operation == REG_ADDRESS else operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments=arguments,
         reason=reason,
         what_to_do=what_to_do,
@@ -83,39 +83,40 @@ def error_of(
     )
 
 
-def _meaning(operation: str, number: int | None, pinned_bytes: int) -> tuple[type[ApiError], Reason, str]:
-    kind: type[ApiError] = ApiError
-    reason = Reason.OTHER if number is None else _REASONS.get(number, Reason.OTHER)
+def _classify(operation: str, error_number: int | None, pinned_bytes: int) -> tuple[type[ApiError], Reason, str]:
+    """Return the class of the exception, its reason, and what to do."""
+    error_class: type[ApiError] = ApiError
+    reason = Reason.OTHER if error_number is None else _REASONS.get(error_number, Reason.OTHER)
     what_to_do = ""
-    if operation == REG_DMABUF_MR and number in _DMABUF_REFUSED:
-        kind, reason = Unsupported, Reason.DMABUF_REGION_UNSUPPORTED
+    if operation == REG_DMABUF_MR and error_number in _DMABUF_UNSUPPORTED:
+        error_class, reason = Unsupported, Reason.DMABUF_REGION_UNSUPPORTED
         what_to_do = "use a NIC whose kernel driver imports dma-bufs (mlx5: Linux 5.12), or load nvidia-peermem"
-    elif operation == REG_ADDRESS and number == errno.EFAULT:
-        kind, reason = Unsupported, Reason.PEER_MEMORY_UNSUPPORTED
+    elif operation == REG_ADDRESS and error_number == errno.EFAULT:
+        error_class, reason = Unsupported, Reason.PEER_MEMORY_UNSUPPORTED
         what_to_do = "load the kernel module nvidia-peermem, or register by dma-buf"
-    elif operation in {OPEN_DEVICE, DEVICE_LIST} and number in {errno.EACCES, errno.EPERM}:
-        kind = SetupMissing
+    elif operation in {OPEN_DEVICE, DEVICE_LIST} and error_number in {errno.EACCES, errno.EPERM}:
+        error_class = SetupMissing
         what_to_do = "give this user read and write permission for /dev/infiniband/uverbs*"
-    elif operation == DEVICE_LIST and number == errno.ENOSYS:
-        kind, reason = SetupMissing, Reason.NO_DEVICE
+    elif operation == DEVICE_LIST and error_number == errno.ENOSYS:
+        error_class, reason = SetupMissing, Reason.NO_DEVICE
         what_to_do = "load the kernel module ib_uverbs"
-    elif operation == DEVICE_LIST and number == errno.EINVAL:
+    elif operation == DEVICE_LIST and error_number == errno.EINVAL:
         # The function takes no argument that could be wrong. The library refuses its own configuration, and describes
         # the problem on stderr.
-        kind, reason = SetupMissing, Reason.MALFORMED
+        error_class, reason = SetupMissing, Reason.MALFORMED
         what_to_do = "read the error that the library wrote to stderr, and correct what it names"
-    elif number == errno.ENOMEM and _memlock_below(pinned_bytes):
-        kind, reason = SetupMissing, Reason.MEMLOCK_TOO_LOW
+    elif error_number == errno.ENOMEM and _is_memlock_below(pinned_bytes):
+        error_class, reason = SetupMissing, Reason.MEMLOCK_TOO_LOW
         limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         what_to_do = (
             f"raise RLIMIT_MEMLOCK (ulimit -l, or LimitMEMLOCK= of the service): it is {format_bytes(limit_bytes)}, "
-            f"this region alone pins {format_bytes(pinned_bytes)}"
+            f"and this region alone pins {format_bytes(pinned_bytes)}"
         )
-    elif number in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT}:
-        kind = Unsupported
-    return kind, reason, what_to_do
+    elif error_number in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EPROTONOSUPPORT}:
+        error_class = Unsupported
+    return error_class, reason, what_to_do
 
 
-def _memlock_below(pinned_bytes: int) -> bool:
+def _is_memlock_below(pinned_bytes: int) -> bool:
     limit_bytes, _hard_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return pinned_bytes > 0 and limit_bytes != resource.RLIM_INFINITY and limit_bytes < pinned_bytes

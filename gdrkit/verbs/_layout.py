@@ -2,9 +2,9 @@
 
 In those versions ``PD.pd`` treats an ``ibv_pd *`` as a Python object, and reading it crashes the interpreter. The
 object contains the pointer, at an offset that depends on the build. This module searches the object for it. A candidate
-is accepted only if the memory that it points to agrees with everything that pyverbs reports regularly. If no candidate
-or more than one agrees, the result is None. Memory is read through /proc/self/mem, because the kernel then reports an
-unmapped address as an error instead of a fault.
+is accepted only if the memory that it points to agrees with everything that pyverbs reports about the domain. If no
+candidate or more than one is accepted, the result is None. Memory is read through /proc/self/mem, because the kernel
+then reports an unmapped address as an error instead of a fault.
 """
 
 from __future__ import annotations
@@ -14,45 +14,46 @@ import os
 import struct
 from typing import Any
 
-__all__ = ["find_domain"]
+__all__ = ["find_domain_pointer"]
 
 _WORD = struct.Struct("@P")
 # The beginning of struct ibv_pd: a pointer to its context, then its handle.
-_DOMAIN = struct.Struct("@PI")
+_DOMAIN_START = struct.Struct("@PI")
 # The beginning of struct ibv_context: the device, a table of 32 operations, then cmd_fd (verbs.h; part of the ABI).
 _COMMAND_FD_OFFSET = 8 + 32 * 8
 _COMMAND_FD = struct.Struct("@i")
 
 
-def find_domain(domain: Any, context: Any) -> int | None:
+def find_domain_pointer(domain: Any, context: Any) -> int | None:
     """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if it is not certain."""
-    contexts, handle, command_fd = set(_words(context)), int(domain.handle), int(context.cmd_fd)
+    context_words, handle, command_fd = set(_words(context)), int(domain.handle), int(context.cmd_fd)
     try:
-        memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+        memory_fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None  # Without /proc no candidate can be checked.
     try:
-        candidates = {
+        accepted_words = {
             word
             for word in _words(domain)
-            if (inside := _read(memory, word, _DOMAIN)) is not None
-            and inside[0] in contexts
-            and inside[1] == handle
-            and _read(memory, inside[0] + _COMMAND_FD_OFFSET, _COMMAND_FD) == (command_fd,)
+            if (domain_start := _read(memory_fd, word, _DOMAIN_START)) is not None
+            and domain_start[0] in context_words
+            and domain_start[1] == handle
+            and _read(memory_fd, domain_start[0] + _COMMAND_FD_OFFSET, _COMMAND_FD) == (command_fd,)
         }
     finally:
-        os.close(memory)
-    return candidates.pop() if len(candidates) == 1 else None
+        os.close(memory_fd)
+    return accepted_words.pop() if len(accepted_words) == 1 else None
 
 
 def _words(instance: Any) -> list[int]:
+    """Return the pointer-sized words of a Python object."""
     size_bytes = type(instance).__basicsize__ // _WORD.size * _WORD.size
     return [word for (word,) in _WORD.iter_unpack(ctypes.string_at(id(instance), size_bytes))]
 
 
-def _read(memory: int, address: int, layout: struct.Struct) -> tuple[Any, ...] | None:
+def _read(memory_fd: int, address: int, layout: struct.Struct) -> tuple[Any, ...] | None:
     try:
-        data = os.pread(memory, layout.size, address)
+        data = os.pread(memory_fd, layout.size, address)
     except (OSError, OverflowError):
         return None  # The address is not mapped, so the word is not a pointer.
     return layout.unpack(data) if len(data) == layout.size else None

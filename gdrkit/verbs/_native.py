@@ -1,49 +1,25 @@
-"""Loader of the native measuring initiator. The first use imports it.
+"""Loader of ``_initiator``, the native module of :mod:`gdrkit.verbs.initiator`, at its first use.
 
-The extension module ``_initiator`` is built from ``native/verbs``. It reports failures as OSError; this module turns
-them into the error of the verb that failed.
+The extension module is built from ``native/verbs``. It reports failures as OSError. This module turns them into the
+error of the verb that failed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit.loader import NEEDS_LIBIBVERBS, LazyModule
 from gdrkit.verbs import _errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["module", "raise_as_verbs_error"]
+    from gdrkit.verbs import _initiator as native
+else:
+    native = LazyModule("gdrkit.verbs._initiator", what_to_do=NEEDS_LIBIBVERBS)
 
-_NAME = "gdrkit.verbs._initiator"
-
-
-@cache
-def module() -> Any:
-    """Return the module ``gdrkit.verbs._initiator``.
-
-    Raises
-    ------
-    SetupMissing
-        The module was not built, or libibverbs is missing.
-    """
-    try:
-        return importlib.import_module("gdrkit.verbs._initiator")
-    except ImportError as error:
-        raise SetupMissing(
-            api=Api.LOADER,
-            operation="dlopen",
-            status=None,
-            status_name="not loaded",
-            arguments={"module": _NAME},
-            reason=Reason.LIBRARY_MISSING,
-            what_to_do="install libibverbs (rdma-core) and a gdrkit whose native parts were built",
-            detail=str(error),
-        ) from error
+__all__ = ["native", "raise_as_verbs_error"]
 
 
 @contextlib.contextmanager
@@ -52,10 +28,11 @@ def raise_as_verbs_error(*, pinned_bytes: int = 0, **arguments: object) -> Itera
     try:
         yield
     except OSError as error:
+        # The text is "<verb>" or "<verb> (<detail>)".
         operation, _, detail = str(error.strerror).partition(" (")
         raise _errors.error_of(
             operation=operation,
-            number=error.errno,
+            error_number=error.errno,
             arguments=arguments,
             detail=detail.removesuffix(")"),
             pinned_bytes=pinned_bytes,

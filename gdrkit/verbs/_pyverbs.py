@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import forks, loader
 from gdrkit.errors import ApiError, SetupMissing
 from gdrkit.verbs import _errors, _layout
-from gdrkit.verbs._rows import DeviceRow, GidRow, NativeRegion, PortRow, WorkCompletion
+from gdrkit.verbs._rows import DeviceRow, GidRow, NativeRegion, PortAttributes, WorkCompletion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ __all__ = [
     "create_queue_pair",
     "domain_pointer",
     "event_fd",
-    "has_pointers",
+    "exposes_domain_pointers",
     "host_address",
     "list_devices",
     "modify",
@@ -54,22 +54,22 @@ __all__ = [
 _LIBRARY = "libibverbs.so.1"
 _IMPORT = "import pyverbs"
 _SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
-_INSTALL = "apt install python3-pyverbs, or pip install pyverbs of the same version as the rdma-core that is there"
+_INSTALL_ADVICE = "apt install python3-pyverbs, or pip install pyverbs of the same version as the installed rdma-core"
 _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
 
-_QPT_RC = 2
-_QP_STATE = 1
-_WC_WITH_IMM = 1 << 1
-_LOST = -1  # The error_code of pyverbs if it did not keep the errno.
+_QPT_RC = 2  # IBV_QPT_RC
+_QP_STATE = 1  # IBV_QP_STATE
+_WC_WITH_IMM = 1 << 1  # IBV_WC_WITH_IMM
+_NO_ERRNO = -1  # The error_code of a PyverbsError if pyverbs did not keep the errno.
 
 # pyverbs 44 refuses a request without a scatter/gather element. An empty element has the same meaning.
 _EMPTY_ELEMENT = ((0, 0, 0),)
 
 
-class _Held:
-    """The objects of libibverbs that this process created and did not close, by id.
+class _OpenObjects:
+    """The objects of libibverbs that this process created and did not close, by their Python id.
 
-    A forked child did not create any. What it inherits belongs to the parent, so :func:`close` ignores it.
+    In a forked child the set is empty. The inherited objects belong to the parent, so :func:`close` ignores them.
     """
 
     def __init__(self) -> None:
@@ -81,39 +81,42 @@ class _Held:
         self.ids.clear()
 
 
-_held = _Held()
-_pointers: dict[int, int] = {}  # The ibv_pd * of the domains among them, by id.
+_open_objects = _OpenObjects()
+_domain_pointers: dict[int, int] = {}  # The ibv_pd * of the open protection domains, by the Python id of the domain.
 
 
 def _modules() -> Any:
     """Return the modules of pyverbs, or raise SetupMissing if they or their libraries are missing or do not fit."""
-    outcome = _loaded()
-    if isinstance(outcome, SetupMissing):
-        raise outcome.clone()
-    return outcome
+    modules_or_error = _import_modules()
+    if isinstance(modules_or_error, SetupMissing):
+        raise modules_or_error.clone()
+    return modules_or_error
 
 
 @functools.cache
-def _loaded() -> Any:
+def _import_modules() -> Any:
+    """Import pyverbs. Return a namespace of its modules, or the SetupMissing error if the import failed."""
     for soname in (_LIBRARY, "librdmacm.so.1"):
         loader.check_library(soname, operation=f"dlopen {soname}")
     try:
-        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_INSTALL)
+        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_INSTALL_ADVICE)
         with loader.preserve_root_logger():
             return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
     except ImportError as error:
-        # Only this failure is cached: importing a half-imported pyverbs again fails with another error, which hides the
-        # first one. The ImportError itself is not kept, because its traceback would keep the variables of all callers
-        # alive.
-        return loader.setup_missing(operation=_IMPORT, text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT)
+        # This failure is cached, because importing a half-imported pyverbs again would fail with another error, which
+        # hides the first one. The ImportError itself is not kept, because its traceback would keep the variables of all
+        # callers alive.
+        return loader.setup_missing(
+            operation=_IMPORT, text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOENT
+        )
 
 
 @functools.cache
-def has_pointers() -> bool:
+def exposes_domain_pointers() -> bool:
     """Return whether ``PD.pd`` is an address (pyverbs 59 and newer).
 
-    In older versions, reading ``PD.pd`` crashes the interpreter, so this function must not try it. pyverbs has no
-    version number. But the release that fixed ``PD.pd`` also removed the module ``pyverbs.enums``.
+    In older versions, reading ``PD.pd`` crashes the interpreter, so this function must not read it. pyverbs has no
+    version number either. But the release that fixed ``PD.pd`` also removed the module ``pyverbs.enums``.
     """
     _modules()
     return importlib.util.find_spec("pyverbs.enums") is None
@@ -124,7 +127,7 @@ def domain_pointer(domain: object) -> int | None:
 
     If it is not known, the result is None, and pyverbs must do the registration itself.
     """
-    return _pointers.get(id(domain))
+    return _domain_pointers.get(id(domain))
 
 
 def call(
@@ -138,15 +141,19 @@ def call(
     try:
         return function(*values)
     except _modules().pyverbs_error.PyverbsError as error:
-        code = getattr(error, "error_code", _LOST)
+        code = getattr(error, "error_code", _NO_ERRNO)
         # Some functions of pyverbs negate the errno.
-        number = None if code in {_LOST, 0} else abs(code)
-        detail = "" if number is not None else str(error)
-        if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and number is None:
-            number, description = _device_list_errno()
+        error_number = None if code in {_NO_ERRNO, 0} else abs(code)
+        detail = "" if error_number is not None else str(error)
+        if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and error_number is None:
+            error_number, description = _device_list_errno()
             detail = f"{error}; {description}"
         raise _errors.error_of(
-            operation=operation, number=number, arguments=arguments or {}, detail=detail, pinned_bytes=pinned_bytes
+            operation=operation,
+            error_number=error_number,
+            arguments=arguments or {},
+            detail=detail,
+            pinned_bytes=pinned_bytes,
         ) from error
 
 
@@ -156,22 +163,22 @@ def _create(operation: str, function: Callable[..., Any], *values: Any, **error_
     The destructors of pyverbs would release such objects in any order, at the latest when the interpreter ends. At that
     point pyverbs 44 releases a dma-buf region twice.
     """
-    created = call(operation, function, *values, **error_fields)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(created))
-    _held.ids.add(id(created))
-    return created
+    instance = call(operation, function, *values, **error_fields)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(instance))
+    _open_objects.ids.add(id(instance))
+    return instance
 
 
-def close(operation: str, created: Any) -> None:
+def close(operation: str, instance: Any) -> None:
     """Close an object that `_create` returned in this process.
 
-    `operation` is the function of libibverbs that its ``close`` calls.
+    `operation` is the function of libibverbs that ``close`` of the object calls.
     """
-    if id(created) in _held.ids:
-        call(operation, created.close)
-        _held.ids.remove(id(created))
-        _pointers.pop(id(created), None)
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(created))
+    if id(instance) in _open_objects.ids:
+        call(operation, instance.close)
+        _open_objects.ids.remove(id(instance))
+        _domain_pointers.pop(id(instance), None)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(instance))
 
 
 @functools.cache
@@ -179,13 +186,13 @@ def _library() -> ctypes.CDLL:
     """Return the libibverbs that pyverbs has loaded."""
     _modules()
     library = ctypes.CDLL(_LIBRARY, use_errno=True)
-    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    pointer, uint64 = ctypes.c_void_p, ctypes.c_uint64
     library.ibv_get_device_list.restype = pointer
     library.ibv_get_device_list.argtypes = (ctypes.POINTER(ctypes.c_int),)
     library.ibv_free_device_list.restype = None
     library.ibv_free_device_list.argtypes = (pointer,)
     library.ibv_reg_dmabuf_mr.restype = ctypes.POINTER(_IbvMr)
-    library.ibv_reg_dmabuf_mr.argtypes = (pointer, number, ctypes.c_size_t, number, ctypes.c_int, ctypes.c_int)
+    library.ibv_reg_dmabuf_mr.argtypes = (pointer, uint64, ctypes.c_size_t, uint64, ctypes.c_int, ctypes.c_int)
     library.ibv_reg_mr.restype = ctypes.POINTER(_IbvMr)
     library.ibv_reg_mr.argtypes = (pointer, pointer, ctypes.c_size_t, ctypes.c_int)
     library.ibv_dereg_mr.restype = ctypes.c_int
@@ -194,14 +201,17 @@ def _library() -> ctypes.CDLL:
 
 
 def _device_list_errno() -> tuple[int | None, str]:
-    # pyverbs loses the errno of ibv_get_device_list, so the function is called again.
+    """Return the errno of a new call of ibv_get_device_list, or None if the call succeeds, and the text for the error.
+
+    pyverbs does not keep the errno of the first call.
+    """
     library, count = _library(), ctypes.c_int()
     ctypes.set_errno(0)
-    devices, number = library.ibv_get_device_list(ctypes.byref(count)), ctypes.get_errno()
+    devices, error_number = library.ibv_get_device_list(ctypes.byref(count)), ctypes.get_errno()
     if devices:
         library.ibv_free_device_list(devices)
-        return None, "asked again, the library answered"
-    return number or None, "errno is that of a second call, since pyverbs does not keep the first one's"
+        return None, "a second call succeeded"
+    return error_number or None, "the errno is that of a second call, because pyverbs does not keep the first one"
 
 
 def list_devices() -> list[DeviceRow]:
@@ -215,12 +225,14 @@ def open_device(name: str) -> object:
     return _create(_errors.OPEN_DEVICE, lambda: _modules().device.Context(name=name), arguments={"name": name})
 
 
-def query_ports(context: Any) -> list[PortRow]:
+def query_ports(context: Any) -> list[PortAttributes]:
     """Return the result of ibv_query_port for every port that ibv_query_device reports, port 1 first."""
     count = call("ibv_query_device", context.query_device).phys_port_cnt
-    names = ("state", "active_mtu", "lid", "link_layer", "gid_tbl_len")
-    rows = [call("ibv_query_port", context.query_port, port + 1, arguments={"port": port + 1}) for port in range(count)]
-    return [PortRow(*(getattr(row, name) for name in names)) for row in rows]
+    field_names = ("state", "active_mtu", "lid", "link_layer", "gid_tbl_len")
+    ports = [
+        call("ibv_query_port", context.query_port, number, arguments={"port": number}) for number in range(1, count + 1)
+    ]
+    return [PortAttributes(*(getattr(port, name) for name in field_names)) for port in ports]
 
 
 def query_gids(context: Any, entries_max: int) -> list[GidRow]:
@@ -232,9 +244,9 @@ def query_gids(context: Any, entries_max: int) -> list[GidRow]:
 def allocate_domain(context: Any) -> object:
     """Call ibv_alloc_pd and return the protection domain."""
     domain = _create("ibv_alloc_pd", _modules().pd.PD, context)
-    pointer = int(domain.pd) if has_pointers() else _layout.find_domain(domain, context)
+    pointer = int(domain.pd) if exposes_domain_pointers() else _layout.find_domain_pointer(domain, context)
     if pointer is not None:
-        _pointers[id(domain)] = pointer
+        _domain_pointers[id(domain)] = pointer
     return domain
 
 
@@ -261,12 +273,12 @@ def host_address(view: memoryview) -> tuple[object, int]:
     return keeper, ctypes.addressof(keeper)
 
 
-def register_address(domain: Any, *, address: int, length_bytes: int, access: int, device: bool) -> NativeRegion:
+def register_address(domain: Any, *, address: int, length_bytes: int, access: int, is_device: bool) -> NativeRegion:
     """Register host memory, or device memory by its address, with ibv_reg_mr."""
-    operation = _errors.REG_ADDRESS if device else _errors.REG_MR
+    operation = _errors.REG_ADDRESS if is_device else _errors.REG_MR
     error_fields: dict[str, Any] = {
         "arguments": {"address": address, "length_bytes": length_bytes, "access": access},
-        "pinned_bytes": 0 if device else length_bytes,
+        "pinned_bytes": 0 if is_device else length_bytes,
     }
     pointer = domain_pointer(domain)
     if pointer is not None:
@@ -281,9 +293,11 @@ def register_dmabuf(
 ) -> NativeRegion:
     """Register a dma-buf with ibv_reg_dmabuf_mr.
 
-    The region has the given `iova` if the pointer of the domain is known. Otherwise its iova is the offset, because
-    ``DmaBufMR`` of every pyverbs forces that. ``DmaBufMR`` also holds the GIL. The call by ctypes releases it, so other
-    threads run while a large range is pinned, which takes long.
+    The region has the given `iova` if the pointer of the domain is known. Otherwise its iova is the offset in the
+    dma-buf, because ``DmaBufMR`` of every version of pyverbs forces that.
+
+    ``DmaBufMR`` also holds the GIL. The call by ctypes releases it, so that other threads can run: pinning a large
+    range takes long.
     """
     arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
     pointer = domain_pointer(domain)
@@ -302,19 +316,21 @@ def _region_of_call(
     operation: str, region_pointer: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
 ) -> NativeRegion:
     """Return the region that a ctypes call registered, or raise the error of its errno if it returned NULL."""
-    number = ctypes.get_errno()
+    error_number = ctypes.get_errno()
     if not region_pointer:
-        raise _errors.error_of(operation=operation, number=number, arguments=arguments, pinned_bytes=pinned_bytes)
+        raise _errors.error_of(
+            operation=operation, error_number=error_number, arguments=arguments, pinned_bytes=pinned_bytes
+        )
     lkey = int(region_pointer.contents.lkey)
-    _held.ids.add(id(region_pointer))
+    _open_objects.ids.add(id(region_pointer))
 
     def deregister() -> None:
-        if id(region_pointer) not in _held.ids:
+        if id(region_pointer) not in _open_objects.ids:
             return
-        answer = _library().ibv_dereg_mr(region_pointer)
-        if answer:
-            raise _errors.error_of(operation="ibv_dereg_mr", number=answer, arguments={"lkey": lkey})
-        _held.ids.remove(id(region_pointer))
+        error_number = _library().ibv_dereg_mr(region_pointer)
+        if error_number:
+            raise _errors.error_of(operation="ibv_dereg_mr", error_number=error_number, arguments={"lkey": lkey})
+        _open_objects.ids.remove(id(region_pointer))
 
     return NativeRegion(lkey, int(region_pointer.contents.rkey), iova, deregister)
 
@@ -446,7 +462,7 @@ def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, 
         _free(request, *sges)
 
 
-def _free(*requests: Any) -> None:
-    # Up to pyverbs 59 the destructors of these classes have a misspelt name and never run.
-    for request in requests:
-        request.close()
+def _free(*native_objects: Any) -> None:
+    # Up to pyverbs 59 the destructors of SGE, SendWR and RecvWR have a misspelt name and never run.
+    for native_object in native_objects:
+        native_object.close()

@@ -1,4 +1,4 @@
-"""Plain values that ``_pyverbs`` returns in place of the structures of libibverbs."""
+"""Types of the values that ``_pyverbs`` returns in place of the structures of libibverbs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DeviceRow", "GidRow", "NativeRegion", "PortRow", "WorkCompletion"]
+__all__ = ["DeviceRow", "GidRow", "NativeRegion", "PortAttributes", "WorkCompletion"]
 
 
 class DeviceRow(NamedTuple):
@@ -18,7 +18,7 @@ class DeviceRow(NamedTuple):
     node_guid: int
 
 
-class PortRow(NamedTuple):
+class PortAttributes(NamedTuple):
     """The fields of ibv_port_attr that gdrkit uses."""
 
     state: int
@@ -39,7 +39,7 @@ class GidRow(NamedTuple):
 
 @dataclass(frozen=True)
 class NativeRegion:
-    """A registered memory region. ``iova`` is the address of its first byte in requests."""
+    """A registered memory region. Work requests address its first byte as ``iova``."""
 
     lkey: int
     rkey: int

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["WORK_ID_MAX", "Completion", "CompletionQueue"]
 
-# libibverbs returns the 64-bit id of a request. For a failed request it returns nothing else that identifies the
-# operation. So the upper bits of the id carry the type of the request, and callers use the lower bits.
+# A completion has the 64-bit id of its request. The completion of a failed request has nothing else that identifies the
+# operation. So gdrkit stores the type of the request in the upper bits of the id, and callers use the lower bits.
 _WORK_ID_BITS = 56
 WORK_ID_MAX = (1 << _WORK_ID_BITS) - 1
-_KINDS = ("unknown", "rdma_write", "rdma_read", "send", "recv")
+_REQUEST_TYPES = ("unknown", "rdma_write", "rdma_read", "send", "recv")
 
-_SPIN_S = 50e-6
-_PAUSE_S = 50e-6
+_SPIN_S = 50e-6  # How long a wait polls without pauses.
+_PAUSE_S = 50e-6  # The first pause between two polls.
 _PAUSE_MAX_S = 1e-3
-_BATCH = 16
+_POLL_MAX = 16  # The largest number of completions of one poll.
 
 _REASONS = {
     Status.RETRY_EXC_ERR: (
@@ -41,18 +41,21 @@ _REASONS = {
         "check that the other side still runs and is connected",
     ),
     Status.RNR_RETRY_EXC_ERR: (Reason.TIMEOUT, "have the other side post its receives earlier"),
-    Status.WR_FLUSH_ERR: (Reason.CLOSED, "look for the first failed completion of this queue pair: it is the cause"),
-    Status.REM_ACCESS_ERR: (Reason.NO_PERMISSION, "check key, bounds and access of the region at the other side"),
-    Status.LOC_PROT_ERR: (Reason.NO_PERMISSION, "check key and bounds of the local elements"),
+    Status.WR_FLUSH_ERR: (Reason.CLOSED, "look for the first failed completion of this queue pair, which is the cause"),
+    Status.REM_ACCESS_ERR: (
+        Reason.NO_PERMISSION,
+        "check the key, the bounds and the access of the region on the other side",
+    ),
+    Status.LOC_PROT_ERR: (Reason.NO_PERMISSION, "check the key and the bounds of the local scatter/gather elements"),
 }
 
 
-def encode_work_id(work_id: int, kind: str) -> int:
+def encode_work_id(work_id: int, request_type: str) -> int:
     """Return the id of a request for libibverbs: the id of the caller, with the type in the upper bits."""
     if not 0 <= work_id <= WORK_ID_MAX:
-        message = f"work_id {work_id} is not a number from 0 to {WORK_ID_MAX}"
+        message = f"work_id must be from 0 to {WORK_ID_MAX}, not {work_id}"
         raise UsageError(message)
-    return _KINDS.index(kind) << _WORK_ID_BITS | work_id
+    return _REQUEST_TYPES.index(request_type) << _WORK_ID_BITS | work_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class CompletionQueue(Resource):
             if self._channel is not None:
                 _pyverbs.close("ibv_destroy_comp_channel", self._channel)
             raise
-        self._waiting: deque[Completion] = deque()
+        self._polled: deque[Completion] = deque()  # Completions that no caller has received yet.
         super().__init__("verbs.completion_queue", name="completion queue", on_close=nic.on_close)
 
     @property
@@ -141,12 +144,12 @@ class CompletionQueue(Resource):
         """The descriptor of the completion channel. None without events, and with pyverbs before 59, which hides it."""
         return None if self._channel is None else _pyverbs.event_fd(self._channel)
 
-    def poll(self, count: int = _BATCH) -> list[Completion]:
+    def poll(self, count: int = _POLL_MAX) -> list[Completion]:
         """Return up to `count` completions that are available now, oldest first."""
-        taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-        if len(taken) < count:
-            taken += [_completion(entry) for entry in _pyverbs.poll(self.queue, count - len(taken))]
-        return taken
+        completions = [self._polled.popleft() for _ in range(min(count, len(self._polled)))]
+        if len(completions) < count:
+            completions += [_completion(entry) for entry in _pyverbs.poll(self.queue, count - len(completions))]
+        return completions
 
     def wait(self, timeout_ms: float, *, qp_number: int | None = None) -> Completion:
         """Return the next completion, of one queue pair or of any.
@@ -163,14 +166,14 @@ class CompletionQueue(Resource):
         ApiError
             TIMEOUT: there was no completion in time.
         """
-        end = time.monotonic() + timeout_ms / 1e3
+        deadline = time.monotonic() + timeout_ms / 1e3
         spin_end, pause_s = time.monotonic() + _SPIN_S, _PAUSE_S
         while True:
             completion = self._next(qp_number)
             if completion is not None:
                 return completion
             now = time.monotonic()
-            if now >= end:
+            if now >= deadline:
                 raise ApiError(
                     api=Api.VERBS,
                     operation="ibv_poll_cq",
@@ -182,29 +185,29 @@ class CompletionQueue(Resource):
             if now >= spin_end:
                 # Other threads run during the pause. The pause doubles up to a limit, so that a long wait
                 # costs little.
-                select.select((), (), (), min(pause_s, end - now))
+                select.select((), (), (), min(pause_s, deadline - now))
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def request_notification(self, *, solicited_only: bool = False) -> None:
         """Request an event for the next completion (ibv_req_notify_cq)."""
-        self._check_events()
+        self._require_events()
         _pyverbs.request_notification(self.queue, solicited_only=solicited_only)
 
     def take_event(self, timeout_ms: float) -> None:
         """Wait for one event and acknowledge it. The caller polls afterwards.
 
-        pyverbs before 59 hides the descriptor. There, libibverbs itself waits, without a limit and while holding the
-        GIL. Then call this method only if an event is certain: a notification was requested, and a later completion was
-        seen.
+        pyverbs before 59 hides the descriptor. With such a pyverbs, libibverbs itself waits, without a limit and while
+        the GIL is held. Then call this method only if an event is certain: a notification was requested, and a later
+        completion was polled.
 
         Raises
         ------
         ApiError
             TIMEOUT: there was no event in time.
         """
-        self._check_events()
+        self._require_events()
         fd = self.event_fd
-        if fd is not None and not select.select((fd,), (), (), timeout_ms / 1e3)[0]:
+        if fd is not None and not _is_readable(fd, timeout_ms):
             raise ApiError(
                 api=Api.VERBS,
                 operation="ibv_get_cq_event",
@@ -228,17 +231,18 @@ class CompletionQueue(Resource):
             _pyverbs.close("ibv_destroy_comp_channel", self._channel)
 
     def _next(self, qp_number: int | None) -> Completion | None:
-        for waiting in self._waiting:
-            if qp_number in {None, waiting.qp_number}:
-                self._waiting.remove(waiting)
-                return waiting
-        arrived = [_completion(entry) for entry in _pyverbs.poll(self.queue, _BATCH)]
-        self._waiting.extend(arrived)
-        if any(qp_number in {None, completion.qp_number} for completion in arrived):
+        """Return the oldest completion of a queue pair (None: of any), or None if there is none now."""
+        for completion in self._polled:
+            if qp_number in {None, completion.qp_number}:
+                self._polled.remove(completion)
+                return completion
+        new_completions = [_completion(entry) for entry in _pyverbs.poll(self.queue, _POLL_MAX)]
+        self._polled.extend(new_completions)
+        if any(qp_number in {None, completion.qp_number} for completion in new_completions):
             return self._next(qp_number)
         return None
 
-    def _check_events(self) -> None:
+    def _require_events(self) -> None:
         if self._channel is None:
             raise Unsupported(
                 api=Api.VERBS,
@@ -246,20 +250,28 @@ class CompletionQueue(Resource):
                 status=None,
                 status_name="no completion channel",
                 reason=Reason.BAD_ARGUMENT,
-                what_to_do="make the queue with events=True",
+                what_to_do="create the queue with events=True",
             )
 
 
 def _completion(entry: WorkCompletion) -> Completion:
     status = Status(entry.status)
-    kind = entry.work_id >> _WORK_ID_BITS
+    type_index = entry.work_id >> _WORK_ID_BITS
     return Completion(
         work_id=entry.work_id & WORK_ID_MAX,
         status=status,
-        request=_KINDS[kind] if kind < len(_KINDS) else _KINDS[0],
+        request=_REQUEST_TYPES[type_index] if type_index < len(_REQUEST_TYPES) else _REQUEST_TYPES[0],
         opcode=CompletionOpcode(entry.opcode) if status is Status.SUCCESS else None,
         length_bytes=entry.length_bytes,
         immediate=entry.immediate if status is Status.SUCCESS else None,
         vendor_error=entry.vendor_error,
         qp_number=entry.qp_number,
     )
+
+
+def _is_readable(fd: int, timeout_ms: float) -> bool:
+    """Wait until a descriptor is readable, and return False after the timeout."""
+    # select(2) fails for descriptors from 1024 on.
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_ms))

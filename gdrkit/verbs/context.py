@@ -19,8 +19,7 @@ class NicContext(Closeable):
     """An open RDMA device with one port and one protection domain; the base of :class:`~gdrkit.verbs.Nic`.
 
     Regions, completion queues and queue pairs belong to it. :meth:`close` closes those that are still open, in the
-    reverse order of their creation. So a queue pair, which is created after its completion queues, is closed before
-    them.
+    reverse order of their creation. A queue pair is created after its completion queues, so it is closed before them.
 
     Attributes
     ----------
@@ -37,11 +36,11 @@ class NicContext(Closeable):
     def __init__(self, name: str, *, port: int, gid_index: int | None) -> None:
         """Open the device. Callers use :meth:`Nic.open` instead."""
         self.name = name
-        self._children = ReleaseStack()
+        self._releases = ReleaseStack()
         self._closed = False
         try:
             self._context = _pyverbs.open_device(name)
-            self._children.push(lambda: _pyverbs.close("ibv_close_device", self._context))
+            self._releases.push(lambda: _pyverbs.close("ibv_close_device", self._context))
             ports = query_ports(self._context)
             if not 1 <= port <= len(ports):
                 message = f"port must be between 1 and {len(ports)} for {name}, not {port}"
@@ -49,11 +48,11 @@ class NicContext(Closeable):
             self.port = ports[port - 1]
             self.gid_index, self.gid = choose_gid(self._context, ports, self.port, gid_index)
             self._domain = _pyverbs.allocate_domain(self._context)
-            self._children.push(lambda: _pyverbs.close("ibv_dealloc_pd", self._domain))
+            self._releases.push(lambda: _pyverbs.close("ibv_dealloc_pd", self._domain))
         except BaseException as error:
-            self._children.run_after(error)
+            self._releases.run_after(error)
             raise
-        self._handle = Handle("verbs.nic")
+        self._handle = Handle("verbs.nic")  # Counts this NIC as an open object, for leak checks.
 
     @property
     def closed(self) -> bool:
@@ -75,12 +74,12 @@ class NicContext(Closeable):
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
         """Call `close` before the device is closed. Return a function that cancels this."""
         self._check_open()
-        return self._children.push(close)
+        return self._releases.push(close)
 
     def close(self) -> None:
         """Close everything that was made from the device, then the protection domain and the device.
 
-        A second close does nothing.
+        After a close that succeeded, another close does nothing.
 
         Raises
         ------
@@ -90,7 +89,7 @@ class NicContext(Closeable):
         """
         if self._closed:
             return
-        self._children.run()
+        self._releases.run()
         self._closed = True
         self._handle.release()
 

@@ -1,7 +1,8 @@
 """A measuring initiator: native code that issues bursts of RDMA WRITEs or READs to a passive peer.
 
 The initiator has its own protection domain, queue pairs, completion queue and host memory, and runs without the GIL.
-The peer only has to be connected: it needs a queue pair and a region of :class:`~gdrkit.verbs.Nic`.
+The peer only has to be connected: for each queue pair of the initiator it needs a queue pair of
+:class:`~gdrkit.verbs.Nic`, and it needs a region.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Burst", "Direction", "Initiator", "Latencies"]
 
-_TIME_LIMIT_S = 10.0
+_TIME_LIMIT_S = 10.0  # Default of `time_limit_s`: the longest wait for the next completion.
 _LENGTH_BYTES_MAX = 2**31  # The largest message (InfiniBand specification).
 
 
@@ -61,7 +62,10 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Times from post to completion of consecutive operations, in nanoseconds and in order. Only one runs at a time."""
+    """The latencies of consecutive operations, of which only one runs at a time.
+
+    ``times_ns`` has the time from the post to the completion of each operation, in order.
+    """
 
     times_ns: tuple[int, ...]
     length_bytes: int
@@ -75,8 +79,8 @@ class Initiator:
     nic_name : str
         The name of the device, as in :func:`~gdrkit.verbs.list_nics`.
     memory_bytes : int
-        Size of the local host memory, above 0. A burst moves slots of this memory; the first slot begins at its first
-        byte.
+        Size of the local host memory, above 0. A burst divides this memory, from its first byte, into slots of the size
+        of one operation.
     queue_pairs : int
         Number of queue pairs, 1 to 1024.
     depth_max : int
@@ -95,12 +99,13 @@ class Initiator:
         for name, largest in limits.items():
             value = {"memory_bytes": memory_bytes, "queue_pairs": queue_pairs, "depth_max": depth_max}[name]
             if not 1 <= value <= largest:
-                message = f"{name} {value} is not from 1 to {largest}"
+                message = f"{name} must be from 1 to {largest}, not {value}"
                 raise UsageError(message)
         self.nic_name = nic_name
         self.memory_bytes = memory_bytes
+        # `pinned_bytes` lets the error name RLIMIT_MEMLOCK. The other arguments appear in the error message.
         with _native.raise_as_verbs_error(pinned_bytes=memory_bytes, nic=nic_name, memory_bytes=memory_bytes):
-            self._native: Any = _native.module().Initiator(
+            self._native: _native.native.Initiator | None = _native.native.Initiator(
                 nic_name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max
             )
         self._handle = Handle("verbs.initiator")
@@ -113,14 +118,16 @@ class Initiator:
     @property
     def reads_max(self) -> int:
         """Largest number of outstanding RDMA READs of one queue pair of this device."""
-        return int(self._open().reads_max)
+        return int(self._checked_native().reads_max)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return the endpoints of the queue pairs. The peer connects one queue pair of its own to each of them."""
-        return tuple(Endpoint.from_dict(each) for each in self._open().endpoints)
+        """Return the endpoints of the queue pairs. The peer connects one queue pair to each of them."""
+        return tuple(Endpoint.from_dict(fields) for fields in self._checked_native().endpoints)
 
     def connect(self, peers: Sequence[Endpoint], *, reads_max: int = 1) -> None:
-        """Connect each queue pair to one of the peer, in the order of :meth:`endpoints`. This is possible once.
+        """Connect each queue pair to a queue pair of the peer, in the order of :meth:`endpoints`.
+
+        This is possible only once. `reads_max` is the largest number of outstanding RDMA READs of each queue pair.
 
         Raises
         ------
@@ -129,19 +136,19 @@ class Initiator:
         """
         peer_fields = [peer.to_dict() for peer in peers]
         with _native.raise_as_verbs_error(peers=len(peers), reads_max=reads_max):
-            self._open().connect(peer_fields, reads_max=reads_max)
+            self._checked_native().connect(peer_fields, reads_max=reads_max)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Copy bytes into the local memory."""
         view = memoryview(data).cast("B")
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.memory_bytes)
-        self._open().memory()[offset_bytes : offset_bytes + view.nbytes] = view
+        self._checked_native().memory()[offset_bytes : offset_bytes + view.nbytes] = view
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Return a copy of a part of the local memory. A length of None means up to the end."""
         length_bytes = self.memory_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.memory_bytes)
-        return bytes(self._open().memory()[offset_bytes : offset_bytes + length_bytes])
+        return bytes(self._checked_native().memory()[offset_bytes : offset_bytes + length_bytes])
 
     def run(
         self,
@@ -154,22 +161,24 @@ class Initiator:
         list_length: int = 1,
         time_limit_s: float = _TIME_LIMIT_S,
     ) -> Burst:
-        """Transfer slots of `length_bytes` in turn, as many as fit into `remote` and into the local memory.
+        """Transfer slots of `length_bytes` in order. After the last slot, continue with the first.
+
+        There are as many slots as fit into `remote` and into the local memory.
 
         Parameters
         ----------
         direction : Direction
             WRITE writes to the memory of the peer, READ reads from it.
         remote : RemoteRange
-            The slots of the peer, without gaps. Slot n of the peer belongs to slot n of this side.
+            The slots of the peer, without gaps. Slot n of this side is transferred to or from slot n of the peer.
         length_bytes, operations : int
             Size of each operation in bytes, and number of operations.
         depth : int
             Number of outstanding operations, over all queue pairs.
         list_length : int
-            Number of operations that are posted in one call, at most `depth`.
+            Number of operations that one ibv_post_send posts, at most `depth`.
         time_limit_s : float
-            Largest time without any completion, in seconds.
+            Longest wait for the next completion, in seconds.
 
         Raises
         ------
@@ -181,7 +190,7 @@ class Initiator:
         """
         for name, value in (("depth", depth), ("list_length", list_length)):
             if not 1 <= value < 2**32:
-                message = f"{name} {value} is not above 0"
+                message = f"{name} must be from 1 to {2**32 - 1}, not {value}"
                 raise UsageError(message)
         result = self._run(
             "run",
@@ -211,27 +220,30 @@ class Initiator:
         return Latencies(times_ns=tuple(result["times_ns"]), length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Destroy the queue pairs and the queue, then deregister and free the memory. A second close does nothing."""
+        """Destroy the queue pairs and the completion queue, then deregister and free the memory.
+
+        A second close does nothing.
+        """
         if self._native is not None:
             self._native = None
             self._handle.release()
 
     def _run(
         self,
-        name: str,
+        method_name: str,
         remote: RemoteRange,
         time_limit_s: float,
         *,
         direction: Direction,
         length_bytes: int,
         operations: int,
-        **depths: int,
+        **depth_options: int,
     ) -> dict[str, Any]:
-        options = {"length_bytes": length_bytes, "operations": operations, **depths}
-        options["slots"] = self._slots(remote, length_bytes, operations)
-        native = self._open()
+        options = {"length_bytes": length_bytes, "operations": operations, **depth_options}
+        options["slots"] = self._slot_count(remote, length_bytes, operations)
+        native = self._checked_native()
         with _native.raise_as_verbs_error(nic=self.nic_name, direction=direction.value, **options):
-            result: dict[str, Any] = getattr(native, name)(
+            result: dict[str, Any] = getattr(native, method_name)(
                 to_peer=direction is Direction.WRITE,
                 remote_address=remote.address,
                 remote_key=remote.rkey,
@@ -241,27 +253,33 @@ class Initiator:
         self._check_result(result, direction, time_limit_s)
         return result
 
-    def _slots(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
-        room_bytes = min(remote.length_bytes, self.memory_bytes)
-        if not 1 <= length_bytes <= min(_LENGTH_BYTES_MAX, room_bytes) or not 1 <= operations < 2**48:
-            message = f"{operations} operations of {length_bytes} bytes between memories of {room_bytes} bytes"
+    def _slot_count(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
+        available_bytes = min(remote.length_bytes, self.memory_bytes)
+        length_bytes_max = min(_LENGTH_BYTES_MAX, available_bytes)
+        if not 1 <= length_bytes <= length_bytes_max:
+            message = f"length_bytes must be from 1 to {length_bytes_max} for these memories, not {length_bytes}"
             raise UsageError(message)
-        return min(room_bytes // length_bytes, 2**32 - 1)
+        if not 1 <= operations < 2**48:
+            message = f"operations must be from 1 to {2**48 - 1}, not {operations}"
+            raise UsageError(message)
+        return min(available_bytes // length_bytes, 2**32 - 1)
 
     def _check_result(self, result: dict[str, Any], direction: Direction, time_limit_s: float) -> None:
+        completed_operations = result["done"]
         if result["timed_out"]:
             raise ApiError(
                 api=Api.VERBS,
                 operation="ibv_poll_cq",
                 status=None,
                 status_name="no completion",
-                arguments={"nic": self.nic_name, "direction": direction.value, "done": result["done"]},
+                arguments={"nic": self.nic_name, "direction": direction.value, "done": completed_operations},
                 reason=Reason.TIMEOUT,
-                what_to_do="check that the peer process runs and that its queue pairs are connected to these",
+                what_to_do="check that the peer process runs, and that its queue pairs are connected to this initiator",
                 detail=f"none within {time_limit_s:g} s",
             )
+        # expect() raises the error of the completion status if it is not SUCCESS.
         Completion(
-            work_id=result["done"],
+            work_id=completed_operations,  # The error then tells how many operations completed before the failure.
             status=Status(result["status"]),
             request=f"rdma_{direction.value}",
             opcode=None,
@@ -271,7 +289,7 @@ class Initiator:
             qp_number=0,
         ).expect()
 
-    def _open(self) -> Any:  # noqa: ANN401 - the native object has no types.
+    def _checked_native(self) -> _native.native.Initiator:
         if self._native is None:
             resource = f"initiator on {self.nic_name}"
             raise ClosedResource(resource)

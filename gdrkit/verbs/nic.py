@@ -58,8 +58,8 @@ class Nic(NicContext):
         port : int
             Number of the port, from 1.
         gid_index : int or None
-            Index in the port's GID table. With None, on Ethernet: a RoCE v2 GID, and among those one of IPv4, else of
-            IPv6, else link-local; RoCE v1 only if there is no RoCE v2. With None, on InfiniBand: the first GID.
+            Index in the port's GID table. With None, the best GID of the port is used. On InfiniBand this is the first
+            GID. On Ethernet, RoCE v2 is preferred to RoCE v1. Within one version, the order is IPv4, IPv6, link-local.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class Nic(NicContext):
         """
         names = [row.name for row in _pyverbs.list_devices()]
         if name not in names:
-            message = f"there is no RDMA device {name!r}; there are {names}"
+            message = f"there is no RDMA device {name!r}; libibverbs lists {names}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
         return cls(name, port=port, gid_index=gid_index)
 
@@ -81,9 +81,9 @@ class Nic(NicContext):
     def dmabuf_error(self) -> ApiError | None:
         """Return the error of importing dma-bufs, as a new object at each call, or None if the import is supported.
 
-        The probe registers a descriptor that is not open. EBADF means that only the descriptor was wrong. This result,
-        and the result that the NIC does not support the import at all, are cached. Any other failure (ENOMEM, ...) may
-        be temporary, so the next call repeats the probe.
+        The probe registers a descriptor that is not open. EBADF means that the import is supported, because only the
+        descriptor was wrong. The results "supported" and "not supported" are cached. Any other failure (ENOMEM, ...)
+        may be temporary, so the next call repeats the probe.
         """
         if not self._is_dmabuf_probed:
             refusal = _pyverbs.probe_dmabuf(self.domain, length_bytes=HOST_PAGE_BYTES, access=int(_ALL_ACCESS))
@@ -112,7 +112,7 @@ class Nic(NicContext):
         view = view.cast("B")
         keeper, address = _pyverbs.host_address(view)
         native = _pyverbs.register_address(
-            self.domain, address=address, length_bytes=view.nbytes, access=int(access), device=False
+            self.domain, address=address, length_bytes=view.nbytes, access=int(access), is_device=False
         )
         return Region(self, native, length_bytes=view.nbytes, memory=view, keeper=keeper)
 
@@ -125,10 +125,10 @@ class Nic(NicContext):
             See :meth:`register_host`. EFAULT: a part of the memory is not mapped and writable.
         """
         if address <= 0 or length_bytes <= 0:
-            message = f"{length_bytes} bytes at {address:#x} cannot be registered"
+            message = f"address and length_bytes must be above 0, not {address:#x} and {length_bytes}"
             raise UsageError(message)
         native = _pyverbs.register_address(
-            self.domain, address=address, length_bytes=length_bytes, access=int(access), device=False
+            self.domain, address=address, length_bytes=length_bytes, access=int(access), is_device=False
         )
         return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
 
@@ -141,10 +141,10 @@ class Nic(NicContext):
             EFAULT, PEER_MEMORY_UNSUPPORTED: no kernel driver knows the address as device memory.
         """
         if address <= 0 or length_bytes <= 0:
-            message = f"{length_bytes} bytes at {address:#x} cannot be registered"
+            message = f"address and length_bytes must be above 0, not {address:#x} and {length_bytes}"
             raise UsageError(message)
         native = _pyverbs.register_address(
-            self.domain, address=address, length_bytes=length_bytes, access=int(access), device=True
+            self.domain, address=address, length_bytes=length_bytes, access=int(access), is_device=True
         )
         return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
 
@@ -214,7 +214,7 @@ def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | Non
         Names of the devices to open. A device without an active port is opened at port 1. With None, all devices that
         have an active port, in the order of :func:`list_nics`.
     count_max : int or None
-        Open only the first ones. With None, all.
+        Largest number of devices to open, the first ones. With None, there is no limit.
 
     Raises
     ------
@@ -223,16 +223,16 @@ def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | Non
     SetupMissing
         See :func:`list_nics` and :meth:`Nic.open`. No device stays open.
     """
-    known = {info.name: info for info in list_nics()}
-    chosen = [name for name, info in known.items() if info.active] if names is None else names
-    opened: list[Nic] = []
+    info_by_name = {info.name: info for info in list_nics()}
+    chosen_names = [name for name, info in info_by_name.items() if info.active] if names is None else names
+    nics: list[Nic] = []
     undo = ReleaseStack()
     try:
-        for name in chosen[:count_max]:
-            port = known[name].active_port if name in known else None
-            opened.append(Nic.open(name, port=port or 1))
-            undo.push(opened[-1].close)
+        for name in chosen_names[:count_max]:
+            port = info_by_name[name].active_port if name in info_by_name else None
+            nics.append(Nic.open(name, port=port or 1))
+            undo.push(nics[-1].close)
     except BaseException as error:
         undo.run_after(error)
         raise
-    return tuple(opened)
+    return tuple(nics)

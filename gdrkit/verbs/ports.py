@@ -41,7 +41,7 @@ class PortInfo:
 
 @dataclass(frozen=True)
 class NicInfo:
-    """Properties of a device that is not in use.
+    """Properties of a device, queried without keeping the device open.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class NicInfo:
     node_guid : str
         Four words of four hex digits, as in sysfs.
     driver : str or None
-        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``. None if it has none.
+        The kernel driver of its PCI device (``mlx5_core``), or ``rxe``. None if there is no driver.
     ports : tuple of PortInfo
         The ports. It is empty if the device could not be opened.
     error : ApiError or None
@@ -82,7 +82,7 @@ def list_nics() -> tuple[NicInfo, ...]:
     SetupMissing
         pyverbs or libibverbs is missing or does not fit, or the kernel has no RDMA support (errno ENOSYS).
     """
-    return tuple(_info(row) for row in _pyverbs.list_devices())
+    return tuple(_query_device(row) for row in _pyverbs.list_devices())
 
 
 def query_ports(context: object) -> tuple[PortInfo, ...]:
@@ -108,23 +108,24 @@ def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid
     UsageError
         The port has no GID, or none at `gid_index`.
     """
-    # The library needs space for the GID tables of all ports.
-    rows = _pyverbs.query_gids(context, sum(each.gid_count for each in ports))
-    usable = [row for row in rows if row.port == port.number and gid_index in {None, row.gid_index}]
-    if not usable:
+    # ibv_query_gid_table returns the GIDs of all ports, so it needs space for all of them.
+    rows = _pyverbs.query_gids(context, sum(port_info.gid_count for port_info in ports))
+    usable_rows = [row for row in rows if row.port == port.number and gid_index in {None, row.gid_index}]
+    if not usable_rows:
         message = f"port {port.number} has no GID" + ("" if gid_index is None else f" at index {gid_index}")
         raise UsageError(message)
 
     def preference(row: GidRow) -> tuple[bool, bool, bool, int]:
-        routable = not row.gid.startswith(_LINK_LOCAL)
-        return row.gid_type != _ROCE_V2, not row.gid.startswith(_IPV4_MAPPED), not routable, row.gid_index
+        # False sorts before True.
+        is_link_local = row.gid.startswith(_LINK_LOCAL)
+        return row.gid_type != _ROCE_V2, not row.gid.startswith(_IPV4_MAPPED), is_link_local, row.gid_index
 
     if port.link_layer is LinkLayer.ETHERNET:
-        usable.sort(key=preference)
-    return usable[0].gid_index, usable[0].gid
+        usable_rows.sort(key=preference)
+    return usable_rows[0].gid_index, usable_rows[0].gid
 
 
-def _info(row: DeviceRow) -> NicInfo:
+def _query_device(row: DeviceRow) -> NicInfo:
     ports: tuple[PortInfo, ...] = ()
     failure: ApiError | None = None
     try:
@@ -140,13 +141,13 @@ def _info(row: DeviceRow) -> NicInfo:
     return NicInfo(
         name=row.name,
         node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
-        driver=_driver(_SYSFS / row.name),
+        driver=_driver_name(_SYSFS / row.name),
         ports=ports,
         error=failure,
     )
 
 
-def _driver(folder: Path) -> str | None:
+def _driver_name(folder: Path) -> str | None:
     # rxe reports the device of its network interface as its own device. Only rxe has the file `parent`, which names
     # that interface.
     if (folder / "parent").exists():

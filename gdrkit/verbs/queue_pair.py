@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["QueuePair"]
 
-_MESSAGE_BYTES_MAX = 1 << 31
-_HOP_LIMIT = 64
+_MESSAGE_BYTES_MAX = 1 << 31  # The largest message (InfiniBand specification).
+_HOP_LIMIT = 64  # The hop limit of the global route header.
 
 
-class _Mask(enum.IntFlag):
+class _AttributeMask(enum.IntFlag):
     """The members of ``ibv_qp_attr_mask`` that gdrkit uses."""
 
     STATE = 1
@@ -51,7 +51,7 @@ class _Mask(enum.IntFlag):
     DEST_QPN = 1 << 20
 
 
-class _Send(enum.IntEnum):
+class _SendOpcode(enum.IntEnum):
     """The members of ``ibv_wr_opcode`` that gdrkit uses."""
 
     RDMA_WRITE = 0
@@ -61,7 +61,7 @@ class _Send(enum.IntEnum):
     RDMA_READ = 4
 
 
-class _Flag(enum.IntFlag):
+class _SendFlag(enum.IntFlag):
     """The members of ``ibv_send_flags`` that gdrkit uses."""
 
     SIGNALED = 1 << 1
@@ -104,11 +104,11 @@ class QueuePair(Resource):
     @property
     def state(self) -> QueuePairState:
         """The state that the device reports now."""
-        return QueuePairState(_pyverbs.query_state(self._open()))
+        return QueuePairState(_pyverbs.query_state(self._open_pair()))
 
     def endpoint(self) -> Endpoint:
         """Return the data that the other side needs to connect to this queue pair."""
-        self._open()
+        self._open_pair()
         return Endpoint(
             qp_number=self.number,
             psn=self._psn,
@@ -135,17 +135,17 @@ class QueuePair(Resource):
         remote : Endpoint
             The endpoint of the other side. The smaller MTU of both sides is used.
         access : Access
-            The operations that the other side may do at all, whatever the regions allow.
+            The operations that the other side may do. A region can only restrict them further.
         timeout_exponent : int
-            A packet without an acknowledgement is sent again after 4.096 us * 2**exponent (14: 67 ms). 0 waits for
-            ever.
+            A packet without an acknowledgement is sent again after 4.096 us * 2**exponent (14: 67 ms). 0 means never.
         retry_count : int
-            Number of such retries, 0 to 7. Then the request ends with RETRY_EXC_ERR. rxe retries for ever if it is 7.
+            Number of such retries, 0 to 7. After the last one, the request ends with RETRY_EXC_ERR. With 7, rxe retries
+            for ever.
         rnr_retry_count : int
-            Number of retries of a send when the other side has no receive posted, 0 to 6. 7 means for ever, and would
-            hide a missing receive.
+            Number of retries of a send if the other side has no receive posted, 0 to 6. 7 means for ever, and hides a
+            missing receive.
         rnr_timer_code : int
-            Time that the other side has to wait before such a retry (12: 0.64 ms; table in ibv_modify_qp(3)).
+            Code of the time that the other side waits before such a retry (12: 0.64 ms; table in ibv_modify_qp(3)).
         reads_max : int
             Number of outstanding RDMA READs in each direction. Both sides pass the same number.
 
@@ -158,7 +158,12 @@ class QueuePair(Resource):
         self._initialize(access)
         self._modify(
             QueuePairState.RTR,
-            _Mask.AV | _Mask.PATH_MTU | _Mask.DEST_QPN | _Mask.RQ_PSN | _Mask.MAX_DEST_RD_ATOMIC | _Mask.MIN_RNR_TIMER,
+            _AttributeMask.AV
+            | _AttributeMask.PATH_MTU
+            | _AttributeMask.DEST_QPN
+            | _AttributeMask.RQ_PSN
+            | _AttributeMask.MAX_DEST_RD_ATOMIC
+            | _AttributeMask.MIN_RNR_TIMER,
             address=self._address_of(remote),
             path_mtu=mtu_code(min(remote.mtu_bytes, port.mtu_bytes)),
             dest_qp_num=remote.qp_number,
@@ -168,7 +173,11 @@ class QueuePair(Resource):
         )
         self._modify(
             QueuePairState.RTS,
-            _Mask.TIMEOUT | _Mask.RETRY_CNT | _Mask.RNR_RETRY | _Mask.SQ_PSN | _Mask.MAX_QP_RD_ATOMIC,
+            _AttributeMask.TIMEOUT
+            | _AttributeMask.RETRY_CNT
+            | _AttributeMask.RNR_RETRY
+            | _AttributeMask.SQ_PSN
+            | _AttributeMask.MAX_QP_RD_ATOMIC,
             timeout=timeout_exponent,
             retry_cnt=retry_count,
             rnr_retry=rnr_retry_count,
@@ -179,7 +188,7 @@ class QueuePair(Resource):
     def _initialize(self, access: Access) -> None:
         self._modify(
             QueuePairState.INIT,
-            _Mask.PKEY_INDEX | _Mask.PORT | _Mask.ACCESS_FLAGS,
+            _AttributeMask.PKEY_INDEX | _AttributeMask.PORT | _AttributeMask.ACCESS_FLAGS,
             pkey_index=0,
             port_num=self.nic.port.number,
             qp_access_flags=int(access),
@@ -190,7 +199,7 @@ class QueuePair(Resource):
 
         Outstanding requests end with WR_FLUSH_ERR, and those of the other side with an error.
         """
-        self._modify(QueuePairState.ERR, _Mask(0))
+        self._modify(QueuePairState.ERR, _AttributeMask(0))
 
     def post_write(
         self,
@@ -209,19 +218,19 @@ class QueuePair(Resource):
         Parameters
         ----------
         source : Region or sequence of ScatterGatherElement
-            A region, or scatter/gather elements that are written one after the other. Of a region, `local_offset_bytes`
-            and `length_bytes` choose a part. A length of None means the length of `remote`.
+            A region, or scatter/gather elements that are written one after the other. `local_offset_bytes` and
+            `length_bytes` choose a part of a region. A length of None means the length of `remote`.
         remote : RemoteRange
             The target; :meth:`RemoteRange.part` returns a part of a range.
         work_id : int
             The id that the completion returns, 0 to 2**56 - 1.
         immediate : int or None
-            32 bits that the other side gets with a completion. It must have posted a receive for this.
+            32 bits that the other side gets with a completion. The other side must have posted a receive for it.
         signaled : bool
             Whether a successful request generates a completion. A failed request always does.
         inline : bool
-            Whether the device copies the bytes during the call, so that the local buffer can be changed immediately (up
-            to the inline limit of the queue pair).
+            Whether the device copies the bytes during the call, up to the inline limit of the queue pair. Then the
+            local buffer can be changed immediately.
 
         Raises
         ------
@@ -229,12 +238,14 @@ class QueuePair(Resource):
             ENOMEM: the send queue is full. EINVAL: the state is wrong, there are too many elements, or too many inline
             bytes.
         UsageError
-            There are more bytes than `remote` has, or than the region.
+            There are more bytes than `remote` or the region has.
         """
-        opcode = _Send.RDMA_WRITE if immediate is None else _Send.RDMA_WRITE_WITH_IMM
+        opcode = _SendOpcode.RDMA_WRITE if immediate is None else _SendOpcode.RDMA_WRITE_WITH_IMM
         elements = _elements(source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
-        flags = _flags(signaled=signaled, inline=inline)
-        self._post(opcode, elements, remote, work_id=work_id, kind="rdma_write", flags=flags, immediate=immediate)
+        flags = _send_flags(signaled=signaled, inline=inline)
+        self._post(
+            opcode, elements, remote, work_id=work_id, request_type="rdma_write", flags=flags, immediate=immediate
+        )
 
     def post_read(
         self,
@@ -248,8 +259,16 @@ class QueuePair(Resource):
     ) -> None:
         """Post an RDMA READ from the beginning of `remote` into local bytes; see :meth:`post_write`."""
         elements = _elements(target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
-        flags = _flags(signaled=signaled, inline=False)
-        self._post(_Send.RDMA_READ, elements, remote, work_id=work_id, kind="rdma_read", flags=flags, immediate=None)
+        flags = _send_flags(signaled=signaled, inline=False)
+        self._post(
+            _SendOpcode.RDMA_READ,
+            elements,
+            remote,
+            work_id=work_id,
+            request_type="rdma_read",
+            flags=flags,
+            immediate=None,
+        )
 
     def post_send(
         self,
@@ -267,10 +286,10 @@ class QueuePair(Resource):
 
         With `solicited`, the request asks for an event on the other side.
         """
-        opcode = _Send.SEND if immediate is None else _Send.SEND_WITH_IMM
-        flags = _flags(signaled=signaled, inline=inline) | (_Flag.SOLICITED if solicited else _Flag(0))
+        opcode = _SendOpcode.SEND if immediate is None else _SendOpcode.SEND_WITH_IMM
+        flags = _send_flags(signaled=signaled, inline=inline) | (_SendFlag.SOLICITED if solicited else _SendFlag(0))
         elements = _elements(source, local_offset_bytes, length_bytes)
-        self._post(opcode, elements, None, work_id=work_id, kind="send", flags=flags, immediate=immediate)
+        self._post(opcode, elements, None, work_id=work_id, request_type="send", flags=flags, immediate=immediate)
 
     def post_receive(
         self,
@@ -285,7 +304,9 @@ class QueuePair(Resource):
         With an empty sequence, it receives the immediate of the next RDMA WRITE with immediate.
         """
         elements = _elements(target, local_offset_bytes, length_bytes)
-        _pyverbs.post_receive(self._open(), work_id=encode_work_id(work_id, "recv"), elements=_raw(elements))
+        _pyverbs.post_receive(
+            self._open_pair(), work_id=encode_work_id(work_id, "recv"), elements=_sge_tuples(elements)
+        )
 
     def wait(self, timeout_ms: float) -> Completion:
         """Return the next completion of the send queue for this queue pair; see :meth:`CompletionQueue.wait`."""
@@ -305,9 +326,9 @@ class QueuePair(Resource):
     def _address_of(self, remote: Endpoint) -> dict[str, int | str]:
         port = self.nic.port
         # RoCE has no LIDs and is addressed by the GID. InfiniBand is addressed by the LID within a subnet.
-        use_gid = port.link_layer is LinkLayer.ETHERNET or not remote.lid
+        is_global = port.link_layer is LinkLayer.ETHERNET or not remote.lid
         return {
-            "is_global": int(use_gid),
+            "is_global": int(is_global),
             "dlid": remote.lid,
             "port_num": port.number,
             "gid": remote.gid,
@@ -318,43 +339,45 @@ class QueuePair(Resource):
     def _modify(
         self,
         state: QueuePairState,
-        mask: _Mask,
+        mask: _AttributeMask,
         *,
         address: dict[str, int | str] | None = None,
         **attributes: int,
     ) -> None:
-        _pyverbs.modify(self._open(), mask=int(mask | _Mask.STATE), address=address, qp_state=int(state), **attributes)
+        _pyverbs.modify(
+            self._open_pair(), mask=int(mask | _AttributeMask.STATE), address=address, qp_state=int(state), **attributes
+        )
 
     def _post(
         self,
-        opcode: _Send,
+        opcode: _SendOpcode,
         elements: Sequence[ScatterGatherElement],
         remote: RemoteRange | None,
         *,
         work_id: int,
-        kind: str,
-        flags: _Flag,
+        request_type: str,
+        flags: _SendFlag,
         immediate: int | None,
     ) -> None:
         total_bytes = sum(element.length_bytes for element in elements)
         if total_bytes > _MESSAGE_BYTES_MAX or (remote is not None and total_bytes > remote.length_bytes):
-            there_bytes = _MESSAGE_BYTES_MAX if remote is None else remote.length_bytes
-            message = f"{total_bytes} bytes do not fit into {there_bytes}"
+            limit_bytes = _MESSAGE_BYTES_MAX if remote is None else remote.length_bytes
+            message = f"the request has {total_bytes} bytes, more than the limit of {limit_bytes} bytes"
             raise UsageError(message)
         if immediate is not None and not 0 <= immediate < 1 << 32:
-            message = f"an immediate has 32 bits, not {immediate:#x}"
+            message = f"immediate must be from 0 to 0xffffffff, not {immediate:#x}"
             raise UsageError(message)
         _pyverbs.post_send(
-            self._open(),
-            work_id=encode_work_id(work_id, kind),
+            self._open_pair(),
+            work_id=encode_work_id(work_id, request_type),
             opcode=int(opcode),
             flags=int(flags),
-            elements=_raw(elements),
+            elements=_sge_tuples(elements),
             remote=None if remote is None else (remote.rkey, remote.address),
             immediate=immediate or 0,
         )
 
-    def _open(self) -> object:
+    def _open_pair(self) -> object:
         self._check_open()
         return self._pair
 
@@ -368,14 +391,14 @@ def _elements(
     if isinstance(source, Region):
         return (source.element(offset_bytes=offset_bytes, length_bytes=length_bytes),)
     if offset_bytes:
-        message = "elements have their own offsets"
+        message = "local_offset_bytes must be 0 for scatter/gather elements, because each has its own address"
         raise UsageError(message)
     return source
 
 
-def _raw(elements: Sequence[ScatterGatherElement]) -> list[tuple[int, int, int]]:
+def _sge_tuples(elements: Sequence[ScatterGatherElement]) -> list[tuple[int, int, int]]:
     return [(element.address, element.length_bytes, element.lkey) for element in elements]
 
 
-def _flags(*, signaled: bool, inline: bool) -> _Flag:
-    return (_Flag.SIGNALED if signaled else _Flag(0)) | (_Flag.INLINE if inline else _Flag(0))
+def _send_flags(*, signaled: bool, inline: bool) -> _SendFlag:
+    return (_SendFlag.SIGNALED if signaled else _SendFlag(0)) | (_SendFlag.INLINE if inline else _SendFlag(0))

@@ -1,7 +1,7 @@
 """Memory regions: memory that a NIC can access, and its keys.
 
-The address that peers use depends on how the region was made. So the region reports this address, and no other code
-computes it.
+Local requests and peers address a region by its iova. The call that registers the region determines the iova. So other
+code takes it from the region and never computes it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Region(Resource):
         Size of the region in bytes.
     memory : memoryview or None
         The bytes of a host buffer. None for dma-bufs and for memory that was registered by its address.
+
+    `keeper` is an object that keeps a host buffer at its address while the region exists.
     """
 
     def __init__(
@@ -55,22 +57,22 @@ class Region(Resource):
     @property
     def lkey(self) -> int:
         """The key for local requests."""
-        return self._open().lkey
+        return self._checked_native().lkey
 
     @property
     def rkey(self) -> int:
         """The key for requests of peers."""
-        return self._open().rkey
+        return self._checked_native().rkey
 
     @property
     def address(self) -> int:
         """The address of the first byte in local requests."""
-        return self._open().iova
+        return self._checked_native().iova
 
     @property
     def remote_address(self) -> int:
-        """The address of the first byte in requests of peers."""
-        return self._open().iova
+        """The address of the first byte in requests of peers. It equals :attr:`address`: both are the iova."""
+        return self._checked_native().iova
 
     def element(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the region, for local requests.
@@ -100,11 +102,10 @@ class Region(Resource):
 
     def _release(self) -> None:
         self._native.close()
-        # The reference to a host buffer is dropped only now, because the buffer must not move while the NIC can access
-        # it.
+        # The references keep a host buffer at its address, so they are dropped only after the deregistration.
         self.memory = self._keeper = None
 
-    def _open(self) -> NativeRegion:
+    def _checked_native(self) -> NativeRegion:
         self._check_open()
         return self._native
 

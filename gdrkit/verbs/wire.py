@@ -20,8 +20,8 @@ _GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
 _MTUS_BYTES = frozenset({256, 512, 1024, 2048, 4096})
 
 
-class _Wire:
-    """Base of the frozen dataclasses that are parsed strictly."""
+class _PeerValue:
+    """Base of the values that a peer sends, frozen dataclasses that are parsed strictly."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class _Wire:
             MALFORMED: it is not a mapping, a key is missing or unknown, or a value has another type or is out of range.
         """
         if not isinstance(data, Mapping):
-            cls._refuse(f"is no object but {type(data).__name__}")
+            cls._refuse(f"must be an object, not {type(data).__name__}")
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         missing = [name for name in names if name not in data]
         unknown = sorted(str(name) for name in data if name not in names)
@@ -52,8 +52,8 @@ class _Wire:
         message = f"{cls.__name__} {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)
 
-    def _check(self, **limits: int) -> None:
-        for name, largest in limits.items():
+    def _check_integers(self, **largest_values: int) -> None:
+        for name, largest in largest_values.items():
             value = getattr(self, name)
             # In Python a bool is an int, but on the wire it is not a number.
             if type(value) is not int or not 0 <= value <= largest:
@@ -61,14 +61,13 @@ class _Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteRange(_Wire):
+class RemoteRange(_PeerValue):
     """A range of a peer's memory that its region allows this side to access.
 
     Parameters
     ----------
     address : int
-        The address of the first byte for the peer's NIC, as its region reports it. It must not be computed in another
-        way.
+        The address of the first byte for the peer's NIC. It must be the value that the peer's region reports.
     rkey : int
         The key of its region.
     length_bytes : int
@@ -80,7 +79,7 @@ class RemoteRange(_Wire):
     length_bytes: int
 
     def __post_init__(self) -> None:
-        self._check(address=2**64 - 1, rkey=2**32 - 1, length_bytes=2**63)
+        self._check_integers(address=2**64 - 1, rkey=2**32 - 1, length_bytes=2**63)
 
     def part(self, *, offset_bytes: int, length_bytes: int) -> RemoteRange:
         """Return a part of the range."""
@@ -89,7 +88,7 @@ class RemoteRange(_Wire):
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint(_Wire):
+class Endpoint(_PeerValue):
     """One side of a reliable connection.
 
     Parameters
@@ -113,9 +112,9 @@ class Endpoint(_Wire):
     mtu_bytes: int
 
     def __post_init__(self) -> None:
-        self._check(qp_number=2**24 - 1, psn=2**24 - 1, lid=2**16 - 1, mtu_bytes=4096)
+        self._check_integers(qp_number=2**24 - 1, psn=2**24 - 1, lid=2**16 - 1, mtu_bytes=4096)
         gid: object = self.gid  # A peer is untrusted, so this may be of any type.
         if not isinstance(gid, str) or not _GID.fullmatch(gid):
             self._refuse(f"has gid {self.gid!r}, which is not eight words of four hex digits")
         if self.mtu_bytes not in _MTUS_BYTES:
-            self._refuse(f"has mtu_bytes {self.mtu_bytes}")
+            self._refuse(f"has mtu_bytes {self.mtu_bytes}, which is not one of {sorted(_MTUS_BYTES)}")

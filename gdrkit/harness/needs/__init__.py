@@ -5,8 +5,8 @@
     @needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
     def test_remote_write_arrives(device, nic, peer): ...
 
-A need is a frozen object that checks the facts of the machine and returns the reason if it is not met. All needs of a
-case are checked, and every unmet need is reported.
+A need is a frozen object. Its method ``check`` examines the facts about the machine, and returns the reason if the need
+is not met. All needs of a case are checked, and every unmet need is reported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["MARK", "Need", "apis", "cuda", "cufile", "declared", "gaudi", "host", "needs", "software", "verbs"]
 
 MARK = "needs"
-# The name of a need begins with its API. These begin with the hardware that the API controls.
-_API_OF = {"gaudi": Api.HLTHUNK.value}
+# The name of a need begins with the name of its API. The exceptions are the prefixes here.
+_API_BY_PREFIX = {"gaudi": Api.HLTHUNK.value}
 
 
 def needs(*required: Need) -> pytest.MarkDecorator:
@@ -40,11 +40,11 @@ def needs(*required: Need) -> pytest.MarkDecorator:
 
 
 def declared(item: pytest.Item) -> tuple[Need, ...]:
-    """Return the needs of a case without duplicates; those of its module come first."""
-    return tuple(dict.fromkeys(_declared(item)))
+    """Return the needs of a case without duplicates. The needs of its module are first."""
+    return tuple(dict.fromkeys(_iterate_declared(item)))
 
 
-def _declared(item: pytest.Item) -> Iterator[Need]:
+def _iterate_declared(item: pytest.Item) -> Iterator[Need]:
     for mark in reversed(list(item.iter_markers(MARK))):
         yield from mark.args
 
@@ -54,4 +54,4 @@ def apis(need: Need) -> frozenset[str]:
 
     These are ``cuda`` in ``cuda.vmm``, and ``software`` and ``verbs`` in ``software(verbs)``.
     """
-    return frozenset(_API_OF.get(word, word) for word in re.split(r"\W", need.name)[:2])
+    return frozenset(_API_BY_PREFIX.get(word, word) for word in re.split(r"\W", need.name)[:2])

@@ -1,4 +1,4 @@
-"""The interface of a need, and the need of a software twin."""
+"""The interface of a need, and the need that an API runs on its software twin (a library that emulates hardware)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Need", "reason_without_facts", "software"]
 
-_SONAMES = {"cufile": "libcufile.so.0"}
+_SONAME_WITHOUT_FACTS = {"cufile": "libcufile.so.0"}
 
 
 @runtime_checkable
@@ -31,16 +31,19 @@ class Need(Protocol):
 
 
 def reason_without_facts(api: str, failure: ApiFailure | None) -> str:
-    """Return the reason why a need is not met whose API has no facts. `failure` is None if the API was not queried."""
+    """Return the reason why a need is not met if there are no facts about its API.
+
+    `failure` is the error with which the API failed, or None if it was not queried.
+    """
     if failure is None:
-        return f"{api} was not asked"
+        return f"{api} was not queried"
     error = f"{failure.operation} failed: {failure.status_name}" if failure.status_name else failure.reason.value
     return f"{api} does not answer: {error}"
 
 
 def _library_file(api: str) -> tuple[LoadedLibrary, ...]:
-    """Return the library that the loader would open for an API that the facts do not contain."""
-    path = loader.find_library(_SONAMES[api]) if api in _SONAMES else None
+    """Return the library that the dynamic loader would open for an API that has no facts, such as cuFile."""
+    path = loader.find_library(_SONAME_WITHOUT_FACTS[api]) if api in _SONAME_WITHOUT_FACTS else None
     return () if path is None else (evidence.describe_library(str(path)),)
 
 

@@ -1,7 +1,6 @@
-"""Needs about CUDA devices.
+"""Needs about CUDA devices: a number of devices, and attributes of devices.
 
-The driver reports flags for each device. A need of a flag requires it of all devices, because a case may use any of
-them.
+A need of an attribute is met only if all devices have the attribute, because a case may use any of them.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class _Device:
     def check(self, facts: Facts) -> str | None:
         if facts.cuda is None:
             return reason_without_facts("cuda", facts.cuda_failure)
-        found = len(facts.cuda.devices)
-        return None if found >= self.count_min else f"{self.count_min} CUDA devices needed, {found} found"
+        device_count = len(facts.cuda.devices)
+        return None if device_count >= self.count_min else f"{self.count_min} CUDA devices needed, {device_count} found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,10 @@ class _Attributes:
         if not facts.cuda.devices:
             return "no CUDA device"
         missing = [
-            f"device {each.index} has no {attribute}"
-            for each in facts.cuda.devices
+            f"device {cuda_device.index} has no {attribute}"
+            for cuda_device in facts.cuda.devices
             for attribute in self.attributes
-            if not each.has(attribute)
+            if not cuda_device.has(attribute)
         ]
         return "; ".join(missing) or None
 
@@ -61,6 +60,6 @@ def device(*, count_min: int = 1) -> Need:
 
 
 dmabuf_export: Need = _Attributes("dmabuf_export", ("DMA_BUF_SUPPORTED",))
-# Legacy IPC has no flag. On Linux, every device with unified addressing supports it.
+# CUDA has no attribute for legacy IPC (cuIpcGetMemHandle). On Linux, every device with unified addressing supports it.
 ipc: Need = _Attributes("ipc", ("UNIFIED_ADDRESSING",))
 vmm: Need = _Attributes("vmm", ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"))

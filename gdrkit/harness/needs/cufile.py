@@ -1,6 +1,6 @@
-"""Needs about cuFile.
+"""Needs about cuFile: the driver of libcufile, its version, and the udev database that it reads.
 
-A child process checks once per run whether libcufile opens, because libcufile can hang.
+A child process opens the driver once per run, because libcufile may hang.
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ if TYPE_CHECKING:
     from gdrkit.harness.needs.base import Need
     from gdrkit.inventory import Facts
 
-__all__ = ["DISK", "OURS", "driver", "entry_of", "staged_sizes", "udev_absent", "udev_present", "vectors"]
+__all__ = [
+    "DISK",
+    "SUITES_UDEV_LINE",
+    "driver",
+    "find_udev_entry",
+    "staged_sizes",
+    "udev_absent",
+    "udev_present",
+    "vectors",
+]
 
-# The folder for files that must be on a disk. /tmp is often in memory.
+# The folder for files that must be on a disk. /tmp is often a file system in memory.
 DISK = Path("/var/tmp")  # noqa: S108 - each case makes its own folder there.
 
-_UDEV = Path("/run/udev/data")
-# A line that marks entries that the suites have written.
-OURS = "E:GDRKIT_SUITES=1"
-_VECTORS_SINCE = (1, 19)
-_STAGED_SIZES_SINCE = (1, 18)
+_UDEV_DATA = Path("/run/udev/data")
+# The line in the udev entries that the suites themselves have written.
+SUITES_UDEV_LINE = "E:GDRKIT_SUITES=1"
+_VECTORS_VERSION_MIN = (1, 19)
+_STAGED_SIZES_VERSION_MIN = (1, 18)
 
 
 @functools.cache
-def _version() -> tuple[int, int] | str:
+def _query_version() -> tuple[int, int] | str:
     """Return the major and minor version of libcufile, or the error if its driver does not open in a child process."""
     try:
         result = cufile.probe()
@@ -45,7 +54,7 @@ class _Driver:
     name = "cufile.driver"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - a child process checks it.
-        version = _version()
+        version = _query_version()
         return f"cufile does not answer: {version}" if isinstance(version, str) else None
 
 
@@ -54,10 +63,10 @@ class _Vectors:
     name = "cufile.vectors"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        version = _version()
+        version = _query_version()
         if isinstance(version, str):
             return f"cufile does not answer: {version}"
-        if version < _VECTORS_SINCE:
+        if version < _VECTORS_VERSION_MIN:
             return f"libcufile {version[0]}.{version[1]} has no cuFileReadv"
         return None
 
@@ -67,10 +76,10 @@ class _StagedSizes:
     name = "cufile.staged_sizes"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        version = _version()
+        version = _query_version()
         if isinstance(version, str):
             return f"cufile does not answer: {version}"
-        if version < _STAGED_SIZES_SINCE:
+        if version < _STAGED_SIZES_VERSION_MIN:
             return f"libcufile {version[0]}.{version[1]} forgets sizes that were staged"
         return None
 
@@ -80,7 +89,7 @@ class _UdevPresent:
     name = "cufile.udev_present"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        if entry_of(DISK) or os.geteuid() == 0:
+        if find_udev_entry(DISK) or os.geteuid() == 0:
             return None
         return "udev's database is not here, and this user may not write it"
 
@@ -90,15 +99,18 @@ class _UdevAbsent:
     name = "cufile.udev_absent"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002
-        return "udev's database is here" if entry_of(DISK) else None
+        return "udev's database is here" if find_udev_entry(DISK) else None
 
 
-def entry_of(path: Path) -> Path | None:
-    """Return the entry of udev for the block device of a path, or None if there is none or the suites wrote it."""
+def find_udev_entry(path: Path) -> Path | None:
+    """Return the file in udev's database for the block device of a path.
+
+    The result is None if there is no such file, or if the suites have written it.
+    """
     device = path.stat().st_dev
-    entry = _UDEV / f"b{os.major(device)}:{os.minor(device)}"
+    entry = _UDEV_DATA / f"b{os.major(device)}:{os.minor(device)}"
     try:
-        return None if OURS in entry.read_text(encoding="utf-8").splitlines() else entry
+        return None if SUITES_UDEV_LINE in entry.read_text(encoding="utf-8").splitlines() else entry
     except OSError:
         return None
 
@@ -106,6 +118,7 @@ def entry_of(path: Path) -> Path | None:
 driver: Need = _Driver()
 vectors: Need = _Vectors()
 staged_sizes: Need = _StagedSizes()
-# libcufile reads the udev database to find the device of a file. Cases write a temporary entry if there is none.
+# libcufile reads udev's database to find the device of a file. Without an entry for the device, cases with the need
+# udev_present write a temporary one.
 udev_present: Need = _UdevPresent()
 udev_absent: Need = _UdevAbsent()

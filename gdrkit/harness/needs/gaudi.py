@@ -1,4 +1,4 @@
-"""Needs about Gaudi: ``gaudi.device()``, ``gaudi.mapped_memory``, ``gaudi.physical_memory``."""
+"""Needs about Intel Gaudi devices: ``gaudi.device()``, ``gaudi.mapped_memory``, ``gaudi.physical_memory``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Device:
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
             return reason_without_facts("hlthunk", facts.gaudi_failure)
-        found = len(facts.gaudi.devices)
-        return None if found >= self.count_min else f"{self.count_min} Gaudis needed, {found} found"
+        device_count = len(facts.gaudi.devices)
+        return None if device_count >= self.count_min else f"{self.count_min} Gaudis needed, {device_count} found"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class _MappedMemory:
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
             return reason_without_facts("hlthunk", facts.gaudi_failure)
-        first = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
-        return "the memory of a first Gaudi is not mapped by its driver" if first else None
+        first_generation = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
+        return "the memory of a first-generation Gaudi is not mapped by its driver" if first_generation else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class _PhysicalMemory:
     def check(self, facts: Facts) -> str | None:
         if facts.gaudi is None:
             return reason_without_facts("hlthunk", facts.gaudi_failure)
-        first = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
-        return None if first else "no first Gaudi, whose memory is named by physical addresses"
+        first_generation = [device for device in facts.gaudi.devices if device.generation == "gaudi"]
+        return None if first_generation else "no first-generation Gaudi, whose memory is named by physical addresses"
 
 
 def device(*, count_min: int = 1) -> Need:
@@ -59,7 +59,7 @@ def device(*, count_min: int = 1) -> Need:
     return _Device(count_min)
 
 
-# All devices are Gaudi 2 or later, whose driver allocates and maps memory.
+# This need is met if all devices are Gaudi 2 or later. Their driver allocates memory and maps it to virtual addresses.
 mapped_memory: Need = _MappedMemory()
-# A device is a first-generation Gaudi, whose driver does neither.
+# This need is met if a device is a first-generation Gaudi. Its memory has physical addresses only.
 physical_memory: Need = _PhysicalMemory()

@@ -1,10 +1,11 @@
-"""Needs about the host and this process."""
+"""Needs about the host and this process: limits, capabilities, programs, Python modules, file systems."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -19,7 +20,18 @@ if TYPE_CHECKING:
     from gdrkit.harness.needs.base import Need
     from gdrkit.inventory import Facts
 
-__all__ = ["capability", "captures", "compiler", "file_system", "fuse", "memlock", "module", "program", "variable"]
+__all__ = [
+    "capability",
+    "captures",
+    "compiler",
+    "file_system",
+    "fuse",
+    "memlock",
+    "module",
+    "open_files",
+    "program",
+    "variable",
+]
 
 _PROBE_TIMEOUT_S = 30
 
@@ -48,6 +60,26 @@ class _Memlock:
 def memlock(bytes_min: int) -> Need:
     """Return the need of an RLIMIT_MEMLOCK of at least `bytes_min`, or of CAP_IPC_LOCK, which lifts the limit."""
     return _Memlock(bytes_min)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFiles:
+    count_min: int
+
+    @property
+    def name(self) -> str:
+        return f"host.open_files(count_min={self.count_min})"
+
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the facts have only the soft limit.
+        _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard_limit == resource.RLIM_INFINITY or hard_limit >= self.count_min:
+            return None
+        return f"{self.count_min} open files needed, the hard limit (ulimit -Hn) is {hard_limit}"
+
+
+def open_files(count_min: int) -> Need:
+    """Return the need of a hard RLIMIT_NOFILE of at least `count_min`. The case itself raises the soft limit."""
+    return _OpenFiles(count_min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +116,7 @@ class _Variable:
 
 
 def variable(name: str) -> Need:
-    """Return the need of an environment variable, by which a nox session passes the path of an optional tool."""
+    """Return the need that an environment variable is set. nox sessions pass paths of optional tools in variables."""
     return _Variable(name)
 
 
@@ -118,15 +150,15 @@ class _Program:
 
 @functools.cache
 def _start_failure(*command: str) -> str | None:
-    """Return the reason why a program does not start, e.g. a missing library, or None if it prints something."""
+    """Run a program. Return None if it prints something, else the reason why it does not start."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROBE_TIMEOUT_S)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROBE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]} does not start: {error}"
     # Some programs print their version and exit with a code other than 0.
-    if done.stdout.strip():
+    if completed.stdout.strip():
         return None
-    lines = done.stderr.strip().splitlines() or [f"it exited with code {done.returncode} without output"]
+    lines = completed.stderr.strip().splitlines() or [f"it exited with code {completed.returncode} without output"]
     return f"{command[0]} does not start: {install_paths().portable(lines[-1])}"
 
 
@@ -142,7 +174,7 @@ def program(name: str, *probe_options: str) -> Need:
 class _Fuse:
     name = "host.fuse"
 
-    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - this process, which mounts, is checked.
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the check is about this process, not the machine.
         return fuse_obstacle()
 
 
@@ -150,7 +182,7 @@ fuse: Need = _Fuse()
 """This user may mount FUSE file systems, and libfuse3 and its Python binding are installed."""
 
 
-# The PATH with the folders of administration programs, which the PATH of a user may lack.
+# The PATH, extended by the folders of administration programs such as mkfs. The PATH of a user may lack them.
 _ADMIN_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
@@ -207,4 +239,4 @@ class _Captures:
 
 
 captures: Need = _Captures()
-"""The folder that GDRKIT_CAPTURES names, which has captures of real machines."""
+"""The environment variable GDRKIT_CAPTURES names a folder with captures (saved facts) of real machines."""

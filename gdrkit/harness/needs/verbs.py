@@ -1,4 +1,4 @@
-"""Needs about RDMA: ``verbs.nic()``, ``verbs.dmabuf_region``, ``verbs.peer_memory``."""
+"""Needs about RDMA NICs: a number of active NICs, and the methods by which they can register device memory."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Nic:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return reason_without_facts("verbs", facts.verbs_failure)
-        active = sum(bool(device.active_ports) for device in facts.verbs.nics)
-        if active >= self.count_min:
+        active_count = sum(bool(device.active_ports) for device in facts.verbs.nics)
+        if active_count >= self.count_min:
             return None
-        return f"{self.count_min} NICs with an active port needed, {active} of {len(facts.verbs.nics)} have one"
+        return f"{self.count_min} NICs with an active port needed, {active_count} of {len(facts.verbs.nics)} have one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class _DmabufRegion:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return reason_without_facts("verbs", facts.verbs_failure)
-        active = [device for device in facts.verbs.nics if device.active_ports]
-        without = [device.name for device in active if not device.dmabuf]
-        if without:
-            return f"no dma-buf regions on {', '.join(without)}"
-        return None if active else "no NIC with an active port"
+        active_nics = [device for device in facts.verbs.nics if device.active_ports]
+        nics_without_dmabuf = [device.name for device in active_nics if not device.dmabuf]
+        if nics_without_dmabuf:
+            return f"no dma-buf regions on {', '.join(nics_without_dmabuf)}"
+        return None if active_nics else "no NIC with an active port"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,15 @@ class _NoWayToDevices:
     def check(self, facts: Facts) -> str | None:
         if facts.verbs is None:
             return reason_without_facts("verbs", facts.verbs_failure)
-        # A fault plan can make a twin refuse every registration.
+        # With a fault plan, the case itself makes the twin refuse every registration.
         if software("verbs").check(facts) is None:
             return None
         if facts.routes_failure is not None:
             return reason_without_facts("registration", facts.routes_failure)
-        possible = sorted({route.way for route in facts.routes if route.possible})
-        return f"device memory can be registered here, by {' and '.join(possible)}" if possible else None
+        possible_methods = sorted({route.way for route in facts.routes if route.possible})
+        return (
+            f"device memory can be registered here, by {' and '.join(possible_methods)}" if possible_methods else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,10 @@ class _ForeignDmabuf:
         return "verbs.foreign_dmabuf"
 
     def check(self, facts: Facts) -> str | None:
-        on_twin = [api for api in ("verbs", "cuda") if any(is_twin(library) for library in facts.api_libraries(api))]
-        # A process cannot map a dma-buf of a real GPU, so the twin copies by the driver of the GPU, which needs an
-        # address of the memory in this process.
-        if on_twin == ["verbs"]:
+        twin_apis = [api for api in ("verbs", "cuda") if any(is_twin(library) for library in facts.api_libraries(api))]
+        # The verbs twin accesses memory of a real GPU by copy calls of the CUDA driver, because a process cannot map a
+        # dma-buf of a real GPU. The copy calls need an address, which memory of another process does not have here.
+        if twin_apis == ["verbs"]:
             return "the software twin of verbs reaches memory of a real GPU only where the process has its address"
         return _DmabufRegion().check(facts)
 
@@ -103,7 +105,7 @@ def nic(*, count_min: int = 1) -> Need:
 
 dmabuf_region: Need = _DmabufRegion()
 peer_memory: Need = _PeerMemory()
-# No NIC of this machine can register device memory, or verbs runs on its twin, which can refuse every registration.
+# This need is met if no NIC can register device memory, or if verbs runs on its twin, which can refuse registrations.
 no_way_to_devices: Need = _NoWayToDevices()
-# NICs can register a dma-buf of another process, whose memory has no address in this process.
+# This need is met if NICs can register a dma-buf of another process, whose memory has no address in this process.
 foreign_dmabuf: Need = _ForeignDmabuf()

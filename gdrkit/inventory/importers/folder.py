@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["import_folder"]
 
 _INFINIBAND = "/sys/class/infiniband"
-_ROOTS = ("sys", "proc", "etc", "run", "dev")
+_ROOT_FOLDERS = ("sys", "proc", "etc", "run", "dev")
 _FILES_MAX = 100_000
 _FILE_BYTES_MAX = 1 << 20
 # Limit of names and contents together. Python stores a text in up to four times as many bytes.
@@ -38,28 +38,28 @@ def import_folder(folder: Path) -> Capture:
         ``MALFORMED``: the folder cannot be read, contains devices, pipes or sockets, exceeds the limits of this module,
         or is not a known tree.
     """
-    source = str(folder)
+    source_name = str(folder)
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
-        raise malformed(source, f"cannot be listed: {error.strerror}") from error
-    is_root = any(name in _ROOTS for name in names)
-    if not is_root and not any((folder / name / "ports").is_dir() for name in names):
-        raise malformed(source, "it contains neither sys nor proc, and is not a copy of /sys/class/infiniband")
+        raise malformed(source_name, f"cannot be listed: {error.strerror}") from error
+    has_root_folders = any(name in _ROOT_FOLDERS for name in names)
+    if not has_root_folders and not any((folder / name / "ports").is_dir() for name in names):
+        raise malformed(source_name, "it contains neither sys nor proc, and is not a copy of /sys/class/infiniband")
     walker = _Walker(folder)
-    walker.walk("" if is_root else _INFINIBAND, folder, depth=0)
-    if is_root:
-        # Only a part of the root was copied, so a name that is missing there is unknown and not absent.
-        walker.answers.folders.pop("/", None)
-    origin = "copied tree" if is_root else "copied /sys/class/infiniband"
-    return Capture(schema_version=SCHEMA_VERSION, origin=origin, answers=walker.answers)
+    walker.walk("" if has_root_folders else _INFINIBAND, folder, depth=0)
+    if has_root_folders:
+        # Only a part of the root folder was copied, so a name that is missing in it may exist on the machine.
+        walker.reads.folders.pop("/", None)
+    origin = "copied tree" if has_root_folders else "copied /sys/class/infiniband"
+    return Capture(schema_version=SCHEMA_VERSION, origin=origin, answers=walker.reads)
 
 
 class _Walker:
     """Recursive reader of a copied folder, with limits."""
 
     def __init__(self, root: Path) -> None:
-        self.answers = RecordedReads()
+        self.reads = RecordedReads()
         self._source = str(root)
         self._bytes_left, self._files_left = _TOTAL_BYTES_MAX, _FILES_MAX
 
@@ -70,7 +70,7 @@ class _Walker:
         try:
             with os.scandir(folder) as entries:
                 limited = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
-            self.answers.folders[name or "/"] = tuple(entry.name for entry in limited)
+            self.reads.folders[name or "/"] = tuple(entry.name for entry in limited)
             for entry in limited:
                 self._import_entry(f"{name}/{entry.name}", entry, folder, depth)
         except UnicodeEncodeError as error:
@@ -85,7 +85,7 @@ class _Walker:
         self._count_bytes(path, len(path.encode()))  # encode() raises an error for a name that is not UTF-8.
         mode = entry.stat(follow_symlinks=False).st_mode
         if stat.S_ISLNK(mode):
-            self.answers.links[path] = target = str((folder / entry.name).readlink())
+            self.reads.links[path] = target = str((folder / entry.name).readlink())
             target.encode()
         elif stat.S_ISDIR(mode):
             self.walk(path, folder / entry.name, depth=depth + 1)
@@ -94,16 +94,16 @@ class _Walker:
         else:
             raise malformed(self._source, f"{path} is neither a file nor a folder nor a link")
 
-    def _import_file(self, path: str, source: str) -> None:
-        with os.fdopen(os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    def _import_file(self, path: str, source_path: str) -> None:
+        with os.fdopen(os.open(source_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             data = file.read(_FILE_BYTES_MAX + 1)
         if len(data) > _FILE_BYTES_MAX:
             raise malformed(self._source, f"{path} has more than {_FILE_BYTES_MAX} bytes")
         self._count_bytes(path, len(data))
         try:
-            self.answers.texts[path] = data.decode("utf-8")
+            self.reads.texts[path] = data.decode("utf-8")
         except UnicodeDecodeError:
-            self.answers.binaries[path] = base64.b64encode(data).decode()
+            self.reads.binaries[path] = base64.b64encode(data).decode()
 
     def _count_bytes(self, path: str, length_bytes: int) -> None:
         self._bytes_left -= length_bytes

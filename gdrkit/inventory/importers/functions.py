@@ -1,4 +1,4 @@
-"""Conversion of PCI functions to recorded reads of sysfs."""
+"""Conversion of PCI functions to recorded reads of sysfs, for the importers of lspci output and NCCL topologies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gdrkit.inventory.capture import FUNCTIONS_MAX, RecordedReads
 __all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "malformed", "parse_address", "sysfs_reads"]
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
+# Limit of bridges above each other.
 DEPTH_MAX = 32
 
 
@@ -22,14 +23,14 @@ class PciFunction:
     ----------
     address : str
         Address in the form of sysfs.
-    root : str
+    host_bridge : str
         Name of the host bridge, e.g. ``pci0000:00``.
-    above : tuple of str
+    bridges : tuple of str
         Addresses of the bridges between the host bridge and the function, the nearest one last.
     files : mapping
         Contents of the files in the folder of the function, by name, without line ends.
     config : bytes or None
-        Config space, as far as it is known.
+        Config space; None if it is unknown.
     rdma_names : tuple of str
         Names of the RDMA devices of this function.
     links : mapping
@@ -37,8 +38,8 @@ class PciFunction:
     """
 
     address: str
-    root: str
-    above: tuple[str, ...]
+    host_bridge: str
+    bridges: tuple[str, ...]
     files: dict[str, str] = field(default_factory=dict)
     config: bytes | None = None
     rdma_names: tuple[str, ...] = ()
@@ -61,14 +62,14 @@ def parse_address(text: str, source: str) -> str:
 
 
 def sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
-    """Return the reads of sysfs that would give these functions."""
+    """Return the results that reads of sysfs have on a machine with these functions."""
     reads = RecordedReads()
     reads.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
     names = sorted(name for function in functions.values() for name in function.rdma_names)
     if names:
         reads.folders["/sys/class/infiniband"] = tuple(names)
     for address, function in functions.items():
-        folder = "/".join(("/sys/devices", function.root, *function.above, address))
+        folder = "/".join(("/sys/devices", function.host_bridge, *function.bridges, address))
         reads.links[f"/sys/bus/pci/devices/{address}"] = f"../../..{folder.removeprefix('/sys')}"
         for name, text in function.files.items():
             reads.texts[f"{folder}/{name}"] = text

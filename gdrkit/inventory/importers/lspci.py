@@ -1,8 +1,8 @@
 """Importer of the output of ``lspci -vvv`` (also with -D, -n, -nn).
 
-The output does not contain the config space, but it describes registers of it. The importer converts them back to the
-bytes that lspci read, so that the reader of config space also works on such a capture. If lspci ran without root, it
-printed ``<access denied>``; then the importer stores only the header, which is all that such a user can read.
+The output does not contain the config space, but it describes some of its registers. The importer converts them back to
+the bytes that lspci read, so that :mod:`gdrkit.host.config_space` can parse them. A user who is not root can read only
+the header of a config space. lspci then printed ``<access denied>``, and the importer stores only a header.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["import_lspci"]
 
 _SOURCE = "lspci"
 _LINES_MAX = 500_000
-_HEAD = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+)", re.IGNORECASE)
+_FUNCTION_LINE = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+)", re.IGNORECASE)
 _BUS = re.compile(r"\s+Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2}),", re.IGNORECASE)
-_NUMBERS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
-_ONLY_NUMBERS = re.compile(r"([0-9a-f]{4}): ([0-9a-f]{4}):([0-9a-f]{4})", re.IGNORECASE)
+_VENDOR_AND_DEVICE = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_NUMERIC_IDENTITY = re.compile(r"([0-9a-f]{4}): ([0-9a-f]{4}):([0-9a-f]{4})", re.IGNORECASE)
 _CLASS_NUMBER = re.compile(r"\[([0-9a-f]{4})\]:", re.IGNORECASE)
-_SPEED = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
+_LINK = re.compile(r"Speed ([0-9.]+GT/s)(?: \(\w+\))?, Width (x\d+)")
 _READ_REQUEST = re.compile(r"MaxReadReq (\d+) bytes")
 # Names that lspci (pci.ids) has for the classes that matter here, with base class, subclass and interface.
 _CLASSES = {
@@ -56,20 +56,20 @@ _VENDORS = {
 }
 _ACS_BITS = {"SrcValid": 0x01, "TransBlk": 0x02, "ReqRedir": 0x04, "CmpltRedir": 0x08, "UpstreamFwd": 0x10}
 _CONFIG_BYTES, _HEADER_BYTES = 4096, 64
-# Offsets of the reconstructed capabilities. In a real config space they can be anywhere.
+# Offsets of the capabilities in the config space that the importer makes. In a real one they can be at other offsets.
 _EXPRESS_AT, _ACS_AT, _ATS_AT = 0x40, 0x100, 0x110
 _RELAXED_ORDERING, _ATS_ENABLE = 0x10, 0x8000
 
 
 @dataclass
 class _Block:
-    """The lines of the output about one function."""
+    """The lines of the output about one function. The first line has its address, class, vendor and device."""
 
     address: str
-    head: str
+    first_line: str
     lines: list[str] = field(default_factory=list)
 
-    def first(self, name: str) -> str | None:
+    def text_of(self, name: str) -> str | None:
         """Return the text after ``name:`` in the first line that begins with it, or None."""
         line = next((line.strip() for line in self.lines if line.strip().startswith(f"{name}:")), None)
         return None if line is None else line.partition(":")[2].strip()
@@ -87,13 +87,14 @@ def import_lspci(data: bytes) -> Capture:
     blocks = _blocks(data)
     if not blocks:
         raise malformed(_SOURCE, "no line begins with a PCI address")
-    bridges: dict[str, str] = {}
+    bridge_of_bus: dict[str, str] = {}
     for block in blocks.values():
         for line in block.lines:
             bus = _BUS.match(line)
             if bus and bus[2] != "00":
-                bridges.setdefault(f"{block.address[:-7]}{bus[2].lower()}", block.address)
-    functions = {address: _function(block, bridges) for address, block in blocks.items()}
+                domain_and_colon = block.address[: -len("00:00.0")]
+                bridge_of_bus.setdefault(f"{domain_and_colon}{bus[2].lower()}", block.address)
+    functions = {address: _function(block, bridge_of_bus) for address, block in blocks.items()}
     return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=sysfs_reads(functions))
 
 
@@ -101,11 +102,11 @@ def _blocks(data: bytes) -> dict[str, _Block]:
     blocks: dict[str, _Block] = {}
     block: _Block | None = None
     line_count = 0
-    for raw in io.BytesIO(data):
-        line = raw.decode("utf-8", "replace").rstrip("\r\n")
-        head = _HEAD.match(line)
-        if head:
-            block = _Block(parse_address(head[1], _SOURCE), head[2])
+    for raw_line in io.BytesIO(data):
+        line = raw_line.decode("utf-8", "replace").rstrip("\r\n")
+        first_line = _FUNCTION_LINE.match(line)
+        if first_line:
+            block = _Block(parse_address(first_line[1], _SOURCE), first_line[2])
             if block.address in blocks:
                 raise malformed(_SOURCE, f"it contains {block.address} twice")
             if len(blocks) >= FUNCTIONS_MAX:
@@ -119,28 +120,28 @@ def _blocks(data: bytes) -> dict[str, _Block]:
     return blocks
 
 
-def _function(block: _Block, bridges: dict[str, str]) -> PciFunction:
-    """Return the function of a block. `bridges` has the bridge above each bus."""
-    above: list[str] = []
-    bus = block.address[:-5]
-    while (bridge := bridges.get(bus)) is not None:
-        if bridge in above or bridge == block.address or len(above) > DEPTH_MAX:
+def _function(block: _Block, bridge_of_bus: dict[str, str]) -> PciFunction:
+    """Return the function of a block. `bridge_of_bus` has the address of the bridge above each bus (``0000:19``)."""
+    bridges_above: list[str] = []
+    bus = block.address[: -len(":00.0")]
+    while (bridge := bridge_of_bus.get(bus)) is not None:
+        if bridge in bridges_above or bridge == block.address or len(bridges_above) > DEPTH_MAX:
             raise malformed(_SOURCE, f"the bridges above {block.address} form a cycle")
-        above.insert(0, bridge)
-        bus = bridge[:-5]
-    vendor, device, class_code = _identity(block.head)
+        bridges_above.insert(0, bridge)
+        bus = bridge[: -len(":00.0")]
+    vendor, device, class_code = _identity(block.first_line)
     files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{class_code:#08x}"}
-    node = (block.first("NUMA node") or "").split()
-    files["numa_node"] = node[0] if node and node[0].isdecimal() else "-1"
-    for name, end in (("LnkSta", "current"), ("LnkCap", "max")):
-        link = _SPEED.search(block.first(name) or "")
+    numa_node = (block.text_of("NUMA node") or "").split()
+    files["numa_node"] = numa_node[0] if numa_node and numa_node[0].isdecimal() else "-1"
+    for name, file_prefix in (("LnkSta", "current"), ("LnkCap", "max")):
+        link = _LINK.search(block.text_of(name) or "")
         if link:
-            files[f"{end}_link_speed"] = f"{link[1].removesuffix('GT/s')} GT/s PCIe"
-            files[f"{end}_link_width"] = link[2].removeprefix("x")
+            files[f"{file_prefix}_link_speed"] = f"{link[1].removesuffix('GT/s')} GT/s PCIe"
+            files[f"{file_prefix}_link_width"] = link[2].removeprefix("x")
     return PciFunction(
         address=block.address,
-        root=f"pci{bus}",
-        above=tuple(above),
+        host_bridge=f"pci{bus}",
+        bridges=tuple(bridges_above),
         files=files,
         config=_config(block),
         links=_links(block),
@@ -148,48 +149,51 @@ def _function(block: _Block, bridges: dict[str, str]) -> PciFunction:
 
 
 def _links(block: _Block) -> dict[str, str]:
-    driver, group = block.first("Kernel driver in use") or "", block.first("IOMMU group") or ""
+    driver, group = block.text_of("Kernel driver in use") or "", block.text_of("IOMMU group") or ""
     links = {"driver": f"/sys/bus/pci/drivers/{driver}"} if re.fullmatch(r"\w[\w.-]*", driver) else {}
     return links | ({"iommu_group": f"/sys/kernel/iommu_groups/{group}"} if group.isdecimal() else {})
 
 
-def _identity(head: str) -> tuple[int, int, int]:
-    """Return the numbers of vendor, device and class; 0 for a name that this module does not know."""
-    numeric = _ONLY_NUMBERS.match(head)
-    if numeric:
-        return int(numeric[2], 16), int(numeric[3], 16), int(numeric[1], 16) << 8
-    name, _, rest = head.partition(": ")
-    class_number = _CLASS_NUMBER.search(head)
+def _identity(first_line: str) -> tuple[int, int, int]:
+    """Return the ids of vendor and device, and the class code, of a first line; 0 for a name that is not known here."""
+    numeric_identity = _NUMERIC_IDENTITY.match(first_line)
+    if numeric_identity:
+        return int(numeric_identity[2], 16), int(numeric_identity[3], 16), int(numeric_identity[1], 16) << 8
+    name, _, device_text = first_line.partition(": ")
+    class_number = _CLASS_NUMBER.search(first_line)
     class_name = name.partition(" [")[0]
     is_known = class_name in _CLASSES
     class_code = int(class_number[1], 16) << 8 if class_number and not is_known else _CLASSES.get(class_name, 0)
-    ids = _NUMBERS.search(rest)
-    if ids:
-        return int(ids[1], 16), int(ids[2], 16), class_code
-    vendor = next((number for name, number in _VENDORS.items() if rest.startswith(name)), 0)
-    device = re.search(r"Device ([0-9a-f]{4})\b", rest)
+    numeric_ids = _VENDOR_AND_DEVICE.search(device_text)
+    if numeric_ids:
+        return int(numeric_ids[1], 16), int(numeric_ids[2], 16), class_code
+    vendor = next((number for name, number in _VENDORS.items() if device_text.startswith(name)), 0)
+    device = re.search(r"Device ([0-9a-f]{4})\b", device_text)
     return vendor, int(device[1], 16) if device else 0, class_code
 
 
 def _config(block: _Block) -> bytes:
+    """Return a config space with the registers that a block describes."""
     if any("<access denied>" in line for line in block.lines):
         return bytes(_HEADER_BYTES)
     data = bytearray(_CONFIG_BYTES)
-    request = next((match for line in block.lines if (match := _READ_REQUEST.search(line))), None)
-    if request:
+    read_request = next((match for line in block.lines if (match := _READ_REQUEST.search(line))), None)
+    if read_request:
+        # The status register says that there is a list of capabilities, which begins with the PCIe capability (0x10).
         struct.pack_into("<H", data, 0x06, 0x10)
         data[0x34], data[_EXPRESS_AT] = _EXPRESS_AT, 0x10
-        code = max(0, min(7, int(request[1][:8]).bit_length() - 8))
+        # Bits 14:12 of the device control register: the size is 128 bytes << code.
+        size_code = max(0, min(7, int(read_request[1][:8]).bit_length() - 8))
         ordering = _RELAXED_ORDERING if any("RlxdOrd+" in line for line in block.lines) else 0
-        struct.pack_into("<H", data, _EXPRESS_AT + 8, code << 12 | ordering)
-    acs, ats = block.first("ACSCtl"), block.first("ATSCtl")
-    value = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs or ""))
-    extended = [(_ACS_AT, 0x000D, value)] if acs is not None else []
+        struct.pack_into("<H", data, _EXPRESS_AT + 8, size_code << 12 | ordering)
+    acs, ats = block.text_of("ACSCtl"), block.text_of("ATSCtl")
+    control_word = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs or ""))
+    extended = [(_ACS_AT, 0x000D, control_word)] if acs is not None else []
     if ats is not None:
         extended.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
     # The list of extended capabilities begins at 0x100, whichever capability is the first.
     for index, (_, capability_id, control) in enumerate(extended):
-        at = _ACS_AT if index == 0 else _ATS_AT
-        following = _ATS_AT if index + 1 < len(extended) else 0
-        struct.pack_into("<IHH", data, at, capability_id | 1 << 16 | following << 20, 0, control)
+        offset = _ACS_AT if index == 0 else _ATS_AT
+        next_offset = _ATS_AT if index + 1 < len(extended) else 0
+        struct.pack_into("<IHH", data, offset, capability_id | 1 << 16 | next_offset << 20, 0, control)
     return bytes(data)

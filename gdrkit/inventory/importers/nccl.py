@@ -1,8 +1,8 @@
 """Importer of NCCL's topology XML (from ``NCCL_TOPO_DUMP_FILE``, or written by hand).
 
 The file has CPUs, PCI functions nested below them, and RDMA devices (``net``) of functions. It has no host bridges. The
-importer puts all functions that are directly below one ``cpu`` below one invented host bridge, because NCCL itself
-calls the distance between such functions PHB.
+importer adds one host bridge for each ``cpu`` and puts the functions of that ``cpu`` below it. The distance between
+such functions is then PHB, as it is in NCCL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BYTES_MAX = 8 << 20
 _ELEMENTS_MAX = 200_000
 _ATTRIBUTES_MAX = 400_000
 # Attributes of <pci>, and the files of sysfs from which NCCL reads them.
-_FILES = {
+_FILE_OF_ATTRIBUTE = {
     "class": "class",
     "vendor": "vendor",
     "device": "device",
@@ -39,7 +39,7 @@ _FILES = {
     "link_speed": "current_link_speed",
     "link_width": "current_link_width",
 }
-_HEX = ("class", "vendor", "device")
+_HEX_FILES = ("class", "vendor", "device")
 
 
 def import_nccl_topology(data: bytes) -> Capture:
@@ -60,10 +60,12 @@ def import_nccl_topology(data: bytes) -> Capture:
         raise malformed(_SOURCE, f"the root element must be <system>, not <{system.tag[:40]}>")
     functions: dict[str, PciFunction] = {}
     for cpu in system.findall("cpu"):
-        node = cpu.get("numaid", "-1")
-        if not node.lstrip("-").isdecimal() or len(node) > 4:  # noqa: PLR2004 - no host has more nodes.
-            raise malformed(_SOURCE, f"numaid {node[:40]!r} is not a number")
-        _import_functions(cpu, functions, root=f"pci{int(node) & 0xFFFF:04x}:cpu", node=node, above=())
+        numa_node = cpu.get("numaid", "-1")
+        if not numa_node.lstrip("-").isdecimal() or len(numa_node) > 4:  # noqa: PLR2004 - no host has more nodes.
+            raise malformed(_SOURCE, f"numaid {numa_node[:40]!r} is not a number")
+        _import_functions(
+            cpu, functions, host_bridge=f"pci{int(numa_node) & 0xFFFF:04x}:cpu", numa_node=numa_node, bridges=()
+        )
     if not functions:
         raise malformed(_SOURCE, "no <cpu> contains a <pci>")
     return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=sysfs_reads(functions))
@@ -77,8 +79,8 @@ def _parse_xml(data: bytes) -> Element:
 
     try:
         # NCCL begins the file with an empty line, which XML does not allow before a declaration; strip() removes it.
-        # The data is decoded here, so that a declaration cannot choose another encoding, in which the elements above
-        # would not have been counted.
+        # The data is decoded here, so that its declaration cannot choose another encoding. In another encoding the
+        # limits of elements and attributes would not have counted all of them.
         root: Element = fromstring(data.decode("utf-8").strip(), forbid_dtd=True)
     except DefusedXmlException as error:
         raise malformed(_SOURCE, f"it has a document type or an entity, which NCCL never writes: {error}") from error
@@ -88,9 +90,9 @@ def _parse_xml(data: bytes) -> Element:
 
 
 def _import_functions(
-    parent: Element, functions: dict[str, PciFunction], *, root: str, node: str, above: tuple[str, ...]
+    parent: Element, functions: dict[str, PciFunction], *, host_bridge: str, numa_node: str, bridges: tuple[str, ...]
 ) -> None:
-    if len(above) > DEPTH_MAX:
+    if len(bridges) > DEPTH_MAX:
         raise malformed(_SOURCE, f"bridges are nested more than {DEPTH_MAX} deep")
     for element in parent.findall("pci"):
         address = parse_address(element.get("busid", ""), _SOURCE)
@@ -100,18 +102,19 @@ def _import_functions(
             raise malformed(_SOURCE, f"more than {FUNCTIONS_MAX} functions")
         functions[address] = PciFunction(
             address=address,
-            root=root,
-            above=above,
-            files={"numa_node": node} | _files(element),
+            host_bridge=host_bridge,
+            bridges=bridges,
+            files={"numa_node": numa_node} | _files(element),
             rdma_names=tuple(_rdma_names(element)),
         )
-        _import_functions(element, functions, root=root, node=node, above=(*above, address))
+        _import_functions(element, functions, host_bridge=host_bridge, numa_node=numa_node, bridges=(*bridges, address))
 
 
 def _files(element: Element) -> dict[str, str]:
-    files = {file: value for name, file in _FILES.items() if (value := element.get(name)) is not None}
-    for name in _HEX:
-        # A file written by hand may omit vendor and device. sysfs has a number there; 0 is assigned to no vendor.
+    files = {file: value for name, file in _FILE_OF_ATTRIBUTE.items() if (value := element.get(name)) is not None}
+    for name in _HEX_FILES:
+        # A file written by hand may omit vendor and device, but the files of sysfs must contain a number. No vendor has
+        # the id 0.
         text = files.setdefault(name, "0x0")
         try:
             int(text, 16)

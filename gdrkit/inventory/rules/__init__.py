@@ -1,7 +1,7 @@
 """Rules of the doctor, one for each known cause of a transfer that is not direct.
 
-A rule examines one machine and returns a verdict and a sentence. It is a pure function of what was read of that
-machine, so that it returns the same for a capture as on the machine itself.
+A rule examines one machine and returns a verdict and a sentence. The result depends only on what was read of that
+machine, so a rule returns the same for a capture and on the machine itself.
 """
 
 from __future__ import annotations

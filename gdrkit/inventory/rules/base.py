@@ -1,4 +1,4 @@
-"""Base of the rules: a rule, its finding, and the access to a machine that records what a rule reads."""
+"""Classes for all rules: a rule, its finding, and the access to a machine, which records what a rule reads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NAMES_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One value that a rule read: its source `where` (a path or a query), and the value `what` as text."""
+    """One value that a rule has read: its source `where` (a path or a query), and the value `what` as text."""
 
     where: str
     what: str
@@ -58,8 +58,8 @@ class Finding:
         Code of the rule.
     verdict : Verdict
         ``fail``: the cause is present. ``pass``: the rule looked for the cause, and it is absent. ``not_run``: the
-        machine has nothing that the cause could affect, or the rule cannot read it. ``unproven``: the values that were
-        read do not decide it.
+        machine has nothing that the cause could affect, or the rule cannot read the values that it needs.
+        ``unproven``: the rule has read its values, and they do not show whether the cause is present.
     text : str
         One sentence about this machine.
     what_to_do : str
@@ -93,9 +93,9 @@ class Rule:
     remedy : str
         What to do against the cause.
     reads : str
-        The sources that the rule reads, for people.
+        The sources that the rule reads, as a text for people.
     privilege : str
-        The privilege that is needed to read all of them; empty if none is needed.
+        The privilege that is needed to read all sources; empty if none is needed.
     experiment : str
         Name of the experiment that the rule needs; empty for a rule that only reads.
     examine : callable
@@ -131,7 +131,7 @@ class Rule:
 def rule(
     *, code: str, title: str, why: str, remedy: str, reads: str, privilege: str = "", experiment: str = ""
 ) -> Callable[[Callable[[RuleContext], RuleResult]], Rule]:
-    """Return a decorator that makes a rule of the function that examines a machine."""
+    """Return a decorator that turns a function into a :class:`Rule`. The function examines a machine."""
 
     def decorator(examine: Callable[[RuleContext], RuleResult]) -> Rule:
         return Rule(code, title, why, remedy, reads, privilege, experiment, examine)
@@ -154,7 +154,7 @@ class RuleContext:
 
     @property
     def read(self) -> tuple[Reading, ...]:
-        """The values that were read until now."""
+        """The values that were read so far."""
         return tuple(Reading(where, what) for where, what in self._read.items())
 
     def record(self, source: str, value: object) -> None:
@@ -189,15 +189,15 @@ class RuleContext:
         return names
 
     def read_error(self, path: str) -> str | None:
-        """Return the name of the errno with which a file could not be read; None if it was read or does not exist."""
+        """Return the name of the errno of a failed read; None if the file was read or does not exist."""
         return next((item.errno_name for item in self.tree.unreadable if item.path == path), None)
 
     def is_uncaptured(self, path: str) -> bool:
-        """Return whether the path was not read when the machine was captured."""
+        """Return whether the machine is a capture, and the capture does not contain the path."""
         return any(item.path == path and item.errno == errno.ENODATA for item in self.tree.unreadable)
 
     def _absence(self, path: str, default: str = "does not exist") -> str:
-        """Return why nothing was read from a path: the error of the read, or `default`."""
+        """Return the text to record if nothing was read from a path: the error of the read, or `default`."""
         error = self.read_error(path)
         return default if error is None else "not in the capture" if error == "ENODATA" else f"not readable: {error}"
 
@@ -208,7 +208,7 @@ class RuleContext:
 
     @cached_property
     def nic_functions(self) -> tuple[PciDevice, ...]:
-        """The PCI functions of the RDMA devices, or all functions of the class of NICs if no RDMA device is known."""
+        """The PCI functions of the RDMA devices. If no RDMA device is known, all PCI functions that may be NICs."""
         addresses = {device.pci_address for device in self.facts.rdma_devices}
         of_rdma_devices = tuple(function for function in self.machine.functions if function.address in addresses)
         return of_rdma_devices or tuple(function for function in self.machine.functions if is_nic(function))
@@ -230,7 +230,7 @@ class RuleContext:
 
     @property
     def has_peer_memory(self) -> bool:
-        """Whether a kernel module that lets NICs register device addresses is loaded."""
+        """Whether a kernel module is loaded with which a NIC can register addresses of GPU memory."""
         paths = (
             "/sys/module/nvidia_peermem",
             "/sys/module/nv_peer_mem",
@@ -240,7 +240,7 @@ class RuleContext:
         return any([self.exists(path) for path in paths])  # noqa: C419 - every path must be recorded.
 
     def working_routes(self) -> set[str]:
-        """Return the routes by which a NIC has registered the memory of a device."""
+        """Return the routes by which at least one NIC could register the memory of a GPU, and record all attempts."""
         for route in self.facts.routes:
             self.record(
                 f"registration of GPU {route.device_index} with {route.nic} by {route.way}",
@@ -251,23 +251,29 @@ class RuleContext:
     def pairs(self) -> Iterator[tuple[PciDevice, PciDevice, Distance]]:
         """Yield every pair of a GPU with a NIC or NVMe controller, and their distance."""
         for gpu in self.gpus:
-            for other in (*self.nic_functions, *self.nvme_functions):
-                yield gpu, other, pci_distance(self.tree, gpu.address, other.address)
+            for device in (*self.nic_functions, *self.nvme_functions):
+                yield gpu, device, pci_distance(self.tree, gpu.address, device.address)
 
-    def bridges_between(self, one: str, other: str) -> tuple[str, ...]:
-        """Return the bridges between two functions below one host bridge, without the bridges that both are below."""
-        first, second = pci_path(self.tree, one)[:-1], pci_path(self.tree, other)[:-1]
-        shared = set(first) & set(second)
-        return tuple(part for part in (*first, *second) if part not in shared)
+    def bridges_between(self, first_address: str, second_address: str) -> tuple[str, ...]:
+        """Return the bridges on the path between two functions that are below the same host bridge.
 
-    def config(self) -> tuple[str | None, dict[str, object]]:
+        Bridges that are above both functions are not on that path.
+        """
+        first_path, second_path = pci_path(self.tree, first_address)[:-1], pci_path(self.tree, second_address)[:-1]
+        shared = set(first_path) & set(second_path)
+        return tuple(address for address in (*first_path, *second_path) if address not in shared)
+
+    def cufile_config(self) -> tuple[str | None, dict[str, object]]:
         """Return the path and the contents of the cufile.json that the library would read."""
         path, config = cufile_json.read_config(self.tree, self.machine.environment)
         self.record(path or cufile_json.DEFAULT_PATH, "read" if path else "does not exist; libcufile uses its defaults")
         return path, config
 
     def file_systems(self) -> tuple[tuple[Mount, BlockDevice | None], ...]:
-        """Return the mounts of data: those on a block device, and those of a network or cluster file system."""
+        """Return the mounts that may hold data: on a block device, or of a network, cluster or other listed type.
+
+        Mounts below /dev, /sys, /proc, /run and /etc are not included.
+        """
         types = ("lustre", "nfs", "nfs4", "wekafs", "beegfs", "gpfs", "scatefs", "virtiofs", "overlay", "tmpfs", "zfs")
         mounts = {}
         for mount in self.machine.all_mounts:
@@ -293,20 +299,20 @@ class RuleContext:
 
     @staticmethod
     def passes(text: str) -> RuleResult:
-        """Return the result that the rule looked for the cause, and it is absent."""
+        """Return the result of a rule that looked for its cause and did not find it."""
         return Verdict.PASS, text
 
     @staticmethod
     def fails(text: str) -> RuleResult:
-        """Return the result that the cause is present."""
+        """Return the result of a rule that found its cause."""
         return Verdict.FAIL, text
 
     @staticmethod
     def not_run(text: str) -> RuleResult:
-        """Return the result that there is nothing that the cause could affect, or that nothing could be read."""
+        """Return the result of a rule whose cause could affect nothing here, or that could not read its values."""
         return Verdict.NOT_RUN, text
 
     @staticmethod
     def unproven(text: str) -> RuleResult:
-        """Return the result that the values that were read do not decide it."""
+        """Return the result of a rule whose values do not show whether its cause is present."""
         return Verdict.UNPROVEN, text

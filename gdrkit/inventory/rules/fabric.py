@@ -13,32 +13,37 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES"]
 
-_REVERSED_BEFORE = (6, 11)
-_REQUEST_BYTES_MIN = 512
-_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+# Before this version of Linux, the IOMMU of an Arm host must translate (see the rule iommu-translates).
+_ARM_REVERSED_BEFORE_KERNEL = (6, 11)
+_READ_REQUEST_BYTES_MIN = 512
+# Numbers of lanes that a link can have. sysfs shows other numbers if it does not know the width.
+_LINK_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 
 
 @rule(
     code="acs-redirect",
     title="a bridge between GPU and NIC or NVMe sends peer traffic up to the root",
     why="With ACS redirection, a switch does not forward traffic between its ports. The traffic goes through the CPU, "
-    "which is slower, or is dropped.",
+    "which is slower, or the traffic is dropped.",
     remedy="switch off ACS in the firmware of the host, or clear ReqRedir, CmpltRedir and UpstreamFwd of the bridge "
     "with setpci after each boot; in a virtual machine with ATS leave it on",
     reads="extended capability 0x000D, control word, of every bridge between two devices below one host bridge",
     privilege="CAP_SYS_ADMIN (config space beyond 64 bytes)",
 )
-def _acs(context: RuleContext) -> RuleResult:
-    near = [
-        (gpu, other)
-        for gpu, other, distance in context.pairs()
+def _check_acs_redirect(context: RuleContext) -> RuleResult:
+    near_pairs = [
+        (gpu, device)
+        for gpu, device, distance in context.pairs()
         if distance in (Distance.PIX, Distance.PXB, Distance.PHB)
     ]
-    if not near:
+    if not near_pairs:
         return context.not_run("no GPU has a NIC or NVMe below its host bridge")
-    bridges = dict.fromkeys(part for gpu, other in near for part in context.bridges_between(gpu.address, other.address))
+    bridges = dict.fromkeys(
+        address for gpu, device in near_pairs for address in context.bridges_between(gpu.address, device.address)
+    )
     unreadable, redirecting = [], []
     for address in bridges:
+        # Parts of the path that are not PCI functions, such as a host bridge (pci0000:00), have no config space.
         if not address[:1].isalnum() or address.startswith("pci"):
             continue
         space = config_space(context.tree, address)
@@ -62,64 +67,71 @@ def _acs(context: RuleContext) -> RuleResult:
     reads="extended capability 0x000F, control word, of each NIC; the cpu flag hypervisor",
     privilege="CAP_SYS_ADMIN (config space beyond 64 bytes)",
 )
-def _ats(context: RuleContext) -> RuleResult:
+def _check_ats_off_in_vm(context: RuleContext) -> RuleResult:
     hint = context.facts.virtual_machine
     if hint is None:
         return context.not_run("no sign of a virtual machine")
     context.record(hint.rpartition("(")[2].rstrip(")"), hint)
     if not context.nic_functions:
         return context.not_run("no NIC on PCI")
-    states = {}
+    is_ats_enabled = {}
     for nic in context.nic_functions:
         space = config_space(context.tree, nic.address)
-        states[nic.address] = None if space is None or not space.is_whole else space.ats_enabled
+        is_ats_enabled[nic.address] = None if space is None or not space.is_whole else space.ats_enabled
         context.record(
             f"ATSCtl of {nic.address}",
-            {None: "no such capability, or not readable", True: "Enable+", False: "Enable-"}[states[nic.address]],
+            {None: "no such capability, or not readable", True: "Enable+", False: "Enable-"}[
+                is_ats_enabled[nic.address]
+            ],
         )
-    off = [address for address, state in states.items() if state is False]
-    if off:
-        return context.fails(f"ATS is off on {', '.join(off)}")
-    if all(states.values()):
+    addresses_without_ats = [address for address, state in is_ats_enabled.items() if state is False]
+    if addresses_without_ats:
+        return context.fails(f"ATS is off on {', '.join(addresses_without_ats)}")
+    if all(is_ats_enabled.values()):
         return context.passes("ATS is on")
-    return context.unproven("the guest does not see ATS of its NICs; the host may still use it")
+    return context.unproven("the guest cannot see whether ATS of its NICs is on; the host may use it")
 
 
 @rule(
     code="iommu-translates",
     title="the IOMMU translates the addresses of GPU, NIC or NVMe",
-    why="On x86, translated peer traffic goes up to the root complex and back, or fails. On Arm before Linux 6.11 it "
-    "is the reverse: pass-through with ACS breaks CUDA.",
+    why="On x86, translated peer traffic goes up to the root complex and back, or fails. On Arm before Linux 6.11 the "
+    "reverse is true: without translation, ACS breaks CUDA.",
     remedy="x86: boot with iommu=pt, or switch the IOMMU off in the firmware; Arm64 before Linux 6.11: boot with "
     "iommu.passthrough=0",
     reads="/proc/cmdline, /sys/bus/pci/devices/*/iommu_group, /sys/kernel/iommu_groups/*/type",
 )
-def _iommu(context: RuleContext) -> RuleResult:
+def _check_iommu_translates(context: RuleContext) -> RuleResult:
     if not context.gpus:
         return context.not_run("no GPU on PCI")
-    words = [word for word in (context.text("/proc/cmdline") or "").split() if "iommu" in word]
-    types = {}
-    for one in (*context.gpus, *context.nic_functions, *context.nvme_functions):
-        if one.iommu_group is not None:
-            types[one.address] = context.text(f"/sys/kernel/iommu_groups/{one.iommu_group}/type") or "unknown"
-    translated = [address for address, group_type in types.items() if group_type.startswith("DMA")]
-    if context.facts.machine == "aarch64" and _kernel(context) < _REVERSED_BEFORE:
-        passed = [
-            address for address, group_type in types.items() if group_type == "identity"
-        ] or "iommu.passthrough=1" in words
-        return context.fails("pass-through on Arm64 before Linux 6.11") if passed else context.passes("no pass-through")
+    iommu_words = [word for word in (context.text("/proc/cmdline") or "").split() if "iommu" in word]
+    group_type_of_address = {}
+    for function in (*context.gpus, *context.nic_functions, *context.nvme_functions):
+        if function.iommu_group is not None:
+            group_type_of_address[function.address] = (
+                context.text(f"/sys/kernel/iommu_groups/{function.iommu_group}/type") or "unknown"
+            )
+    translated = [address for address, group_type in group_type_of_address.items() if group_type.startswith("DMA")]
+    if context.facts.machine == "aarch64" and _kernel_version(context) < _ARM_REVERSED_BEFORE_KERNEL:
+        is_passed_through = "identity" in group_type_of_address.values() or "iommu.passthrough=1" in iommu_words
+        return (
+            context.fails("pass-through on Arm64 before Linux 6.11")
+            if is_passed_through
+            else context.passes("no pass-through")
+        )
     if translated:
         return context.fails(f"translated: {', '.join(translated)}")
-    if context.is_uncaptured("/proc/cmdline") and not types:
+    if context.is_uncaptured("/proc/cmdline") and not group_type_of_address:
         return context.not_run("the capture has neither the command line of the kernel nor IOMMU groups")
-    if "unknown" in types.values() and not {"iommu=pt", "iommu=off", "intel_iommu=off", "amd_iommu=off"} & set(words):
+    is_off_or_passed_through = {"iommu=pt", "iommu=off", "intel_iommu=off", "amd_iommu=off"} & set(iommu_words)
+    if "unknown" in group_type_of_address.values() and not is_off_or_passed_through:
         return context.unproven("the kernel does not report the type of all IOMMU groups")
     return context.passes(
-        "no IOMMU translates for these devices" if not types else "the IOMMU groups are passed through"
+        "no IOMMU translates for these devices" if not group_type_of_address else "the IOMMU groups are passed through"
     )
 
 
-def _kernel(context: RuleContext) -> tuple[int, int]:
+def _kernel_version(context: RuleContext) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", context.text("/proc/sys/kernel/osrelease") or "")
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
@@ -133,26 +145,27 @@ def _kernel(context: RuleContext) -> tuple[int, int]:
     "the same switch",
     reads="/sys/bus/pci/devices links (common bridges), numa_node",
 )
-def _far(context: RuleContext) -> RuleResult:
+def _check_far_apart(context: RuleContext) -> RuleResult:
+    # For each GPU and type of device, the distance and the address of the nearest device.
     nearest: dict[tuple[str, str], tuple[Distance, str]] = {}
     nics = {nic.address for nic in context.nic_functions}
-    for gpu, other, distance in context.pairs():
-        key = (gpu.address, "NIC" if other.address in nics else "NVMe")
-        nearest[key] = min(nearest.get(key, (Distance.UNKNOWN, other.address)), (distance, other.address))
+    for gpu, device, distance in context.pairs():
+        key = (gpu.address, "NIC" if device.address in nics else "NVMe")
+        nearest[key] = min(nearest.get(key, (Distance.UNKNOWN, device.address)), (distance, device.address))
     if not nearest:
         return context.not_run("no GPU, or neither NIC nor NVMe on PCI")
-    for (gpu_address, kind), (distance, address) in nearest.items():
-        context.record(f"nearest {kind} of {gpu_address}", f"{address} at {distance.name}")
-    far = [
-        f"{gpu} to its nearest {kind} is {distance.name}"
-        for (gpu, kind), (distance, _) in nearest.items()
+    for (gpu_address, device_type), (distance, address) in nearest.items():
+        context.record(f"nearest {device_type} of {gpu_address}", f"{address} at {distance.name}")
+    far_apart = [
+        f"{gpu} to its nearest {device_type} is {distance.name}"
+        for (gpu, device_type), (distance, _) in nearest.items()
         if distance > Distance.PXB
     ]
-    if not far:
+    if not far_apart:
         return context.passes("every GPU has a NIC or NVMe below its own switch")
     if context.facts.virtual_machine is not None:
-        return context.unproven(f"{far[0]} in this virtual machine, whose PCI tree may differ from the hardware")
-    return context.fails("; ".join(far[:4]) + (f" and {len(far) - 4} more" if len(far) > 4 else ""))  # noqa: PLR2004 - enough to know.
+        return context.unproven(f"{far_apart[0]} in this virtual machine, whose PCI tree may differ from the hardware")
+    return context.fails("; ".join(far_apart[:4]) + (f" and {len(far_apart) - 4} more" if len(far_apart) > 4 else ""))  # noqa: PLR2004 - enough to know.
 
 
 @rule(
@@ -166,77 +179,97 @@ def _far(context: RuleContext) -> RuleResult:
     "idle, again during copies",
     experiment="load",
 )
-def _link(context: RuleContext) -> RuleResult:
-    narrow, slow, known = [], [], 0
-    for upper, lower in _hops(context):
+def _check_link_downgraded(context: RuleContext) -> RuleResult:
+    narrow_links, slow_links, known_count = [], [], 0
+    for upper, lower in _links(context):
         width_max, speed_max = _link_maximum(upper, lower)
         width, speed = _number(lower.link_width), _number(lower.link_speed)
-        if not (width_max and width in _WIDTHS) and not (speed_max and speed):
+        if not (width_max and width in _LINK_WIDTHS) and not (speed_max and speed):
             continue
-        known += 1
+        known_count += 1
         context.record(
             f"link of {lower.address}",
             f"{lower.link_speed} x{lower.link_width} of {speed_max} GT/s x{width_max:g}"
             if speed_max and width_max
             else "partly known",
         )
-        if width_max and width in _WIDTHS and width < width_max:
-            narrow.append(f"{lower.address} has x{width:g} of x{width_max:g}")
+        if width_max and width in _LINK_WIDTHS and width < width_max:
+            narrow_links.append(f"{lower.address} has x{width:g} of x{width_max:g}")
         elif speed_max and speed and speed < speed_max:
-            slow.append((lower, speed_max))
-    if context.facts.virtual_machine is not None and (narrow or slow):
-        links = "; ".join([*narrow, *(f"{one.address} at {one.link_speed} of {maximum} GT/s" for one, maximum in slow)])
+            slow_links.append((lower, speed_max))
+    if context.facts.virtual_machine is not None and (narrow_links or slow_links):
+        links = "; ".join(
+            [
+                *narrow_links,
+                *(f"{function.address} at {function.link_speed} of {maximum} GT/s" for function, maximum in slow_links),
+            ]
+        )
         return context.unproven(f"{links} in this virtual machine, whose links may differ from the hardware")
-    if narrow:
-        return context.fails("; ".join(narrow))
-    if not known:
+    if narrow_links:
+        return context.fails("; ".join(narrow_links))
+    if not known_count:
         return context.not_run("no link of a GPU, NIC or NVMe reports its maximum")
-    gpus = {part for gpu in context.gpus for part in pci_path(context.tree, gpu.address)}
+    # An idle GPU lowers the speed of its links, so those above GPUs are read again under load.
+    addresses_above_gpus = {address for gpu in context.gpus for address in pci_path(context.tree, gpu.address)}
     always_slow = [
-        f"{one.address} at {one.link_speed} of {maximum} GT/s" for one, maximum in slow if one.address not in gpus
+        f"{function.address} at {function.link_speed} of {maximum} GT/s"
+        for function, maximum in slow_links
+        if function.address not in addresses_above_gpus
     ]
     if always_slow:
         return context.fails("; ".join(always_slow))
-    return _under_load(context, slow) if slow else context.passes(f"{known} links run at the maximum of both ends")
+    return (
+        _check_under_load(context, slow_links)
+        if slow_links
+        else context.passes(f"{known_count} links run at the maximum of both ends")
+    )
 
 
-def _under_load(context: RuleContext, slow: list[tuple[PciDevice, float]]) -> RuleResult:
-    idle = ", ".join(one.address for one, _ in slow)
+def _check_under_load(context: RuleContext, slow_links: list[tuple[PciDevice, float]]) -> RuleResult:
+    idle_addresses = ", ".join(function.address for function, _ in slow_links)
     observation = context.observe("load") if context.facts.cuda and context.facts.cuda.devices else None
     if observation is None or observation.failure is not None:
-        return context.unproven(f"{idle} is slow when idle, and was not read under load")
+        return context.unproven(f"{idle_addresses} is slow when idle, and was not read under load")
     speeds = observation.seen
-    still_slow = [one.address for one, maximum in slow if (_number(speeds.get(one.address, "")) or 0) < maximum]
+    still_slow = [
+        function.address
+        for function, maximum in slow_links
+        if (_number(speeds.get(function.address, "")) or 0) < maximum
+    ]
     if still_slow:
         return context.fails(f"{', '.join(still_slow)} is slow also during copies")
-    return context.passes(f"{idle} is slow when idle and fast during copies")
+    return context.passes(f"{idle_addresses} is slow when idle and fast during copies")
 
 
-def _hops(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]]:
-    """Return each link above the GPUs, NICs and NVMe controllers, as the port above it and the function below it."""
-    known = {one.address: one for one in context.machine.functions}
-    hops: dict[str, tuple[PciDevice | None, PciDevice]] = {}
+def _links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]]:
+    """Return each PCIe link above the GPUs, NICs and NVMe controllers, as its upper and its lower end.
+
+    The upper end is None if it is not known.
+    """
+    function_of_address = {function.address: function for function in context.machine.functions}
+    links: dict[str, tuple[PciDevice | None, PciDevice]] = {}
     for end in (*context.gpus, *context.nic_functions, *context.nvme_functions):
-        path = [known.get(part) for part in pci_path(context.tree, end.address)[1:]]
-        # The path has the two ends of each link, from the device up. Between the ports of a switch there is no link.
-        # The registers of the lower end describe the link.
-        for at in range(len(path) - 1, -1, -2):
-            lower = path[at]
-            if lower is not None and (at > 0 or lower is end or lower.address == end.address):
-                hops[lower.address] = (path[at - 1] if at > 0 else None, lower)
-    return list(hops.values())
+        path = [function_of_address.get(address) for address in pci_path(context.tree, end.address)[1:]]
+        # From the device up, each pair of functions is the lower and the upper end of a link. There is no link between
+        # the two ports of a switch. The registers of the lower end describe the link.
+        for index in range(len(path) - 1, -1, -2):
+            lower = path[index]
+            if lower is not None and (index > 0 or lower is end or lower.address == end.address):
+                links[lower.address] = (path[index - 1] if index > 0 else None, lower)
+    return list(links.values())
 
 
 def _link_maximum(upper: PciDevice | None, lower: PciDevice) -> tuple[float | None, float | None]:
-    """Return the width and speed that both ends support, each None if the lower end does not state it."""
+    """Return the largest width and speed that both ends support. Each is None if the lower end does not report it."""
     ends = [lower] if upper is None else [upper, lower]
-    widths = [width for end in ends if (width := _number(end.link_width_max)) in _WIDTHS]
+    widths = [width for end in ends if (width := _number(end.link_width_max)) in _LINK_WIDTHS]
     speeds = [speed for end in ends if (speed := _number(end.link_speed_max))]
-    has_width, has_speed = _number(lower.link_width_max) in _WIDTHS, bool(_number(lower.link_speed_max))
+    has_width, has_speed = _number(lower.link_width_max) in _LINK_WIDTHS, bool(_number(lower.link_speed_max))
     return (min(widths) if widths and has_width else None), (min(speeds) if speeds and has_speed else None)
 
 
 def _number(text: str | None) -> float | None:
+    """Return the number with which a text such as ``32.0 GT/s PCIe`` begins, or None."""
     match = re.match(r"\d+(\.\d+)?", text or "")
     return float(match[0]) if match else None
 
@@ -250,28 +283,35 @@ def _number(text: str | None) -> float | None:
     reads="device control word of the PCIe capability of each NIC: bits 14:12 and 4",
     privilege="CAP_SYS_ADMIN (config space beyond 64 bytes)",
 )
-def _read_request(context: RuleContext) -> RuleResult:
+def _check_small_read_request(context: RuleContext) -> RuleResult:
     if not context.nic_functions:
         return context.not_run("no NIC on PCI")
-    small, known, strict = [], 0, 0
+    small_requests, known_count, strict_count = [], 0, 0
     for nic in context.nic_functions:
         space = config_space(context.tree, nic.address)
         if space is None or space.max_read_request_bytes is None:
             continue
-        known += 1
-        strict += not space.relaxed_ordering
+        known_count += 1
+        strict_count += not space.relaxed_ordering
         context.record(
             f"DevCtl of {nic.address}",
             f"MaxReadReq {space.max_read_request_bytes}, RlxdOrd{'+' if space.relaxed_ordering else '-'}",
         )
-        if space.max_read_request_bytes < _REQUEST_BYTES_MIN:
-            small.append(f"MaxReadReq of {nic.address} is {space.max_read_request_bytes} bytes")
-    if small:
-        return context.fails("; ".join(small))
-    if not known:
+        if space.max_read_request_bytes < _READ_REQUEST_BYTES_MIN:
+            small_requests.append(f"MaxReadReq of {nic.address} is {space.max_read_request_bytes} bytes")
+    if small_requests:
+        return context.fails("; ".join(small_requests))
+    if not known_count:
         return context.not_run("config space of the NICs cannot be read")
-    ordering = f"; relaxed ordering is off on {strict}" if strict else ""
-    return context.passes(f"MaxReadReq of {known} NICs is at least {_REQUEST_BYTES_MIN} bytes{ordering}")
+    ordering = f"; relaxed ordering is off on {strict_count}" if strict_count else ""
+    return context.passes(f"MaxReadReq of {known_count} NICs is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering}")
 
 
-RULES = (_acs, _ats, _iommu, _far, _link, _read_request)
+RULES = (
+    _check_acs_redirect,
+    _check_ats_off_in_vm,
+    _check_iommu_translates,
+    _check_far_apart,
+    _check_link_downgraded,
+    _check_small_read_request,
+)

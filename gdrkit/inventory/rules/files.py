@@ -19,6 +19,8 @@ _BLOCK_FILE_SYSTEMS = ("ext4", "xfs")
 _LOGICAL_BLOCK_BYTES_MAX = 4096
 _FILE_SYSTEMS_WITHOUT_DIRECT_IO = ("overlay", "tmpfs", "ramfs", "zfs", "ecryptfs")
 _BAR1_BYTES_MIN, _BAR1_FREE_BYTES_MIN = GIB, 64 * MIB
+# max_device_pinned_mem_size_kb in the cufile.json that NVIDIA ships: 32 GiB.
+_PINNED_DEFAULT_KB = 33554432
 
 
 def _obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
@@ -39,22 +41,25 @@ def _obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
 @rule(
     code="file-system",
     title="no mount supports direct transfers of cuFile",
-    why="Direct transfers work on XFS, on ext4, and on some cluster file systems; on others cuFile falls back. For "
-    "ext4 it requires data=ordered in the mount table, which the kernel lists only if it was a mount option.",
+    why="Direct transfers work on XFS, on ext4, and on some cluster file systems. On other file systems cuFile falls "
+    "back to host memory. For ext4 it requires data=ordered in the mount table. The kernel lists that only if it was "
+    "given as a mount option.",
     remedy="mount ext4 with -o data=ordered, or use XFS, on a plain NVMe namespace or partition; not below overlay, "
     "device mapper or RAID 5",
     reads="/proc/self/mountinfo, /sys/dev/block, /sys/class/block/*/{md/level,integrity}",
 )
-def _file_system(context: RuleContext) -> RuleResult:
+def _check_file_system(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     obstacles = {mount.mount_point: _obstacle(mount, block) for mount, block in context.file_systems()}
     if not obstacles:
         return context.not_run("no mount of a data file system was found")
-    good = [mount_point for mount_point, obstacle in obstacles.items() if obstacle is None]
-    bad = "; ".join(f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacles.items() if obstacle)
+    usable = [mount_point for mount_point, obstacle in obstacles.items() if obstacle is None]
+    obstacle_texts = "; ".join(f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacles.items() if obstacle)
     return (
-        context.passes(f"usable: {', '.join(good)}" + (f"; not {bad}" if bad else "")) if good else context.fails(bad)
+        context.passes(f"usable: {', '.join(usable)}" + (f"; not {obstacle_texts}" if obstacle_texts else ""))
+        if usable
+        else context.fails(obstacle_texts)
     )
 
 
@@ -67,58 +72,61 @@ def _file_system(context: RuleContext) -> RuleResult:
     "offsets and sizes to 4 KiB",
     reads="/proc/self/mountinfo, /sys/class/block/*/queue/logical_block_size",
 )
-def _direct_io(context: RuleContext) -> RuleResult:
+def _check_direct_io(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    good, bad = [], []
+    usable, obstacle_texts = [], []
     for mount, block in context.file_systems():
-        size = None
+        block_bytes = None
         if block is not None:
-            size = context.tree.number(f"/sys/class/block/{block.name}/queue/logical_block_size")
-            context.record(f"/sys/class/block/{block.name}/queue/logical_block_size", size)
+            block_bytes = context.tree.number(f"/sys/class/block/{block.name}/queue/logical_block_size")
+            context.record(f"/sys/class/block/{block.name}/queue/logical_block_size", block_bytes)
         if mount.kind in _FILE_SYSTEMS_WITHOUT_DIRECT_IO:
-            bad.append(f"{mount.mount_point}: {mount.kind}")
-        elif size is not None and size > _LOGICAL_BLOCK_BYTES_MAX:
-            bad.append(f"{mount.mount_point}: blocks of {size} bytes")
-        elif size is not None or mount.kind in _NETWORK_FILE_SYSTEMS:
-            good.append(mount.mount_point)
-    if good:
-        return context.passes(f"aligned direct I/O is possible on {', '.join(good)}")
-    return context.fails("; ".join(bad)) if bad else context.not_run("no mount of a data file system was found")
+            obstacle_texts.append(f"{mount.mount_point}: {mount.kind}")
+        elif block_bytes is not None and block_bytes > _LOGICAL_BLOCK_BYTES_MAX:
+            obstacle_texts.append(f"{mount.mount_point}: blocks of {block_bytes} bytes")
+        elif block_bytes is not None or mount.kind in _NETWORK_FILE_SYSTEMS:
+            usable.append(mount.mount_point)
+    if usable:
+        return context.passes(f"aligned direct I/O is possible on {', '.join(usable)}")
+    return (
+        context.fails("; ".join(obstacle_texts))
+        if obstacle_texts
+        else context.not_run("no mount of a data file system was found")
+    )
 
 
 @rule(
     code="bar1-small",
     title="BAR1 is small or full",
-    why="NICs and NVMe reach GPU memory through this window. Memory that does not fit cannot be registered.",
+    why="NICs and NVMe reach GPU memory through this window. Memory that does not fit into it cannot be registered.",
     remedy="switch on 'above 4G decoding' and resizable BAR in the firmware; keep max_device_pinned_mem_size_kb of "
     "cufile.json below BAR1; release registrations",
     reads="NVML BAR1 total and free; /sys/bus/pci/devices/*/resource; max_device_pinned_mem_size_kb of cufile.json",
 )
-def _bar1(context: RuleContext) -> RuleResult:
+def _check_bar1_small(context: RuleContext) -> RuleResult:
     sizes = dict(_bar1_sizes(context))
     if not sizes:
         return context.not_run("the BAR1 size cannot be read for any GPU")
-    _, config = context.config()
+    _, config = context.cufile_config()
     pinned_kb = cufile_json.value(config, "properties", "max_device_pinned_mem_size_kb")
-    bad = []
-    for address, (total, free) in sizes.items():
+    problems = []
+    for address, (total_bytes, free_bytes) in sizes.items():
         context.record(
-            f"BAR1 of {address}", format_bytes(total) + ("" if free is None else f", free {format_bytes(free)}")
+            f"BAR1 of {address}",
+            format_bytes(total_bytes) + ("" if free_bytes is None else f", free {format_bytes(free_bytes)}"),
         )
-        if total < _BAR1_BYTES_MIN:
-            bad.append(f"BAR1 of {address} has {format_bytes(total)}")
-        elif free is not None and free < _BAR1_FREE_BYTES_MIN:
-            bad.append(f"BAR1 of {address} has {format_bytes(free)} left of {format_bytes(total)}")
-        elif isinstance(pinned_kb, int) and total < pinned_kb << 10 and pinned_kb != _PINNED_DEFAULT_KB:
-            bad.append(f"BAR1 of {address} is smaller than max_device_pinned_mem_size_kb")
-    return context.fails("; ".join(bad)) if bad else context.passes("every BAR1 has free space")
-
-
-_PINNED_DEFAULT_KB = 33554432  # 32 GiB, the value in the file that NVIDIA ships.
+        if total_bytes < _BAR1_BYTES_MIN:
+            problems.append(f"BAR1 of {address} has {format_bytes(total_bytes)}")
+        elif free_bytes is not None and free_bytes < _BAR1_FREE_BYTES_MIN:
+            problems.append(f"BAR1 of {address} has {format_bytes(free_bytes)} left of {format_bytes(total_bytes)}")
+        elif isinstance(pinned_kb, int) and total_bytes < pinned_kb << 10 and pinned_kb != _PINNED_DEFAULT_KB:
+            problems.append(f"BAR1 of {address} is smaller than max_device_pinned_mem_size_kb")
+    return context.fails("; ".join(problems)) if problems else context.passes("every BAR1 has free space")
 
 
 def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]]:
+    """Return the address of each GPU, and the size and free part of its BAR1 in bytes. sysfs has no free part."""
     if context.facts.nvml is not None:
         return [
             (gpu.pci_bus_id, (gpu.bar1_bytes, gpu.bar1_free_bytes))
@@ -129,9 +137,9 @@ def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]
     for gpu in context.gpus:
         lines = (context.text(f"/sys/bus/pci/devices/{gpu.address}/resource") or "").splitlines()
         # BAR0 has the registers. BAR1 is a 64-bit BAR and takes two lines; the first line has its address range.
-        limits = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
-        if len(limits) > 1 and int(limits[1], 16):
-            sizes.append((gpu.address, (int(limits[1], 16) - int(limits[0], 16) + 1, None)))
+        bounds = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
+        if len(bounds) > 1 and int(bounds[1], 16):
+            sizes.append((gpu.address, (int(bounds[1], 16) - int(bounds[0], 16) + 1, None)))
     return sizes
 
 
@@ -144,7 +152,7 @@ def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]
     "/run/udev/data/b<major>:<minor> of the block device with the lines E:ID_FS_USAGE=filesystem and E:ID_FS_TYPE=ext4",
     reads="/run/udev/data/b<major>:<minor> for the block device below each mount",
 )
-def _udev(context: RuleContext) -> RuleResult:
+def _check_udev_database(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     names = context.names("/run/udev/data")
@@ -166,4 +174,4 @@ def _udev(context: RuleContext) -> RuleResult:
     return context.passes("the udev database describes the block device of every mount")
 
 
-RULES = (_file_system, _direct_io, _bar1, _udev)
+RULES = (_check_file_system, _check_direct_io, _check_bar1_small, _check_udev_database)

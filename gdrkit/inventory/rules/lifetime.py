@@ -12,8 +12,9 @@ from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 __all__ = ["RULES"]
 
 _NO_GPU, _NO_NIC = "no GPU here", "no RDMA device here"
-_SLABS_DEFAULT = [128, 64, 64]
-_DEPTH_DEFAULT, _BATCH_DEFAULT = 128, 128
+# Defaults of libcufile for posix_pool_slab_count and io_batchsize.
+_SLAB_COUNTS_DEFAULT = [128, 64, 64]
+_BATCH_SIZE_DEFAULT = 128
 
 
 def _not_run_without_both(context: RuleContext) -> RuleResult | None:
@@ -32,7 +33,7 @@ def _not_run_without_both(context: RuleContext) -> RuleResult | None:
     "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
     reads="PYTORCH_CUDA_ALLOC_CONF; CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
 )
-def _vmm(context: RuleContext) -> RuleResult:
+def _check_vmm_memory(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
     if not context.machine.is_environment_known:
@@ -44,12 +45,14 @@ def _vmm(context: RuleContext) -> RuleResult:
     if context.facts.cuda is None:
         return context.unproven("expandable segments are enabled, and CUDA does not report whether it registers them")
     name = "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"
-    without = []
+    gpus_without_support = []
     for device in context.facts.cuda.devices:
         context.record(f"{name} of GPU {device.index}", device.attributes.get(name, 0))
-        without += [] if device.has(name) else [str(device.index)]
-    if without:
-        return context.fails(f"expandable segments are enabled, and GPU {', '.join(without)} cannot register them")
+        gpus_without_support += [] if device.has(name) else [str(device.index)]
+    if gpus_without_support:
+        return context.fails(
+            f"expandable segments are enabled, and GPU {', '.join(gpus_without_support)} cannot register them"
+        )
     return context.passes("expandable segments are enabled, and every GPU can register them")
 
 
@@ -63,10 +66,10 @@ def _vmm(context: RuleContext) -> RuleResult:
     reads="register, free, allocate again: address, buffer id, and the destination of a write with the old rkey",
     experiment="stale_key",
 )
-def _stale(context: RuleContext) -> RuleResult:
-    missing = _not_run_without_both(context)
-    if missing:
-        return missing
+def _check_stale_key(context: RuleContext) -> RuleResult:
+    not_run_result = _not_run_without_both(context)
+    if not_run_result:
+        return not_run_result
     observation = context.observe("stale_key")
     if observation is None:
         return context.not_run("the experiment was not run")
@@ -88,10 +91,10 @@ def _stale(context: RuleContext) -> RuleResult:
     reads="GPU_DIRECT_RDMA_WRITES_ORDERING and _FLUSH_WRITES_OPTIONS; RDMA WRITE, flush, copy by the GPU, many times",
     experiment="flush",
 )
-def _flush(context: RuleContext) -> RuleResult:
-    missing = _not_run_without_both(context)
-    if missing:
-        return missing
+def _check_missing_flush(context: RuleContext) -> RuleResult:
+    not_run_result = _not_run_without_both(context)
+    if not_run_result:
+        return not_run_result
     observation = context.observe("flush")
     if observation is None:
         return context.not_run("the experiment was not run")
@@ -108,27 +111,31 @@ def _flush(context: RuleContext) -> RuleResult:
 @rule(
     code="pool-starved",
     title="cuFile has fewer bounce buffers than a batch needs",
-    why="In compatibility mode, and if it is not aligned, each transfer takes a bounce buffer of the smallest size "
-    "that fits. If all buffers of that size are in use, cuFile 1.15 waits for ever (1.18 does not).",
+    why="A transfer in compatibility mode, or a transfer that is not aligned, takes a bounce buffer of the smallest "
+    "size that fits. If all buffers of that size are in use, cuFile 1.15 waits for ever. cuFile 1.18 does not.",
     remedy="raise every number of posix_pool_slab_count in cufile.json to at least the product of queue depth and "
     "batch size, or lower io_batchsize",
     reads="properties.posix_pool_slab_count and properties.io_batchsize of cufile.json; then a batch of as many reads "
     "as cuFile accepts, in a child process with a time limit",
     experiment="pool",
 )
-def _pool(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
-    path, config = context.config()
-    slabs = cufile_json.value(config, "properties", "posix_pool_slab_count")
+    path, config = context.cufile_config()
+    slab_counts = cufile_json.value(config, "properties", "posix_pool_slab_count")
     batch = cufile_json.value(config, "properties", "io_batchsize")
-    counts = [count for count in slabs if isinstance(count, int)] if isinstance(slabs, list) else _SLABS_DEFAULT
-    batch_size = batch if isinstance(batch, int) else _BATCH_DEFAULT
+    buffer_counts = (
+        [count for count in slab_counts if isinstance(count, int)]
+        if isinstance(slab_counts, list)
+        else _SLAB_COUNTS_DEFAULT
+    )
+    batch_size = batch if isinstance(batch, int) else _BATCH_SIZE_DEFAULT
     if path is not None:
-        context.record(f"{path} properties.posix_pool_slab_count", slabs or "not set")
+        context.record(f"{path} properties.posix_pool_slab_count", slab_counts or "not set")
         context.record(f"{path} properties.io_batchsize", batch_size)
-        if sum(counts) < batch_size:
-            return context.fails(f"{sum(counts)} bounce buffers for batches of {batch_size}")
+        if sum(buffer_counts) < batch_size:
+            return context.fails(f"{sum(buffer_counts)} bounce buffers for batches of {batch_size}")
     observation = context.observe_cufile("pool")
     if observation is not None and observation.failure is None:
         text = "; ".join(f"{where}: {what}" for where, what in observation.seen.items())
@@ -137,15 +144,16 @@ def _pool(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per
     if observation is not None and observation.failure is not None:
         if observation.failure.reason is Reason.TIMEOUT:
             return context.fails("a batch of as many reads as cuFile accepts did not complete")
-        # This is a different cause, which another rule reports.
+        # The experiment failed for another reason than a lack of buffers. Other rules report such reasons.
         context.record("a batch of as many reads as cuFile accepts", observation.failure.message)
     if path is None:
         return context.not_run("there is no cufile.json with numbers to compare, and no batch was completed")
-    if min(counts, default=batch_size) < batch_size:
+    if min(buffer_counts, default=batch_size) < batch_size:
         return context.unproven(
-            f"{min(counts)} bounce buffers of one size for batches of {batch_size}, and no such batch was completed"
+            f"{min(buffer_counts)} bounce buffers of one size for batches of {batch_size}, "
+            "and no such batch was completed"
         )
-    return context.passes(f"{min(counts)} bounce buffers of each size for batches of {batch_size}")
+    return context.passes(f"{min(buffer_counts)} bounce buffers of each size for batches of {batch_size}")
 
 
 @rule(
@@ -156,7 +164,7 @@ def _pool(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per
     "first",
     reads="libuct_cuda.so in the folder ucx next to libucs.so.0",
 )
-def _ucx(context: RuleContext) -> RuleResult:
+def _check_ucx_without_cuda(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
     search = context.machine.environment.get("LD_LIBRARY_PATH", "").split(":")
@@ -177,15 +185,15 @@ def _ucx(context: RuleContext) -> RuleResult:
 @rule(
     code="driver-open",
     title="cuFileDriverOpen does not return",
-    why="libcufile (1.15 to 1.20) loops for ever in cuFileDriverOpen if there is no /proc/modules. Without libcuda it "
-    "fails to open, or cannot transfer.",
+    why="libcufile (1.15 to 1.20) loops for ever in cuFileDriverOpen if there is no /proc/modules. Without libcuda the "
+    "call fails, or transfers fail later.",
     remedy="run a kernel with loadable modules; install the NVIDIA driver, or in a container have its libraries "
     "mounted (`--gpus all`), before a process opens cuFile",
     reads="/proc/modules; which files the loader finds for libcufile.so.0 and libcuda.so.1; then the call, in a child "
     "process with a time limit",
     experiment="driver_open",
 )
-def _driver_open(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+def _check_driver_open(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     paths = {library.soname: library.path for library in context.facts.libraries}
     for soname in ("libcufile.so.0", "libcuda.so.1"):
         context.record(soname, paths.get(soname) or "not found by the loader")
@@ -212,4 +220,11 @@ def _driver_open(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one ret
     return context.fails(f"the call failed: {observation.failure.message}")
 
 
-RULES = (_vmm, _stale, _flush, _pool, _ucx, _driver_open)
+RULES = (
+    _check_vmm_memory,
+    _check_stale_key,
+    _check_missing_flush,
+    _check_pool_starved,
+    _check_ucx_without_cuda,
+    _check_driver_open,
+)

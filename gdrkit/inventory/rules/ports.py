@@ -9,9 +9,11 @@ from gdrkit.units import MIB, format_bytes
 
 __all__ = ["RULES"]
 
+# Interface MTU in bytes that RDMA packets of 4096 bytes need.
 _MTU_MIN = 4200
+# A lower limit is reported, because a few large registrations would exceed it.
 _MEMLOCK_BYTES_MIN = 512 * MIB
-_NO_GID = re.compile(r"[0:]*")
+_EMPTY_GID = re.compile(r"[0:]*")
 
 
 @rule(
@@ -22,33 +24,33 @@ _NO_GID = re.compile(r"[0:]*")
     "symbol_error for a bad cable",
     reads="/sys/class/infiniband/*/ports/*/{state,phys_state,rate} and counters",
 )
-def _port(context: RuleContext) -> RuleResult:
+def _check_port_down(context: RuleContext) -> RuleResult:
     if not context.has_nic:
         return context.not_run("no RDMA device here")
-    down, up, down_counts = [], 0, []
+    devices_down, up_count, link_down_texts = [], 0, []
     for device in context.facts.rdma_devices:
         states = {port.number: (port.state, port.physical_state) for port in device.ports}
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
             context.record(f"{folder}/state", f"{port.state}, {port.physical_state}, {port.rate}")
-            times = context.tree.number(f"{folder}/counters/link_downed")
-            down_counts += [f"{device.name} was down {times} times"] if times else []
-        usable = any(state == "ACTIVE" for state, _ in states.values())
-        up += usable
-        down += [] if usable else [device.name]
+            down_count = context.tree.number(f"{folder}/counters/link_downed")
+            link_down_texts += [f"{device.name} was down {down_count} times"] if down_count else []
+        is_usable = any(state == "ACTIVE" for state, _ in states.values())
+        up_count += is_usable
+        devices_down += [] if is_usable else [device.name]
     if not context.facts.rdma_devices:
         nics = context.facts.verbs.nics if context.facts.verbs else ()
-        down = [nic.name for nic in nics if not nic.active_ports]
-        up = len(nics) - len(down)
-    without_ports = [device.name for device in context.facts.rdma_devices if not device.ports]
-    if without_ports and not up:
+        devices_down = [nic.name for nic in nics if not nic.active_ports]
+        up_count = len(nics) - len(devices_down)
+    devices_without_ports = [device.name for device in context.facts.rdma_devices if not device.ports]
+    if devices_without_ports and not up_count:
         return context.not_run("the state of the ports is unknown")
-    if down:
-        return context.fails(f"no active port on {', '.join(down)}")
-    return context.passes("; ".join([f"{up} NICs have an active port", *down_counts]))
+    if devices_down:
+        return context.fails(f"no active port on {', '.join(devices_down)}")
+    return context.passes("; ".join([f"{up_count} NICs have an active port", *link_down_texts]))
 
 
-def _interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
+def _roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     """Return the RDMA devices with an Ethernet port, and their network interfaces."""
     interfaces = {}
     for device in context.facts.rdma_devices:
@@ -62,29 +64,29 @@ def _interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
 @rule(
     code="small-mtu",
     title="the MTU of a RoCE interface is too small for large RDMA packets",
-    why="RDMA packets of 4096 bytes need an interface MTU of 4200; at 1500 they have 1024 bytes, which costs more per "
-    "byte.",
+    why="RDMA packets of 4096 bytes need an interface MTU of 4200. With an MTU of 1500 the packets have 1024 bytes, "
+    "which costs more processing per byte.",
     remedy="`ip link set IF mtu 4200` (or 9000) on both ends and on the switch",
     reads="/sys/class/net/*/mtu of the interfaces of RoCE devices",
 )
-def _mtu(context: RuleContext) -> RuleResult:
-    interfaces = _interfaces(context)
+def _check_small_mtu(context: RuleContext) -> RuleResult:
+    interfaces = _roce_interfaces(context)
     if not interfaces:
         return context.not_run("no RoCE device here")
-    sizes = {
-        name: number
+    mtu_of_interface = {
+        name: mtu
         for names in interfaces.values()
         for name in names
-        if (number := context.tree.number(f"/sys/class/net/{name}/mtu")) is not None
+        if (mtu := context.tree.number(f"/sys/class/net/{name}/mtu")) is not None
     }
-    for name, number in sizes.items():
-        context.record(f"/sys/class/net/{name}/mtu", number)
-    small = [f"{name} has {number}" for name, number in sizes.items() if number < _MTU_MIN]
-    if small:
-        return context.fails("; ".join(small))
+    for name, mtu in mtu_of_interface.items():
+        context.record(f"/sys/class/net/{name}/mtu", mtu)
+    small_mtus = [f"{name} has {mtu}" for name, mtu in mtu_of_interface.items() if mtu < _MTU_MIN]
+    if small_mtus:
+        return context.fails("; ".join(small_mtus))
     return (
         context.passes("every MTU is at least 4200")
-        if sizes
+        if mtu_of_interface
         else context.not_run("the network interfaces of the RoCE devices cannot be read")
     )
 
@@ -92,31 +94,31 @@ def _mtu(context: RuleContext) -> RuleResult:
 @rule(
     code="no-roce-gid",
     title="a RoCE port without a RoCE v2 address",
-    why="Without a GID of type RoCE v2 a connection fails, or takes RoCE v1, which no router passes.",
+    why="Without a GID of type RoCE v2 a connection fails, or it uses RoCE v1, which routers do not forward.",
     remedy="give the interface an address (`ip addr add`); in a container, map the interface into it, since a GID "
     "belongs to a network namespace",
     reads="/sys/class/infiniband/*/ports/*/gids and gid_attrs/types",
 )
-def _gid(context: RuleContext) -> RuleResult:
-    without, known = [], 0
+def _check_no_roce_gid(context: RuleContext) -> RuleResult:
+    ports_without_gid, known_count = [], 0
     for device in context.facts.rdma_devices:
         for port in device.ports:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
-            if port.link_layer != "Ethernet" or not (numbers := context.tree.names(f"{folder}/gids")):
+            if port.link_layer != "Ethernet" or not (gid_indices := context.tree.names(f"{folder}/gids")):
                 continue
-            known += 1
-            types = set()
-            for number in numbers:
-                gid = context.tree.text(f"{folder}/gids/{number}") or ""
-                if not _NO_GID.fullmatch(gid):
-                    types.add(context.tree.text(f"{folder}/gid_attrs/types/{number}") or "unknown")
-            context.record(f"{folder}/gid_attrs/types", ", ".join(sorted(types)) or "no GID")
-            without += [] if "RoCE v2" in types else [f"{device.name} port {port.number}"]
-    if without:
-        return context.fails(f"no RoCE v2 address on {', '.join(without)}")
+            known_count += 1
+            gid_types = set()
+            for gid_index in gid_indices:
+                gid = context.tree.text(f"{folder}/gids/{gid_index}") or ""
+                if not _EMPTY_GID.fullmatch(gid):
+                    gid_types.add(context.tree.text(f"{folder}/gid_attrs/types/{gid_index}") or "unknown")
+            context.record(f"{folder}/gid_attrs/types", ", ".join(sorted(gid_types)) or "no GID")
+            ports_without_gid += [] if "RoCE v2" in gid_types else [f"{device.name} port {port.number}"]
+    if ports_without_gid:
+        return context.fails(f"no RoCE v2 address on {', '.join(ports_without_gid)}")
     return (
         context.passes("every RoCE port has a RoCE v2 address")
-        if known
+        if known_count
         else context.not_run("no RoCE port with readable addresses")
     )
 
@@ -129,20 +131,22 @@ def _gid(context: RuleContext) -> RuleResult:
     "CAP_IPC_LOCK",
     reads="/proc/self/limits, CapEff of /proc/self/status",
 )
-def _memlock(context: RuleContext) -> RuleResult:
+def _check_memlock_low(context: RuleContext) -> RuleResult:
     if not context.has_nic:
         return context.not_run("no RDMA device here")
     limits = context.facts.limits
     if not limits.memlock_known:
         return context.not_run("the limit cannot be read")
-    size = limits.memlock_bytes
-    context.record("/proc/self/limits", f"Max locked memory {'unlimited' if size is None else format_bytes(size)}")
+    limit_bytes = limits.memlock_bytes
+    context.record(
+        "/proc/self/limits", f"Max locked memory {'unlimited' if limit_bytes is None else format_bytes(limit_bytes)}"
+    )
     if "CAP_IPC_LOCK" in limits.capabilities:
         context.record("/proc/self/status", "CAP_IPC_LOCK")
         return context.passes("CAP_IPC_LOCK lifts the limit")
-    if size is None or size >= _MEMLOCK_BYTES_MIN:
-        return context.passes("no limit" if size is None else f"{format_bytes(size)} may be locked")
-    return context.fails(f"{format_bytes(size)} may be locked, and a few large registrations need more")
+    if limit_bytes is None or limit_bytes >= _MEMLOCK_BYTES_MIN:
+        return context.passes("no limit" if limit_bytes is None else f"{format_bytes(limit_bytes)} may be locked")
+    return context.fails(f"{format_bytes(limit_bytes)} may be locked, and a few large registrations need more")
 
 
 @rule(
@@ -153,26 +157,26 @@ def _memlock(context: RuleContext) -> RuleResult:
     "with /dev/nvidia-fs* where nvidia-fs is loaded",
     reads="/dev/infiniband/uverbs*, /dev/nvidiactl, /dev/nvidia-fs*, /sys/class/infiniband",
 )
-def _nodes(context: RuleContext) -> RuleResult:
-    driver = context.facts.nvidia_driver_version is not None
-    if not context.facts.rdma_devices and not driver:
+def _check_no_device_nodes(context: RuleContext) -> RuleResult:
+    has_driver = context.facts.nvidia_driver_version is not None
+    if not context.facts.rdma_devices and not has_driver:
         return context.not_run("neither an RDMA device nor the NVIDIA driver here")
     if not context.tree.names("/dev"):
         return context.not_run("/dev cannot be read")
-    missing = []
+    missing_nodes = []
     if context.facts.rdma_devices and not any(name.startswith("uverbs") for name in context.names("/dev/infiniband")):
-        missing.append("/dev/infiniband/uverbs*")
-    if driver and not context.exists("/dev/nvidiactl"):
-        missing.append("/dev/nvidiactl")
+        missing_nodes.append("/dev/infiniband/uverbs*")
+    if has_driver and not context.exists("/dev/nvidiactl"):
+        missing_nodes.append("/dev/nvidiactl")
     has_nvfs = context.exists("/proc/driver/nvidia-fs")
     if has_nvfs and not any(name.startswith("nvidia-fs") for name in context.tree.names("/dev")):
-        missing.append("/dev/nvidia-fs*")
+        missing_nodes.append("/dev/nvidia-fs*")
     container = f" ({', '.join(context.facts.container)})" if context.facts.container else ""
     return (
-        context.fails(f"missing: {', '.join(missing)}{container}")
-        if missing
+        context.fails(f"missing: {', '.join(missing_nodes)}{container}")
+        if missing_nodes
         else context.passes("every device node exists")
     )
 
 
-RULES = (_port, _mtu, _gid, _memlock, _nodes)
+RULES = (_check_port_down, _check_small_mtu, _check_no_roce_gid, _check_memlock_low, _check_no_device_nodes)

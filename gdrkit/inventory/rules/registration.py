@@ -1,6 +1,7 @@
 """Rules about a NIC that cannot register the memory of a GPU.
 
-Dma-buf and peer memory are alternatives: the absence of one is a fault only if the other is missing too.
+A NIC can register GPU memory by dma-buf or by peer memory. If one of these routes is missing, that is a fault only if
+the other is missing too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from gdrkit.verdict import Verdict
 
 __all__ = ["RULES"]
 
-_DMABUF_KERNEL = (5, 12)
-_MISMATCH = "disagrees about version of symbol ib_register_peer_memory_client"
-_UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
+_DMABUF_KERNEL_MIN = (5, 12)
+_SYMBOL_MISMATCH = "disagrees about version of symbol ib_register_peer_memory_client"
+_SYMBOL_UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
 
 
-def _without_both(context: RuleContext) -> RuleResult | None:
-    """Return the answer for a machine without a GPU or without a NIC; None if it has both."""
+def _not_run_without_both(context: RuleContext) -> RuleResult | None:
+    """Return the result for a machine without a GPU or without a NIC, or None if it has both."""
     if not context.has_gpu:
         return context.not_run("no GPU here")
     return None if context.has_nic else context.not_run("no RDMA device here")
@@ -33,10 +34,10 @@ def _without_both(context: RuleContext) -> RuleResult | None:
     "`modprobe nvidia_peermem`",
     reads="a registration of 64 KiB by each route; /sys/module/nvidia_peermem, /sys/kernel/mm/memory_peers",
 )
-def _no_route(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
-    missing = _without_both(context)
-    if missing:
-        return missing
+def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+    not_run_result = _not_run_without_both(context)
+    if not_run_result:
+        return not_run_result
     routes, has_module = context.working_routes(), context.has_peer_memory
     if routes:
         registered = {route.device_index for route in context.facts.routes if route.possible}
@@ -58,17 +59,20 @@ def _no_route(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return
 @rule(
     code="peermem-symbols",
     title="nvidia_peermem was built for another RDMA stack",
-    why="The module was built against another ib_core (inbox, or a vendor's stack) and is refused when it is loaded.",
+    why="The module was built for another ib_core: for that of the Linux distribution and not for that of a vendor's "
+    "RDMA stack, or the reverse. The kernel refuses to load such a module.",
     remedy="install the driver again after the RDMA stack, so that nvidia_peermem is built against it; or use dma-buf, "
     "which needs no such module",
     reads="the kernel log; /proc/kallsyms for ib_register_peer_memory_client (which shows only that the kernel "
     "supports it)",
     privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
 )
-def _symbols(context: RuleContext) -> RuleResult:
+def _check_peermem_symbols(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    refusals = [line for line in context.machine.kernel_log.lines if _MISMATCH in line or _UNKNOWN in line]
+    refusals = [
+        line for line in context.machine.kernel_log.lines if _SYMBOL_MISMATCH in line or _SYMBOL_UNKNOWN in line
+    ]
     if refusals:
         context.record("kernel log", refusals[-1])
         return context.fails("the kernel refused a peer memory module because of its symbols")
@@ -93,7 +97,7 @@ def _symbols(context: RuleContext) -> RuleResult:
     reads="ibv_reg_dmabuf_mr with descriptor -1 (EBADF means that it is supported); /proc/sys/kernel/osrelease, "
     "/boot/config-*, /proc/config.gz",
 )
-def _no_region(context: RuleContext) -> RuleResult:
+def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
     if not context.has_nic:
         return context.not_run("no RDMA device here")
     nics = [nic for nic in (context.facts.verbs.nics if context.facts.verbs else ()) if nic.dmabuf is not None]
@@ -101,10 +105,10 @@ def _no_region(context: RuleContext) -> RuleResult:
         context.record(
             f"ibv_reg_dmabuf_mr on {nic.name} with descriptor -1", "EBADF" if nic.dmabuf else "not supported"
         )
-    without = [nic.name for nic in nics if not nic.dmabuf]
-    if nics and not without:
+    without_support = [nic.name for nic in nics if not nic.dmabuf]
+    if nics and not without_support:
         return context.passes("every NIC supports dma-buf regions")
-    cause = f"no dma-buf regions on {', '.join(without)}" if nics else _kernel_without_dmabuf(context)
+    cause = f"no dma-buf regions on {', '.join(without_support)}" if nics else _kernel_without_dmabuf(context)
     if cause is None and context.is_uncaptured("/proc/sys/kernel/osrelease"):
         return context.not_run("the capture does not contain the files of this rule")
     if cause is None:
@@ -115,19 +119,23 @@ def _no_region(context: RuleContext) -> RuleResult:
 
 
 def _kernel_without_dmabuf(context: RuleContext) -> str | None:
+    """Return the reason why the kernel does not support dma-buf regions, or None if no reason is known."""
     release = context.text("/proc/sys/kernel/osrelease") or ""
     numbers = re.match(r"(\d+)\.(\d+)", release)
-    if numbers and (int(numbers[1]), int(numbers[2])) < _DMABUF_KERNEL:
+    if numbers and (int(numbers[1]), int(numbers[2])) < _DMABUF_KERNEL_MIN:
         return f"Linux {release} is older than 5.12"
     config = context.tree.text(f"/boot/config-{release}") or _decompress(context.tree.data("/proc/config.gz"))
     context.record(
         f"/boot/config-{release} or /proc/config.gz", "read" if config else "does not exist or is not readable"
     )
-    missing = [name for name in ("DMA_SHARED_BUFFER", "PCI_P2PDMA") if config and f"CONFIG_{name}=y" not in config]
-    return f"the kernel was built without CONFIG_{', CONFIG_'.join(missing)}" if missing else None
+    missing_options = [
+        name for name in ("DMA_SHARED_BUFFER", "PCI_P2PDMA") if config and f"CONFIG_{name}=y" not in config
+    ]
+    return f"the kernel was built without CONFIG_{', CONFIG_'.join(missing_options)}" if missing_options else None
 
 
 def _decompress(data: bytes | None) -> str:
+    """Return the text of gzip data; empty if there is no valid data or more than 1 MiB of it."""
     import gzip
 
     try:
@@ -144,7 +152,7 @@ def _decompress(data: bytes | None) -> str:
     remedy="install the open kernel module of NVIDIA (driver 515 or newer), or load nvidia_peermem",
     reads="CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED; /proc/driver/nvidia/version",
 )
-def _no_export(context: RuleContext) -> RuleResult:
+def _check_no_dmabuf_export(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     devices = context.facts.cuda.devices if context.facts.cuda else ()
@@ -152,12 +160,12 @@ def _no_export(context: RuleContext) -> RuleResult:
         context.record(
             f"DMA_BUF_SUPPORTED of GPU {device.index}", device.attributes.get("DMA_BUF_SUPPORTED", "unknown")
         )
-    without = [str(device.index) for device in devices if not device.has("DMA_BUF_SUPPORTED")]
-    if devices and not without:
+    without_support = [str(device.index) for device in devices if not device.has("DMA_BUF_SUPPORTED")]
+    if devices and not without_support:
         return context.passes("every GPU exports its memory as dma-buf")
     version = context.text("/proc/driver/nvidia/version")
     if devices:
-        cause = f"no dma-buf export by GPU {', '.join(without)}"
+        cause = f"no dma-buf export by GPU {', '.join(without_support)}"
     elif version is None:
         return context.not_run("neither CUDA nor /proc/driver/nvidia/version can be read")
     elif "Open Kernel Module" in version:
@@ -172,39 +180,39 @@ def _no_export(context: RuleContext) -> RuleResult:
 @rule(
     code="no-gpudirect",
     title="a GPU of a class without GPUDirect RDMA",
-    why="Consumer GPUs refuse every registration, with any driver and modules.",
+    why="Consumer GPUs refuse every registration, whatever driver and modules are installed.",
     remedy="use a data-centre or professional GPU; no setting changes this",
     reads="CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED",
 )
-def _no_gpudirect(context: RuleContext) -> RuleResult:
+def _check_no_gpudirect(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     if context.facts.cuda is None:
         return context.not_run("CUDA could not be queried, and no other source reports it")
-    without = []
+    without_support = []
     for device in context.facts.cuda.devices:
         context.record(
             f"GPU_DIRECT_RDMA_SUPPORTED of GPU {device.index}", device.attributes.get("GPU_DIRECT_RDMA_SUPPORTED", 0)
         )
         if not device.has("GPU_DIRECT_RDMA_SUPPORTED"):
-            without.append(f"{device.index} ({device.name})")
+            without_support.append(f"{device.index} ({device.name})")
     return (
-        context.fails(f"no GPUDirect RDMA on GPU {', '.join(without)}")
-        if without
+        context.fails(f"no GPUDirect RDMA on GPU {', '.join(without_support)}")
+        if without_support
         else context.passes("every GPU supports GPUDirect RDMA")
     )
 
 
 @rule(
     code="topology-veto",
-    title="the driver forbids peers by topology",
-    why="On chipsets that the driver considers unsuitable, it refuses peer access without a common switch, and does "
-    "not report this.",
+    title="the driver forbids peer access because of the PCI topology",
+    why="On chipsets that the driver considers unsuitable, it refuses peer access between devices that are not below "
+    "one PCIe switch. It does not report this.",
     remedy="set the module parameter NVreg_GrdmaPciTopoCheckOverride=1 (0 lets the driver decide, 2 denies), and load "
     "the module again",
     reads="/proc/driver/nvidia/params",
 )
-def _veto(context: RuleContext) -> RuleResult:
+def _check_topology_veto(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     path = "/proc/driver/nvidia/params"
@@ -224,14 +232,14 @@ def _veto(context: RuleContext) -> RuleResult:
     code="p2p-one-way",
     title="the chipset passes writes between peers, but not reads",
     why="Transfers work in one direction only, and a test of writes alone does not detect this.",
-    remedy="put GPU and NIC below one PCIe switch; where there is none, use this GPU for receiving only",
+    remedy="put GPU and NIC below one PCIe switch; if there is no switch, use this GPU for receiving only",
     reads="an RDMA WRITE into and an RDMA READ from the memory of each GPU, in loopback over each NIC",
     experiment="p2p",
 )
-def _one_way(context: RuleContext) -> RuleResult:
-    missing = _without_both(context)
-    if missing:
-        return missing
+def _check_p2p_one_way(context: RuleContext) -> RuleResult:
+    not_run_result = _not_run_without_both(context)
+    if not_run_result:
+        return not_run_result
     observation = context.observe("p2p")
     if observation is None:
         return context.not_run("the experiment was not run")
@@ -239,10 +247,20 @@ def _one_way(context: RuleContext) -> RuleResult:
         return context.fails(f"the experiment failed: {observation.failure.message}")
     if not observation.seen:
         return context.not_run("there is no pair of GPU and NIC to test")
-    bad = [f"{where}: {what}" for where, what in observation.seen.items() if what != "SUCCESS"]
+    failed_steps = [f"{where}: {what}" for where, what in observation.seen.items() if what != "SUCCESS"]
     return (
-        context.fails("; ".join(bad)) if bad else (Verdict.PASS, "writes and reads were tried, and the data is correct")
+        context.fails("; ".join(failed_steps))
+        if failed_steps
+        else (Verdict.PASS, "writes and reads were tried, and the data is correct")
     )
 
 
-RULES = (_no_route, _symbols, _no_region, _no_export, _no_gpudirect, _veto, _one_way)
+RULES = (
+    _check_no_registration_route,
+    _check_peermem_symbols,
+    _check_no_dmabuf_region,
+    _check_no_dmabuf_export,
+    _check_no_gpudirect,
+    _check_topology_veto,
+    _check_p2p_one_way,
+)

@@ -1,6 +1,7 @@
 """Rules about files that do not go directly into GPU memory: the kernel and the configuration of cuFile.
 
-nvidia-fs and P2PDMA are alternatives: the absence of one is a fault only if the other is missing too.
+cuFile can transfer directly by nvidia-fs or by P2PDMA. If one of them is missing, that is a fault only if the other is
+missing too.
 """
 
 from __future__ import annotations
@@ -15,35 +16,35 @@ __all__ = ["RULES"]
 
 _NVIDIA_FS = "/proc/driver/nvidia-fs"
 _PARAMS = "/proc/driver/nvidia/params"
-_DRIVER_P2PDMA = 565
-_VERSION_MISMATCH = (5004, 5001)
-_TRUE = ("1", "true", "yes")
+# Major version of the first NVIDIA driver that supports P2PDMA.
+_P2PDMA_DRIVER_MIN = 565
+# CU_FILE_DRIVER_VERSION_MISMATCH and CU_FILE_DRIVER_NOT_INITIALIZED.
+_VERSION_MISMATCH_STATUSES = (5004, 5001)
+_TRUE_WORDS = ("1", "true", "yes")
 _FALLBACK_WORDS = ("running in compatible mode", "compatible mode", "Falling back")
-_LOG_BYTES = 1 << 20
 
 
 @rule(
     code="nvidia-fs-absent",
     title="nvidia-fs is not loaded, or not bound to the storage driver",
-    why="Without it (and without P2PDMA) every cuFile transfer goes through host memory, with correct data and without "
-    "an error.",
+    why="Without nvidia-fs and without P2PDMA every cuFile transfer goes through host memory. The data is correct, and "
+    "no call reports an error.",
     remedy="install nvidia-fs (nvidia-gds) and `modprobe nvidia_fs` before the storage driver; it binds only to an "
     "nvme module that it was built for. Or set up P2PDMA (`gdrkit explain p2pdma-off`)",
     reads="/proc/driver/nvidia-fs, its file modules; the kernel log",
 )
-def _absent(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+def _check_nvidia_fs_absent(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     if not context.has_gpu:
         return context.not_run("no GPU here")
     if context.exists(_NVIDIA_FS):
-        bound = context.text(f"{_NVIDIA_FS}/modules") or ""
-        if not bound.strip():
+        registered_drivers = context.text(f"{_NVIDIA_FS}/modules") or ""
+        if not registered_drivers.strip():
             return context.fails("nvidia-fs is loaded, but no storage driver has registered with it")
-        local = any(controller.transport in (None, "pcie") for controller in context.facts.nvme)
-        if local and not re.search(r"^nvme\b", bound, re.MULTILINE):
+        has_local_nvme = any(controller.transport in (None, "pcie") for controller in context.facts.nvme)
+        if has_local_nvme and not re.search(r"^nvme\b", registered_drivers, re.MULTILINE):
             return context.fails("nvidia-fs is loaded, but the nvme driver has not registered with it")
-        return context.passes(
-            f"nvidia-fs is loaded, with {', '.join(line.split(':')[0].strip() for line in bound.splitlines())}"
-        )
+        names = ", ".join(line.split(":")[0].strip() for line in registered_drivers.splitlines())
+        return context.passes(f"nvidia-fs is loaded, with {names}")
     if context.is_uncaptured(_NVIDIA_FS):
         return context.not_run("the capture does not contain the files of this rule")
     if _missing_for_p2pdma(context) == []:
@@ -54,81 +55,85 @@ def _absent(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return p
 @rule(
     code="nvidia-fs-version",
     title="the versions of nvidia-fs, cuFile and the driver do not match",
-    why="A driver that is too old or proprietary lacks nvidia_p2p_*: the module does not load, or the library "
-    "refuses its version.",
+    why="A driver that is too old, or the proprietary driver, lacks the functions nvidia_p2p_*. Then nvidia-fs does "
+    "not load, or libcufile refuses its version.",
     remedy="install driver, nvidia-fs and cuFile of one CUDA release; since nvidia-fs 2.17.5 the open kernel module is "
     "needed on x86_64",
     reads="the kernel log; /proc/driver/nvidia-fs/version; the error of cuFileDriverOpen",
     privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
 )
-def _version(context: RuleContext) -> RuleResult:
+def _check_nvidia_fs_version(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    log = context.machine.kernel_log
-    refused = [line for line in log.lines if "nvidia_fs" in line and "nvidia_p2p" in line and "symbol" in line]
-    if refused:
-        context.record("kernel log", refused[-1])
+    kernel_log = context.machine.kernel_log
+    refusals = [line for line in kernel_log.lines if "nvidia_fs" in line and "nvidia_p2p" in line and "symbol" in line]
+    if refusals:
+        context.record("kernel log", refusals[-1])
         return context.fails("the kernel refused nvidia_fs because of its symbols")
     observation = context.observe_cufile("driver_open")
-    if observation and observation.failure and observation.failure.status in _VERSION_MISMATCH:
+    if observation and observation.failure and observation.failure.status in _VERSION_MISMATCH_STATUSES:
         return context.fails(f"cuFileDriverOpen: {observation.failure.message}")
     version = context.text(f"{_NVIDIA_FS}/version")
     if version is None:
-        if log.unreadable:
+        if kernel_log.unreadable:
             return context.not_run(
                 "nvidia-fs is not loaded; the kernel log, which would have the reason, cannot be "
-                f"read: {log.unreadable}"
+                f"read: {kernel_log.unreadable}"
             )
         return context.passes("the kernel log reports no nvidia_fs that was refused because of its symbols")
     return context.passes(f"{version.splitlines()[0] if version else 'nvidia-fs'} is loaded and was not refused")
 
 
 def _missing_for_p2pdma(context: RuleContext) -> list[str] | None:
-    """Return the missing conditions of the P2PDMA route; None if there is no NVMe controller on PCI."""
+    """Return the conditions of P2PDMA that this machine does not meet, or None if it has no NVMe controller on PCI."""
     if not context.nvme_functions:
         return None
-    missing = []
+    missing_conditions = []
     if not context.lines("/proc/kallsyms", "p2pdma_pgmap_ops"):
-        missing.append("the kernel has no p2pdma_pgmap_ops")
+        missing_conditions.append("the kernel has no p2pdma_pgmap_ops")
     version = context.tree.text("/proc/driver/nvidia/version") or ""
-    number = re.search(r"\b(\d+)\.\d+", version)
+    driver_version = re.search(r"\b(\d+)\.\d+", version)
     context.record("/proc/driver/nvidia/version", version.splitlines()[0] if version else "not readable")
-    if "Open Kernel Module" not in version or number is None or int(number[1]) < _DRIVER_P2PDMA:
-        missing.append(f"no open kernel module of driver {_DRIVER_P2PDMA} or newer")
-    words = [line for line in (context.tree.text(_PARAMS) or "").splitlines() if line.startswith("RegistryDwords:")]
-    context.record(_PARAMS, words[0] if words else "no RegistryDwords")
-    missing += [] if words and "RMForceStaticBar1=1" in words[0] else ["RMForceStaticBar1=1 is not set"]
+    if "Open Kernel Module" not in version or driver_version is None or int(driver_version[1]) < _P2PDMA_DRIVER_MIN:
+        missing_conditions.append(f"no open kernel module of driver {_P2PDMA_DRIVER_MIN} or newer")
+    registry_lines = [
+        line for line in (context.tree.text(_PARAMS) or "").splitlines() if line.startswith("RegistryDwords:")
+    ]
+    context.record(_PARAMS, registry_lines[0] if registry_lines else "no RegistryDwords")
+    missing_conditions += (
+        [] if registry_lines and "RMForceStaticBar1=1" in registry_lines[0] else ["RMForceStaticBar1=1 is not set"]
+    )
     if (context.text("/sys/module/nvme_core/parameters/multipath") or "N") != "N":
-        missing.append("nvme_core.multipath is on")
-    _, config = context.config()
+        missing_conditions.append("nvme_core.multipath is on")
+    _, config = context.cufile_config()
     if cufile_json.value(config, "properties", "use_pci_p2pdma") is not True:
-        missing.append("use_pci_p2pdma is not true in cufile.json")
-    return missing
+        missing_conditions.append("use_pci_p2pdma is not true in cufile.json")
+    return missing_conditions
 
 
 @rule(
     code="p2pdma-off",
     title="the P2PDMA route of NVMe is off",
-    why="Since CUDA 12.8 an NVMe can reach GPU memory without nvidia-fs; five settings must be correct at once, and "
-    "no message names a wrong one.",
+    why="Since CUDA 12.8 an NVMe can reach GPU memory without nvidia-fs. Five settings must be correct for this, and "
+    "no message names the wrong one.",
     remedy='open kernel module 565 or newer; NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1"; '
     "nvme_core.multipath=N; use_pci_p2pdma in cufile.json, in properties and in block.nvme",
     reads="/proc/kallsyms, /proc/driver/nvidia/{version,params}, /sys/module/nvme_core/parameters/multipath, "
     "cufile.json",
 )
-def _p2pdma(context: RuleContext) -> RuleResult:
+def _check_p2pdma_off(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    missing = _missing_for_p2pdma(context)
-    if missing is None:
+    missing_conditions = _missing_for_p2pdma(context)
+    if missing_conditions is None:
         return context.not_run("no NVMe on PCI")
     if context.is_uncaptured("/proc/driver/nvidia/version"):
         return context.not_run("the capture does not contain the files of this rule")
-    if not missing:
+    if not missing_conditions:
         return context.passes("all settings for P2PDMA are correct")
     if context.exists(f"{_NVIDIA_FS}/modules"):
-        return context.passes(f"{missing[0]}, but nvidia-fs works instead")
-    return context.fails("; ".join(missing))
+        return context.passes(f"{missing_conditions[0]}, but nvidia-fs works instead")
+    return context.fails("; ".join(missing_conditions))
 
 
 @rule(
@@ -139,14 +144,14 @@ def _p2pdma(context: RuleContext) -> RuleResult:
     "fails",
     reads="the file named by CUFILE_ENV_PATH_JSON, else /etc/cufile.json; CUFILE_FORCE_COMPAT_MODE",
 )
-def _compat(context: RuleContext) -> RuleResult:
+def _check_cufile_compat(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    forced = context.machine.environment.get("CUFILE_FORCE_COMPAT_MODE", "")
-    if forced.lower() in _TRUE:
-        context.record("CUFILE_FORCE_COMPAT_MODE", forced)
+    force_variable = context.machine.environment.get("CUFILE_FORCE_COMPAT_MODE", "")
+    if force_variable.lower() in _TRUE_WORDS:
+        context.record("CUFILE_FORCE_COMPAT_MODE", force_variable)
         return context.fails("CUFILE_FORCE_COMPAT_MODE forces compatibility mode")
-    path, config = context.config()
+    path, config = context.cufile_config()
     settings = {
         name: cufile_json.value(config, "properties", name)
         for name in ("force_compat_mode", "allow_compat_mode", "gds_fallback_io", "vanilla_posix_io_mode")
@@ -155,9 +160,9 @@ def _compat(context: RuleContext) -> RuleResult:
         context.record(
             f"{path or cufile_json.DEFAULT_PATH} properties.{name}", "not set" if setting is None else setting
         )
-    forcing = [name for name in ("force_compat_mode", "vanilla_posix_io_mode") if settings[name] is True]
-    if forcing:
-        return context.fails(f"{path}: {' and '.join(forcing)} is true")
+    forcing_settings = [name for name in ("force_compat_mode", "vanilla_posix_io_mode") if settings[name] is True]
+    if forcing_settings:
+        return context.fails(f"{path}: {' and '.join(forcing_settings)} is true")
     if settings["allow_compat_mode"] is False and settings["gds_fallback_io"] is not True:
         return context.passes(f"{path} does not allow compatibility mode: an I/O that cannot be direct fails")
     if context.is_uncaptured(cufile_json.DEFAULT_PATH):
@@ -174,10 +179,10 @@ def _compat(context: RuleContext) -> RuleResult:
     reads="cufile.log (logging.dir of cufile.json, CUFILE_LOGFILE_PATH); /proc/driver/nvidia-fs/stats, "
     "/sys/module/nvidia_fs/parameters/rw_stats_enabled",
 )
-def _fallback(context: RuleContext) -> RuleResult:
+def _check_silent_fallback(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    _, config = context.config()
+    _, config = context.cufile_config()
     folder = cufile_json.value(config, "logging", "dir")
     path = context.machine.environment.get("CUFILE_LOGFILE_PATH", "")
     if not path and isinstance(folder, str) and folder.startswith("/"):
@@ -188,10 +193,10 @@ def _fallback(context: RuleContext) -> RuleResult:
     stats = context.tree.text(f"{_NVIDIA_FS}/stats")
     if stats is None:
         return context.not_run("there is no log of cuFile, and there are no counters of nvidia-fs")
-    is_counting = context.text("/sys/module/nvidia_fs/parameters/rw_stats_enabled")
+    rw_stats_enabled = context.text("/sys/module/nvidia_fs/parameters/rw_stats_enabled")
     line = next((line for line in stats.splitlines() if line.startswith("Reads")), "")
     context.record(f"{_NVIDIA_FS}/stats", line)
-    if is_counting in ("0", "N"):
+    if rw_stats_enabled in ("0", "N"):
         return context.unproven("nvidia-fs does not count: rw_stats_enabled is 0")
     count = re.search(r"n=(\d+)", line)
     if count and int(count[1]) > 0:
@@ -199,4 +204,10 @@ def _fallback(context: RuleContext) -> RuleResult:
     return context.unproven("nvidia-fs has not served any reads yet")
 
 
-RULES = (_absent, _version, _p2pdma, _compat, _fallback)
+RULES = (
+    _check_nvidia_fs_absent,
+    _check_nvidia_fs_version,
+    _check_p2pdma_off,
+    _check_cufile_compat,
+    _check_silent_fallback,
+)

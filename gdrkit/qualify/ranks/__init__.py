@@ -1,7 +1,8 @@
-"""Qualification of several machines (``gdrkit qualify --mpi``).
+"""Qualification of transfers between several machines (``mpirun gdrkit qualify --mpi``).
 
-MPI starts the ranks; all further communication uses TCP with timeouts. Rank 0 plans which NIC accesses which GPU, and
-writes the records. Each rank measures in a child process, so that a crash or a hang fails one pair and not the job.
+A rank is one process of the MPI job. MPI only starts the ranks. All further communication uses TCP with timeouts. Rank
+0 plans which NIC accesses which GPU, and writes the records. Such a combination is called a pair. Each rank measures in
+a child process, so that a crash or a hang fails one pair and not the whole job.
 """
 
 from __future__ import annotations

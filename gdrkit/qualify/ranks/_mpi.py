@@ -1,6 +1,6 @@
-"""Adapter of mpi4py, which only exchanges the addresses of the ranks.
+"""Adapter of mpi4py. The ranks use MPI only once, to exchange the addresses at which they listen.
 
-MPI ends the whole job if one process dies, and its calls have no timeout. Therefore it is finalized before any
+MPI ends the whole job if one process dies, and its calls have no timeout. Therefore MPI is finalized before any
 measurement.
 """
 
@@ -10,10 +10,10 @@ import importlib
 
 from gdrkit.errors import Api, Reason, SetupMissing
 
-__all__ = ["gather"]
+__all__ = ["exchange_texts"]
 
 
-def gather(text: str) -> tuple[int, list[str]]:
+def exchange_texts(text: str) -> tuple[int, list[str]]:
     """Exchange `text` with all ranks and finalize MPI. Return the number of this rank and the texts in rank order.
 
     Raises
@@ -33,7 +33,7 @@ def gather(text: str) -> tuple[int, list[str]]:
             what_to_do="pip install 'gdrkit[mpi]', and install an MPI library, e.g. apt-get install openmpi-bin",
             detail=str(error),
         ) from error
-    world = mpi.COMM_WORLD
-    rank, texts = int(world.Get_rank()), [str(each) for each in world.allgather(text)]
+    communicator = mpi.COMM_WORLD
+    rank, texts = int(communicator.Get_rank()), [str(gathered) for gathered in communicator.allgather(text)]
     mpi.Finalize()
     return rank, texts

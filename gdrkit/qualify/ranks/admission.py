@@ -1,7 +1,8 @@
-"""Admission of the ranks of a job by rank 0, which closes every other connection.
+"""Admission of the ranks of a job by rank 0, which closes the connections of all other peers.
 
-Port scanners also find an open port. A peer that does not send the token of the job within seconds is disconnected, and
-does not delay the ranks until then.
+Each rank connects to the TCP port of rank 0, and sends the token of the job and then the facts about its machine. Other
+programs, such as port scanners, may connect to the port as well. A peer that does not send the token within 10 seconds
+is disconnected. Meanwhile, rank 0 continues to admit ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _POLL_S, _ACCEPT_RETRY_S = 1.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """The first message of a rank. Every version understands it; later messages may differ between versions."""
+    """The first message of a rank. It is the same in every version of gdrkit; later messages may differ."""
 
     token: str
     rank: int
@@ -58,11 +59,11 @@ class AdmittedRanks:
     Attributes
     ----------
     ranks : mapping
-        The ranks that take part, by number.
+        The ranks that take part. The keys are the rank numbers.
     rejected : mapping
-        The reasons why other ranks do not take part, by number.
+        For each rank that rank 0 refused: the reason.
     connections : list of MessageSocket
-        The connections to all of them.
+        The connections to all ranks, also to the refused ones.
     """
 
     ranks: dict[int, RankProxy] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class AdmittedRanks:
     connections: list[MessageSocket] = field(default_factory=list)
 
     def send_exit_code(self, code: int) -> None:
-        """Send all ranks the exit code with which they end."""
+        """Send all ranks the exit code of the job, with which they then exit."""
         for connection in self.connections:
             with contextlib.suppress(PeerGone, TimeoutError):  # A rank that has died needs no exit code.
                 connection.send({"exit_code": code}, timeout_s=_SEND_TIMEOUT_S)
@@ -99,9 +100,9 @@ def admit_ranks(
     token : str
         Secret that only the ranks know.
     timeout_s : float
-        Longest wait. Ranks that are late do not take part.
+        Longest wait. A rank that has not sent its facts by then does not take part.
     should_stop : callable
-        Returns whether to stop the wait.
+        A function that returns True if the wait must end early.
     """
     listener.setblocking(False)  # noqa: FBT003 - the signature of the standard library.
     with selectors.DefaultSelector() as selector:
@@ -127,7 +128,7 @@ def admit_ranks(
 
 
 class _Admission:
-    """The connections of the candidates, and the ranks admitted so far."""
+    """The candidates, which are connected peers that may be ranks, and the ranks admitted so far."""
 
     def __init__(self, selector: selectors.BaseSelector, count: int, token: str, deadline_s: float) -> None:
         self._selector = selector
@@ -139,28 +140,29 @@ class _Admission:
 
     @property
     def is_open(self) -> bool:
-        """Whether a further rank may still connect."""
-        known = len(self.admitted.ranks) + len(self.admitted.rejected)
-        return known < self._count and time.monotonic() < self._deadline_s
+        """Whether rank 0 still waits for ranks: not all have been admitted or rejected, and time is left."""
+        decided_count = len(self.admitted.ranks) + len(self.admitted.rejected)
+        return decided_count < self._count and time.monotonic() < self._deadline_s
 
     def accept(self, listener: socket.socket) -> None:
-        """Accept a connection."""
+        """Accept a connection, and add its peer to the candidates."""
         try:
-            accepted, _ = listener.accept()
+            connected, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError:
-            # The peer reset the connection, or this process has no free descriptor until another connection closes.
+            # Either the peer has reset the connection, or this process has reached its limit of open descriptors. The
+            # second error ends when another connection is closed.
             time.sleep(_ACCEPT_RETRY_S)
             return
         deadline_s = min(self._deadline_s, time.monotonic() + _HELLO_TIMEOUT_S)
-        candidate = _Candidate(MessageSocket(accepted), deadline_s)
+        candidate = _Candidate(MessageSocket(connected), deadline_s)
         self.candidates.add(candidate)
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
-        unverified = [each for each in self.candidates if each.hello is None]
-        if len(unverified) > _UNVERIFIED_MAX:
-            # A rank sends its token at once, so the oldest of these connections is not a rank.
-            self.disconnect(min(unverified, key=lambda each: each.deadline_s))
+        unverified_candidates = [peer for peer in self.candidates if peer.hello is None]
+        if len(unverified_candidates) > _UNVERIFIED_MAX:
+            # A rank sends its token at once, so the peer that has waited longest is not a rank.
+            self.disconnect(min(unverified_candidates, key=lambda peer: peer.deadline_s))
 
     def receive(self, candidate: _Candidate) -> None:
         """Process the messages that a candidate has sent."""
@@ -183,7 +185,7 @@ class _Admission:
 
     def disconnect_late(self) -> None:
         """Close the connections of the candidates whose deadline has passed."""
-        for candidate in [each for each in self.candidates if each.deadline_s < time.monotonic()]:
+        for candidate in [peer for peer in self.candidates if peer.deadline_s < time.monotonic()]:
             self.disconnect(candidate)
 
     def disconnect(self, candidate: _Candidate) -> None:
@@ -194,10 +196,10 @@ class _Admission:
     def _receive_hello(self, candidate: _Candidate, message: dict[str, Any]) -> None:
         hello = serialization.from_json_data(RankHello, message, where="a hello")
         is_verified = hmac.compare_digest(hello.token.encode("utf-8", "surrogatepass"), self._token)
-        known = self.admitted.ranks.keys() | self.admitted.rejected.keys()
-        if not is_verified or hello.rank not in range(self._count) or hello.rank in known:
-            text = "the peer is not an expected rank of this job"
-            raise UsageError(text, reason=Reason.MALFORMED)
+        decided_ranks = self.admitted.ranks.keys() | self.admitted.rejected.keys()
+        if not is_verified or hello.rank not in range(self._count) or hello.rank in decided_ranks:
+            message_text = "the peer is not an expected rank of this job"
+            raise UsageError(message_text, reason=Reason.MALFORMED)
         candidate.hello, candidate.deadline_s = hello, self._deadline_s
         candidate.connection.send({"welcome": hello.rank}, timeout_s=_SEND_TIMEOUT_S)
         if hello.version != gdrkit.__version__:

@@ -1,7 +1,7 @@
-"""The steps of a job of several ranks; most of them are tasks of rank 0.
+"""The steps of ``gdrkit qualify --mpi``, a job with several ranks. Rank 0 does most of them.
 
-Rank 0 writes an unfinished run into the folder before the first pair, so that even after the job was killed a report of
-the measured pairs can be made.
+Before the first pair, rank 0 writes a run.json that says "interrupted". So ``gdrkit report`` can make a report of the
+measured pairs even if the job is killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gdrkit.install_paths import install_paths
 from gdrkit.inventory import choose_profile, load_profile, load_profiles, probe
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import CasePlan, PlannedCase
-from gdrkit.qualify.ranks._mpi import gather
+from gdrkit.qualify.ranks._mpi import exchange_texts
 from gdrkit.qualify.ranks.admission import RankHello, admit_ranks
 from gdrkit.qualify.ranks.pairs import pair_name, plan_pairs
 from gdrkit.qualify.ranks.rank import join, serve
@@ -50,13 +50,15 @@ if TYPE_CHECKING:
 __all__ = ["qualify_ranks"]
 
 _SEED_BITS = 63
-# The time in which the ranks probe their machines and connect. Ranks that are late do not take part.
+# The time in which the ranks must probe their machines and send the facts. Later ranks do not take part.
 _FACTS_TIMEOUT_S = 120.0
 _LOCAL_RANK_TIMEOUT_S = 30.0
 
 
 def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = False) -> int:
-    """Run this rank of the job, and return the exit code, which is the same for all ranks.
+    """Run this rank of the job, and return the exit code of the job, which all ranks return.
+
+    With `within_hosts`, the pairs are between ranks of one machine, even if the job has several machines.
 
     Raises
     ------
@@ -66,45 +68,48 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
         The profile does not exist or does not fit.
     """
     listener = socket.create_server(("", 0), backlog=1024)
-    own_address = {
-        "addresses": _addresses(),
+    contact_data = {
+        "addresses": _ipv4_addresses(),
         "port": listener.getsockname()[1],
         "token": secrets.token_hex(16),
         "seed": secrets.randbits(_SEED_BITS) if options.seed is None else options.seed,
     }
-    rank, gathered = gather(json.dumps(own_address))
-    first = json.loads(gathered[0])
-    present = launch.present_hardware(HostTree())
-    software = launch.TWINNED if options.software else launch.TWINNED - present.keys()
-    # All ranks use one domain of the twins, so that the ranks of one machine can access each other's twin devices.
-    launched = launch.Launch(software=software, seed=first["seed"], domain=f"job-{first['token'][:12]}")
-    environment = launch.environment(launched)
-    hello = RankHello(first["token"], rank, _host_identity(), gdrkit.__version__)
+    rank, contact_texts = exchange_texts(json.dumps(contact_data))
+    rank0_contact = json.loads(contact_texts[0])
+    present_hardware = launch.present_hardware(HostTree())
+    software = launch.TWINNED if options.software else launch.TWINNED - present_hardware.keys()
+    # Twins of processes with the same domain emulate the same devices, so the ranks of one machine can access the
+    # memory of each other.
+    launch_options = launch.Launch(
+        software=software, seed=rank0_contact["seed"], domain=f"job-{rank0_contact['token'][:12]}"
+    )
+    environment = launch.environment(launch_options)
+    hello = RankHello(rank0_contact["token"], rank, _host_identity(), gdrkit.__version__)
 
-    def take_part() -> int:
-        # The probe is slow. It comes first, because a connected rank must send its facts without delay.
+    def join_and_measure() -> int:
+        # The probe is slow. It comes before join, because a connected rank must send its facts without delay.
         facts = probe(environment=environment)
-        return serve(join(first, hello), facts, environment)
+        return serve(join(rank0_contact, hello), facts, environment)
 
     if rank != 0:
         listener.close()
-        return take_part()
+        return join_and_measure()
     _detach_from_mpi()
     with listener:
         # Rank 0 also measures, like every other rank.
-        local_rank = _LocalRank(take_part)
+        local_rank = _LocalRank(join_and_measure)
         local_rank.start()
-        job = _Job(replace(options, seed=first["seed"]), _OptionalProgress(progress), within_hosts=within_hosts)
-        code = job.run(listener, len(gathered), first["token"], local_rank)
+        job = _Job(replace(options, seed=rank0_contact["seed"]), _OptionalProgress(progress), within_hosts=within_hosts)
+        code = job.run(listener, len(contact_texts), rank0_contact["token"], local_rank)
         local_rank.join(_LOCAL_RANK_TIMEOUT_S)
     return code
 
 
 def _detach_from_mpi() -> None:
-    """Continue in a child process with its own session, which MPI does not kill.
+    """Continue in a child process in a new session, which MPI does not kill.
 
-    MPI kills all processes of a job one second after the first one has died. Rank 0 must still write the report then.
-    The process that MPI has started remains, and exits with the code of the child.
+    If one process of a job dies, MPI kills all others one second later. The child process of rank 0 can then still
+    write the report. The process that MPI has started waits for the child and exits with its exit code.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,7 +122,11 @@ def _detach_from_mpi() -> None:
 
 
 class _OptionalProgress:
-    """A progress display that stops at the first output error: MPI closes the terminal or pipe with the job."""
+    """A progress display that stops at the first output error.
+
+    Output fails when MPI ends the job, because MPI then closes the terminal or pipe. Rank 0 continues without a
+    display.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress: Progress | None = progress
@@ -126,17 +135,17 @@ class _OptionalProgress:
         """Print a line."""
         self._display(lambda progress: progress.print_line(line))
 
-    def begin(self, plan: CasePlan) -> None:
+    def begin_cases(self, plan: CasePlan) -> None:
         """Start the display of the cases of `plan`."""
-        self._display(lambda progress: progress.begin(plan))
+        self._display(lambda progress: progress.begin_cases(plan))
 
-    def done(self, record: Record) -> None:
+    def show_record(self, record: Record) -> None:
         """Show a case that has completed."""
-        self._display(lambda progress: progress.done(record))
+        self._display(lambda progress: progress.show_record(record))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the display."""
-        self._display(lambda progress: progress.end())
+        self._display(lambda progress: progress.close())
 
     def _display(self, action: Callable[[Progress], None]) -> None:
         if self._progress is not None:
@@ -147,23 +156,23 @@ class _OptionalProgress:
 
 
 class _LocalRank(threading.Thread):
-    """The thread in which the process of rank 0 also measures, like every other rank."""
+    """The thread in which the process of rank 0 executes measuring requests, as the processes of other ranks do."""
 
-    def __init__(self, take_part: Callable[[], int]) -> None:
+    def __init__(self, join_and_measure: Callable[[], int]) -> None:
         super().__init__(daemon=True)
-        self._take_part = take_part
+        self._join_and_measure = join_and_measure
         self.error: GdrkitError | None = None
 
     def run(self) -> None:
-        """Take part in the job, and keep the error."""
+        """Join the job and execute requests until it ends. A GdrkitError is stored in ``error``."""
         try:
-            self._take_part()
+            self._join_and_measure()
         except GdrkitError as error:
             self.error = error
 
 
 class _Job:
-    """The job as rank 0 executes it."""
+    """The tasks of rank 0: admit the ranks, measure all pairs, and write the report."""
 
     def __init__(self, options: Options, progress: Progress, *, within_hosts: bool) -> None:
         self._options = options
@@ -206,17 +215,17 @@ class _Job:
         recorder = PairRecorder(
             self.folder.records, ranks[0].rank_facts, profile=profile, options=self._options, progress=self._progress
         )
-        pairs = plan_pairs([each.rank_facts for each in ranks.values()], within_hosts=self._within_hosts)
+        pairs = plan_pairs([proxy.rank_facts for proxy in ranks.values()], within_hosts=self._within_hosts)
         self._progress.print_line(f"{len(ranks)} of {count} ranks; the report will be {self.folder.index}")
         planned = [PlannedCase(pair_name(pair), "", (), ()) for pair in pairs]
-        self._progress.begin(CasePlan(profile=profile.name, cases=tuple(planned)))
+        self._progress.begin_cases(CasePlan(profile=profile.name, cases=tuple(planned)))
         try:
-            for number, reason in self._missing_ranks(admitted, count):
-                recorder.record_missing_rank(number, reason)
+            for rank, reason in self._missing_ranks(admitted, count):
+                recorder.record_missing_rank(rank, reason)
             for pair in pairs:
                 recorder.measure(pair, ranks)
         finally:
-            self._progress.end()
+            self._progress.close()
         records = read_records(self.folder.records) if self.folder.records.exists() else ()
         outcome = decide(facts, profile, records, software_asked=self._options.software, is_part=True)
         self._write_run(
@@ -229,7 +238,7 @@ class _Job:
             required=outcome.required,
         )
         render(self.folder.path)
-        # The result is printed before the ranks receive the exit code: MPI may end the job with the first rank that
+        # The result is printed before the ranks receive the exit code, because MPI may end the job as soon as one rank
         # exits with an error.
         causes = [f"  {line}" for line in (*outcome.causes, *(f"To do: {line}" for line in outcome.to_do))]
         for line in (outcome.verdict, *causes, f"Report: {self.folder.index}"):
@@ -238,17 +247,17 @@ class _Job:
 
     @staticmethod
     def _missing_ranks(admitted: AdmittedRanks, count: int) -> Iterator[tuple[int, str]]:
-        for number in sorted(set(range(count)) - admitted.ranks.keys()):
-            late = f"rank {number} did not send its facts within {_FACTS_TIMEOUT_S:g} s"
-            yield number, admitted.rejected.get(number, late)
+        for rank in sorted(set(range(count)) - admitted.ranks.keys()):
+            default_reason = f"rank {rank} did not send its facts within {_FACTS_TIMEOUT_S:g} s"
+            yield rank, admitted.rejected.get(rank, default_reason)
 
     def _prepare_folder(self, ranks: Mapping[int, RankProxy], profile: Profile, substrates: dict[str, str]) -> None:
-        """Write the facts and an unfinished run, so that a report can be made at any time from now on."""
+        """Write the facts and a run.json that says "interrupted", for a report even if the job is killed."""
         self.folder.make_empty()
         make_folder(self.folder.hosts)
         write_atomically(self.folder.facts, ranks[0].rank_facts.facts.to_json())
-        for number, each in ranks.items():
-            write_atomically(self.folder.hosts / f"rank-{number}.json", each.rank_facts.facts.to_json())
+        for rank, proxy in ranks.items():
+            write_atomically(self.folder.hosts / f"rank-{rank}.json", proxy.rank_facts.facts.to_json())
         if line := banner(substrates):
             self._progress.print_line(line)
         self._write_run(
@@ -283,17 +292,21 @@ class _Job:
 
 
 def _host_identity() -> str:
-    """Return the identity of this machine: host name, boot id, network namespace.
+    """Return the identity of this machine: host name, boot id and network namespace.
 
-    A container with its own network namespace counts as a machine.
+    A container with a separate network namespace counts as a separate machine.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()} {boot[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
-def _addresses() -> list[str]:
+def _ipv4_addresses() -> list[str]:
     """Return the IPv4 addresses of this machine, with loopback addresses last."""
     lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
     # An address is on the line above its entry "/32 host LOCAL".
-    local = [above.split()[-1] for above, line in itertools.pairwise(lines) if line.strip() == "/32 host LOCAL"]
-    return sorted(dict.fromkeys(local), key=lambda address: address.startswith("127."))
+    local_addresses = [
+        previous_line.split()[-1]
+        for previous_line, line in itertools.pairwise(lines)
+        if line.strip() == "/32 host LOCAL"
+    ]
+    return sorted(dict.fromkeys(local_addresses), key=lambda address: address.startswith("127."))

@@ -1,7 +1,8 @@
-"""The measuring child of a rank: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT``.
+"""Program of the measuring child of a rank: ``python -m gdrkit.qualify.ranks.measure DESCRIPTOR PARENT``.
 
-The child opens NICs and devices, so that a crash or a hang ends only this process and not the rank. For each pair, the
-child is the target, which allocates device memory, or the initiator, which transfers.
+DESCRIPTOR is a socket connected to the rank, and PARENT the process id of the rank. Only the child opens NICs and GPUs,
+so that a crash or a hang ends the child and not the rank. For each pair, the child of one rank is the target, which
+allocates device memory. The child of another rank is the initiator, which writes into that memory and reads from it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gdrkit import evidence, pattern
 from gdrkit.cuda import Device
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import die_with_parent
-from gdrkit.inventory.facts import notable
+from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
 from gdrkit.registration import register
 from gdrkit.serialization import to_json_data
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _SEND_TIMEOUT_S = 60.0
-_DEPTH, _LIST_LENGTH = 32, 8
+_QUEUE_DEPTH, _WORK_REQUESTS_PER_POST = 32, 8
 _WARM_UP_ROUNDS = 2
 
 
 class _Operations:
-    """The operations of the child, and the objects that are open for the current pair.
+    """The operations that the rank can request, and the objects that are open for the current pair.
 
-    The names of the public methods are the operations in requests.
+    A request names an operation by the name of a public method.
     """
 
     def __init__(self) -> None:
@@ -47,18 +48,21 @@ class _Operations:
         self._initiator: Initiator | None = None
 
     def open_target(self, nic: str, device: int, length_bytes: int) -> dict[str, Any]:
-        """Register device memory with a NIC. Return the endpoint to connect to, and the remote range."""
+        """Allocate device memory and register it with a NIC.
+
+        Return the endpoint of the queue pair, the address and key of the memory, and the method of the registration.
+        """
         self.close()
-        opened = self._objects.enter_context(Nic.open(nic))
+        opened_nic = self._objects.enter_context(Nic.open(nic))
         memory = self._objects.enter_context(self._objects.enter_context(Device(device)).allocate(length_bytes))
         memory.fill(0)
-        registration = self._objects.enter_context(register(memory, [opened]))
-        completions = self._objects.enter_context(opened.completion_queue(depth=16))
-        self._target = self._objects.enter_context(opened.queue_pair(completions))
+        registration = self._objects.enter_context(register(memory, [opened_nic]))
+        completions = self._objects.enter_context(opened_nic.completion_queue(depth=16))
+        self._target = self._objects.enter_context(opened_nic.queue_pair(completions))
         self._memory = memory
         return {
             "endpoint": self._target.endpoint().to_dict(),
-            "remote": registration.remote(opened).to_dict(),
+            "remote": registration.remote(opened_nic).to_dict(),
             "way": registration.route.value,
         }
 
@@ -70,7 +74,7 @@ class _Operations:
         self._target.connect(Endpoint.from_dict(endpoint), reads_max=16)
 
     def open_initiator(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
-        """Create the initiator, connected to the endpoint that `open_target` returned."""
+        """Create the initiator and connect it to `endpoint`, which `open_target` of the other rank has returned."""
         self.close()
         initiator = self._objects.enter_context(Initiator(nic, memory_bytes=length_bytes))
         initiator.connect([Endpoint.from_dict(endpoint)], reads_max=initiator.reads_max)
@@ -78,7 +82,10 @@ class _Operations:
         return {"endpoint": initiator.endpoints()[0].to_dict()}
 
     def run(self, direction: str, remote: dict[str, Any], seed: int, **sizes: int) -> dict[str, Any]:
-        """Transfer data in rounds and return the rate in GB/s. A READ must return the pattern of the seed."""
+        """Transfer data in rounds. Return the median rate in GB/s and its interquartile range in percent.
+
+        `direction` is ``write`` or ``read``. The data of a read must be the pattern of the seed.
+        """
         if self._initiator is None:
             message = "run is allowed only after open_initiator"
             raise UsageError(message)
@@ -88,18 +95,20 @@ class _Operations:
             sizes.pop("rounds"),
         )
         is_write = parsed_direction is Direction.WRITE
-        # Before a READ, the local memory gets a different pattern.
+        # Before a READ, the local memory gets another pattern, so that a READ without effect is detected.
         local_seed = seed if is_write else ~seed & 1
         self._initiator.write(pattern.payload(remote_range.length_bytes, seed=local_seed))
         rates = []
         for _ in range(rounds + _WARM_UP_ROUNDS):
-            burst = self._initiator.run(parsed_direction, remote_range, depth=_DEPTH, list_length=_LIST_LENGTH, **sizes)
-            rates.append(burst.moved_bytes / burst.elapsed_ns)
+            transfer = self._initiator.run(
+                parsed_direction, remote_range, depth=_QUEUE_DEPTH, list_length=_WORK_REQUESTS_PER_POST, **sizes
+            )
+            rates.append(transfer.moved_bytes / transfer.elapsed_ns)
         if not is_write:
             pattern.check(self._initiator.read(), seed=seed)
-        low, _, high = statistics.quantiles(rates[_WARM_UP_ROUNDS:], n=4)
+        lower_quartile, _, upper_quartile = statistics.quantiles(rates[_WARM_UP_ROUNDS:], n=4)
         median = statistics.median(rates[_WARM_UP_ROUNDS:])
-        return {"median": median, "spread_percent": (high - low) / median * 100}
+        return {"median": median, "spread_percent": (upper_quartile - lower_quartile) / median * 100}
 
     def fill(self, seed: int) -> None:
         """Write the pattern of the seed into the device memory."""
@@ -112,8 +121,8 @@ class _Operations:
             pattern.check(self._memory.read(), seed=seed)
 
     def libraries(self) -> object:
-        """Return the libraries of the APIs that this process has loaded."""
-        return to_json_data(list(notable(evidence.libraries())))
+        """Return the libraries of CUDA, verbs and other APIs that this process has loaded."""
+        return to_json_data(list(identifying_libraries(evidence.libraries())))
 
     def close(self) -> None:
         """Close the objects of the current pair, in the reverse order of their creation."""
@@ -122,13 +131,13 @@ class _Operations:
 
 
 def main() -> None:
-    """Execute the requests of the socket with the descriptor DESCRIPTOR, until its peer or the process PARENT ends."""
-    die_with_parent(int(sys.argv[2]))  # A child that hangs in a driver does not notice a closed socket.
+    """Execute the requests from the socket DESCRIPTOR until the rank closes the socket or ends."""
+    die_with_parent(int(sys.argv[2]))  # A child that hangs in a driver does not notice that the socket is closed.
     connection = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     objects = _Operations()
     operations = {
-        each.__name__: each
-        for each in (
+        operation.__name__: operation
+        for operation in (
             *(objects.open_target, objects.open_initiator, objects.connect, objects.run),
             *(objects.fill, objects.check, objects.libraries, objects.close),
         )

@@ -1,7 +1,7 @@
-"""Messages between rank 0, the ranks and their measuring children: one JSON object per line, each with a timeout.
+"""Socket for the messages between rank 0, the ranks and their measuring children. A message is a JSON object in a line.
 
-Untrusted peers can connect as well. Therefore the length of a message is limited, and anything but a JSON object is an
-error.
+Untrusted peers can connect to the port of rank 0. Therefore each call has a timeout, the length of a message is
+limited, and all data except a JSON object is an error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["MessageSocket", "PeerGone"]
 
 _RECEIVE_BYTES = 1 << 16
-# The longest message has the facts of a machine. Those of a large machine have several hundred KiB.
+# Limit of the length of a message, 64 MiB. The longest message has the facts of a machine, which take several hundred
+# KiB for a large machine.
 _LENGTH_BYTES_MAX = 1 << 26
 
 
 class PeerGone(Exception):
-    """The peer has closed the connection, has died, or cannot be reached any more."""
+    """The peer has closed the connection, has died, or is no longer reachable."""
 
 
 class MessageSocket:
@@ -32,8 +33,8 @@ class MessageSocket:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
-        self._received = bytearray()
-        # The leading bytes of `_received` that contain no end of a line.
+        self._buffer = bytearray()
+        # The leading bytes of `_buffer` that contain no end of a line.
         self._searched_bytes = 0
 
     def fileno(self) -> int:
@@ -48,8 +49,8 @@ class MessageSocket:
         PeerGone
             The peer has closed the connection.
         TimeoutError
-            The peer did not read the message in time. The connection is closed: a part of the message may have been
-            sent, and the peer would read the next message as its rest.
+            The peer did not read the message in time. The connection is then closed: a part of the message may have
+            been sent, and the peer would take the next message for the remaining part.
         """
         try:
             self._socket.settimeout(timeout_s)
@@ -66,7 +67,7 @@ class MessageSocket:
         Parameters
         ----------
         timeout_s : float or None
-            Longest wait; None waits without a limit, 0 reads only the data that has arrived.
+            Longest wait. None waits without a limit, and 0 reads only data that has already arrived.
         length_bytes_max : int
             Length of the longest accepted message.
 
@@ -79,17 +80,17 @@ class MessageSocket:
         UsageError
             ``MALFORMED``: the data is not a message.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (length_bytes := self._received.find(b"\n", self._searched_bytes)) < 0:
-            self._searched_bytes = len(self._received)
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (length_bytes := self._buffer.find(b"\n", self._searched_bytes)) < 0:
+            self._searched_bytes = len(self._buffer)
             if self._searched_bytes > length_bytes_max:
                 break
-            self._received += self._receive_some(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._buffer += self._receive_some(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         if not 0 <= length_bytes <= length_bytes_max:
             message = f"a message is longer than {length_bytes_max} bytes"
             raise UsageError(message, reason=Reason.MALFORMED)
-        line = bytes(self._received[:length_bytes])
-        del self._received[: length_bytes + 1]
+        line = bytes(self._buffer[:length_bytes])
+        del self._buffer[: length_bytes + 1]
         self._searched_bytes = 0
         data = serialization.parse_json(line, where="a message")
         if not isinstance(data, dict):

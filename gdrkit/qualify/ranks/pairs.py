@@ -18,16 +18,17 @@ __all__ = ["Pair", "RankFacts", "pair_name", "plan_pairs"]
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The facts of the machine of a rank.
+    """A rank and the facts about its machine.
 
     Attributes
     ----------
     rank : int
         Number of the rank.
     host : str
-        Identity of its machine, which all ranks of one machine share: host name, boot id, network namespace.
+        Identity of the machine of the rank: host name, boot id and network namespace. All ranks of a machine have the
+        same identity.
     facts : Facts
-        The facts of that machine.
+        The facts about the machine.
     """
 
     rank: int
@@ -36,7 +37,7 @@ class RankFacts:
 
     @property
     def host_name(self) -> str:
-        """Host name of its machine, the first word of `host`."""
+        """Host name of the machine, which is the first word of `host`."""
         return self.host.partition(" ")[0]
 
     @property
@@ -52,9 +53,9 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The devices of a measurement: the NIC of the initiator, and the NIC and the GPU of the target.
+    """The devices of one measurement. The initiator transfers with its NIC to and from GPU memory of the target.
 
-    `initiator` and `target` are numbers of ranks, and `device` is the index of a CUDA device.
+    `initiator` and `target` are rank numbers, and `device` is the index of a CUDA device of the target.
     """
 
     initiator: int
@@ -71,29 +72,29 @@ def pair_name(pair: Pair) -> str:
 
 
 def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair, ...]:
-    """Return one pair for each combination of a GPU and a NIC of each machine.
+    """Return one pair for each combination of a GPU and a NIC of one machine, which are the target.
 
-    The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine, with the NIC
-    at the same position in its list (a rail). If there is only one machine, or with `within_hosts`, it is the next rank
-    on the same machine.
+    The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine. It uses the
+    NIC with the same position in the list of NICs as that of the target, because such NICs are usually on the same
+    network (a rail). With a single machine, or with `within_hosts`, the initiator is the next rank on the same machine.
     """
-    has_several_hosts = len({each.host for each in ranks}) > 1
-    planned = []
+    has_several_hosts = len({rank_facts.host for rank_facts in ranks}) > 1
+    pairs = []
     for target in ranks:
-        same_host = [each for each in ranks if each.host == target.host]
+        same_host = [candidate for candidate in ranks if candidate.host == target.host]
         initiators = [
-            each
-            for each in ranks
-            if each.nics
-            and each.rank != target.rank
-            and (each.host == target.host) == (within_hosts or not has_several_hosts)
+            candidate
+            for candidate in ranks
+            if candidate.nics
+            and candidate.rank != target.rank
+            and (candidate.host == target.host) == (within_hosts or not has_several_hosts)
         ]
         for device in target.devices[same_host.index(target) :: len(same_host)]:
             for position, nic in enumerate(target.nics):
                 if not initiators:
                     continue
                 # The next rank in cyclic order.
-                initiator = min(initiators, key=lambda each: (each.rank - target.rank) % (ranks[-1].rank + 1))
+                initiator = min(initiators, key=lambda candidate: (candidate.rank - target.rank) % (ranks[-1].rank + 1))
                 initiator_nic = initiator.nics[position % len(initiator.nics)]
-                planned.append(Pair(initiator.rank, initiator_nic, target.rank, nic, device))
-    return tuple(planned)
+                pairs.append(Pair(initiator.rank, initiator_nic, target.rank, nic, device))
+    return tuple(pairs)

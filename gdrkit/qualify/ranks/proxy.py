@@ -1,6 +1,6 @@
-"""A rank as rank 0 uses it: the facts of its machine, and requests to it.
+"""The object by which rank 0 uses a rank. It has the facts about the machine of the rank, and sends requests to it.
 
-Requests are numbered and a reply repeats the number, so that a late reply is not taken for the reply to a later
+Each request has a number, and the reply repeats the number. So a late reply is not taken for the reply to a later
 request.
 """
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["RankProxy", "StepFailed"]
 
-# A child process that needs longer for a step hangs. With the transit time, the steps of a pair take at most a minute.
+# A step that takes longer than this is considered to hang. A request and its reply may take the transit time in
+# addition.
 _STEP_TIMEOUT_S, _TRANSIT_TIMEOUT_S = 30.0, 10.0
+# A reply has exactly one of these keys: the result, the error of the measuring child, or how that child ended.
 _OUTCOMES = frozenset({"result", "error", "lost"})
 
 
 class StepFailed(GdrkitError):
-    """A rank failed to execute a requested step. The text names the step, the rank and the cause."""
+    """A rank failed to execute a requested step. The message names the step, the rank and the cause."""
 
 
 class RankProxy:
@@ -53,9 +55,10 @@ class RankProxy:
         self._connection = connection
         self._step_timeout_s = step_timeout_s
         self._transit_timeout_s = transit_timeout_s
-        self._last_request = 0
-        # The step whose reply is outstanding, and why no further reply is accepted; each empty if not so.
+        self._last_request_number = 0
+        # The step to which the rank has not replied yet, or an empty string.
         self._pending_step = ""
+        # The reason why no further reply of the rank is accepted, or an empty string.
         self._failure = ""
 
     def request(self, step: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401 - each step has its own result.
@@ -64,7 +67,8 @@ class RankProxy:
         Raises
         ------
         StepFailed
-            The step failed or timed out. After a timeout, the rank gets no further request until its reply has come.
+            The step failed or timed out. After a timeout, no further request is sent to the rank until its late reply
+            has arrived.
         """
         try:
             reply = self._exchange(step, arguments)
@@ -73,7 +77,7 @@ class RankProxy:
         except TimeoutError as error:
             raise self._error(step, "the rank did not reply in time") from error
         except UsageError as error:
-            # Requests and replies no longer correspond, so no further reply can be trusted.
+            # It is unknown to which request the next reply would belong, so no further reply is accepted.
             self._failure = f"the rank sent an invalid reply: {error.message}"
             self._connection.close()
             raise self._error(step, self._failure) from error
@@ -91,18 +95,18 @@ class RankProxy:
                 self._receive(self._transit_timeout_s)  # The late reply to the previous request is discarded.
             except TimeoutError as error:
                 raise self._error(step, f"the rank has not replied to {self._pending_step} yet") from error
-        self._last_request += 1
+        self._last_request_number += 1
         self._pending_step = step
-        request = {"request": self._last_request, "do": step, "with": arguments, "limit_s": self._step_timeout_s}
+        request = {"request": self._last_request_number, "do": step, "with": arguments, "limit_s": self._step_timeout_s}
         self._connection.send(request, timeout_s=self._transit_timeout_s)
         return self._receive(self._step_timeout_s + self._transit_timeout_s)
 
     def _receive(self, timeout_s: float) -> dict[str, Any]:
         """Return the reply to the last request."""
         reply = self._connection.receive(timeout_s=timeout_s)
-        number = reply.get("answer")
-        if type(number) is not int or number != self._last_request:
-            message = f"it is the reply to request {number!r}, not to request {self._last_request}"
+        request_number = reply.get("answer")
+        if type(request_number) is not int or request_number != self._last_request_number:
+            message = f"it is the reply to request {request_number!r}, not to request {self._last_request_number}"
             raise UsageError(message, reason=Reason.MALFORMED)
         if len(_OUTCOMES & reply.keys()) != 1:
             message = f"exactly one of {', '.join(sorted(_OUTCOMES))} is allowed, not {', '.join(sorted(reply))}"

@@ -1,6 +1,6 @@
-"""A rank of a job: it connects to rank 0, sends the facts of its machine, and forwards requests to a measuring child.
+"""The work of a rank: connect to rank 0, send the facts about the machine, and forward requests to a measuring child.
 
-If the child ends or hangs, the rank reports that in the reply, and starts another child for the next request.
+If the child ends or hangs, the rank says so in its reply to rank 0, and starts another child for the next request.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["MeasuringChild", "join", "serve"]
 _CONNECT_TIMEOUT_S, _WELCOME_TIMEOUT_S, _SEND_TIMEOUT_S = 5.0, 20.0, 30.0
 # The time that a child has to exit after it has closed its socket.
 _EXIT_TIMEOUT_S = 5.0
-_TIMEOUT_S_MIN = 0.1
+_REMAINING_TIME_MIN_S = 0.1
 
 
 class MeasuringChild:
-    """The measuring child process of a rank. A request starts it if there is none."""
+    """The measuring child process of a rank. A request starts the child if it does not run."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
@@ -47,16 +47,16 @@ class MeasuringChild:
         Returns
         -------
         mapping
-            One key: ``result``, ``error``, or ``lost``, which states how the child ended before it replied.
+            The reply, with one key: ``result``, ``error``, or ``lost`` with a text that says how the child ended.
         """
         if self._connection is None and request["do"] == "close":
             return {"result": None}  # Without a child there are no objects to close.
-        deadline = time.monotonic() + timeout_s  # The start of the child counts as well.
+        deadline_s = time.monotonic() + timeout_s  # The timeout includes the start of the child.
         try:
             connection = self._connection or self._start(timeout_s)
             message = {"do": request["do"], "with": request["with"]}
-            connection.send(message, timeout_s=max(_TIMEOUT_S_MIN, deadline - time.monotonic()))
-            return connection.receive(timeout_s=max(_TIMEOUT_S_MIN, deadline - time.monotonic()))
+            connection.send(message, timeout_s=max(_REMAINING_TIME_MIN_S, deadline_s - time.monotonic()))
+            return connection.receive(timeout_s=max(_REMAINING_TIME_MIN_S, deadline_s - time.monotonic()))
         except PeerGone:
             return {"lost": self._wait()}
         except TimeoutError:
@@ -69,11 +69,11 @@ class MeasuringChild:
             return {"lost": f"it cannot be started: {error}"}
 
     def close(self) -> None:
-        """Kill the child, if there is one."""
+        """Kill the child if it runs."""
         self._kill()
 
     def _kill(self) -> str:
-        """Kill the child, if there is one. If it does not end, return a clause for the error that states so."""
+        """Kill the child if it runs. Return a text for the error if it did not end, else an empty string."""
         child, self._child = self._child, None
         abandoned = "" if child is None else kill_child(child, leads_group=False)
         self._wait()
@@ -97,7 +97,7 @@ class MeasuringChild:
         return self._connection
 
     def _wait(self) -> str:
-        """Close the connection, wait for the end of the child, and return how it ended."""
+        """Close the connection, wait for the end of the child, and return a text that says how it ended."""
         if self._connection is not None:
             self._connection.close()
         child, self._child, self._connection = self._child, None, None
@@ -113,45 +113,49 @@ class MeasuringChild:
 
 
 def join(listener: Mapping[str, Any], hello: RankHello) -> MessageSocket:
-    """Connect to rank 0 at the first of its addresses where it answers.
+    """Connect to rank 0 at the first of its addresses at which it answers.
 
-    At an address that several hosts have, such as that of a bridge of containers, another program may answer.
+    Several hosts may have one of the addresses, such as that of a container bridge. Another program may answer there,
+    so the next address is tried after a wrong answer.
 
     Parameters
     ----------
     listener : mapping
         The ``addresses`` and the ``port`` at which rank 0 listens.
     hello : RankHello
-        The first message.
+        The first message of this rank.
 
     Raises
     ------
     GdrkitError
         Rank 0 cannot be reached at any address.
     """
-    failed = []
+    failures = []
     for address in listener["addresses"]:
         try:
             return _connect(address, listener["port"], hello)
         except (OSError, PeerGone, UsageError) as error:
-            failed.append(f"{address} ({str(error) or type(error).__name__})")
-    message = f"rank 0 does not answer at port {listener['port']} of {', '.join(failed)}"
+            failures.append(f"{address} ({str(error) or type(error).__name__})")
+    message = f"rank 0 does not answer at port {listener['port']} of {', '.join(failures)}"
     raise GdrkitError(message, what_to_do="allow TCP connections between the hosts of the job")
 
 
 def serve(connection: MessageSocket, facts: Facts, environment: Mapping[str, str]) -> int:
-    """Execute the requests of rank 0 until it sends the exit code of the job. Return 1 if it disconnects before."""
-    child = MeasuringChild(environment)
+    """Execute the requests of rank 0 until it sends the exit code of the job, and return that code.
+
+    If rank 0 disconnects before it sent the exit code, return 1.
+    """
+    measuring_child = MeasuringChild(environment)
     try:
         connection.send({"facts": facts.to_json()}, timeout_s=_SEND_TIMEOUT_S)
         while "exit_code" not in (request := connection.receive(timeout_s=None)):
-            reply = child.request(request, timeout_s=float(request["limit_s"]))
+            reply = measuring_child.request(request, timeout_s=float(request["limit_s"]))
             connection.send({"answer": request["request"], **reply}, timeout_s=_SEND_TIMEOUT_S)
         return int(request["exit_code"])
     except (PeerGone, TimeoutError):
         return 1
     finally:
-        child.close()
+        measuring_child.close()
         connection.close()
 
 

@@ -1,4 +1,7 @@
-"""Measurement of pairs by requests to their ranks, with one record for each pair, whatever the result."""
+"""Measurement of the pairs of a job: rank 0 sends requests to both ranks of a pair, and appends a record for the pair.
+
+A pair whose measurement fails also gets a record.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PairRecorder"]
 
-_MEMORY_BYTES, _LENGTH_BYTES, _OPERATIONS, _ROUNDS = 64 * MIB, MIB, 1024, 10
-# Smaller sizes for twins, whose rates say nothing about a machine.
-_SMALL_MEMORY_BYTES, _SMALL_LENGTH_BYTES, _SMALL_OPERATIONS = 256 * KIB, 16 * KIB, 32
+_MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _ROUND_COUNT = 64 * MIB, MIB, 1024, 10
+# Smaller sizes on software twins, whose rates say nothing about a machine.
+_SMALL_MEMORY_BYTES, _SMALL_TRANSFER_BYTES, _SMALL_OPERATION_COUNT = 256 * KIB, 16 * KIB, 32
 _APIS = ("cuda", "verbs")
 
 
@@ -60,7 +63,10 @@ class _LibrariesReply:
 
 @dataclass
 class _PairResult:
-    """The contents of a record while its pair is measured. An empty `failure` means that the measurement succeeded."""
+    """The result of measuring a pair, from which a record is made. An empty `failure` means that it succeeded.
+
+    `libraries` has, for each rank of the pair: its role, its facts, and the libraries that its child had loaded.
+    """
 
     case: str
     failure: str = ""
@@ -77,23 +83,23 @@ class _PairResult:
 
 
 class PairRecorder:
-    """A recorder of pairs: it measures one pair after the other and appends a record for each.
+    """A recorder that measures one pair after another and appends a record for each.
 
     Parameters
     ----------
     records : Path
         The records file.
-    first : RankFacts
+    rank0_facts : RankFacts
         The facts of rank 0, whose machine the report describes.
     profile, options, progress
-        Those of the run.
+        The profile, the options and the progress display of the run.
     """
 
     def __init__(
-        self, records: Path, first: RankFacts, *, profile: Profile, options: Options, progress: Progress
+        self, records: Path, rank0_facts: RankFacts, *, profile: Profile, options: Options, progress: Progress
     ) -> None:
         self._records = records
-        self._first = first
+        self._rank0_facts = rank0_facts
         self._profile = profile
         self._options = options
         self._progress = progress
@@ -103,7 +109,7 @@ class PairRecorder:
         self._append(_PairResult(f"ranks/{rank}", reason))
 
     def measure(self, pair: Pair, ranks: Mapping[int, RankProxy]) -> None:
-        """Measure one pair: WRITE into and READ from the memory of the GPU, and check the data of both."""
+        """Measure RDMA WRITE into the GPU memory of a pair and RDMA READ from it, and check the data of both."""
         target, initiator = ranks[pair.target], ranks[pair.initiator]
         result = _PairResult(pair_name(pair))
         result.evidence |= {"pair": serialization.to_json_data(pair), "measured_apis": list(_APIS)}
@@ -117,10 +123,13 @@ class PairRecorder:
             result.failure = self._check_numbers(result)
         except (StepFailed, UsageError) as error:
             result.failure = error.message
-        # If one rank loses its child, the other one reports an error, too. An error of the clean-up shows the cause.
-        result.failure = "; ".join(filter(None, [result.failure, *dict.fromkeys(map(_close, (initiator, target)))]))
-        if target.rank_facts.host == self._first.host and not result.failure:
-            # The table of routes describes the machine of rank 0.
+        # If the child of one rank crashes, the other rank reports an error too, and its error may be the first. The
+        # errors of the clean-up also name the rank with the crashed child.
+        result.failure = "; ".join(
+            filter(None, [result.failure, *dict.fromkeys(map(_close_objects, (initiator, target)))])
+        )
+        if target.rank_facts.host == self._rank0_facts.host and not result.failure:
+            # The table of routes in the report describes only the machine of rank 0.
             result.routes = (ClaimedRoute(pair.device, pair.target_nic, str(result.evidence["way"])),)
         self._append(result)
 
@@ -132,28 +141,28 @@ class PairRecorder:
         )
         memory_bytes = _MEMORY_BYTES if is_hardware else _SMALL_MEMORY_BYTES
         sizes = {
-            "length_bytes": _LENGTH_BYTES if is_hardware else _SMALL_LENGTH_BYTES,
-            "operations": _OPERATIONS if is_hardware else _SMALL_OPERATIONS,
-            "rounds": _ROUNDS,
+            "length_bytes": _TRANSFER_BYTES if is_hardware else _SMALL_TRANSFER_BYTES,
+            "operations": _OPERATION_COUNT if is_hardware else _SMALL_OPERATION_COUNT,
+            "rounds": _ROUND_COUNT,
         }
         seed = self._options.seed or 0
         reply = target.request(
             "open_target", {"nic": pair.target_nic, "device": pair.device, "length_bytes": memory_bytes}
         )
-        opened = serialization.from_json_data(_TargetReply, reply, where="open_target")
-        result.evidence["way"] = opened.way
+        target_reply = serialization.from_json_data(_TargetReply, reply, where="open_target")
+        result.evidence["way"] = target_reply.way
         endpoint = initiator.request(
             "open_initiator",
-            {"nic": pair.initiator_nic, "endpoint": opened.endpoint, "length_bytes": memory_bytes},
+            {"nic": pair.initiator_nic, "endpoint": target_reply.endpoint, "length_bytes": memory_bytes},
         )
         target.request("connect", endpoint)
         for direction in ("write", "read"):
-            # READ must transfer other data than WRITE did, so that stale data is detected.
+            # READ transfers other data than WRITE, so that data left over from the WRITE is detected.
             transfer_seed = seed + (direction == "read")
             if direction == "read":
                 target.request("fill", {"seed": transfer_seed})
             reply = initiator.request(
-                "run", {"direction": direction, "remote": opened.remote, **sizes, "seed": transfer_seed}
+                "run", {"direction": direction, "remote": target_reply.remote, **sizes, "seed": transfer_seed}
             )
             rate = serialization.from_json_data(_RateReply, reply, where="run")
             if direction == "write":
@@ -162,12 +171,12 @@ class PairRecorder:
             result.numbers[f"{direction}_spread_percent"] = rate.spread_percent
 
     def _check_numbers(self, result: _PairResult) -> str:
-        """Compare the rates of hardware with the profile, and return what is not as expected."""
+        """Compare rates of hardware with the profile. Return a text about unexpected rates, or an empty text."""
         if not ran_on_hardware(_APIS, result.substrate):
             return ""
         checks = check_numbers(result.case, result.numbers, profile=self._profile, limits={})
         result.evidence["judged"] = serialization.to_json_data(checks)
-        return "; ".join(each.text for each in checks if each.verdict is Verdict.FAIL)
+        return "; ".join(check.text for check in checks if check.verdict is Verdict.FAIL)
 
     def _append(self, result: _PairResult) -> None:
         substrate = result.substrate
@@ -178,10 +187,10 @@ class PairRecorder:
             verdict=Verdict.FAIL if result.failure else Verdict.PASS,
             reasons=(CaseReason(text=result.failure),) if result.failure else (),
             profile=self._profile.name,
-            facts_digest=self._first.facts.digest,
+            facts_digest=self._rank0_facts.facts.digest,
             substrate={api: substrate[api].value for api in sorted(substrate)},
             libraries=tuple(
-                SeenLibrary.of(role, each) for role, _, libraries in result.libraries for each in libraries
+                SeenLibrary.of(role, library) for role, _, libraries in result.libraries for library in libraries
             ),
             seed=self._options.seed or 0,
             evidence=result.evidence,
@@ -195,11 +204,11 @@ class PairRecorder:
             uses=tuple(sorted(set(_APIS) & substrate.keys())),
         )
         append_record(self._records, record)
-        self._progress.done(record)
+        self._progress.show_record(record)
 
 
-def _close(rank: RankProxy) -> str:
-    """Make a rank close its objects. Return the error, or an empty text if there is none."""
+def _close_objects(rank: RankProxy) -> str:
+    """Make the child of a rank close its objects. Return the error message, or an empty string."""
     try:
         rank.request("close", {})
     except StepFailed as error:

@@ -1,16 +1,20 @@
-"""The agent's native loop. This is the only file that imports it.
+"""The agent's native loop: a thread that serves the rings of all clients. Only this file imports its module.
 
 Importing this file opens no library. :class:`AgentLoop` has the calls of ``native/usrbio/agent``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
-from gdrkit.loader import import_native
+from gdrkit.loader import LazyModule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from gdrkit.usrbio import _loop as native
+else:
+    native = LazyModule("gdrkit.usrbio._loop")
 
 __all__ = ["AgentLoop", "create_semaphore", "limit_arenas", "open_loop"]
 
@@ -24,7 +28,7 @@ class AgentLoop(Protocol):
     """
 
     def add_client(self, client: int) -> None:
-        """Add a client, by its number."""
+        """Add a client. Later calls identify it by this number."""
 
     def remove_client(self, client: int) -> None:
         """Remove a client without buffers, files and rings. EBUSY if it has any."""
@@ -39,7 +43,7 @@ class AgentLoop(Protocol):
         keys: Sequence[tuple[int, int]],
         preferred_nics: Sequence[int],
     ) -> None:
-        """Add a buffer: its address and key for each NIC, and the numbers of the NICs to prefer."""
+        """Add a buffer. `keys` has its address and key for each NIC. `preferred_nics` has indices of NICs."""
 
     def set_file(
         self, client: int, inode: int, *, read_handle: int, write_handle: int, readable: bool, writable: bool
@@ -72,16 +76,16 @@ class AgentLoop(Protocol):
     def connect(self, socket: int, *, queue_pair_nics: Sequence[int], generation: int) -> None:
         """Send operations to this data connection, whose descriptor the loop owns from now on.
 
-        `queue_pair_nics` has the number of the NIC of each queue pair. `generation` is part of the events of this
-        connection.
+        `queue_pair_nics` has the index of the NIC of each queue pair. `generation` identifies the connection in
+        :meth:`events`.
         """
 
     def disconnect(self) -> bool:
-        """End the operations in flight. The server can no longer access any memory.
+        """End the operations in flight. Before the call, the session's queue pairs must be in the error state.
 
-        If the memory of one operation ended the session, return True. Then only the operations with that memory
-        complete with -EREMOTEIO. The others wait: the next :meth:`connect` sends them again, or :meth:`abandon` ends
-        them. Otherwise return False: all operations in flight complete with -EREMOTEIO.
+        Return whether the session ended because a NIC refused access to the memory of one operation. In that case the
+        operations on this memory complete with -EREMOTEIO, and the others wait: the next :meth:`connect` sends them
+        again, or :meth:`abandon` ends them. Otherwise all operations in flight complete with -EREMOTEIO.
         """
 
     def abandon(self) -> None:
@@ -120,16 +124,14 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
     SetupMissing
         The native parts were not built.
     """
-    native = import_native("gdrkit.usrbio._loop")
-    loop = native.Loop(semaphores=semaphores, spin_us=spin_us, outstanding_max=outstanding_max, silence_ms=silence_ms)
-    return cast("AgentLoop", loop)
+    return native.Loop(semaphores=semaphores, spin_us=spin_us, outstanding_max=outstanding_max, silence_ms=silence_ms)
 
 
 def create_semaphore(name: str, *, mode: int) -> None:
     """Create a named semaphore with the value 0. OSError with EEXIST if the name exists."""
-    import_native("gdrkit.usrbio._loop").create_semaphore(name, mode)
+    native.create_semaphore(name, mode)
 
 
 def limit_arenas() -> None:
     """Limit malloc of this process to two arenas for all threads. Call it before the first thread starts."""
-    import_native("gdrkit.usrbio._loop").limit_arenas()
+    native.limit_arenas()

@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = ["SILENCE_MS", "SPIN_US", "Agent", "block_signals", "plain_agent", "serve_until_signalled"]
 
+# The defaults of `spin_us` and `silence_ms`; see :class:`Agent`.
 SPIN_US = 50
 SILENCE_MS = 60_000
+# How long an object that is removed waits for its operations in flight; see :class:`AgentContext`.
 _DRAIN_TIMEOUT_MS = 10_000
+# Limit of the operations in flight of all clients.
 _OUTSTANDING_MAX = 4096
 
 
@@ -52,14 +55,15 @@ class Agent:
     endpoint : ServerEndpoint
         The storage server. The agent closes it.
     file_access : callable
-        Takes the descriptor of a file that a client sent, which it then owns, and returns the access to the file.
+        Called with the descriptor of a file that a client sent. It owns the descriptor, and returns the access to the
+        file.
     spin_us : int
         How long the loop polls for work before it sleeps, in microseconds.
-    one_per_process : bool
+    is_one_client_per_process : bool
         Whether the connections of one process are one client; see :class:`~gdrkit.usrbio.agent.service.Service`.
     silence_ms : int
         How long the server may send no result while it has operations, in milliseconds. After that the agent ends the
-        session, and the operations complete with -EREMOTEIO once the server can access no memory any more.
+        session. The operations complete with -EREMOTEIO when the server can no longer access memory.
 
     Attributes
     ----------
@@ -76,7 +80,7 @@ class Agent:
         *,
         file_access: Callable[[int], FileAccess],
         spin_us: int = SPIN_US,
-        one_per_process: bool = False,
+        is_one_client_per_process: bool = False,
         silence_ms: int = SILENCE_MS,
     ) -> None:
         self.mount = mount
@@ -100,7 +104,7 @@ class Agent:
                 links=mount.links,
                 drain_timeout_ms=_DRAIN_TIMEOUT_MS,
             )
-            self.service = Service(context, one_per_process=one_per_process)
+            self.service = Service(context, is_one_client_per_process=is_one_client_per_process)
             self._server = context.server = ServerConnection(
                 endpoint,
                 self._loop,
@@ -126,7 +130,7 @@ class Agent:
         }
 
     def close(self) -> None:
-        """End the connections of clients after their operations in flight, then the session, the server and the mount.
+        """End the agent: wait for operations in flight, then close the clients, the session, the server and the mount.
 
         After an error, close again.
         """
@@ -202,7 +206,10 @@ def serve_until_signalled(agent: RunningAgent, *, as_json: bool) -> None:
 
 
 def block_signals() -> None:
-    """Block SIGTERM and SIGINT for :func:`serve_until_signalled`. Call it before threads start, which inherit it."""
+    """Block SIGTERM and SIGINT, so that :func:`serve_until_signalled` receives them in every case.
+
+    Call this before threads are started. They inherit the blocked signals.
+    """
     if threading.active_count() != 1:
         message = f"block_signals() must be called before threads are started, and {threading.active_count()} run"
         raise UsageError(message)

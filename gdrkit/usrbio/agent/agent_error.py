@@ -8,7 +8,7 @@ from gdrkit.errors import ApiError, GdrkitError, Reason, RegistrationFailed, Usa
 
 __all__ = ["AgentError", "as_agent_error"]
 
-_ERRNO_OF_REASON = {
+_ERRNO_BY_REASON = {
     Reason.NO_ROUTE: errno.EOPNOTSUPP,
     Reason.MALFORMED: errno.EINVAL,
     Reason.NO_DEVICE: errno.ENODEV,
@@ -25,7 +25,7 @@ _ERRNO_OF_REASON = {
 
 
 class AgentError(GdrkitError):
-    """The agent does not carry out a request of a client.
+    """The agent refused a request of a client, or the request failed.
 
     Attributes
     ----------
@@ -33,13 +33,13 @@ class AgentError(GdrkitError):
         A positive errno. The functions of the C interface return it.
     """
 
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(f"{message} ({errno_name(number)})", reason=Reason.OTHER)
-        self.errno = number
+    def __init__(self, error_number: int, message: str) -> None:
+        super().__init__(f"{message} ({errno_name(error_number)})", reason=Reason.OTHER)
+        self.errno = error_number
 
 
 def as_agent_error(error: GdrkitError | OSError) -> AgentError:
-    """Return the error to send for any error: with its own errno if it has one, else with the errno of its reason."""
+    """Return the error to send to the client: with the errno of `error` if it has one, else with that of its reason."""
     if isinstance(error, AgentError):
         return error
     if isinstance(error, ApiError) and error.errno:
@@ -47,6 +47,6 @@ def as_agent_error(error: GdrkitError | OSError) -> AgentError:
     if isinstance(error, OSError):
         return AgentError(error.errno or errno.EIO, str(error.strerror or error))
     if isinstance(error, RegistrationFailed):
-        return AgentError(_ERRNO_OF_REASON.get(error.reason, errno.EIO), str(error))
+        return AgentError(_ERRNO_BY_REASON.get(error.reason, errno.EIO), str(error))
     default = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
-    return AgentError(_ERRNO_OF_REASON.get(error.reason, default), str(error))
+    return AgentError(_ERRNO_BY_REASON.get(error.reason, default), str(error))

@@ -1,8 +1,8 @@
 """The clients that borrowed a buffer which another client published.
 
-The rings of a borrower may name the buffer as the rings of its owner do. The borrower uses the registration of the
-owner. When the owner unpublishes the buffer, the agent first removes it from all borrowers. Their later operations with
-the buffer fail with EACCES.
+The rings of a borrower can name the buffer in their operations, like the rings of its owner. The borrower uses the
+memory registration of the owner. When the owner unpublishes the buffer, the agent first removes it from all borrowers.
+Later operations of the borrowers on the buffer fail with EACCES.
 """
 
 from __future__ import annotations
@@ -30,20 +30,26 @@ class Borrowers:
     uid : int
         User of the owner. Clients of other users cannot borrow the buffer.
     target : str
-        Target of the publication's link. A borrower must name the same target.
+        Target of the publication's link. A borrower must pass an equal target.
     serve, remove : callable
-        Called with the number of a client: `serve` adds the buffer to it, and `remove` waits for its operations in
-        flight and removes the buffer.
+        Called with the number of a client. `add_to_client` adds the buffer to the client. `remove_from_client` waits
+        for the client's operations in flight on the buffer, and then removes the buffer from the client.
     """
 
     def __init__(
-        self, *, owner: int, uid: int, target: str, serve: Callable[[int], None], remove: Callable[[int], None]
+        self,
+        *,
+        owner: int,
+        uid: int,
+        target: str,
+        add_to_client: Callable[[int], None],
+        remove_from_client: Callable[[int], None],
     ) -> None:
         self._owner = owner
         self._uid = uid
         self._target = target
-        self._serve = serve
-        self._remove = remove
+        self._add_to_client = add_to_client
+        self._remove_from_client = remove_from_client
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
         self._is_unpublished = False
@@ -67,11 +73,11 @@ class Borrowers:
             if self._is_unpublished:
                 raise AgentError(errno.ENOENT, "the owner has unpublished the buffer")
             if client not in self._counts and client != self._owner:
-                self._serve(client)
+                self._add_to_client(client)
             self._counts[client] = self._counts.get(client, 0) + 1
 
     def return_buffer(self, client: int, *, all_at_once: bool = False) -> bool:
-        """Decrement the count of a client, or set it to 0. At 0 the client loses the buffer.
+        """Decrement the count of a client, or with `all_at_once` set it to 0. At 0, remove the buffer from the client.
 
         Return whether the count was above 0.
 
@@ -99,5 +105,5 @@ class Borrowers:
 
     def _drop(self, client: int) -> None:
         if client != self._owner:
-            self._remove(client)
+            self._remove_from_client(client)
         del self._counts[client]

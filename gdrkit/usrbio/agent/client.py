@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "PeerProcess"]
 
 _PUBLICATIONS_MAX = 65536
-_LINK_TARGET_MAX = 4096
+_TARGET_CHARACTERS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +94,24 @@ class Client:
         AgentError
             The publication failed, and no link was created.
         """
-        unused = list(descriptors)
+        unused_descriptors = list(descriptors)
         try:
             with self._lock:
-                parsed = self._check_publication(name, target, handle=handle, descriptors=descriptors)
+                link_name = self._check_publication(name, target, handle=handle, descriptors=descriptors)
                 self._context.reserve_name(name, self.number)
                 try:
-                    # The descriptors of device memory belong to its share handle. Host memory has one of its own.
-                    has_use = bool(handle) or parsed.device_index is None
-                    used, unused = (unused, []) if has_use else ([], unused)
+                    # A descriptor of host memory is the memory. Descriptors of device memory need a share handle.
+                    used_descriptors: list[int] = []
+                    if handle or link_name.device_index is None:
+                        used_descriptors, unused_descriptors = unused_descriptors, []
                     publication = Publication.create(
-                        parsed,
+                        link_name,
                         target,
                         client=self.number,
                         uid=self.process.uid,
                         owner=self.process.identity,
                         handle=handle,
-                        descriptors=used,
+                        descriptors=used_descriptors,
                         nics=self._context.nics,
                         loop=self._context.loop,
                         links=self._context.links,
@@ -125,7 +126,7 @@ class Client:
         except (GdrkitError, OSError) as error:
             raise as_agent_error(error) from error
         finally:
-            for descriptor in unused:
+            for descriptor in unused_descriptors:
                 os.close(descriptor)
 
     def unpublish(self, name: str) -> None:
@@ -152,7 +153,7 @@ class Client:
         """
         with self._lock:
             self._check_open()
-            borrowers = self._context.borrowers(name)
+            borrowers = self._context.find_borrowers(name)
             if name not in self._borrowed and len(self._borrowed) >= _PUBLICATIONS_MAX:
                 raise AgentError(errno.ENOSPC, f"a client can borrow at most {_PUBLICATIONS_MAX} iovs")
             try:
@@ -162,7 +163,7 @@ class Client:
             self._borrowed[name] = borrowers
 
     def return_borrowed(self, name: str) -> None:
-        """Undo one :meth:`borrow` of a name, after the operations in flight have ended.
+        """Undo one :meth:`borrow` of a name. Before the last one, wait for the operations in flight on the iov.
 
         Raises
         ------
@@ -197,7 +198,7 @@ class Client:
         return access.inode
 
     def deregister_file(self, inode: int) -> None:
-        """Undo one registration of a file. ENOENT if the client has not registered it."""
+        """Undo one registration of a file. AgentError with ENOENT if the client has not registered the file."""
         with self._lock:
             file = self._files.get(inode)
             if file is None:
@@ -243,7 +244,7 @@ class Client:
         finally:
             access.close()
 
-    def hard_link(self, file: int, folder: int, name: str) -> None:
+    def hard_link(self, file_fd: int, folder_fd: int, name: str) -> None:
         """Create a hard link to a file of the store, in a folder of the store. This method owns both descriptors.
 
         Raises
@@ -255,21 +256,21 @@ class Client:
         try:
             if not name or "/" in name or name in {".", ".."}:
                 raise AgentError(errno.EINVAL, f"the name of a link must be one path component, not {name!r}")
-            if not stat.S_ISREG(os.fstat(file).st_mode) or not stat.S_ISDIR(os.fstat(folder).st_mode):
+            if not stat.S_ISREG(os.fstat(file_fd).st_mode) or not stat.S_ISDIR(os.fstat(folder_fd).st_mode):
                 raise AgentError(errno.EINVAL, "the descriptors must be of a regular file and of a folder")
-            path, parent = self._path_below_root(file), self._path_below_root(folder)
+            path, parent = self._path_below_root(file_fd), self._path_below_root(folder_fd)
             new_path = f"{parent}/{name}" if parent else name
-            inode = os.fstat(file).st_ino
+            inode = os.fstat(file_fd).st_ino
             attempts = itertools.count(1)
 
             def link(session: AgentSession) -> None:
-                is_repeated = next(attempts) > 1
+                is_retry = next(attempts) > 1
                 try:
                     status = session.call(messages.HardLink(path=path, new_path=new_path), messages.FileStat)
                 except AgentError as error:
-                    if not is_repeated or error.errno != errno.EEXIST:
+                    if not is_retry or error.errno != errno.EEXIST:
                         raise
-                    # The previous attempt may have created the link, and its reply was lost with the session.
+                    # The previous attempt may have created the link although its reply was lost with the session.
                     status = session.call(messages.Stat(path=new_path), messages.FileStat)
                     if status.inode != inode:
                         raise
@@ -281,56 +282,59 @@ class Client:
         except OSError as error:
             raise as_agent_error(error) from error
         finally:
-            os.close(file)
-            os.close(folder)
+            os.close(file_fd)
+            os.close(folder_fd)
 
     def reopen(self, session: AgentSession) -> None:
-        """Reopen all files at a new session."""
+        """Reopen all files of the client at a new session."""
         for file in tuple(self._files.values()):
-            if file.is_closing:  # The loop has removed it, or is about to.
+            if file.is_closing:  # The loop no longer uses the file, or will soon stop using it.
                 continue
             file.reopen(session)
             file.update_loop(self._context.loop, self.number)
 
-    def remove_ring(self, identity: bytes) -> None:
+    def remove_ring(self, ring_id: bytes) -> None:
         """Remove the publication of a broken ring. The client has to publish a new ring."""
         with self._lock:
-            name = next((name for name, known in self._publications.items() if known.name.id == identity), None)
+            name = next(
+                (name for name, publication in self._publications.items() if publication.name.id == ring_id), None
+            )
             if name is not None:
                 self._remove_publication(name, remove_shared=False)
 
     def close(self) -> None:
-        """Release everything: first the rings, then iovs and files. After an error, close again."""
+        """Release all objects of the client: first the rings, then iovs, then files. After an error, close again."""
         with self._lock:
             if self._is_closed and not self._publications and not self._files and not self._borrowed:
                 return
             self._is_closed = True
-            removals = ReleaseStack()  # Runs in the reverse order.
+            removals = ReleaseStack()  # It runs in the reverse order: rings first, then iovs, files last.
             for inode in tuple(self._files):
                 removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]
             for borrowed in tuple(self._borrowed):
-                removals.push(lambda name=borrowed: self._return_all(name))  # type: ignore[misc]
+                removals.push(lambda name=borrowed: self._return_all_borrows(name))  # type: ignore[misc]
             rings_last = sorted(self._publications, key=lambda name: self._publications[name].name.ring is not None)
             for name in rings_last:
                 removals.push(lambda name=name: self._remove_publication(name, remove_shared=True))  # type: ignore[misc]
             removals.run()
 
     def _check_publication(self, name: str, target: str, *, handle: bytes, descriptors: Sequence[int]) -> LinkName:
+        """Return the parsed name of a new publication, if the client may publish it."""
         self._check_open()
-        parsed = parse_name(name)
+        link_name = parse_name(name)
         if name in self._publications:
             raise AgentError(errno.EEXIST, f"{name} is already published")
-        if any(known.name.id == parsed.id for known in self._publications.values()):
+        if any(publication.name.id == link_name.id for publication in self._publications.values()):
             raise AgentError(errno.EEXIST, f"the id of {name} is already published")
         if len(self._publications) >= _PUBLICATIONS_MAX:
             raise AgentError(errno.ENOSPC, f"a client can publish at most {_PUBLICATIONS_MAX} iovs and rings")
-        if parsed.device_index is None and (handle or len(descriptors) > 1):
+        if link_name.device_index is None and (handle or len(descriptors) > 1):
             message = f"host memory has no share handle and at most one descriptor, not {len(descriptors)}"
             raise AgentError(errno.EINVAL, message)
-        if len(target) > _LINK_TARGET_MAX:
-            message = f"the target of a link has at most {_LINK_TARGET_MAX} characters, not {len(target)}"
+        if len(target) > _TARGET_CHARACTERS_MAX:
+            message = f"the target of a link has at most {_TARGET_CHARACTERS_MAX} characters, not {len(target)}"
             raise AgentError(errno.ENAMETOOLONG, message)
-        return parsed
+        return link_name
 
     def _file_access(self, descriptor: int) -> FileAccess:
         try:
@@ -357,11 +361,12 @@ class Client:
         del self._publications[name]
         self._context.release_name(name)
 
-    def _return_all(self, name: str) -> None:
+    def _return_all_borrows(self, name: str) -> None:
         self._borrowed[name].return_buffer(self.number, all_at_once=True)
         del self._borrowed[name]
 
     def _remove_file(self, inode: int) -> None:
+        """Remove a file from the loop, wait for its operations in flight, and close it."""
         with self._context.files_lock:
             self._files[inode].is_closing = True
         self._context.drain(
@@ -371,7 +376,7 @@ class Client:
             self._files.pop(inode).close()
 
     def _path_below_root(self, descriptor: int) -> str:
-        """Return the path of an open file relative to the root. The server accepts no other paths."""
+        """Return the path of an open file or folder, relative to the root of the store."""
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if not path.is_relative_to(self._context.root):
             raise AgentError(errno.EXDEV, f"{path} is not in the store")

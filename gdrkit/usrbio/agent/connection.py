@@ -1,7 +1,11 @@
 """The connection of an agent to its storage server: one session at a time, which is renewed when it fails.
 
-When a session ends, the agent first fails the session's queue pairs and only then completes operations. Before that,
-the server could still write to memory that the client already uses for something else.
+When a session ends, the agent first puts the session's queue pairs into the error state, and then completes the
+operations. In the reverse order, the server could still write to memory that a client already uses for something else.
+
+A client can end the session: if it truncates or frees its memory while the server accesses the memory, the NIC reports
+an access error. The text below calls this "the memory of a client ended the session". Requests of other clients then
+wait for the next session instead of failing.
 """
 
 from __future__ import annotations
@@ -25,14 +29,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerConnection"]
 
-# Limit for the end of the thread that renews sessions. Each step of that thread has a shorter limit.
+# Limit of the wait for the end of the thread that renews sessions. Each step of that thread has a shorter limit.
 _THREAD_TIMEOUT_S = 120.0
+# Pauses between two attempts to begin a session.
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
+# Limit of the wait of a request for the next session.
 _RENEWAL_TIMEOUT_S = 10.0
+# Largest number of sessions that one request tries.
 _ATTEMPTS_MAX = 1000
+# How often the thread that renews sessions checks whether it has to stop.
 _EVENTS_TIMEOUT_MS = 100
 
-_R = TypeVar("_R")
+_ActionResult = TypeVar("_ActionResult")
 
 
 class ServerConnection:
@@ -51,7 +59,7 @@ class ServerConnection:
     remove_ring : callable
         Called with the client number and the id of a ring that the loop has found to be broken.
     timeout_ms : float
-        Longest time without an answer of the server, in milliseconds.
+        Longest time without a reply of the server, in milliseconds.
     """
 
     def __init__(
@@ -71,20 +79,22 @@ class ServerConnection:
         self._remove_ring = remove_ring
         self._timeout_ms = timeout_ms
         self._session: AgentSession | None = None
-        # The secret of the last session, which the server ends before it begins the next one. Otherwise a server that
-        # was only slow could still execute requests of the last session.
-        self._secret: str | None = None
-        # A session that has ended and is not yet closed. Its operations may still be in flight.
-        self._ending: AgentSession | None = None
-        self._changed = threading.Condition()
-        # False while a session ends, as long as it is unknown whether requests have to wait for the next session, and
-        # while they wait for it.
-        self._is_settled = True
-        self._server_hangs = False
+        # The secret of the last session. The server ends that session before it begins the next one. Otherwise a server
+        # that was only slow could still execute requests of the last session.
+        self._session_secret: str | None = None
+        # A session that has ended and is not yet closed. Operations of this session may still be in flight.
+        self._ending_session: AgentSession | None = None
+        self._session_changed = threading.Condition()
+        # Whether requests can use `_session`, or fail with EREMOTEIO if it is None. False while requests wait: after
+        # the end of a session, until the next session begins or it is clear that they need not wait for it.
+        self._is_session_decided = True
+        self._is_server_hanging = False
+        # Number of the data connection that the loop uses. Events of earlier connections are ignored.
         self._generation = 0
+        # The first session is not a renewal.
         self._renewals = -1
         self._last_error = ""
-        self._stopping = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -95,14 +105,14 @@ class ServerConnection:
     def start(self) -> None:
         """Begin the first session, and start the thread that renews it."""
         self._begin_session()
-        self._thread = threading.Thread(target=self._watch, name="agent-server", daemon=True)
+        self._thread = threading.Thread(target=self._renew_sessions, name="agent-server", daemon=True)
         self._thread.start()
 
-    def with_session(self, action: Callable[[AgentSession], _R]) -> _R:
+    def with_session(self, action: Callable[[AgentSession], _ActionResult]) -> _ActionResult:
         """Call `action` with the current session and return its result.
 
-        If the memory of a client ends the session meanwhile, call `action` again with the next session. So the requests
-        of `action` must have the same effect if they are repeated.
+        If the memory of a client ends the session during the call, call `action` again with the next session. So the
+        requests of `action` must have the same effect if they are repeated.
 
         Raises
         ------
@@ -122,12 +132,12 @@ class ServerConnection:
         """End the session and its operations in flight, because the server does not answer."""
         session = self._session
         if session is not None:
-            self._server_hangs = True
+            self._is_server_hanging = True
             session.interrupt()
 
     def close(self) -> None:
-        """End the session, then the server if it is a child."""
-        self._stopping.set()
+        """End the session, and then the server if it is a child process."""
+        self._stop_event.set()
         if self._thread is not None:
             join_threads([self._thread], timeout_s=_THREAD_TIMEOUT_S)
         self._end_session()
@@ -136,23 +146,24 @@ class ServerConnection:
 
     def _current_session(self) -> AgentSession:
         """Return the current session. If the memory of a client ended the last session, wait for the next one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_settled, _RENEWAL_TIMEOUT_S)
+        with self._session_changed:
+            self._session_changed.wait_for(lambda: self._is_session_decided, _RENEWAL_TIMEOUT_S)
             session = self._session
         if session is None:
             raise AgentError(errno.EREMOTEIO, f"the agent has no session with a storage server{self._last_error}")
         return session
 
     def _begin_session(self) -> None:
+        """Begin a session, reopen the files of all clients, and give the data connection to the loop."""
         self._endpoint.prepare()
         session = AgentSession(
             self._endpoint.connect,
             self._nics,
             token=self._endpoint.token,
             timeout_ms=self._timeout_ms,
-            replaces=self._secret,
+            replaces=self._session_secret,
         )
-        self._secret = session.secret
+        self._session_secret = session.secret
         try:
             self._reopen(session)
             self._generation += 1
@@ -164,53 +175,56 @@ class ServerConnection:
             raise
         self._renewals += 1
         self._last_error = ""
-        self._settle(session)
+        self._decide_session(session)
 
     def _end_session(self) -> None:
         """Close the session, which fails its queue pairs, then end its operations. After an error, call it again."""
         self._withdraw_session()
-        if self._ending is not None:
-            if self._server_hangs:
+        if self._ending_session is not None:
+            if self._is_server_hanging:
                 self._endpoint.give_up()
-            self._ending.interrupt()
-            self._ending.close()
-            was_ended_by_memory = self._ending.was_ended_by_memory = self._loop.disconnect()
-            self._ending, self._server_hangs = None, False
+            self._ending_session.interrupt()
+            self._ending_session.close()
+            was_ended_by_memory = self._ending_session.was_ended_by_memory = self._loop.disconnect()
+            self._ending_session, self._is_server_hanging = None, False
             if not was_ended_by_memory:
-                self._settle(None)
+                self._decide_session(None)
 
     def _withdraw_session(self) -> None:
-        """Stop new requests from using the session. :meth:`_settle` has to follow."""
+        """Stop new requests from using the session. They wait until :meth:`_decide_session` is called."""
         if self._session is not None:
-            with self._changed:
-                self._ending, self._session, self._is_settled = self._session, None, False
+            with self._session_changed:
+                self._ending_session, self._session, self._is_session_decided = self._session, None, False
 
-    def _settle(self, session: AgentSession | None) -> None:
+    def _decide_session(self, session: AgentSession | None) -> None:
         """Wake the requests that wait for a session, with the new session or with None."""
-        with self._changed:
-            self._session, self._is_settled = session, True
-            self._changed.notify_all()
+        with self._session_changed:
+            self._session, self._is_session_decided = session, True
+            self._session_changed.notify_all()
 
     def _abandon(self) -> None:
-        """End the operations that wait for the next session, because it does not begin soon."""
+        """End the operations and requests that wait for the next session, because no session can begin now."""
         self._loop.abandon()
-        if self._session is None and self._ending is None:
-            self._settle(None)
+        if self._session is None and self._ending_session is None:
+            self._decide_session(None)
 
     def _was_ended_by_memory(self, session: AgentSession) -> bool:
         """Wait until the session has ended, and return whether the memory of a client ended it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_settled and self._session is not session, _RENEWAL_TIMEOUT_S)
+        with self._session_changed:
+            self._session_changed.wait_for(
+                lambda: self._is_session_decided and self._session is not session, _RENEWAL_TIMEOUT_S
+            )
         return session.was_ended_by_memory
 
-    def _watch(self) -> None:
+    def _renew_sessions(self) -> None:
+        """Handle the events of the loop, and begin a new session whenever there is none."""
         pause_s = _BACKOFF_FIRST_S
-        while not self._stopping.is_set():
+        while not self._stop_event.is_set():
             for event, client, ring, generation in self._loop.events(_EVENTS_TIMEOUT_MS):
                 if event == "ring_broken":
                     self._remove_ring(client, ring)
                 elif generation == self._generation and self._session is not None:
-                    self._server_hangs |= event == "silent"
+                    self._is_server_hanging |= event == "silent"
                     self._withdraw_session()
             if self._session is not None:
                 pause_s = _BACKOFF_FIRST_S
@@ -226,5 +240,5 @@ class ServerConnection:
             except (GdrkitError, OSError, EOFError) as error:
                 self._last_error = f": {error}"
                 self._abandon()
-                self._stopping.wait(pause_s)
+                self._stop_event.wait(pause_s)
                 pause_s = min(pause_s * 2, _BACKOFF_MAX_S)

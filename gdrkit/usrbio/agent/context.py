@@ -28,9 +28,10 @@ class AgentContext:
     Parameters
     ----------
     root : Path
-        The store, or the FUSE mount of it. The storage server knows files and folders by their paths below `root`.
+        The folder of the store, or its FUSE mount. The storage server uses paths relative to `root`.
     file_access : callable
-        Takes the descriptor of a file that a client sent, which it then owns, and returns the access to the file.
+        Called with the descriptor of a file that a client sent. It owns the descriptor, and returns the access to the
+        file.
     loop : AgentLoop
         The loop that serves the rings.
     nics : Nics
@@ -81,10 +82,10 @@ class AgentContext:
         self._server = server
 
     def drain(self, remove: Callable[[int], bool]) -> None:
-        """Remove an object from the loop by `remove`, and wait for its operations in flight.
+        """Call `remove` to remove an object from the loop, and wait for the operations in flight on the object.
 
-        `remove` is called with a timeout in milliseconds, and returns False if operations are still in flight then. In
-        that case the agent ends the session with the server, which ends the operations.
+        `remove` is called with a timeout in milliseconds. It returns False if operations are still in flight after the
+        timeout. Then the agent ends the session with the server, which ends the operations, and calls `remove` again.
 
         Raises
         ------
@@ -120,7 +121,7 @@ class AgentContext:
         with self._lock:
             self._borrowers[name] = borrowers
 
-    def borrowers(self, name: str) -> Borrowers:
+    def find_borrowers(self, name: str) -> Borrowers:
         """Return the borrowers of the iov with this name.
 
         Raises

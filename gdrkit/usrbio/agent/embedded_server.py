@@ -1,7 +1,7 @@
 """The storage server of an agent as a process: ``python -m gdrkit.usrbio.agent.embedded_server STORE SOCKET``.
 
-It is ``gdrkit serve``, and also ends at the end of its standard input. So it never outlives the agent that started it,
-even if that agent was killed.
+The program does the same as ``gdrkit serve``, and also ends when its standard input is closed. The agent holds the
+other end of that pipe, so the program ends with the agent, even if the agent is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 def main(store: str, socket: str) -> int:
     """Serve until the other end of standard input is closed, and return the exit code."""
-    # The signals are blocked before the thread starts, so that serve() receives the signal that the thread sends.
+    # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM of the thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
     return serve(Path(store), listen=f"unix:{socket}", nic_names=(), chunk_bytes=None)

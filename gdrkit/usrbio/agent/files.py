@@ -1,7 +1,8 @@
 """The files that a client registered: their access rights, and their handles on the storage server.
 
 A client proves its access to a file by a descriptor of the file. If the storage server runs on this host, the agent
-sends it the descriptor. To a remote server it sends the path, and the server must return the inode of the descriptor.
+sends the descriptor to the server. To a remote server the agent sends the path. The file that the server opens must
+have the same inode as the descriptor.
 """
 
 from __future__ import annotations
@@ -24,33 +25,34 @@ __all__ = ["DescriptorAccess", "FileAccess", "PathAccess", "RegisteredFile", "op
 
 
 class DescriptorAccess:
-    """The access to a file that a descriptor of the file grants.
+    """The access to a file that a descriptor of the file grants: reading, writing or both.
 
     Parameters
     ----------
     descriptor : int
-        The access owns it from now on, also if the constructor raises.
+        A descriptor of the file. The access owns it from now on, also if the constructor raises.
     store : Path
         The store's folder.
 
     Raises
     ------
     AgentError
-        EBADF: it is not a regular file that is open for reading or writing. EXDEV: the file is not in the store.
+        EBADF: the descriptor is not of a regular file that is open for reading or writing. EXDEV: the file is not in
+        the store.
     """
 
     def __init__(self, descriptor: int, store: Path) -> None:
         self.descriptor = descriptor
         try:
-            status, mode = _regular_file(descriptor)
+            status, access_mode = _regular_file(descriptor)
             if status.st_dev != store.stat().st_dev:
                 _refuse(errno.EXDEV, f"the file is not in the store {store}")
         except BaseException:
             self.close()
             raise
         self.inode = status.st_ino
-        self.readable = mode in {os.O_RDONLY, os.O_RDWR}
-        self.writable = mode in {os.O_WRONLY, os.O_RDWR}
+        self.readable = access_mode in {os.O_RDONLY, os.O_RDWR}
+        self.writable = access_mode in {os.O_WRONLY, os.O_RDWR}
 
     def open(self, session: AgentSession) -> messages.OpenReply:
         """Send the descriptor to the server. The server checks whether the file is inside the store."""
@@ -65,7 +67,7 @@ class DescriptorAccess:
 
 
 class PathAccess:
-    """The access to a file below a FUSE mount, with the path by which the server opens the file."""
+    """The access to a file below a FUSE mount. The server opens the file by `path`."""
 
     def __init__(self, path: str, *, inode: int, readable: bool, writable: bool) -> None:
         self.path = path
@@ -87,10 +89,11 @@ class PathAccess:
         Raises
         ------
         AgentError
-            EBADF: it is not a regular file that is open for reading or writing. EXDEV: the file is not below `mount`.
+            EBADF: the descriptor is not of a regular file that is open for reading or writing. EXDEV: the file is not
+            below `mount`.
         """
         try:
-            status, mode = _regular_file(descriptor)
+            status, access_mode = _regular_file(descriptor)
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
             if not path.is_relative_to(mount):
                 _refuse(errno.EXDEV, f"{path} is not below {mount}")
@@ -99,8 +102,8 @@ class PathAccess:
         return cls(
             str(path.relative_to(mount)),
             inode=status.st_ino,
-            readable=mode in {os.O_RDONLY, os.O_RDWR},
-            writable=mode in {os.O_WRONLY, os.O_RDWR},
+            readable=access_mode in {os.O_RDONLY, os.O_RDWR},
+            writable=access_mode in {os.O_WRONLY, os.O_RDWR},
         )
 
 
@@ -115,16 +118,16 @@ class RegisteredFile:
     inode : int
         Inode of the file. Entries of rings name it.
     is_closing : bool
-        Whether the file is being deregistered. The lock of files of the agent guards it.
+        Whether the file is being deregistered. ``AgentContext.files_lock`` guards it.
     """
 
     def __init__(self, inode: int) -> None:
         self.inode = inode
         self.is_closing = False
-        self._registrations = 0
-        # Each access, with its handle at the server (0 if the server refused to reopen it) and the session of the
-        # handle.
-        self._handles: list[tuple[FileAccess, int, AgentSession]] = []
+        self._registration_count = 0
+        # Each access with a handle of the file at the server, and the session of that handle. The handle is 0 if the
+        # server refused to reopen the file.
+        self._open_handles: list[tuple[FileAccess, int, AgentSession]] = []
 
     def add(self, access: FileAccess, session: AgentSession) -> None:
         """Register the file once more. If `access` grants a new permission, open the file with it.
@@ -134,42 +137,42 @@ class RegisteredFile:
         Raises
         ------
         AgentError
-            The server replied with this errno. ESTALE: another file has the path now.
+            The server replied with this errno. ESTALE: the path now belongs to another file.
         """
         is_new_permission = not all(
-            any(getattr(known, permission) for known, handle, _ in self._handles if handle)
+            any(getattr(opened_access, permission) for opened_access, handle, _ in self._open_handles if handle)
             or not getattr(access, permission)
             for permission in ("readable", "writable")
         )
         if is_new_permission:
-            self._handles.append((access, open_at_server(access, session), session))
+            self._open_handles.append((access, open_at_server(access, session), session))
         else:
             access.close()
-        self._registrations += 1
+        self._registration_count += 1
 
     def deregister(self) -> bool:
         """Undo one registration. Return True if it was the last one, after which the caller has to call :meth:`close`.
 
         All access rights stay until then, because a deregistration does not name the registration that it undoes.
         """
-        self._registrations -= 1
-        return self._registrations <= 0
+        self._registration_count -= 1
+        return self._registration_count <= 0
 
     def reopen(self, session: AgentSession) -> None:
         """Open the file at a new session with every access. An access that the server refuses gets the handle 0."""
         handles: list[tuple[FileAccess, int, AgentSession]] = []
-        for access, _old_handle, _old_session in self._handles:
+        for access, _old_handle, _old_session in self._open_handles:
             try:
                 handles.append((access, open_at_server(access, session), session))
             except AgentError:
                 # Operations then use the rights of the other accesses, or fail with EBADF.
                 handles.append((access, 0, session))
-        self._handles = handles
+        self._open_handles = handles
 
     def update_loop(self, loop: AgentLoop, client: int) -> None:
         """Set the current handles and access rights of the file in the loop."""
-        read_handle = next((handle for access, handle, _ in self._handles if handle and access.readable), 0)
-        write_handle = next((handle for access, handle, _ in self._handles if handle and access.writable), 0)
+        read_handle = next((handle for access, handle, _ in self._open_handles if handle and access.readable), 0)
+        write_handle = next((handle for access, handle, _ in self._open_handles if handle and access.writable), 0)
         loop.set_file(
             client,
             self.inode,
@@ -181,9 +184,9 @@ class RegisteredFile:
 
     def close(self) -> None:
         """Close every access, and its handle at the server."""
-        handles, self._handles = self._handles, []
+        handles, self._open_handles = self._open_handles, []
         for access, handle, session in handles:
-            _close(access, handle, session)
+            _close_access(access, handle, session)
 
 
 def _regular_file(descriptor: int) -> tuple[os.stat_result, int]:
@@ -191,12 +194,12 @@ def _regular_file(descriptor: int) -> tuple[os.stat_result, int]:
     status = os.fstat(descriptor)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if not stat.S_ISREG(status.st_mode) or flags & os.O_PATH:
-        _refuse(errno.EBADF, "the descriptor is not a regular file that is open for reading or writing")
+        _refuse(errno.EBADF, "the descriptor is not of a regular file that is open for reading or writing")
     return status, flags & os.O_ACCMODE
 
 
-def _refuse(number: int, message: str) -> NoReturn:
-    raise AgentError(number, message)
+def _refuse(error_number: int, message: str) -> NoReturn:
+    raise AgentError(error_number, message)
 
 
 def open_at_server(access: FileAccess, session: AgentSession) -> int:
@@ -205,16 +208,16 @@ def open_at_server(access: FileAccess, session: AgentSession) -> int:
     Raises
     ------
     AgentError
-        The server replied with this errno. ESTALE: another file has the path now.
+        The server replied with this errno. ESTALE: the path now belongs to another file.
     """
     reply = access.open(session)
     if reply.stat.inode != access.inode:
         session.call(messages.Close(handle=reply.handle), messages.Done)
-        raise AgentError(errno.ESTALE, "another file has the path now")
+        raise AgentError(errno.ESTALE, "the path now belongs to another file")
     return reply.handle
 
 
-def _close(access: FileAccess, handle: int, session: AgentSession) -> None:
+def _close_access(access: FileAccess, handle: int, session: AgentSession) -> None:
     access.close()
     if handle:
         try:

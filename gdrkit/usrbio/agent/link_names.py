@@ -1,7 +1,8 @@
 """Parsers of the name of a publication's link, and of the target of a link to device memory.
 
-The names are those of 3FS: ``UUID[.bBLOCK][.rDEPTH|.wDEPTH][.ph|.pl][.tMS][.fBITS]`` for host memory and rings, and
-``UUID.gdr.dDEVICE`` for device memory. For other names the parsers raise ``AgentError`` with EINVAL.
+The names are those of 3FS. The name of host memory is ``UUID[.bBLOCK]``, that of a ring
+``UUID(.rDEPTH|.wDEPTH)[.ph|.pl][.tMS][.fBITS]``, and that of device memory ``UUID.gdr.dDEVICE``. For other names the
+parsers raise ``AgentError`` with EINVAL.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Priority:
 
 @dataclass(frozen=True, slots=True)
 class RingOptions:
-    """The options of a ring: direction, I/O depth, priority, flags, and how long a batch waits for more operations."""
+    """The options of a ring; see :func:`gdrkit.usrbio.make_ioring`."""
 
     for_read: bool
     io_depth: int
@@ -80,72 +81,80 @@ class LinkName:
 class DeviceTarget:
     """The parsed target of a link to device memory: a range of an allocation, and the allocation's IPC handle.
 
-    Memory of VMM and of pools has no IPC handle.
+    The IPC handle is None for memory of the CUDA virtual memory management (VMM) and of memory pools.
     """
 
     device_index: int
     allocation_bytes: int
     offset_bytes: int
     length_bytes: int
-    ipc: bytes | None
+    ipc_handle: bytes | None
 
 
 def parse_name(text: str) -> LinkName:
     """Parse the name of a link."""
     uuid_text, _, suffix = text.partition(".")
     if not _UUID.fullmatch(uuid_text):
-        _refuse(text, "it does not begin with a UUID in lower case")
-    identity = uuid.UUID(uuid_text).bytes
+        _raise_einval(text, "the name does not begin with a UUID in lower case")
+    publication_id = uuid.UUID(uuid_text).bytes
     if not suffix:
-        return LinkName(text, identity) if "." not in text else _refuse(text, "nothing follows the dot")
+        return LinkName(text, publication_id) if "." not in text else _raise_einval(text, "nothing follows the dot")
     device = _DEVICE_SUFFIX.fullmatch(suffix)
     if device:
-        return LinkName(text, identity, device_index=int(device[1]))
-    return _parse_suffixes(text, identity, suffix.split("."))
+        return LinkName(text, publication_id, device_index=int(device[1]))
+    return _parse_suffixes(text, publication_id, suffix.split("."))
 
 
 def parse_device_target(text: str) -> DeviceTarget:
     """Parse the target of a link to device memory (``gdr://v2/...``)."""
     match = _DEVICE_TARGET.fullmatch(text)
     if not match:
-        _refuse(text[:200], "it is not a gdr://v2 target")
-    device, allocation, offset, size = (int(match[group]) for group in range(1, 5))
-    if not 0 < size <= allocation <= _SIZE_MAX or offset > allocation or size > allocation - offset:
-        _refuse(text[:200], "the memory is not inside its allocation")
-    return DeviceTarget(device, allocation, offset, size, bytes.fromhex(match[5]) if match[5] else None)
+        _raise_einval(text[:200], "it is not a gdr://v2 target")
+    device_index, allocation_bytes, offset_bytes, length_bytes = (int(match[group]) for group in range(1, 5))
+    if (
+        not 0 < length_bytes <= allocation_bytes <= _SIZE_MAX
+        or offset_bytes > allocation_bytes
+        or length_bytes > allocation_bytes - offset_bytes
+    ):
+        _raise_einval(text[:200], "the memory is not inside its allocation")
+    return DeviceTarget(
+        device_index, allocation_bytes, offset_bytes, length_bytes, bytes.fromhex(match[5]) if match[5] else None
+    )
 
 
-def _parse_suffixes(text: str, identity: bytes, suffixes: list[str]) -> LinkName:
+def _parse_suffixes(text: str, publication_id: bytes, suffixes: list[str]) -> LinkName:
+    """Parse a name with the suffixes of host memory or of a ring."""
     matches: dict[str, re.Match[str]] = {}
     for suffix in suffixes:
-        parsed = next(((name, match) for name, form in _SUFFIXES if (match := form.fullmatch(suffix))), None)
+        parsed = next(((option, match) for option, pattern in _SUFFIXES if (match := pattern.fullmatch(suffix))), None)
         if parsed is None or parsed[0] in matches:
-            _refuse(text, f"the suffix {suffix!r} is unknown or a duplicate")
-        matches[parsed[0]] = parsed[1]
+            _raise_einval(text, f"the suffix {suffix!r} is unknown or a duplicate")
+        option, match = parsed
+        matches[option] = match
     block_bytes = int(matches["block"][1]) if "block" in matches else 0
     if block_bytes > _SIZE_MAX:
-        _refuse(text, f"the block size must be at most {_SIZE_MAX}")
+        _raise_einval(text, f"the block size must be at most {_SIZE_MAX}")
     if "depth" not in matches:
         if matches.keys() - {"block"}:
-            _refuse(text, "only a ring has priority, timeout and flags")
-        return LinkName(text, identity, block_bytes=block_bytes)
+            _raise_einval(text, "only a ring has priority, timeout and flags")
+        return LinkName(text, publication_id, block_bytes=block_bytes)
     if "block" in matches:
-        _refuse(text, "a ring has no blocks")
+        _raise_einval(text, "a ring has no blocks")
     depth = int(matches["depth"][2])
     timeout_ms = int(matches["timeout"][1]) if "timeout" in matches else 0
     if not -_INT32_MAX <= depth <= _INT32_MAX or timeout_ms > _INT32_MAX:
-        _refuse(text, f"the I/O depth and the timeout must be at most {_INT32_MAX}")
-    letter = matches["priority"][1] if "priority" in matches else ""
+        _raise_einval(text, f"the I/O depth and the timeout must be at most {_INT32_MAX}")
+    priority_letter = matches["priority"][1] if "priority" in matches else ""
     options = RingOptions(
         for_read=matches["depth"][1] == "r",
         io_depth=depth,
-        priority={"h": Priority.HIGH, "": Priority.NORMAL, "l": Priority.LOW}[letter],
+        priority={"h": Priority.HIGH, "": Priority.NORMAL, "l": Priority.LOW}[priority_letter],
         timeout_ms=timeout_ms,
         flags=int(matches["flags"][1], 2) if "flags" in matches else 0,
     )
-    return LinkName(text, identity, ring=options)
+    return LinkName(text, publication_id, ring=options)
 
 
-def _refuse(text: str, detail: str) -> NoReturn:
+def _raise_einval(text: str, detail: str) -> NoReturn:
     message = f"{text!r} is not a valid name or target of a publication: {detail}"
     raise AgentError(errno.EINVAL, message)

@@ -36,7 +36,7 @@ __all__ = ["AgentListener"]
 _CONNECTIONS_MAX = 1024
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.05
-# A request to the storage server has a limit of 30 s.
+# Limit of the wait for threads. A thread may wait 30 s for a request to the storage server.
 _END_TIMEOUT_S = 60.0
 _ERROR_TEXT_BYTES_MAX = 2048
 _CREDENTIALS = struct.Struct("iII")
@@ -63,10 +63,10 @@ class AgentListener:
         self._stopping = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # The path through the folder's descriptor is short. The address of a socket has a length limit.
+            # A socket address has a length limit. A path through the descriptor of the folder is short.
             address = f"/proc/self/fd/{mount.virtual_fd}/{mount.socket_path.name}"
             self._socket.bind(address)
-            # No client can connect before listen(). A umask is not used, because it applies to all threads.
+            # No client can connect before listen(), so the mode is set in time. A umask would apply to all threads.
             os.chmod(address, 0o600)  # noqa: PTH101 - an address, not a path that users see.
             self._socket.listen(_BACKLOG)
         except BaseException:
@@ -97,24 +97,26 @@ class AgentListener:
         join_threads(connections.values(), timeout_s=_END_TIMEOUT_S)
 
     def _accept(self) -> None:
-        logged: int | None = None
+        """Accept connections until :meth:`close`."""
+        logged_errno: int | None = None
         while True:
             try:
                 connection, _address = self._socket.accept()
             except OSError as error:
                 if self._is_closing:
                     return
-                # An error that repeats is logged once, instead of twenty times a second.
-                if error.errno != logged:
-                    logged = error.errno
+                # An error that repeats is logged once, not at each attempt.
+                if error.errno != logged_errno:
+                    logged_errno = error.errno
                     _LOG.warning("accept on %s failed: %s; the agent tries again", self._mount.socket_path, error)
                 # Without this pause accept() would fail again at once, until a descriptor is free.
                 self._stopping.wait(_ACCEPT_PAUSE_S)
                 continue
-            logged = None
+            logged_errno = None
             self._start_thread(connection)
 
     def _start_thread(self, connection: socket.socket) -> None:
+        """Start the thread of a connection, or close the connection if there are too many."""
         thread = threading.Thread(target=self._serve, args=(connection,), name="agent-client", daemon=True)
         with self._lock:
             is_accepted = not self._is_closing and len(self._connections) < _CONNECTIONS_MAX
@@ -140,6 +142,7 @@ class AgentListener:
             connection.close()
 
     def _serve_client(self, connection: socket.socket, client: Client) -> None:
+        """Serve the requests of a client until its connection ends, then release the client."""
         try:
             while _serve_request(connection, client):
                 pass
@@ -162,9 +165,9 @@ def _serve_request(connection: socket.socket, client: Client) -> bool:
         _close_all(descriptors)
         return False
     try:
-        message = protocol.parse(data, descriptors=len(descriptors))
+        message = protocol.parse(data, descriptor_count=len(descriptors))
     except UsageError:
-        # A peer that does not speak the protocol gets no reply, because it could not parse one.
+        # A peer that does not use the protocol gets no reply, because it could not parse the reply.
         _close_all(descriptors)
         return False
     try:
@@ -183,12 +186,12 @@ def _serve_request(connection: socket.socket, client: Client) -> bool:
 def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> AgentMessage:
     """Execute a request and return its reply. This function owns the descriptors."""
     handler = _HANDLERS[message.request]
-    owned = list(descriptors)
+    remaining = list(descriptors)
     try:
-        payload = handler(client, message.payload, owned)
+        payload = handler(client, message.payload, remaining)
     finally:
-        # The handler has removed the descriptors that it passed on.
-        _close_all(owned)
+        # A handler removes the descriptors that it uses from the list.
+        _close_all(remaining)
     return AgentMessage(message.request, message.sequence, payload)
 
 
@@ -206,7 +209,7 @@ def _hello(_client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
 
 def _publish(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     request = protocol.parse_publish(payload)
-    client.publish(request.name, request.target, handle=request.share_handle, descriptors=_take(descriptors))
+    client.publish(request.name, request.target, handle=request.share_handle, descriptors=_take_all(descriptors))
     return b""
 
 
@@ -218,7 +221,7 @@ def _unpublish(client: Client, payload: bytes, _descriptors: list[int]) -> bytes
 def _borrow(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     request = protocol.parse_publish(payload)
     if request.share_handle:
-        raise AgentError(errno.EINVAL, "BORROW has no share handle: the owner of the iov has sent it")
+        raise AgentError(errno.EINVAL, "BORROW must not have a share handle: the owner of the iov has already sent it")
     client.borrow(request.name, request.target)
     return b""
 
@@ -232,7 +235,7 @@ def _register_file(client: Client, payload: bytes, descriptors: list[int]) -> by
     flags = protocol.parse_number(payload)
     if flags:
         raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
-    return protocol.pack_number(client.register_file(_take(descriptors)[0]))
+    return protocol.pack_number(client.register_file(_take_all(descriptors)[0]))
 
 
 def _deregister_file(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
@@ -242,13 +245,13 @@ def _deregister_file(client: Client, payload: bytes, _descriptors: list[int]) ->
 
 def _punch_hole(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     flags, ranges = protocol.parse_punch(payload)
-    client.punch_hole(_take(descriptors)[0], flags, ranges)
+    client.punch_hole(_take_all(descriptors)[0], flags, ranges)
     return b""
 
 
 def _hard_link(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
     name = protocol.parse_name(payload)
-    file, folder = _take(descriptors)
+    file, folder = _take_all(descriptors)
     client.hard_link(file, folder, name)
     return b""
 
@@ -266,11 +269,11 @@ _HANDLERS: dict[AgentRequest, Callable[[Client, bytes, list[int]], bytes]] = {
 }
 
 
-def _take(descriptors: list[int]) -> list[int]:
+def _take_all(descriptors: list[int]) -> list[int]:
     """Remove all descriptors from a list and return them. The caller owns them."""
-    taken = list(descriptors)
+    taken_descriptors = list(descriptors)
     descriptors.clear()
-    return taken
+    return taken_descriptors
 
 
 def _peer_process(connection: socket.socket) -> PeerProcess:
@@ -282,10 +285,10 @@ def _peer_process(connection: socket.socket) -> PeerProcess:
 def _refuse_other_user(connection: socket.socket, process: PeerProcess) -> None:
     """Reply to the first message of a process of another user with EACCES."""
     data, descriptors = _receive(connection)
-    count = len(descriptors)
+    descriptor_count = len(descriptors)
     _close_all(descriptors)
     if data:
-        message = protocol.parse(data, descriptors=count)
+        message = protocol.parse(data, descriptor_count=descriptor_count)
         error = AgentError(errno.EACCES, f"this agent serves user {os.geteuid()}, not user {process.uid}")
         connection.send(protocol.pack(_error_reply(message, error)), socket.MSG_NOSIGNAL)
 
@@ -303,8 +306,9 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 def _stop_receiving(connection: socket.socket) -> None:
-    # Only the receiving side is shut down: a client that sees the end of its connection may use its memory again, so it
-    # must see the end only after its operations in flight have ended. Until then the agent receives no further request.
+    # Only the receiving side is shut down, so that the agent receives no further request. The client must not see the
+    # end of its connection before its operations in flight have ended, because it may then use its memory for something
+    # else.
     try:
         connection.shutdown(socket.SHUT_RD)
     except OSError as error:

@@ -49,17 +49,18 @@ __all__ = ["Nics", "PublishedDeviceMemory", "RegisteredMemory"]
 
 
 class PublishedDeviceMemory:
-    """Device memory of a client: its dma-buf, if the client sent one, and its mapping in this process, if CUDA has one.
+    """Device memory of a client: a dma-buf, if the client sent one, and a mapping in this process, if CUDA can map it.
 
-    A NIC can register the dma-buf without the mapping. Peer memory needs the address of the mapping, and the software
-    twin of a NIC needs it also for a dma-buf.
+    A NIC can register the dma-buf without a mapping. A registration as peer memory needs the address of the mapping.
+    The libibverbs twin needs the address for a dma-buf too.
 
     Parameters
     ----------
     target : DeviceTarget
         The parsed target of the publication's link.
     handle_message : HandleMessage or None
-        The share handle of the memory and its descriptors, borrowed. None if the publication is only a link.
+        The share handle of the memory and its descriptors. The caller still owns it. None if the publication is only a
+        link.
 
     Attributes
     ----------
@@ -131,7 +132,7 @@ class PublishedDeviceMemory:
         return duplicate
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Run `action` before the memory is unmapped, last added first. Return a function that cancels this."""
+        """Run `action` before the memory is unmapped, the last added first. Return a function that cancels `action`."""
         return self._before_release.push(action)
 
     def close(self) -> None:
@@ -141,6 +142,7 @@ class PublishedDeviceMemory:
         self._is_closed = True
 
     def _open(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
+        """Import the dma-buf if there is one, and try to map the memory."""
         if handle_message is not None:
             length_bytes = handle_message.handle.length_bytes
             if length_bytes != target.length_bytes:
@@ -155,29 +157,33 @@ class PublishedDeviceMemory:
             self.mapping_error = error
 
     def _map(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
+        """Map the memory by its share handle, or by the IPC handle in the target of the link."""
         device = device_at(target.device_index) if handle_message is None else device_of(handle_message.handle)
         self._on_close.push(device.close)
         self.pci_bus_id = device.pci_bus_id
         if handle_message is not None and handle_message.handle.kind is not ShareKind.DMABUF:
             memory: CudaMemory = import_memory(device, handle_message)
             self._on_close.push(memory.close)
-        elif target.ipc is not None:
-            memory = self._open_ipc(device, target, target.ipc)
+        elif target.ipc_handle is not None:
+            memory = self._open_ipc(device, target, target.ipc_handle)
         else:
             return
         self.address = memory.address
 
-    def _open_ipc(self, device: Device, target: DeviceTarget, ipc: bytes) -> CudaMemory:
-        """Map the allocation of a link, and return the published part. The sizes of link and driver must be equal."""
-        allocation = cuda.open_handle(device, ipc)
+    def _open_ipc(self, device: Device, target: DeviceTarget, ipc_handle: bytes) -> CudaMemory:
+        """Map the allocation that a link names, and return the published range of it.
+
+        The size of the allocation in the link must be that which the driver reports.
+        """
+        allocation = cuda.open_handle(device, ipc_handle)
         self._on_close.push(allocation.close)
         if allocation.length_bytes != target.allocation_bytes:
             message = f"the link says {target.allocation_bytes} bytes, and the driver {allocation.length_bytes}"
             raise UsageError(message, reason=Reason.MALFORMED)
         address = allocation.address + target.offset_bytes
-        part = cuda.borrow(device, address, length_bytes=target.length_bytes)
-        self._on_close.push(part.close)
-        return part
+        published_range = cuda.borrow(device, address, length_bytes=target.length_bytes)
+        self._on_close.push(published_range.close)
+        return published_range
 
 
 class RegisteredMemory:
@@ -188,9 +194,9 @@ class RegisteredMemory:
     length_bytes : int
         Size of the memory in bytes.
     keys : tuple of (int, int)
-        Address and key of the first byte, for each NIC in the order of :class:`Nics`.
+        Address and key of the first byte, for each NIC in the order of ``Nics.all``.
     preferred_nics : tuple of int
-        Numbers of the NICs to prefer. Empty if there is no preference.
+        Indices of the NICs to prefer. Empty if there is no preference.
     """
 
     def __init__(
@@ -282,17 +288,18 @@ class Nics:
                 raise RegistrationFailed(
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
-            return RegisteredMemory(memory, registration, preferred_nics=self._near(memory))
+            return RegisteredMemory(memory, registration, preferred_nics=self._nearest_nics(memory))
 
     def close(self) -> None:
         """Close the NICs."""
         self._on_close.run()
 
-    def _near(self, memory: PublishedDeviceMemory) -> tuple[int, ...]:
+    def _nearest_nics(self, memory: PublishedDeviceMemory) -> tuple[int, ...]:
+        """Return the indices of the NICs nearest to the GPU of the memory."""
         if memory.pci_bus_id is None:
             return ()
         nearest = self._placement.nearest(memory.pci_bus_id, self.all)
-        return tuple(number for number, nic in enumerate(self.all) if nic in nearest)
+        return tuple(index for index, nic in enumerate(self.all) if nic in nearest)
 
     def __enter__(self) -> Self:
         return self

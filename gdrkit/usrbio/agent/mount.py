@@ -1,8 +1,8 @@
 """The folder ``3fs-virt`` of a mount: its lock, sockets, links, semaphores, and the shared memory of clients.
 
-An agent leaves files only in this folder and in ``/dev/shm``. If an agent was killed, the next agent of the mount
-removes its links, sockets and semaphores, and the shared memory of clients that have ended. A second agent of the same
-mount is an error: the first one holds a lock, which the kernel releases when its process ends.
+An agent creates files only in this folder and in ``/dev/shm``. If an agent is killed, the next agent of the mount
+removes the links, sockets and semaphores of the killed agent, and the shared memory of clients that have ended. A mount
+can have only one agent: the agent holds a lock, which the kernel releases when the process ends.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AGENT_SOCKET",
-    "IOVS",
+    "IOVS_FOLDER",
     "SERVER_LOCK",
     "SERVER_SOCKET",
-    "VIRTUAL",
+    "VIRTUAL_FOLDER",
     "AgentMount",
     "LinkFolder",
     "SharedFile",
@@ -42,14 +42,14 @@ __all__ = [
     "open_shared",
 ]
 
-VIRTUAL = "3fs-virt"
-IOVS = "iovs"
+VIRTUAL_FOLDER = "3fs-virt"
+IOVS_FOLDER = "iovs"
 AGENT_SOCKET = "agent.sock"
 SERVER_SOCKET = "server.sock"
 SERVER_LOCK = "server.lock"
 _AGENT_LOCK = "agent.lock"
-_RECORDS = "publications"
-_SHARED = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_RECORDS_FOLDER = "publications"
+_SHM_FOLDER = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
 _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
 _IOV_NAME = re.compile(r"hf3fs-iov-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -61,13 +61,13 @@ class SharedFile:
     Attributes
     ----------
     fd : int
-        Its descriptor.
+        Descriptor of the file.
     name : str
-        Its name in /dev/shm.
+        Name of the file in /dev/shm.
     length_bytes : int
-        Its size when it was opened, in bytes.
+        Size of the file when it was opened, in bytes.
     identity : tuple of (int, int)
-        Its device and inode.
+        Device and inode of the file.
     is_unnamed : bool
         Whether the client created it without a name, so that the agent has to call :meth:`give_name`.
     """
@@ -80,7 +80,7 @@ class SharedFile:
         self.is_unnamed = is_unnamed
 
     def give_name(self) -> None:
-        """Give unnamed memory its name. Do nothing for other memory.
+        """Create the name of memory that the client created without a name. Do nothing for other memory.
 
         Raises
         ------
@@ -89,16 +89,16 @@ class SharedFile:
         """
         if not self.is_unnamed:
             return
-        folder = os.open(_SHARED, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = os.open(_SHM_FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # Without dst_dir_fd, Python calls link(2), which does not follow the link in /proc.
             os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
-            # The file is opened again by its name, so that /proc shows this name for the agent's descriptor.
+            # The file is opened again by its name, so that /proc shows the name for the agent's descriptor.
             named_fd = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             os.dup2(named_fd, self.fd, inheritable=False)
             os.close(named_fd)
         except OSError as error:
-            message = f"link({_SHARED / self.name}) failed: {error.strerror}"
+            message = f"link({_SHM_FOLDER / self.name}) failed: {error.strerror}"
             raise AgentError(error.errno or errno.EIO, message) from error
         finally:
             os.close(folder)
@@ -110,9 +110,9 @@ class SharedFile:
             os.close(fd)
 
     def remove(self) -> None:
-        """Remove the name of an iov whose client has ended. Files with other names stay."""
+        """Remove the name of this file if it is a name of an iov. The caller knows that the client has ended."""
         if _IOV_NAME.fullmatch(self.name):
-            _remove_shared(self.name, self.identity)
+            _unlink_shared(self.name, self.identity)
 
 
 def open_shared(target: str, *, uid: int) -> SharedFile:
@@ -125,13 +125,13 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
         another user. Else with the errno of open(2).
     """
     folder, _, name = target.rpartition("/")
-    if folder != str(_SHARED) or name in {"", ".", ".."}:
-        raise AgentError(errno.EINVAL, f"the target must be a file in {_SHARED}, not {target!r}")
+    if folder != str(_SHM_FOLDER) or name in {"", ".", ".."}:
+        raise AgentError(errno.EINVAL, f"the target must be a file in {_SHM_FOLDER}, not {target!r}")
     try:
         fd = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        number = errno.EINVAL if error.errno == errno.ELOOP else error.errno or errno.EIO
-        raise AgentError(number, f"open({target}) failed: {error.strerror}") from error
+        error_number = errno.EINVAL if error.errno == errno.ELOOP else error.errno or errno.EIO
+        raise AgentError(error_number, f"open({target}) failed: {error.strerror}") from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size <= 0:
         os.close(fd)
@@ -143,7 +143,7 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
 
 
 def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
-    """Return the shared memory of a descriptor whose client created it without a name. It owns the descriptor.
+    """Return shared memory that a client created without a name and sent as a descriptor. It owns the descriptor.
 
     Raises
     ------
@@ -153,13 +153,13 @@ def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
     """
     status = os.fstat(descriptor)
     folder, _, name = target.rpartition("/")
-    mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH)
-    is_memory = stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == _SHARED.stat().st_dev
+    access_mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH)
+    is_memory = stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == _SHM_FOLDER.stat().st_dev
     refusal: AgentError | None = None
-    if folder != str(_SHARED) or not _IOV_NAME.fullmatch(name):
-        refusal = AgentError(errno.EINVAL, f"the target must be {_SHARED}/hf3fs-iov-UUID, not {target!r}")
-    elif not is_memory or status.st_nlink or mode != os.O_RDWR:
-        refusal = AgentError(errno.EINVAL, f"the descriptor is not writable memory of {_SHARED} without a name")
+    if folder != str(_SHM_FOLDER) or not _IOV_NAME.fullmatch(name):
+        refusal = AgentError(errno.EINVAL, f"the target must be {_SHM_FOLDER}/hf3fs-iov-UUID, not {target!r}")
+    elif not is_memory or status.st_nlink or access_mode != os.O_RDWR:
+        refusal = AgentError(errno.EINVAL, f"the descriptor is not writable memory of {_SHM_FOLDER} without a name")
     elif status.st_uid != uid:
         refusal = AgentError(errno.EACCES, f"the memory belongs to user {status.st_uid}, not to user {uid}")
     if refusal is not None:
@@ -169,7 +169,7 @@ def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
 
 
 class LinkFolder:
-    """The links of publications, with a record of each link's owner for the agent that follows a killed one.
+    """The links of publications, and records of their owners. From them, the next agent learns what a killed one left.
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ class LinkFolder:
         self._records = records
 
     def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
-        """Create a link. An existing link with the same target is used: clients that wrap memory create it themselves.
+        """Create a link and its record. If the client has already created a link with this target, use that link.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class LinkFolder:
         self._write_record(name, owner, shared)
         try:
             if shared is not None:
-                # The record is written first: without it, the next agent would not remove the named memory.
+                # The record is written before this: without it, the next agent would not remove the named memory.
                 shared.give_name()
             self._link(name, target)
         except AgentError:
@@ -204,7 +204,7 @@ class LinkFolder:
             raise
 
     def remove(self, name: str, target: str) -> None:
-        """Remove a link if it still has this target, and its record."""
+        """Remove the record of a link, and the link if it still has this target."""
         if self._target(name) == target:
             self._links.unlink(name)
         self._records.unlink(name)
@@ -236,6 +236,7 @@ class LinkFolder:
         return None
 
     def _write_record(self, name: str, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
+        """Record the owner of shared memory whose name the agent can remove later."""
         if shared is None or owner is None or not _IOV_NAME.fullmatch(shared.name):
             return
         record = {
@@ -250,7 +251,7 @@ class LinkFolder:
         self._records.write_text(name, json.dumps(record))
 
     def _has_ended(self, record_name: str) -> bool:
-        """Return whether the owner in a record has ended. If so, remove its memory. Invalid records count as ended."""
+        """Return whether the owner in a record has ended, or the record is invalid. Remove the owner's memory."""
         try:
             record = json.loads(self._records.read_text(record_name))
             owner = ProcessIdentity(
@@ -265,7 +266,7 @@ class LinkFolder:
         if is_running(owner) is not False:
             return False
         if _IOV_NAME.fullmatch(name):
-            _remove_shared(name, identity)
+            _unlink_shared(name, identity)
         return True
 
 
@@ -300,7 +301,7 @@ class AgentMount:
     def __init__(self, path: Path, *, agent_folder: Path | None = None) -> None:
         self.path = path
         self._agent_folder = agent_folder
-        self.virtual_folder = (path if agent_folder is None else agent_folder) / VIRTUAL
+        self.virtual_folder = (path if agent_folder is None else agent_folder) / VIRTUAL_FOLDER
         self._on_close = ReleaseStack()
         try:
             self._open()
@@ -328,11 +329,13 @@ class AgentMount:
         self._on_close.run()
 
     def _open(self) -> None:
+        """Open and lock the folder, remove what a killed agent left, and create the semaphores."""
         try:
             # The folder is private because other users must not open the agent's socket, nor read the IPC handles in
             # the links to device memory.
-            virtual = self._virtual = self._keep(PrivateFolder.below(self.virtual_folder))
-            links, records = self._keep(virtual.folder(IOVS)), self._keep(virtual.folder(_RECORDS))
+            virtual = self._virtual = self._close_at_end(PrivateFolder.below(self.virtual_folder))
+            links = self._close_at_end(virtual.folder(IOVS_FOLDER))
+            records = self._close_at_end(virtual.folder(_RECORDS_FOLDER))
         except SetupMissing:
             raise
         except OSError as error:
@@ -362,19 +365,19 @@ class AgentMount:
         for name in (_AGENT_LOCK, SERVER_LOCK):
             self._virtual.unlink(name)
         with suppress(OSError):
-            for name in (IOVS, _RECORDS):
+            for name in (IOVS_FOLDER, _RECORDS_FOLDER):
                 os.rmdir(name, dir_fd=self._virtual.fd)
             self.virtual_folder.rmdir()
             self._agent_folder.rmdir()
 
-    def _keep(self, folder: PrivateFolder) -> PrivateFolder:
+    def _close_at_end(self, folder: PrivateFolder) -> PrivateFolder:
         self._on_close.push(folder.close)
         return folder
 
     def _add_semaphore(self, links: PrivateFolder, link: str) -> None:
-        # The link is created first: without it, the next agent would not remove the semaphore.
+        # The link is created before the semaphore: without the link, the next agent would not remove the semaphore.
         name = f"hf3fs-submit-ios.{uuid.uuid4()}"
-        os.symlink(_SHARED / f"sem.{name}", link, dir_fd=links.fd)
+        os.symlink(_SHM_FOLDER / f"sem.{name}", link, dir_fd=links.fd)
         self._on_close.push(lambda: _remove_semaphore(links, link))
         create_semaphore(f"/{name}", mode=0o600)
         self._semaphores.append(f"/{name}")
@@ -394,7 +397,7 @@ def check_mount(path: Path) -> Path:
     Raises
     ------
     UsageError
-        It is not a folder.
+        `path` is not a folder.
     """
     resolved = path.resolve()
     if not resolved.is_dir():
@@ -412,13 +415,13 @@ def _remove_semaphore(links: PrivateFolder, link: str) -> None:
     with suppress(FileNotFoundError):
         match = _SEMAPHORE_PATH.fullmatch(os.readlink(link, dir_fd=links.fd))
         if match:
-            (_SHARED / f"sem.{match[1]}").unlink(missing_ok=True)
+            (_SHM_FOLDER / f"sem.{match[1]}").unlink(missing_ok=True)
     links.unlink(link)
 
 
-def _remove_shared(name: str, identity: tuple[int, int]) -> None:
+def _unlink_shared(name: str, identity: tuple[int, int]) -> None:
     """Remove shared memory, unless another file has the name now."""
-    path = _SHARED / name
+    path = _SHM_FOLDER / name
     with suppress(FileNotFoundError):
         status = path.lstat()
         if (status.st_dev, status.st_ino) == identity:
@@ -426,16 +429,17 @@ def _remove_shared(name: str, identity: tuple[int, int]) -> None:
 
 
 def _mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:
-    number = errno.EBUSY if isinstance(error, BlockingIOError) else error.errno or errno.EIO
-    is_setup = number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT}
-    error_type = SetupMissing if is_setup else ApiError
+    """Return the error of a call on the mount: SetupMissing if the user can fix the cause, otherwise ApiError."""
+    error_number = errno.EBUSY if isinstance(error, BlockingIOError) else error.errno or errno.EIO
+    is_setup_problem = error_number in {errno.EBUSY, errno.EACCES, errno.EROFS, errno.ENOENT}
+    error_type = SetupMissing if is_setup_problem else ApiError
     return error_type(
         api=Api.KERNEL,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments={"path": str(path)},
-        reason=Reason.BUSY if number == errno.EBUSY else Reason.NO_PERMISSION,
+        reason=Reason.BUSY if error_number == errno.EBUSY else Reason.NO_PERMISSION,
         what_to_do=what_to_do,
     )

@@ -1,9 +1,9 @@
 """The messages of an agent's socket: their packing and parsing.
 
-``native/usrbio/client/agent_protocol.hpp`` is the same protocol in C++. A message of the SOCK_SEQPACKET socket is a
-header of 32 bytes and a payload, in the byte order of the host, because both ends are on one host. A process that can
-open the socket can send any bytes, so the parsers raise ``UsageError`` with the reason ``MALFORMED`` for everything
-that is not exactly a message.
+``native/usrbio/client/agent_protocol.hpp`` does the same in C++. A message of the SOCK_SEQPACKET socket is a header of
+32 bytes and a payload. Both ends are on one host, so numbers have the byte order of the host. A process that can open
+the socket can send any bytes. The parsers raise ``UsageError`` with the reason ``MALFORMED`` for everything that is not
+a valid message.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ __all__ = [
     "parse_punch",
 ]
 
+# The bytes GDRA as a number.
 MAGIC = 0x41524447
 VERSION = 1
 MESSAGE_BYTES_MAX = 32768
 DESCRIPTORS_MAX = 2
+# Largest number of ranges of one PUNCH_HOLE.
 RANGES_MAX = 1000
 
 _HEADER = struct.Struct("=IHHIIQiI")
@@ -68,8 +70,8 @@ class AgentRequest(enum.IntEnum):
     RETURN_BORROWED = 9
 
 
-# Allowed numbers of descriptors. The other requests have none.
-_DESCRIPTORS = {
+# Allowed numbers of descriptors of a request. The other requests have none.
+_DESCRIPTOR_COUNTS = {
     AgentRequest.PUBLISH: range(DESCRIPTORS_MAX + 1),
     AgentRequest.REGISTER_FILE: range(1, 2),
     AgentRequest.PUNCH_HOLE: range(1, 2),
@@ -84,13 +86,13 @@ class AgentMessage:
     request: AgentRequest
     sequence: int
     payload: bytes
-    descriptors: int = 0
+    descriptor_count: int = 0
     status: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The process and the library of the sender, and its feature flags (none are defined)."""
+    """The process id of the sender, the name of its library, and feature flags, of which none is defined yet."""
 
     features: int
     process_id: int
@@ -113,7 +115,7 @@ def pack(message: AgentMessage) -> bytes:
         VERSION,
         message.request,
         len(message.payload),
-        message.descriptors,
+        message.descriptor_count,
         message.sequence,
         message.status,
         0,
@@ -121,25 +123,29 @@ def pack(message: AgentMessage) -> bytes:
     return header + message.payload
 
 
-def parse(data: bytes, *, descriptors: int, is_reply: bool = False) -> AgentMessage:
-    """Parse a message that arrived with this number of descriptors."""
+def parse(data: bytes, *, descriptor_count: int, is_reply: bool = False) -> AgentMessage:
+    """Parse a message that arrived with `descriptor_count` descriptors."""
     if not HEADER_BYTES <= len(data) <= MESSAGE_BYTES_MAX:
         _refuse(f"a message has {HEADER_BYTES} to {MESSAGE_BYTES_MAX} bytes, not {len(data)}")
-    magic, version, number, length, announced, sequence, status, reserved = _HEADER.unpack_from(data)
+    magic, version, request_number, length, header_descriptor_count, sequence, status, reserved = _HEADER.unpack_from(
+        data
+    )
     if magic != MAGIC:
         _refuse(f"the magic number must be {MAGIC:#x}, not {magic:#x}")
     if version != VERSION:
         _refuse(f"the version must be {VERSION}, not {version}")
     if length != len(data) - HEADER_BYTES:
         _refuse(f"the header says {length} bytes of payload, and the message has {len(data) - HEADER_BYTES}")
-    if number not in frozenset(AgentRequest):
-        _refuse(f"{number} is not a request type")
+    if request_number not in frozenset(AgentRequest):
+        _refuse(f"{request_number} is not a request type")
     if reserved or status < 0 or (status and not is_reply):
         _refuse(f"the reserved field is {reserved} and the status is {status}")
-    request = AgentRequest(number)
-    if announced != descriptors or (not is_reply and descriptors not in _DESCRIPTORS.get(request, range(1))):
-        _refuse(f"{request.name} has {descriptors} descriptors, and its header says {announced}")
-    return AgentMessage(request, sequence, data[HEADER_BYTES:], descriptors, status)
+    request = AgentRequest(request_number)
+    if header_descriptor_count != descriptor_count or (
+        not is_reply and descriptor_count not in _DESCRIPTOR_COUNTS.get(request, range(1))
+    ):
+        _refuse(f"{request.name} has {descriptor_count} descriptors, and its header says {header_descriptor_count}")
+    return AgentMessage(request, sequence, data[HEADER_BYTES:], descriptor_count, status)
 
 
 def pack_hello(hello: AgentHello) -> bytes:
@@ -155,7 +161,7 @@ def parse_hello(payload: bytes) -> AgentHello:
     text, _, padding = library.partition(b"\0")
     if reserved or any(padding):
         _refuse("the reserved bytes of HELLO must be 0")
-    return AgentHello(features, process_id, _text(text))
+    return AgentHello(features, process_id, _decode_text(text))
 
 
 def pack_publish(publish: PublishRequest) -> bytes:
@@ -173,7 +179,7 @@ def parse_publish(payload: bytes) -> PublishRequest:
     if reserved or name_bytes + target_bytes + handle_bytes != len(body):
         _refuse(f"the lengths in a publication do not add up to its {len(body)} bytes")
     name, target = body[:name_bytes], body[name_bytes : name_bytes + target_bytes]
-    return PublishRequest(_text(name), _text(target), body[name_bytes + target_bytes :])
+    return PublishRequest(_decode_text(name), _decode_text(target), body[name_bytes + target_bytes :])
 
 
 def pack_name(name: str) -> bytes:
@@ -186,7 +192,7 @@ def parse_name(payload: bytes) -> str:
     """Parse a payload that is one name."""
     if len(payload) < _LENGTH.size or _LENGTH.unpack_from(payload)[0] != len(payload) - _LENGTH.size:
         _refuse("the length of a name is not the rest of the payload")
-    return _text(payload[_LENGTH.size :])
+    return _decode_text(payload[_LENGTH.size :])
 
 
 def pack_number(number: int) -> bytes:
@@ -217,7 +223,7 @@ def parse_punch(payload: bytes) -> tuple[int, tuple[tuple[int, int], ...]]:
     return flags, tuple((begin, end) for begin, end in _RANGE.iter_unpack(body))
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

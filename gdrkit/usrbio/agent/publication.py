@@ -1,8 +1,8 @@
 """A publication of a client: an iov in host memory, a ring, or an iov in device memory, with its link.
 
-A publication is made in this order: open and check the memory, register it, add it to the loop, create the link. So a
-link exists only for memory that works. A publication is removed in the reverse order: the loop first waits for the
-operations in flight.
+A publication is created in this order: open and check the memory, register the memory, add it to the loop, create the
+link. So a link exists only for memory that rings can use. A publication is removed in the reverse order. Before the
+memory is removed from the loop, the loop waits for the operations in flight.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Publication:
         Parameters
         ----------
         remove_shared : bool
-            Also remove the name of its shared memory, because its client has ended.
+            Whether to remove the name of the shared memory in /dev/shm too, because the client has ended.
         """
         if remove_shared and self.shared is not None:
             self.shared.remove()
@@ -144,10 +144,10 @@ class Publication:
     def _add_ring(self, client: int, loop: AgentLoop, drain: Drain) -> None:
         assert self.shared is not None  # noqa: S101 - a ring is in host memory.
         assert self.name.ring is not None  # noqa: S101
-        options, identity = self.name.ring, self.name.id
+        options, ring_id = self.name.ring, self.name.id
         loop.add_ring(
             client,
-            identity,
+            ring_id,
             fd=self.shared.fd,
             for_read=options.for_read,
             io_depth=options.io_depth,
@@ -155,16 +155,17 @@ class Publication:
             timeout_ms=options.timeout_ms,
             flags=options.flags,
         )
-        self._on_close.push(lambda: drain(lambda timeout_ms: loop.remove_ring(client, identity, timeout_ms=timeout_ms)))
+        self._on_close.push(lambda: drain(lambda timeout_ms: loop.remove_ring(client, ring_id, timeout_ms=timeout_ms)))
 
     def _add_buffer(self, client: int, uid: int, nics: Nics, loop: AgentLoop, drain: Drain) -> None:
+        """Register the memory if it is host memory, and add it to the loop."""
         if self.registered is None:
             assert self.shared is not None  # noqa: S101 - an iov that is not in device memory is in shared memory.
             self.registered = nics.register_host(self.shared)
             self._on_close.push(self.registered.close)
         registered = self.registered
 
-        def serve(client: int) -> None:
+        def add_to_client(client: int) -> None:
             loop.add_buffer(
                 client,
                 self.name.id,
@@ -174,9 +175,15 @@ class Publication:
                 preferred_nics=registered.preferred_nics,
             )
 
-        def remove(client: int) -> None:
+        def remove_from_client(client: int) -> None:
             drain(lambda timeout_ms: loop.remove_buffer(client, self.name.id, timeout_ms=timeout_ms))
 
-        serve(client)
-        self._on_close.push(lambda: remove(client))
-        self.borrowers = Borrowers(owner=client, uid=uid, target=self.target, serve=serve, remove=remove)
+        add_to_client(client)
+        self._on_close.push(lambda: remove_from_client(client))
+        self.borrowers = Borrowers(
+            owner=client,
+            uid=uid,
+            target=self.target,
+            add_to_client=add_to_client,
+            remove_from_client=remove_from_client,
+        )

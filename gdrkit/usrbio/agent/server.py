@@ -39,7 +39,7 @@ class ServerEndpoint(Protocol):
     token : str or None
         Token of the store, which is needed over TCP.
     takes_descriptors : bool
-        Whether the agent sends files as descriptors. The server must run on this host, for the same user.
+        Whether the agent can send the descriptors of files to the server, which then runs on this host for this user.
     """
 
     token: str | None
@@ -52,7 +52,7 @@ class ServerEndpoint(Protocol):
         """Return a new connection to the server."""
 
     def give_up(self) -> None:
-        """Kill the server if it is a child, because it hangs. It must not execute earlier requests later."""
+        """Kill the server if it is a child, because it hangs. Otherwise it could execute old requests later."""
 
     def close(self) -> None:
         """End the server if it is a child."""
@@ -83,15 +83,15 @@ class RemoteServer:
 
 
 class EmbeddedServer:
-    """A storage server that runs as a child. It ends at the latest when the agent's process ends.
+    """A storage server that runs as a child process. It ends when the agent ends, even if the agent is killed.
 
     Parameters
     ----------
     store : Path
         The folder that the server serves.
     mount : AgentMount
-        The mount with the server's socket. The child holds a lock there, so that the server of a killed agent has ended
-        before the next one starts.
+        The mount, in which the server's socket is created. The child holds a lock there, so that the server of the next
+        agent starts only after the server of a killed agent has ended.
     """
 
     takes_descriptors = True
@@ -149,7 +149,7 @@ class EmbeddedServer:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(_START_TIMEOUT_S)
-            # The path through the folder's descriptor is short. The address of a socket has a length limit.
+            # A socket address has a length limit. A path through the descriptor of the folder is short.
             connection.connect(f"/proc/self/fd/{self._mount.virtual_fd}/{self._socket_path.name}")
         except BaseException:
             connection.close()
@@ -157,9 +157,9 @@ class EmbeddedServer:
         return connection
 
     def give_up(self) -> None:
-        """Kill the child. If it was stopped or waits for a disk, it would otherwise continue some time later."""
+        """Kill the child. Otherwise a child that is stopped, or that waits for a disk, could continue later."""
         if self._process is not None:
-            # The wait for its end, which may take long, is left to _kill().
+            # The end of the child may take long. _kill() waits for it.
             if self._process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -178,12 +178,12 @@ class EmbeddedServer:
     def _acquire_lock(self) -> int:
         """Return a descriptor with the lock, which a child inherits and holds until it has ended."""
         fd = self._mount.open(SERVER_LOCK, os.O_RDWR | os.O_CREAT)
-        deadline = time.monotonic() + _END_TIMEOUT_S
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline_s:
                     os.close(fd)
                     message = "the storage server of an earlier agent does not end"
                     raise BrokenResource(message, reason=Reason.BUSY) from error

@@ -24,9 +24,9 @@ class Service:
     ----------
     context : AgentContext
         The objects that the clients share.
-    one_per_process : bool
-        Whether the connections of one process are one client. Then its rings, which it publishes by the socket, can use
-        iovs that it publishes by links in a FUSE mount.
+    is_one_client_per_process : bool
+        Whether all connections of a process are one client. Then the rings that the process publishes through the
+        socket can use the iovs that it publishes by links in a FUSE mount.
 
     Attributes
     ----------
@@ -34,25 +34,25 @@ class Service:
         The clients by their numbers.
     """
 
-    def __init__(self, context: AgentContext, *, one_per_process: bool = False) -> None:
+    def __init__(self, context: AgentContext, *, is_one_client_per_process: bool = False) -> None:
         self.clients: dict[int, Client] = {}
         self._context = context
-        self._one_per_process = one_per_process
+        self._is_one_client_per_process = is_one_client_per_process
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     def open_client(self, process: PeerProcess) -> Client:
         """Return a client for one more connection of a process. The caller has to call :meth:`release`."""
         with self._lock:
-            if self._one_per_process and process.identity is not None:
-                for known in self.clients.values():
-                    if known.process == process and known.connections:
-                        known.connections += 1
-                        return known
-            client = Client(self._context, next(self._numbers), process)
-            self._context.loop.add_client(client.number)
-            self.clients[client.number] = client
-        return client
+            if self._is_one_client_per_process and process.identity is not None:
+                for client in self.clients.values():
+                    if client.process == process and client.connections:
+                        client.connections += 1
+                        return client
+            new_client = Client(self._context, next(self._numbers), process)
+            self._context.loop.add_client(new_client.number)
+            self.clients[new_client.number] = new_client
+        return new_client
 
     def release(self, client: Client) -> None:
         """End one connection of a client. With its last connection, close the client."""
@@ -68,23 +68,23 @@ class Service:
             for client in tuple(self.clients.values()):
                 client.reopen(session)
 
-    def remove_ring(self, number: int, identity: bytes) -> None:
+    def remove_ring(self, client_number: int, ring_id: bytes) -> None:
         """Remove a ring of a client, because the loop has found that the ring is broken."""
-        client = self.clients.get(number)
+        client = self.clients.get(client_number)
         if client is not None:
-            # This needs a thread, because the removal may have to wait for the thread that calls this method.
-            threading.Thread(target=client.remove_ring, args=(identity,), name="agent-ring", daemon=True).start()
+            # The removal may have to wait for the thread that calls this method, so another thread does it.
+            threading.Thread(target=client.remove_ring, args=(ring_id,), name="agent-ring", daemon=True).start()
 
     def close(self) -> None:
         """Close all clients."""
-        closes = ReleaseStack()
+        close_actions = ReleaseStack()
         for client in tuple(self.clients.values()):
-            closes.push(lambda client=client: self._close(client))  # type: ignore[misc]
-        closes.run()
+            close_actions.push(lambda client=client: self._close(client))  # type: ignore[misc]
+        close_actions.run()
 
     def _close(self, client: Client) -> None:
         client.close()
         with self._lock:
-            known = self.clients.pop(client.number, None)
-        if known is not None:
+            removed = self.clients.pop(client.number, None)
+        if removed is not None:
             self._context.loop.remove_client(client.number)

@@ -1,4 +1,4 @@
-"""The session of an agent with its storage server. Its errors are those that the agent returns to its clients."""
+"""The session of an agent with its storage server. It raises the errors that the agent sends to its clients."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AgentSession"]
 
-_R = TypeVar("_R")
-_CLIENT = "gdrkit agent"
+_Reply = TypeVar("_Reply")
+_CLIENT_NAME = "gdrkit agent"
 
 
 class AgentSession(StorageSession):
@@ -35,9 +35,9 @@ class AgentSession(StorageSession):
     Attributes
     ----------
     nic_numbers : tuple of int
-        Number of the NIC of each queue pair.
+        Index of the NIC of each queue pair in ``Nics.all``.
     was_ended_by_memory : bool
-        Whether the session ended because a NIC refused access to the memory of one operation. The owner sets it.
+        Whether the session ended because a NIC refused access to the memory of one operation. ServerConnection sets it.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class AgentSession(StorageSession):
         timeout_ms: float,
         replaces: str | None = None,
     ) -> None:
-        super().__init__(connect, nics.all, client=_CLIENT, token=token, timeout_ms=timeout_ms, replaces=replaces)
+        super().__init__(connect, nics.all, client=_CLIENT_NAME, token=token, timeout_ms=timeout_ms, replaces=replaces)
         self.nic_numbers = tuple(range(len(self.queue_pairs)))
         self.was_ended_by_memory = False
 
-    def call(self, request: Request, reply_type: type[_R], *, descriptors: Sequence[int] = ()) -> _R:
+    def call(self, request: Request, reply_type: type[_Reply], *, descriptors: Sequence[int] = ()) -> _Reply:
         """Send a request and return its reply, which is a `reply_type`.
 
         Raises

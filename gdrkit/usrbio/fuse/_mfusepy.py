@@ -1,6 +1,7 @@
 """libfuse3 through mfusepy: a mount whose requests are methods of a Python object. Only this file imports mfusepy.
 
-libfuse calls the methods on its own threads. OSError, and errors of gdrkit that have an errno, become that errno.
+Threads of libfuse call the methods. If a method raises an OSError, or an error of gdrkit with an errno, the request
+fails with that errno.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ __all__ = ["Caller", "FuseSession", "caller", "copy_in", "copy_out", "missing_de
 _INSTALL = "pip install 'gdrkit[fuse]', and install the package fuse3"
 _LIBRARY_NAME_VARIABLE = "FUSE_LIBRARY_NAME"
 _MOUNT_TIMEOUT_S = 20
-_THREADS = 10
+# How often the constructor of a mount checks whether libfuse has failed.
+_READY_POLL_S = 0.05
+_THREADS_MAX = 10
 _WRITE_BYTES_MAX = 1 << 20
 _LIBFUSE_MAJOR = 3
 _log = logging.getLogger(__name__)
 
-# The names of libfuse.
+# Names of callbacks in struct fuse_operations of libfuse.
 _CALLBACK_NAMES = (
     *("getattr", "readdir", "readlink", "mkdir", "rmdir", "unlink", "symlink", "link", "rename"),
     *("chmod", "chown", "truncate", "utimens", "statfs"),
@@ -42,7 +45,7 @@ _CALLBACK_NAMES = (
 
 
 def missing_dependency() -> str | None:
-    """Return which of mfusepy and libfuse3 is not installed, with what to do, or None. No library is opened."""
+    """Return which of mfusepy and libfuse3 is missing and what to do, or None. No library is opened."""
     if importlib.util.find_spec("mfusepy") is None:
         return "the Python module mfusepy is not installed: pip install 'gdrkit[fuse]'"
     if ctypes.util.find_library("fuse3") is None:
@@ -60,16 +63,16 @@ class Caller(NamedTuple):
 
 def caller() -> Caller:
     """Return the sender of the request that this thread executes."""
-    return Caller(*_module().fuse_get_context())
+    return Caller(*_import_mfusepy().fuse_get_context())
 
 
 def copy_in(address: int, length_bytes: int) -> bytes:
-    """Return the argument of an ioctl, which is at this address."""
+    """Return the argument of an ioctl: `length_bytes` from `address`."""
     return ctypes.string_at(address, length_bytes)
 
 
 def copy_out(address: int, data: bytes) -> None:
-    """Write the result of an ioctl to this address. The number of the ioctl contains its size."""
+    """Write the result of an ioctl to `address`. The number of the ioctl contains the size of the result."""
     ctypes.memmove(address, data, len(data))
 
 
@@ -81,7 +84,7 @@ class FuseSession:
     mount : Path
         An empty folder, without symbolic links in its path.
     operations : object
-        Has a method for each supported request, with the name of libfuse.
+        An object with a method for each supported request. The methods have the names of the callbacks of libfuse.
     source : str
         The source of the mount in the kernel's table of mounts.
 
@@ -96,13 +99,13 @@ class FuseSession:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._callbacks = _Callbacks(operations, self._ready)
-        self._fuse_class = _fuse_class(_module())
-        # libfuse changes to the root folder when it starts.
+        self._fuse_class = _fuse_class(_import_mfusepy())
+        # When libfuse starts, it changes the working folder of the process to the root folder.
         working_folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
             self._thread = threading.Thread(target=self._run, name="gdrkit-fuse", daemon=True)
             self._thread.start()
-            while not self._ready.wait(0.05) and self._thread.is_alive() and self._failure is None:
+            while not self._ready.wait(_READY_POLL_S) and self._thread.is_alive() and self._failure is None:
                 pass
         finally:
             os.fchdir(working_folder)
@@ -119,7 +122,7 @@ class FuseSession:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread still serves the mount. It ends when the mount is unmounted."""
+        """Whether the thread still serves the mount. The thread ends when the mount is unmounted."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> bool:
@@ -129,9 +132,9 @@ class FuseSession:
 
     def _run(self) -> None:
         options: dict[str, object] = {"fsname": self._source, "subtype": "hf3fs", "default_permissions": True}
-        module = _module()
+        module = _import_mfusepy()
         if (module.fuse_version_major, module.fuse_version_minor) >= (3, 12):
-            options["max_threads"] = _THREADS
+            options["max_threads"] = _THREADS_MAX
         try:
             self._fuse_class(self._callbacks, str(self._mount), foreground=True, **options)
         except BaseException as error:
@@ -143,10 +146,11 @@ class FuseSession:
 
 
 class _Callbacks:
-    """The callbacks for mfusepy. Their errors are errnos."""
+    """The callbacks for mfusepy. They raise only OSError, whose errno is the result of the request."""
 
+    # mfusepy reads these attributes. Times are in nanoseconds.
     use_ns = True
-    # An unlinked file has no path, only a handle.
+    # Requests for an open file can have a handle and no path, because the file may be unlinked.
     flag_nopath = True
     flag_nullpath_ok = True
 
@@ -158,7 +162,7 @@ class _Callbacks:
                 setattr(self, name, _with_errno(method))
 
     def init_with_config(self, connection: Any, config: Any) -> None:
-        """Configure the mount: inodes of the server, and no caches, because rings write without the kernel."""
+        """Configure the mount: use the server's inodes, and cache nothing, because rings write without the kernel."""
         if connection is not None:
             connection.max_write = _WRITE_BYTES_MAX
         if config is not None:
@@ -168,79 +172,82 @@ class _Callbacks:
 
 
 def _with_errno(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a callback that calls `method` and turns its errors into OSError."""
+
     @wraps(method)
-    def call(*arguments: Any) -> Any:
+    def call_with_errno(*arguments: Any) -> Any:
         try:
             return method(*arguments)
         except OSError:
             raise
         except GdrkitError as error:
-            number = error.errno if isinstance(error, ApiError) else None
-            if number is None:
-                number = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
-                _log.warning("the FUSE request %s failed with %s: %s", method.__name__, errno_name(number), error)
-            raise OSError(number, os.strerror(number)) from error
+            error_number = error.errno if isinstance(error, ApiError) else None
+            if error_number is None:
+                error_number = errno.EINVAL if isinstance(error, UsageError) else errno.EIO
+                _log.warning("the FUSE request %s failed with %s: %s", method.__name__, errno_name(error_number), error)
+            raise OSError(error_number, os.strerror(error_number)) from error
 
-    return call
+    return call_with_errno
 
 
 def _fuse_class(module: Any) -> Any:
-    """Return a subclass of mfusepy's class that also passes flags of a rename, and handles of unlinked files."""
+    """Return a subclass of mfusepy.FUSE that also passes the flags of a rename, and the handles of open files."""
 
     class Fuse(module.FUSE):  # type: ignore[misc] # mfusepy is optional.
         def rename_fuse_3(self, old: bytes, new: bytes, flags: int) -> int:
             return self.operations.rename(os.fsdecode(old), os.fsdecode(new), flags) or 0
 
         def truncate_fuse_3(self, path: bytes | None, length: int, info: Any) -> int:
-            return self.operations.truncate(_decoded(path), length, _handle(info)) or 0
+            return self.operations.truncate(_decode_path(path), length, _file_handle(info)) or 0
 
         def chmod_fuse_3(self, path: bytes | None, mode: int, info: Any) -> int:
-            return self.operations.chmod(_decoded(path), mode, _handle(info)) or 0
+            return self.operations.chmod(_decode_path(path), mode, _file_handle(info)) or 0
 
         def chown_fuse_3(self, path: bytes | None, uid: int, gid: int, info: Any) -> int:
-            return self.operations.chown(_decoded(path), uid, gid, _handle(info)) or 0
+            return self.operations.chown(_decode_path(path), uid, gid, _file_handle(info)) or 0
 
         def utimens_fuse_3(self, path: bytes | None, times: Any, info: Any) -> int:
             pair = (times[0].actime, times[0].modtime) if times else (None, None)
-            return self.operations.utimens(_decoded(path), *map(_nanoseconds, pair), _handle(info)) or 0
+            return self.operations.utimens(_decode_path(path), *map(_time_ns, pair), _file_handle(info)) or 0
 
     return Fuse
 
 
-# Linux, sys/stat.h.
+# UTIME_NOW and UTIME_OMIT of sys/stat.h.
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 
 
-def _nanoseconds(timespec: Any) -> int | None:
+def _time_ns(timespec: Any) -> int | None:
     """Return a time in nanoseconds since 1970, -1 for now, or None if the time does not change."""
     if timespec is None or timespec.tv_nsec == _UTIME_NOW:
         return -1
     return None if timespec.tv_nsec == _UTIME_OMIT else int(timespec.tv_sec * 10**9 + timespec.tv_nsec)
 
 
-def _decoded(path: bytes | None) -> str | None:
+def _decode_path(path: bytes | None) -> str | None:
     return None if path is None else os.fsdecode(path)
 
 
-def _handle(info: Any) -> int | None:
+def _file_handle(info: Any) -> int | None:
     return int(info.contents.fh) if info else None
 
 
 @contextmanager
 def _default_library(name: str) -> Iterator[None]:
-    before = os.environ.get(_LIBRARY_NAME_VARIABLE)
+    previous_name = os.environ.get(_LIBRARY_NAME_VARIABLE)
     os.environ.setdefault(_LIBRARY_NAME_VARIABLE, name)
     try:
         yield
     finally:
-        if before is None:
+        if previous_name is None:
             os.environ.pop(_LIBRARY_NAME_VARIABLE, None)
 
 
 _lock = threading.Lock()
 
 
-def _module() -> Any:
+def _import_mfusepy() -> Any:
+    """Return the module mfusepy. The first call opens libfuse3."""
     with _lock, _default_library("fuse3"):
         try:
             import mfusepy

@@ -1,7 +1,7 @@
 """An agent in FUSE mode: for a store on another machine, and for programs that know only the mount of 3FS.
 
-The files of the mount are those of the storage server. The folder ``3fs-virt`` is in a private folder of the user,
-where the next agent of the same mount finds it. An iov that a process publishes by a symbolic link is removed when the
+The files of the mount are those of the storage server. The real folder ``3fs-virt`` is in a private folder of the user,
+where the next agent of this mount finds it. An iov that a process publishes by a symbolic link is removed when the
 process ends.
 """
 
@@ -58,7 +58,7 @@ class FuseAgent:
             endpoint,
             file_access=lambda descriptor: PathAccess.of_descriptor(descriptor, path),
             spin_us=spin_us,
-            one_per_process=True,
+            is_one_client_per_process=True,
             silence_ms=silence_ms,
         )
         self._on_close.push(self._agent.close)
@@ -98,14 +98,14 @@ def fuse_agent(
     spin_us: int = SPIN_US,
     silence_ms: int = SILENCE_MS,
 ) -> FuseAgent:
-    """Mount on a folder, and start the agent of the mount.
+    """Mount the files of a storage server on a folder, and start the agent of the mount.
 
     Parameters
     ----------
     path : Path
         An empty folder.
     store : Path or None
-        The folder for a storage server that runs as the agent's child.
+        The store that a storage server serves as a child process of the agent.
     server : str or None
         ``HOST:PORT`` of a running storage server. Exactly one of `store` and `server` is needed.
     token : str or None

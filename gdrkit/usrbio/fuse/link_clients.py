@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkClients"]
 
-# A request to the storage server has a limit of 30 s.
+# Limit of the wait for the thread. The thread may wait 30 s for a request to the storage server.
 _END_TIMEOUT_S = 60.0
+# Bytes that wake the thread.
 _STOP, _NEW_CLIENT = b"x", b"."
 
 
 class LinkClients:
-    """The processes that published by links. Their publications are removed when the processes end.
+    """The processes that published iovs by links. When a process ends, its publications are removed.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class LinkClients:
         # The client and the pidfd of each process, by process id.
         self._clients: dict[int, tuple[Client, int]] = {}
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._thread = threading.Thread(target=self._watch, name="agent-processes", daemon=True)
+        self._thread = threading.Thread(target=self._release_ended_processes, name="agent-processes", daemon=True)
         self._thread.start()
 
     def publish(self, name: str, target: str, *, uid: int, thread_id: int) -> None:
@@ -57,7 +58,7 @@ class LinkClients:
             raise _os_error(error.errno) from error
 
     def unpublish(self, name: str) -> None:
-        """Remove a publication. Every process of the user may do this, and the kernel admits no other user.
+        """Remove a publication. Every process of the user may do this. The kernel refuses other users.
 
         Raises
         ------
@@ -91,10 +92,11 @@ class LinkClients:
         self._clients.clear()
 
     def _client_of(self, uid: int, process_id: int) -> Client:
+        """Return the client of a process. Watch the process if it is new."""
         with self._lock:
-            known = self._clients.get(process_id)
-            if known is not None:
-                return known[0]
+            entry = self._clients.get(process_id)
+            if entry is not None:
+                return entry[0]
             try:
                 pidfd = os.pidfd_open(process_id)
             except ProcessLookupError as error:
@@ -104,7 +106,8 @@ class LinkClients:
         os.write(self._wake_writer, _NEW_CLIENT)
         return client
 
-    def _watch(self) -> None:
+    def _release_ended_processes(self) -> None:
+        """Release the client of each process when the process ends, until :meth:`close`."""
         while True:
             with self._lock:
                 watched = {pidfd: process_id for process_id, (_, pidfd) in self._clients.items()}
@@ -135,5 +138,5 @@ def _process_not_visible(process_id: int) -> AgentError:
     return AgentError(errno.ESRCH, f"the agent cannot see process {process_id}")
 
 
-def _os_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
+def _os_error(error_number: int) -> OSError:
+    return OSError(error_number, os.strerror(error_number))

@@ -1,7 +1,8 @@
 """The FUSE mount of an agent: mounting, serving and unmounting.
 
-FUSE mode needs a mount, because the store is on another machine, or the client library knows only the mount of 3FS. In
-plain mode the mount is the store's folder. The kernel refuses other users access to the mount.
+FUSE mode needs a mount because the store is on another machine, or because the client library supports only the mount
+of 3FS. Plain mode needs none: there the mount is the store's folder. The kernel refuses other users access to the
+mount.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _obstacle() -> tuple[int, str] | None:
     return None
 
 
-_REASONS = {errno.ENOENT: Reason.LIBRARY_MISSING, errno.ENODEV: Reason.NO_DEVICE}
+_REASON_BY_ERRNO = {errno.ENOENT: Reason.LIBRARY_MISSING, errno.ENODEV: Reason.NO_DEVICE}
 
 
 class FuseMount:
@@ -65,9 +66,9 @@ class FuseMount:
     store : StoreFiles
         The files of the mount.
     links : LinkClients
-        Publishes by links in ``3fs-virt/iovs``.
+        The processes that publish by links in ``3fs-virt/iovs``.
     real_folder : Path
-        The agent's real ``3fs-virt``, with ``iovs`` and ``agent.sock``.
+        The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
 
     Attributes
     ----------
@@ -84,15 +85,15 @@ class FuseMount:
 
     def __init__(self, mount: Path, *, store: StoreFiles, links: LinkClients, real_folder: Path) -> None:
         if (obstacle := _obstacle()) is not None:
-            number, sentence = obstacle
+            error_number, sentence = obstacle
             detail, _, what_to_do = sentence.partition(": ")
             raise SetupMissing(
                 api=Api.FUSE,
                 operation="open /dev/fuse",
-                status=number,
-                status_name=errno_name(number),
-                errno=number,
-                reason=_REASONS.get(number, Reason.NO_PERMISSION),
+                status=error_number,
+                status_name=errno_name(error_number),
+                errno=error_number,
+                reason=_REASON_BY_ERRNO.get(error_number, Reason.NO_PERMISSION),
                 what_to_do=what_to_do,
                 detail=detail,
             )
@@ -145,7 +146,7 @@ def unmount_stale(mount: Path) -> bool:
 
     A mount that an agent still serves is not unmounted: its stat(2) succeeds.
     """
-    # realpath() only reads whether the path is a symbolic link, which works even if no process serves the mount.
+    # If no process serves the mount, lstat(2) fails. realpath() ignores that error.
     path = Path(os.path.realpath(mount))
     if (str(path), _SOURCE) not in _mounts():
         return False
@@ -161,13 +162,13 @@ def unmount_stale(mount: Path) -> bool:
 
 
 def _mounts() -> list[tuple[str, str]]:
-    """Return path and source of every mount of the file system type of an agent."""
+    """Return path and source of every mount with the file system type of an agent."""
     mounts = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        file_system_type, source, *_ = after.split()
+        mount_fields, _, source_fields = line.partition(" - ")
+        file_system_type, source, *_ = source_fields.split()
         if file_system_type == _FILE_SYSTEM_TYPE:
-            escaped_path = before.split()[4]
+            escaped_path = mount_fields.split()[4]
             mounts.append((escaped_path.encode().decode("unicode_escape").encode("latin-1").decode(), source))
     return mounts
 

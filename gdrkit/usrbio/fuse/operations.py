@@ -1,4 +1,4 @@
-"""The requests of the kernel to the FUSE mount of an agent: the files of the store, and ``3fs-virt``.
+"""The requests of the kernel to the FUSE mount of an agent, for the files of the store and for ``3fs-virt``.
 
 Names, inodes, permissions, times and data of files come from the storage server. The kernel must cache nothing, because
 rings write to files without the kernel.
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Operations"]
 
+# Largest number of folders whose paths are stored for the ioctl HARDLINK.
 _FOLDERS_MAX = 4096
+# Flags of renameat2(2).
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-# The user or group of chown(2) that stays, as libfuse passes it.
-_UNCHANGED = 0xFFFFFFFF
+# chown(2) with this user or group, which is -1 as an unsigned number, does not change it.
+_UNCHANGED_ID = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Operations:
         return _attributes(status)
 
     def opendir(self, path: str) -> int:
-        """Open a folder and return its number. Later requests have no path."""
+        """Open a folder and return its number, by which the later requests name the folder."""
         with self._lock:
             self._last_fh += 1
             self._open_folders[self._last_fh] = path
@@ -112,10 +114,11 @@ class Operations:
         if path is None:
             raise _error(errno.EBADF)
         # libfuse does not add these two entries.
-        dots = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
-        return dots + list(self._folder.entries(path) if self._folder.has(path) else self._entries(path))
+        dot_entries = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
+        return dot_entries + list(self._folder.entries(path) if self._folder.has(path) else self._entries(path))
 
     def _entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
+        """Yield the entries of a folder of the store."""
         if path == "/":
             yield virtual.VIRTUAL_FOLDER, self._folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
         after: str | None = None
@@ -184,7 +187,7 @@ class Operations:
         """Refuse to change the owner: all files of a store belong to one user."""
         attributes = self.getattr(path, fh)
         for requested, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"])):
-            if requested & _UNCHANGED not in {_UNCHANGED, current}:
+            if requested & _UNCHANGED_ID not in {_UNCHANGED_ID, current}:
                 raise _error(errno.EPERM)
 
     def truncate(self, path: str | None, length_bytes: int, fh: int | None = None) -> None:
@@ -196,11 +199,15 @@ class Operations:
         self._store.request(request, messages.FileStat)
 
     def utimens(self, path: str | None, access_ns: int | None, modification_ns: int | None, fh: int | None) -> None:
-        """Change times, in nanoseconds since 1970. -1 means now, None means no change."""
-        now = time.time_ns()
-        access, modification = (now if time_ns == -1 else time_ns for time_ns in (access_ns, modification_ns))
+        """Change times, in nanoseconds since 1970. -1 means the current time, None means no change."""
+        now_ns = time.time_ns()
+        access_time_ns, modification_time_ns = (
+            now_ns if time_ns == -1 else time_ns for time_ns in (access_ns, modification_ns)
+        )
         request = messages.Utimens(
-            path=_relative(self._current_path(path, fh)), access_time_ns=access, modification_time_ns=modification
+            path=_relative(self._current_path(path, fh)),
+            access_time_ns=access_time_ns,
+            modification_time_ns=modification_time_ns,
         )
         self._store.request(request, messages.FileStat)
 
@@ -240,11 +247,11 @@ class Operations:
         return self._store.write(self._file(fh).handle, data, offset_bytes=offset_bytes)
 
     def fsync(self, _path: str | None, data_only: int, fh: int) -> None:
-        """Have the server sync a file."""
+        """Sync a file at the server."""
         self._store.request(messages.Sync(handle=self._file(fh).handle, data_only=bool(data_only)), messages.Done)
 
     def release(self, _path: str | None, fh: int) -> None:
-        """Close a file, whose last descriptor was closed."""
+        """Close a file, because its last descriptor was closed."""
         with self._lock:
             file = self._open_files.pop(fh, None)
         if file is not None:
@@ -265,7 +272,7 @@ class Operations:
             raise _error(errno.ENOTTY)
 
     def close(self) -> None:
-        """Close all files that are open after the unmount."""
+        """Close all files that are still open. The caller has unmounted before."""
         with self._lock:
             numbers = list(self._open_files)
         for fh in numbers:
@@ -281,6 +288,7 @@ class Operations:
         return file
 
     def _ioctl_result(self, request: int) -> bytes | None:
+        """Return the result of an ioctl that only returns a value, or None for other ioctls."""
         if request == virtual.GET_MAGIC:
             return virtual.MAGIC.to_bytes(4, "little")
         if request == virtual.GET_IOCTL_VERSION:
@@ -335,7 +343,7 @@ class Operations:
             return self._last_fh
 
     def _current_path(self, path: str | None, fh: int | None) -> str:
-        """Return `path`, or without one the path of an open file. ENOENT if the open file has another path now."""
+        """Return `path` if it is set, else the path of an open file. ENOENT if the file no longer has that path."""
         if path is not None:
             self._check_in_store(path)
             return path
@@ -349,6 +357,7 @@ class Operations:
             raise _error(errno.EPERM)
 
     def _remember_folder(self, inode: int, path: str) -> None:
+        """Store the path of a folder by its inode. Forget the oldest path if there are too many."""
         with self._lock:
             self._folder_paths.pop(inode, None)
             self._folder_paths[inode] = path
@@ -360,8 +369,8 @@ def _relative(path: str) -> str:
     return path.lstrip("/")
 
 
-def _error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
+def _error(error_number: int) -> OSError:
+    return OSError(error_number, os.strerror(error_number))
 
 
 def _attributes(status: messages.FileStat) -> dict[str, int]:

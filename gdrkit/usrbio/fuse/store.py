@@ -1,4 +1,4 @@
-"""The files of a store for a FUSE mount, as a client of the storage server.
+"""The files of a store for a FUSE mount: a client of the storage server that reconnects.
 
 If the session with the server ends, requests for open files fail with EREMOTEIO. The next request for a path begins a
 new session.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreFiles"]
 
-_R = TypeVar("_R")
+_Result = TypeVar("_Result")
 _BUFFER_BYTES = 1 << 20
 
 
@@ -50,10 +50,10 @@ class StoreFiles:
         self._client: StorageClient | None = None
         self._buffer: IOBuffer | None = None
 
-    def request(self, request: Request, reply_type: type[_R]) -> _R:
+    def request(self, request: Request, reply_type: type[_Result]) -> _Result:
         """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `reply_type`.
 
-        Handles in requests and replies are handles of this object.
+        The handles in requests and replies are those of this object, and not those of the server.
         """
         with self._lock:
             message = cast("Any", request)
@@ -65,7 +65,7 @@ class StoreFiles:
                 handle = next(self._handles)
                 self._files[handle] = StorageFile(self._client, reply)
                 reply = replace(reply, handle=handle)
-            return cast("_R", reply)
+            return cast("_Result", reply)
 
     def read(self, handle: int, *, offset_bytes: int, length_bytes: int) -> bytes:
         """Read bytes of an open file. At the end of the file, the result is shorter."""
@@ -91,7 +91,7 @@ class StoreFiles:
         return len(data)
 
     def close_file(self, handle: int) -> None:
-        """Close an open file. The server has already closed a file of an earlier session."""
+        """Close an open file. Do nothing for a file of an earlier session, which the server has already closed."""
         with self._lock:
             file = self._files.pop(handle, None)
             if file is not None and file.client is self._client:
@@ -108,19 +108,21 @@ class StoreFiles:
         def transfer(_client: StorageClient) -> int:
             assert self._buffer is not None  # noqa: S101 - it is registered when the session begins.
             buffer = self._buffer.subrange(offset_bytes=0, length_bytes=length_bytes)
-            call = file.read if is_read else file.write
-            return call(buffer, offset_bytes=offset_bytes).length_bytes
+            transfer_file = file.read if is_read else file.write
+            return transfer_file(buffer, offset_bytes=offset_bytes).length_bytes
 
         return self._with_client(transfer)
 
     def _file(self, handle: int) -> StorageFile:
+        """Return the open file of a handle."""
         file = self._files.get(handle)
         if file is None or file.client is not self._client:
-            number = errno.EBADF if file is None else errno.EREMOTEIO
-            raise OSError(number, os.strerror(number))
+            error_number = errno.EBADF if file is None else errno.EREMOTEIO
+            raise OSError(error_number, os.strerror(error_number))
         return file
 
-    def _with_client(self, action: Callable[[StorageClient], _R]) -> _R:
+    def _with_client(self, action: Callable[[StorageClient], _Result]) -> _Result:
+        """Call `action` with the client, which connects if necessary. End the session if the server is gone."""
         if self._client is None:
             self._client = self._connect()
             self._buffer = self._client.register(self._data)

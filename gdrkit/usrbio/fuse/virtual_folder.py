@@ -1,9 +1,9 @@
-"""The folder ``3fs-virt`` of a FUSE mount. Its entries look like files and are operations of the agent.
+"""The folder ``3fs-virt`` of a FUSE mount. Its entries look like files, and their creation is a request to the agent.
 
-- ``iovs`` has the links of publications, which are in the agent's private folder. A new link is a publication, and its
-  error is the error of symlink(2).
-- ``rm-rf``: a new link removes the file or folder that the link names.
-- ``get-conf`` and ``set-conf`` exist for programs that look for them. This agent has no configuration.
+- ``iovs`` shows the links of publications, which are in the agent's private folder. To create a link is to publish an
+  iov. If the agent refuses the publication, symlink(2) fails with the errno.
+- ``rm-rf``: to create a link is to remove the file or folder that the link names.
+- ``get-conf`` and ``set-conf`` exist for programs of 3FS that look for them. This agent has no configuration.
 - ``agent.sock`` is a link to the agent's socket.
 """
 
@@ -33,9 +33,9 @@ _ROOT = f"/{VIRTUAL_FOLDER}"
 _IOVS, _GET_CONF, _SET_CONF, _RM_RF = (f"{_ROOT}/{name}" for name in ("iovs", "get-conf", "set-conf", "rm-rf"))
 _SOCKET = f"{_ROOT}/agent.sock"
 _FOLDER_MODES = {_ROOT: 0o555, _IOVS: 0o777, _GET_CONF: 0o555, _SET_CONF: 0o777, _RM_RF: 0o777}
-_SEMAPHORE_LINKS = "submit-ios"
-# As in 3FS, inodes with these bits are not inodes of files.
-_VIRTUAL_INODE = 0xF << 60
+_SEMAPHORE_LINK_STEM = "submit-ios"
+# As in 3FS, no file has an inode with these bits.
+_VIRTUAL_INODE_BITS = 0xF << 60
 
 
 class VirtualFolder:
@@ -44,11 +44,11 @@ class VirtualFolder:
     Parameters
     ----------
     real_folder : Path
-        The agent's real ``3fs-virt``, with ``iovs`` and ``agent.sock``.
+        The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
     links : LinkClients
-        Publishes by links.
+        The processes that publish by links.
     store : StoreFiles
-        Removes files for ``rm-rf``.
+        The files of the store, which ``rm-rf`` removes.
     mount : str
         Path of the mount. ``rm-rf`` needs absolute paths below it.
     """
@@ -56,7 +56,7 @@ class VirtualFolder:
     def __init__(self, real_folder: Path, links: LinkClients, store: StoreFiles, *, mount: str) -> None:
         self._real_folder, self._links, self._store, self._mount = real_folder, links, store, mount
         self._lock = threading.Lock()
-        # rm-rf creates no link, but the kernel reads the new link once.
+        # The targets of links in rm-rf. These links are not stored, but the kernel reads a new link once.
         self._rm_rf_targets: dict[str, str] = {}
 
     @staticmethod
@@ -110,19 +110,20 @@ class VirtualFolder:
             with self._lock:
                 self._rm_rf_targets[path] = target
         else:
-            # set-conf has no keys.
+            # A link in set-conf would set a configuration key, and this agent has none.
             raise _error(errno.EINVAL if folder == _SET_CONF else errno.EPERM)
 
     def unlink(self, path: str) -> None:
         """Remove a publication."""
         folder, name = os.path.split(path)
-        if folder != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINKS:
+        if folder != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             raise _error(errno.EPERM)
         self._links.unpublish(name)
 
     def _remove_all(self, target: str) -> None:
+        """Remove the file or folder that the link `target` names, with its contents."""
         prefix = f"{self._mount}/"
-        # The kernel passes only the text of the link, so a relative path would have no defined folder.
+        # A relative path is refused: the kernel passes only the text of the link, and not the folder of its process.
         if not target.startswith(prefix) or os.path.normpath(target) != target.rstrip("/"):
             raise _error(errno.EINVAL)
         path = target.removeprefix(prefix).rstrip("/")
@@ -132,6 +133,7 @@ class VirtualFolder:
         self._remove(path, status.mode)
 
     def _remove(self, path: str, mode: int) -> None:
+        """Remove a path of the store. `mode` has its file type."""
         if not stat.S_ISDIR(mode):
             self._store.request(messages.Unlink(path=path), messages.Done)
             return
@@ -156,8 +158,8 @@ def _attributes(path: str, mode: int, size_bytes: int) -> dict[str, int]:
 
 
 def _inode(path: str) -> int:
-    return _VIRTUAL_INODE | zlib.crc32(os.fsencode(path))
+    return _VIRTUAL_INODE_BITS | zlib.crc32(os.fsencode(path))
 
 
-def _error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
+def _error(error_number: int) -> OSError:
+    return OSError(error_number, os.strerror(error_number))
