@@ -1,4 +1,4 @@
-"""Fixtures of the benchmarks: their numbers go into the record of the case, and a summary into the terminal."""
+"""Fixtures of the benchmarks: the record of a case gets its numbers, and the terminal shows a summary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-PROGRAMS = "GDRKIT_BENCH_PROGRAMS"
-# Only `nox -s bench` builds the native benchmark programs and sets this variable to their folder.
-collect_ignore = [] if PROGRAMS in os.environ else ["test_path_speed.py", "test_ring_speed.py"]
-_SUMMARY = pytest.StashKey[list[str]]()
+# Environment variable with the folder of the native benchmark programs. Only `nox -s bench` builds them and sets it.
+PROGRAMS_VARIABLE = "GDRKIT_BENCH_PROGRAMS"
+collect_ignore = [] if PROGRAMS_VARIABLE in os.environ else ["test_path_speed.py", "test_ring_speed.py"]
+_SUMMARY_LINES = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _record_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Itera
         return
     benchmark: BenchmarkFixture = request.getfixturevalue("benchmark")
     yield
-    # In a run of the suites, benchmarks are disabled: each body runs once, and nothing is measured.
+    # Without --benchmark-enable, each body runs once and nothing is measured.
     if benchmark.stats is None or not benchmark.enabled:
         return
     stats = benchmark.stats.stats
@@ -39,14 +39,14 @@ def _record_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Itera
 
 @pytest.fixture
 def summary(request: pytest.FixtureRequest) -> list[str]:
-    """Lines that are printed at the end of the run."""
-    return request.config.stash.setdefault(_SUMMARY, [])
+    """Return a list for lines that are printed at the end of the run."""
+    return request.config.stash.setdefault(_SUMMARY_LINES, [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the lines of the fixture `summary`."""
-    lines = config.stash.get(_SUMMARY, [])
+    lines = config.stash.get(_SUMMARY_LINES, [])
     if lines:
-        terminalreporter.write_sep("-", "measurements, next to their peers in the same run")
+        terminalreporter.write_sep("-", "measurements, next to those of other software in the same run")
         for line in lines:
             terminalreporter.write_line(line)

@@ -1,4 +1,4 @@
-"""Comparison of short calls that are measured in turn, so that the load of the machine affects all of them."""
+"""Comparison of short calls. They are measured in turn, so that the load of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["CallTimes", "measure_interleaved"]
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Time of one call over all rounds, in nanoseconds."""
+    """Median and minimum time of one call over all rounds, in nanoseconds."""
 
-    median: float
-    minimum: float
+    median_ns: float
+    minimum_ns: float
 
 
 def measure_interleaved(
@@ -26,8 +26,8 @@ def measure_interleaved(
 ) -> dict[str, CallTimes]:
     """Measure several calls. Each round makes each call `calls_count` times, one after the other.
 
-    A load that lasts longer than a round slows all calls. A shorter one changes single rounds, but no median. The times
-    include the loop around the calls, which is the same for each.
+    A load that lasts longer than a round slows all calls. A shorter load affects a few rounds, but not the medians. The
+    times include the Python loop around the calls, which is the same for every call.
     """
     times_ns: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds_count):
@@ -36,4 +36,4 @@ def measure_interleaved(
             for _ in range(calls_count):
                 call()
             times_ns[name].append((time.perf_counter_ns() - begin_ns) / calls_count)
-    return {name: CallTimes(statistics.median(each), min(each)) for name, each in times_ns.items()}
+    return {name: CallTimes(statistics.median(times), min(times)) for name, times in times_ns.items()}

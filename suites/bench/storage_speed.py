@@ -1,6 +1,7 @@
-"""Measurement of functions that transfer a file, in turn, and such functions of kvikio, of the disk and of the bus.
+"""Measurement of file transfers for the storage benchmarks, and the transfers with which gdrkit is compared.
 
-Each function transfers all bytes once. The functions of the disk and of the bus are upper bounds of other programs.
+A transfer is a function that transfers all bytes once. :func:`measure_in_turn` measures several transfers. gdrkit is
+compared with transfers by kvikio, with reads that use only the disk, and with copies that use only the PCIe bus.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from support.gds import RESIDENT_MOST, cached_share, forget
+from support.gds import CACHED_SHARE_MAX, cached_share, drop_from_cache
 
 from gdrkit.units import GIB, MIB
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import CudaMemory, Device
 
 __all__ = [
-    "DevicePart",
+    "DeviceRange",
     "Kvikio",
     "Series",
     "TransferTime",
@@ -44,19 +45,19 @@ __all__ = [
     "split_file",
 ]
 
-_PART_BYTES = 16 * MIB
-_CHECK_BYTES = 32 * MIB
-_start_s = time.monotonic()
+_FILL_CHUNK_BYTES = 16 * MIB
+_CHECK_CHUNK_BYTES = 32 * MIB
+_imported_s = time.monotonic()
 
 
 def log_progress(line: str) -> None:
-    """Print a line with the time since the start, because a run takes minutes."""
-    print(f"[{time.monotonic() - _start_s:6.1f} s] {line}", flush=True)  # noqa: T201
+    """Print a line with the time since the import of this module. A run takes minutes, so it shows its progress."""
+    print(f"[{time.monotonic() - _imported_s:6.1f} s] {line}", flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """The rate of one transfer, and its processor time."""
+    """The rate of one transfer, and the processor time of this process during the transfer."""
 
     rate_gb_per_s: float
     cpu_s_per_gib: float
@@ -64,7 +65,7 @@ class TransferTime:
 
 @dataclass(slots=True)
 class Series:
-    """The repeated transfers of one function."""
+    """The measurements of one transfer, which was repeated."""
 
     name: str
     times: list[TransferTime] = field(default_factory=list)
@@ -72,21 +73,21 @@ class Series:
     @property
     def rate_gb_per_s(self) -> float:
         """Median rate."""
-        return statistics.median(each.rate_gb_per_s for each in self.times)
+        return statistics.median(transfer.rate_gb_per_s for transfer in self.times)
 
     @property
     def cpu_s_per_gib(self) -> float:
         """Median processor time."""
-        return statistics.median(each.cpu_s_per_gib for each in self.times)
+        return statistics.median(transfer.cpu_s_per_gib for transfer in self.times)
 
     @property
     def spread(self) -> float:
-        """Difference of the highest and the lowest rate, as a share of the median."""
-        rates = [each.rate_gb_per_s for each in self.times]
+        """Difference between the highest and the lowest rate, as a share of the median."""
+        rates = [transfer.rate_gb_per_s for transfer in self.times]
         return (max(rates) - min(rates)) / self.rate_gb_per_s
 
     def __str__(self) -> str:
-        rates = " ".join(f"{each.rate_gb_per_s:.2f}" for each in self.times)
+        rates = " ".join(f"{transfer.rate_gb_per_s:.2f}" for transfer in self.times)
         return (
             f"{self.name}: {self.rate_gb_per_s:.2f} GB/s ({rates}; spread {self.spread:.1%}), "
             f"{self.cpu_s_per_gib:.3f} CPU s/GiB"
@@ -94,7 +95,7 @@ class Series:
 
 
 def measure(transfer: Callable[[], object], length_bytes: int) -> TransferTime:
-    """Measure one transfer of this length."""
+    """Measure one transfer of `length_bytes`."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     begin_s = time.perf_counter()
     transfer()
@@ -113,10 +114,10 @@ def measure_in_turn(
     spread_max: float = 0.03,
     attempts_count: int = 3,
 ) -> dict[str, Series]:
-    """Measure several transfers in turn, in reversed order in every second round.
+    """Measure several transfers in turn. Every second round measures them in reverse order.
 
-    If the spread of a series exceeds `spread_max`, the measurement is repeated. The attempt with the smallest spread is
-    returned, and all are printed.
+    An attempt consists of all rounds. If the spread of a series exceeds `spread_max`, another attempt follows. All
+    attempts are printed. The return value is the attempt with the smallest spread.
 
     Parameters
     ----------
@@ -127,30 +128,30 @@ def measure_in_turn(
     rounds_count : int
         Number of rounds of an attempt.
     prepare : callable, optional
-        It is called before each transfer, outside of the measured time.
+        Function that is called before each transfer, outside of the measured time.
     spread_max : float
-        Largest accepted spread.
+        Maximum spread of an attempt that is not repeated.
     attempts_count : int
-        Greatest number of attempts.
+        Maximum number of attempts.
     """
     attempts = []
     for attempt in range(attempts_count):
         series = {name: Series(name) for name in transfers}
-        for number in range(rounds_count):
-            names = list(transfers) if number % 2 == 0 else list(transfers)[::-1]
+        for round_index in range(rounds_count):
+            names = list(transfers) if round_index % 2 == 0 else list(transfers)[::-1]
             for name in names:
                 if prepare is not None:
                     prepare()
                 series[name].times.append(measure(transfers[name], length_bytes))
-        for each in series.values():
-            log_progress(f"  {each}")
+        for measured in series.values():
+            log_progress(f"  {measured}")
         attempts.append(series)
-        worst = max(each.spread for each in series.values())
-        if worst <= spread_max or rounds_count == 1:
+        spread = max(measured.spread for measured in series.values())
+        if spread <= spread_max or rounds_count == 1:
             break
         if attempt + 1 < attempts_count:
-            log_progress(f"  spread {worst:.1%}: another attempt")
-    return min(attempts, key=lambda series: max(each.spread for each in series.values()))
+            log_progress(f"  spread {spread:.1%}: another attempt")
+    return min(attempts, key=lambda series: max(measured.spread for measured in series.values()))
 
 
 def fastest_of(
@@ -160,9 +161,9 @@ def fastest_of(
     repeats: int,
     prepare: Callable[[], object] | None = None,
 ) -> str:
-    """Return the name of the candidate with the highest rate of `repeats` transfers.
+    """Return the name of the candidate with the highest rate. Each candidate transfers `repeats` times.
 
-    A candidate that reaches less than half of the highest rate so far is not repeated.
+    A candidate with less than half of the highest rate so far is not repeated.
     """
     fastest, highest_rate = "", 0.0
     for name, transfer in candidates.items():
@@ -179,8 +180,8 @@ def fastest_of(
     return fastest
 
 
-class DevicePart:
-    """A part of device memory with the CUDA array interface, for other libraries."""
+class DeviceRange:
+    """A range of device memory with the CUDA array interface, for other libraries."""
 
     def __init__(self, memory: CudaMemory, offset_bytes: int, length_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -196,8 +197,8 @@ class DevicePart:
 class Kvikio:
     """kvikio without cuFile, as on a machine without GPUDirect Storage.
 
-    The settings are those of kvikio.defaults. A change of the number of threads creates a new thread pool. Files that
-    stay open are closed by `stack`.
+    The settings are those of kvikio.defaults. If the number of threads changes, kvikio creates a new thread pool. The
+    end of `stack` closes the files that stay open.
     """
 
     def __init__(self, stack: ExitStack) -> None:
@@ -210,38 +211,38 @@ class Kvikio:
         self._settings: dict[str, object] = {}
         self._module.defaults.set({"compat_mode": kvikio.CompatMode.ON})
 
-    def use(self, **settings: object) -> None:
-        """Apply the settings that differ from the present ones."""
+    def apply_settings(self, **settings: object) -> None:
+        """Apply the settings whose value differs from the current value."""
         changed = {name: value for name, value in settings.items() if self._settings.get(name) != value}
         if changed:
             self._module.defaults.set(changed)
             self._settings.update(changed)
 
-    def open(self, path: Path, mode: str = "r") -> Any:  # noqa: ANN401 - of kvikio.
-        """Open a CuFile."""
+    def open(self, path: Path, mode: str = "r") -> Any:  # noqa: ANN401 - kvikio has no types.
+        """Open a file as a kvikio.CuFile."""
         return self._module.CuFile(str(path), mode)
 
     def reader(self, path: Path, memory: object, **settings: object) -> Callable[[], None]:
-        """Return a function that reads a whole file, which is already open, into the memory."""
+        """Open the file, and return a function that reads the whole file into the memory."""
         file = self._stack.enter_context(self.open(path))
 
         def read() -> None:
-            self.use(**settings)
+            self.apply_settings(**settings)
             file.pread(memory).get()
 
         return read
 
     def files_reader(self, paths: Sequence[Path], memory: CudaMemory, **settings: object) -> Callable[[], None]:
-        """Return a function that opens, reads and closes all files, into consecutive memory."""
+        """Return a function that opens all files, reads them into consecutive memory, and closes them."""
         sizes = [path.stat().st_size for path in paths]
 
         def read() -> None:
-            self.use(**settings)
+            self.apply_settings(**settings)
             files, futures, offset_bytes = [], [], 0
             for path, size in zip(paths, sizes, strict=True):
                 file = self.open(path)
                 files.append(file)
-                futures.append(file.pread(DevicePart(memory, offset_bytes, size)))
+                futures.append(file.pread(DeviceRange(memory, offset_bytes, size)))
                 offset_bytes += size
             for future in futures:
                 future.get()
@@ -254,7 +255,7 @@ class Kvikio:
         """Return a function that writes the memory to a new file."""
 
         def write() -> None:
-            self.use(**settings)
+            self.apply_settings(**settings)
             with self.open(path, "w") as file:
                 file.pwrite(memory).get()
                 if sync:
@@ -264,36 +265,36 @@ class Kvikio:
 
 
 def create_random_file(path: Path, length_bytes: int) -> None:
-    """Create a file of random bytes by several threads, and write it to the disk."""
+    """Create a file of random bytes with several threads, and sync it to the disk."""
     with path.open("wb") as file:
         file.truncate(length_bytes)
         fd = file.fileno()
 
         def write(offset: int) -> None:
-            os.pwrite(fd, os.urandom(min(_PART_BYTES, length_bytes - offset)), offset)
+            os.pwrite(fd, os.urandom(min(_FILL_CHUNK_BYTES, length_bytes - offset)), offset)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(write, range(0, length_bytes, _PART_BYTES)))
+            list(pool.map(write, range(0, length_bytes, _FILL_CHUNK_BYTES)))
         os.fsync(fd)
 
 
 def split_file(path: Path, folder: Path, part_bytes: int) -> list[Path]:
-    """Copy the parts of a file into separate files by several threads, and return their paths."""
+    """Split a file into files of `part_bytes` in a new folder, with several threads, and return their paths."""
     folder.mkdir()
     with path.open("rb") as source:
         offsets = range(0, path.stat().st_size, part_bytes)
 
         def write(offset: int) -> Path:
-            part = folder / f"{offset // part_bytes:05}"
-            part.write_bytes(os.pread(source.fileno(), part_bytes, offset))
-            return part
+            part_path = folder / f"{offset // part_bytes:05}"
+            part_path.write_bytes(os.pread(source.fileno(), part_bytes, offset))
+            return part_path
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(write, offsets))
 
 
 def host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
-    """Allocate host memory in huge pages, and write to every page."""
+    """Allocate host memory in huge pages, and write to every page, so that the kernel allocates all of them."""
     memory = stack.enter_context(mmap.mmap(-1, length_bytes))
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = bytes(length_bytes)
@@ -301,11 +302,11 @@ def host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
 
 
 def check_all_bytes(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes: int) -> None:
-    """Require that the memory has the bytes of the file. Several threads compare them."""
+    """Require that the memory has the bytes of the file. Several threads compare the bytes."""
     with path.open("rb") as file:
 
         def check(offset: int) -> None:
-            count = min(_CHECK_BYTES, length_bytes - offset)
+            count = min(_CHECK_CHUNK_BYTES, length_bytes - offset)
             if isinstance(memory, mmap.mmap):
                 contents = memory[offset : offset + count]
             else:
@@ -313,36 +314,36 @@ def check_all_bytes(memory: CudaMemory | mmap.mmap, path: Path, *, length_bytes:
             assert contents == os.pread(file.fileno(), count, offset), offset
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(check, range(0, length_bytes, _CHECK_BYTES)))
+            list(pool.map(check, range(0, length_bytes, _CHECK_CHUNK_BYTES)))
 
 
 def drop_cache(path: Path) -> None:
     """Drop the file from the page cache, and require that the kernel did so."""
-    forget(path)
+    drop_from_cache(path)
     share = cached_share(path)
-    assert share <= RESIDENT_MOST, f"{share:.1%} of {path} is still cached"
+    assert share <= CACHED_SHARE_MAX, f"{share:.1%} of {path} is still cached"
 
 
 def raw_direct_reader(
     path: Path, stack: ExitStack, *, threads_count: int, part_bytes: int, length_bytes: int | None = None
 ) -> Callable[[], None]:
-    """Return a function that reads a file, or its first `length_bytes`, by O_DIRECT into host memory.
+    """Return a function that reads a file, or its first `length_bytes`, with O_DIRECT into host memory.
 
-    It does nothing else, so its rate is that of the disk.
+    The function does nothing else, so its rate is that of the disk. Each of its threads reads `part_bytes` at a time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     stack.callback(os.close, fd)
     size = os.fstat(fd).st_size if length_bytes is None else length_bytes
     buffers = [stack.enter_context(mmap.mmap(-1, part_bytes)) for _ in range(threads_count)]
-    for each in buffers:
-        each.madvise(mmap.MADV_HUGEPAGE)
-        each[:] = bytes(part_bytes)
+    for buffer in buffers:
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+        buffer[:] = bytes(part_bytes)
 
     def read() -> None:
         offsets: Iterator[int] = iter(range(0, size, part_bytes))
         lock = threading.Lock()
 
-        def work(buffer: mmap.mmap) -> None:
+        def read_parts(buffer: mmap.mmap) -> None:
             while True:
                 with lock:
                     offset = next(offsets, None)
@@ -351,11 +352,11 @@ def raw_direct_reader(
                 count = min(part_bytes, size - offset)
                 assert os.preadv(fd, [memoryview(buffer)[:count]], offset) == count
 
-        threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        threads = [threading.Thread(target=read_parts, args=(buffer,)) for buffer in buffers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     return read
 
@@ -363,31 +364,31 @@ def raw_direct_reader(
 def pinned_copier(
     device: Device, memory: CudaMemory, *, length_bytes: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return a function that copies pinned host memory into device memory, and one that frees the pinned memory.
+    """Allocate pinned host memory. Return a function that copies it into device memory, and a function that frees it.
 
-    The first does nothing else, so its rate is that of the bus.
+    The first function only copies, so its rate is that of the PCIe bus.
     """
     from cuda.bindings import driver
 
-    def checked(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of the bindings.
+    def value_of(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the bindings have no types.
         assert result[0] == driver.CUresult.CUDA_SUCCESS, result[0]
         return result[1] if len(result) > 1 else None
 
-    part_bytes = min(256 * MIB, length_bytes)
+    chunk_bytes = min(256 * MIB, length_bytes)
     with device.current():
-        host = checked(driver.cuMemHostAlloc(part_bytes, 0))
-        stream = checked(driver.cuStreamCreate(1))
+        pinned = value_of(driver.cuMemHostAlloc(chunk_bytes, 0))
+        stream = value_of(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
 
     def copy() -> None:
         with device.current():
-            for offset in range(0, length_bytes, part_bytes):
-                count = min(part_bytes, length_bytes - offset)
-                checked(driver.cuMemcpyHtoDAsync(memory.address + offset, host, count, stream))
-            checked(driver.cuStreamSynchronize(stream))
+            for offset in range(0, length_bytes, chunk_bytes):
+                count = min(chunk_bytes, length_bytes - offset)
+                value_of(driver.cuMemcpyHtoDAsync(memory.address + offset, pinned, count, stream))
+            value_of(driver.cuStreamSynchronize(stream))
 
     def free() -> None:
         with device.current():
-            checked(driver.cuStreamDestroy(stream))
-            checked(driver.cuMemFreeHost(host))
+            value_of(driver.cuStreamDestroy(stream))
+            value_of(driver.cuMemFreeHost(pinned))
 
     return copy, free

@@ -1,8 +1,12 @@
-"""Rates of the copy engine with several settings, as one table, from which its defaults are chosen.
+"""Measurement of the copy engine of gdrkit with many settings, printed as one table.
 
-The best settings on the relevant machines become the defaults of ``gdrkit.gds.EngineOptions``. The settings of a kind
-of transfer are measured in turn, so that the load of the machine affects all of them, and each kind has its own time
-limit. A cached read is measured after another reader has used the processor caches and the bus, as in a real program.
+The table helps the developers to choose the defaults of ``gdrkit.gds.EngineOptions``.
+
+There are five kinds of transfer, such as cached reads. Each kind is measured in at most five rounds, until a time
+limit. Each round measures all settings once, so that a change of the machine's load affects all settings alike.
+
+Before each cached read, another engine reads the file, and another copy uses the bus. So the processor caches no longer
+have the data of the read before, as in a real program.
 """
 
 from __future__ import annotations
@@ -36,20 +40,21 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import CudaMemory, Device
 
-__all__ = ["Row", "Sweep", "table"]
+__all__ = ["Sweep", "SweepRow", "table_lines"]
 
 Options = dict[str, int]
 
 DEFAULT: Options = {}
-CACHED: list[Options] = [
+# The settings to measure for each kind of transfer.
+CACHED_READS: list[Options] = [
     DEFAULT,
-    # With these, each thread fills its own copies.
+    # Equal to the default of `chunk_bytes`. This turns coalesced copies off: each thread fills its copies alone.
     {"coalesced_bytes": 4 * MIB},
     {"coalesced_bytes": 4 * MIB, "chunk_bytes": 2 * MIB, "buffers_count": 3},
     *(
-        {"coalesced_bytes": size * MIB, "coalesced_count": count, "slice_bytes": slice_kib * KIB}
-        for size, count, slice_kib in itertools.product((8, 16, 32), (3, 4, 5, 8), (512, 1024, 2048))
-        if 32 <= size * count <= 128 and (slice_kib == 1024 or size * count == 64)
+        {"coalesced_bytes": size_mib * MIB, "coalesced_count": count, "slice_bytes": slice_kib * KIB}
+        for size_mib, count, slice_kib in itertools.product((8, 16, 32), (3, 4, 5, 8), (512, 1024, 2048))
+        if 32 <= size_mib * count <= 128 and (slice_kib == 1024 or size_mib * count == 64)
     ),
     *({"workers_count": workers} for workers in (8, 10, 14, 16)),
     {"chunk_bytes": 2 * MIB, "first_chunk_bytes": 2 * MIB},
@@ -58,25 +63,26 @@ CACHED: list[Options] = [
 HOST_READS: list[Options] = [
     DEFAULT,
     *(
-        {"workers_count": workers, "chunk_bytes": chunk * MIB, "first_chunk_bytes": first * MIB}
-        for workers, chunk, first in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
+        {"workers_count": workers, "chunk_bytes": chunk_mib * MIB, "first_chunk_bytes": first_mib * MIB}
+        for workers, chunk_mib, first_mib in ((16, 4, 4), (16, 8, 1), (16, 16, 16), (14, 8, 8), (12, 8, 8), (8, 8, 8))
     ),
 ]
 BUFFERED_WRITES: list[Options] = [DEFAULT, {"buffered_writers_count": 1}, {"buffered_writers_count": 3}]
 DURABLE_WRITES: list[Options] = [
     DEFAULT,
     *(
-        {"direct_writers_count": workers, "direct_write_bytes": size * MIB}
-        for workers, size in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
+        {"direct_writers_count": workers, "direct_write_bytes": size_mib * MIB}
+        for workers, size_mib in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
     ),
 ]
-# The last settings use less staging memory. They show whether a virtual disk, which is a program of the host, also
-# fills the processor caches.
-COLD: list[Options] = [
+# The last settings use less staging memory, so that it needs less of the processor caches. In a virtual machine, the
+# program on the host that implements the virtual disk may use these caches too. If it does, these settings may be
+# faster than the others.
+COLD_READS: list[Options] = [
     DEFAULT,
     *(
-        {"direct_readers_count": readers, "direct_read_bytes": size * MIB}
-        for readers, size in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
+        {"direct_readers_count": readers, "direct_read_bytes": size_mib * MIB}
+        for readers, size_mib in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
     ),
     *(
         {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "chunk_bytes": 4 * MIB, **less_memory}
@@ -87,45 +93,50 @@ COLD: list[Options] = [
         )
     ),
 ]
-# Numbers of threads and sizes of reads, in MiB, of the readers by O_DIRECT.
-RAW = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
-# Time limit of each kind of transfer, in seconds, without the creation of the file. The sum is less than two minutes.
-TIMES_S = {"cached read": 24.0, "host read": 8.0, "write": 8.0, "durable write": 14.0, "cold read": 48.0}
+# Number of threads and size of each read, in MiB, of the readers that only read with O_DIRECT.
+RAW_READERS = ((1, 4), (1, 16), (2, 4), (2, 8), (4, 4), (4, 16))
+# Time limit of each kind of transfer, in seconds. The creation of the file is not included.
+TIME_LIMITS_S = {"cached read": 24.0, "host read": 8.0, "write": 8.0, "durable write": 14.0, "cold read": 48.0}
 ROUNDS_MAX = 5
 
 
 @dataclass(slots=True)
-class Row:
-    """The results of one setting of the engine, or of a peer, for one kind of transfer."""
+class SweepRow:
+    """The results of one setting of the engine, or of one peer, for one kind of transfer.
+
+    A peer is another way to move the same bytes, such as a plain copy by the CUDA driver. It does not use the engine.
+    """
 
     kind: str
     setting: str
     is_engine: bool
-    rates: list[float] = field(default_factory=list)
+    rates_gb_per_s: list[float] = field(default_factory=list)
     cpu_s_per_gib: list[float] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
-        """Median rate in GB/s, or 0 if there was no time for this setting."""
-        return statistics.median(self.rates) if self.rates else 0.0
+    def rate_gb_per_s(self) -> float:
+        """Median rate, or 0 if there was no time for this setting."""
+        return statistics.median(self.rates_gb_per_s) if self.rates_gb_per_s else 0.0
 
     def __str__(self) -> str:
-        if not self.rates:
+        if not self.rates_gb_per_s:
             return f"{self.kind:14} {'-':>7} {'-':>7} {'-':>7} {'-':>6}  {self.setting} (not measured: no time)"
         cpu_s = statistics.median(self.cpu_s_per_gib)
-        rates = f"{self.rate:7.2f} {max(self.rates):7.2f} {min(self.rates):7.2f} {cpu_s:6.3f}"
+        rates = (
+            f"{self.rate_gb_per_s:7.2f} {max(self.rates_gb_per_s):7.2f} {min(self.rates_gb_per_s):7.2f} {cpu_s:6.3f}"
+        )
         return f"{self.kind:14} {rates}  {self.setting}"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of the table: the kinds of transfer in the order of rows, with the fastest setting first."""
+def table_lines(rows: Sequence[SweepRow]) -> list[str]:
+    """Return the lines of the table: one kind of transfer after the other, each with the fastest setting first."""
     lines = [f"{'kind':14} {'GB/s':>7} {'max':>7} {'min':>7} {'CPU/GiB':>6}  setting"]
     for kind in dict.fromkeys(row.kind for row in rows):
-        lines += [str(row) for row in sorted(rows, key=lambda each: -each.rate) if row.kind == kind]
+        lines += [str(row) for row in sorted(rows, key=lambda row: -row.rate_gb_per_s) if row.kind == kind]
     return lines
 
 
-def _description(options: Options) -> str:
+def _setting_text(options: Options) -> str:
     words = [
         f"{key.removesuffix('_bytes')} {value >> 10} KiB" if key.endswith("_bytes") else f"{key} {value}"
         for key, value in options.items()
@@ -133,33 +144,37 @@ def _description(options: Options) -> str:
     return ", ".join(words) or "default"
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class Sweep:
-    """Transfers between a file and memory by engines with different settings.
+    """Measurement of transfers between a file and memory, by engines with different settings.
 
     Parameters
     ----------
     source : Path
-        The file, at least as long as the memory. Writes go to another file in its folder.
+        The file to read, at least as long as the memory. Writes go to another file in the same folder.
     device : Device
-        The device.
+        The CUDA device.
     memory : CudaMemory
-        Memory of the device.
-    times_share : float
-        Share of the time limits to use. If it is 0, only the first two settings of each kind are measured, once.
+        Memory of the device, as long as the largest transfer.
+    time_factor : float
+        Factor of all time limits. With 0, only the first two settings of each kind are measured, and only once.
     """
 
-    def __init__(self, source: Path, device: Device, memory: CudaMemory, *, times_share: float = 1.0) -> None:
+    def __init__(self, source: Path, device: Device, memory: CudaMemory, *, time_factor: float = 1.0) -> None:
         self.source, self.target = source, source.with_name("sweep_written")
         self.device, self.memory = device, memory
-        self.times_share = times_share
-        self.rows: list[Row] = []
+        self.time_factor = time_factor
+        self.rows: list[SweepRow] = []
         self._file_bytes = source.stat().st_size
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[SweepRow]:
         """Measure all kinds of transfer and return the rows of the table.
 
-        The file must be in the page cache before, and is not in it afterwards. The first half of the memory then has
-        the data of the last cold read of an engine.
+        The source must be in the page cache. Afterwards, it is not in the page cache, and the first half of the memory
+        has the data of the last cold read of an engine.
         """
         length_bytes = self.memory.length_bytes
         with contextlib.ExitStack() as stack:
@@ -168,28 +183,38 @@ class Sweep:
             other_engine = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
             stack.callback(other_engine.close)
 
-            def use_caches_and_bus() -> None:
+            def disturb_caches_and_bus() -> None:
                 self._read(other_engine, length_bytes)
                 copy()
 
             peers: dict[str, Callable[[], object]] = {"pinned copy": copy}
-            self._measure("cached read", CACHED, self._read, length_bytes, before=use_caches_and_bus, peers=peers)
-        self._host_reads(length_bytes)
+            self._measure(
+                "cached read", CACHED_READS, self._read, length_bytes, prepare=disturb_caches_and_bus, peers=peers
+            )
+        self._measure_host_reads(length_bytes)
         half_bytes = length_bytes // 2
-        for kind, options, move in (
+        for kind, settings, move in (
             ("write", BUFFERED_WRITES, self._write),
             ("durable write", DURABLE_WRITES, self._write_durably),
         ):
-            self._measure(kind, options, move, half_bytes, before=self._remove)
-        self._remove()
+            self._measure(kind, settings, move, half_bytes, prepare=self._remove_target)
+        self._remove_target()
         with contextlib.ExitStack() as stack:
-            raw = {
-                f"raw O_DIRECT, {threads} x {part} MiB": raw_direct_reader(
-                    self.source, stack, threads_count=threads, part_bytes=part * MIB, length_bytes=half_bytes
+            raw_readers = {
+                f"raw O_DIRECT, {threads} x {part_mib} MiB": raw_direct_reader(
+                    self.source, stack, threads_count=threads, part_bytes=part_mib * MIB, length_bytes=half_bytes
                 )
-                for threads, part in RAW
+                for threads, part_mib in RAW_READERS
             }
-            self._measure("cold read", COLD, self._read, half_bytes, before=self._drop, peers=raw, is_cleared=True)
+            self._measure(
+                "cold read",
+                COLD_READS,
+                self._read,
+                half_bytes,
+                prepare=self._drop_source,
+                peers=raw_readers,
+                clears_memory=True,
+            )
         return self.rows
 
     def _measure(
@@ -199,10 +224,10 @@ class Sweep:
         move: Callable[[Engine, int], None],
         length_bytes: int,
         *,
-        before: Callable[[], object],
+        prepare: Callable[[], object],
         peers: Mapping[str, Callable[[], object]] | None = None,
         base: EngineOptions | None = None,
-        is_cleared: bool = False,
+        clears_memory: bool = False,
     ) -> None:
         """Measure the settings of one kind of transfer, and its peers, in turn until the time limit.
 
@@ -211,47 +236,48 @@ class Sweep:
         kind : str
             The kind of transfer.
         settings : iterable of Options
-            The settings of the engine, added to `base`.
+            The settings to measure. Each changes some fields of `base`.
         move : callable
-            It transfers a number of bytes by an engine.
+            Function that transfers a number of bytes with an engine.
         length_bytes : int
-            The number of bytes.
-        before : callable
-            It is called before each transfer.
+            The number of bytes of each transfer.
+        prepare : callable
+            Function that is called before each transfer.
         peers : Mapping of str to callable
-            Other functions that transfer the same number of bytes, into their own memory.
+            Functions that move the same number of bytes without the engine, by name. The device memory is not cleared
+            before them.
         base : EngineOptions, optional
-            Settings that all engines have.
-        is_cleared : bool
+            Options of every engine; None for the defaults.
+        clears_memory : bool
             Whether the device memory is cleared before each transfer of an engine.
         """
-        is_short = self.times_share == 0
+        is_short = self.time_factor == 0
         peers = dict(peers or {})
         with contextlib.ExitStack() as stack:
-            # The engines come before the peers, because the time may suffice for a part only.
+            # The engines come before the peers, because the time may not suffice for all.
             transfers: dict[str, Callable[[], object]] = {}
             for options in list(settings)[: 2 if is_short else None]:
                 engine = Engine(replace(base or EngineOptions(), **options))  # type: ignore[arg-type]
                 stack.callback(engine.close)
-                transfers[_description(options)] = partial(move, engine, length_bytes)
+                transfers[_setting_text(options)] = partial(move, engine, length_bytes)
                 # The first read pins the memory of the engine and creates its streams.
                 self._read(engine, min(length_bytes, 256 * MIB), access="buffered")
             transfers.update(list(peers.items())[: 2 if is_short else None])
-            rows = {name: Row(kind, name, name not in peers) for name in transfers}
+            rows = {name: SweepRow(kind, name, name not in peers) for name in transfers}
             self.rows += rows.values()
-            end_s = time.monotonic() + TIMES_S[kind] * self.times_share
-            for number in range(1 if is_short else ROUNDS_MAX):
-                for name in list(transfers)[:: -1 if number % 2 else 1]:
+            end_s = time.monotonic() + TIME_LIMITS_S[kind] * self.time_factor
+            for round_index in range(1 if is_short else ROUNDS_MAX):
+                for name in list(transfers)[:: -1 if round_index % 2 else 1]:
                     if not is_short and time.monotonic() > end_s:
                         break
-                    before()
-                    if is_cleared and rows[name].is_engine:
+                    prepare()
+                    if clears_memory and rows[name].is_engine:
                         self.memory.fill(0)
                     result = measure(transfers[name], length_bytes)
-                    rows[name].rates.append(result.rate_gb_per_s)
+                    rows[name].rates_gb_per_s.append(result.rate_gb_per_s)
                     rows[name].cpu_s_per_gib.append(result.cpu_s_per_gib)
-        count = sum(len(each.rates) for each in rows.values())
-        log_progress(f"{kind}: {count} transfers with {len(rows)} settings")
+        transfers_count = sum(len(row.rates_gb_per_s) for row in rows.values())
+        log_progress(f"{kind}: {transfers_count} transfers with {len(rows)} settings")
 
     def _read(self, engine: Engine, length_bytes: int, *, access: str = "automatic") -> None:
         self._move(engine, self.source, os.O_RDONLY, length_bytes, access=access)
@@ -263,17 +289,17 @@ class Sweep:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         self._move(engine, self.target, flags, length_bytes, access="direct", durable=True)
 
-    def _host_reads(self, length_bytes: int) -> None:
-        """Measure reads into host memory, by engines with other base settings."""
+    def _measure_host_reads(self, length_bytes: int) -> None:
+        """Measure reads into host memory. Their engines have the default options for host memory."""
         with contextlib.ExitStack() as stack:
-            memory = native().HostMemory(host_memory(stack, length_bytes), writable=True)
+            memory = native.HostMemory(host_memory(stack, length_bytes), writable=True)
             stack.callback(memory.release)
 
             def read(engine: Engine, length_bytes: int) -> None:
                 target = (HOST, memory.address)
                 self._move(engine, self.source, os.O_RDONLY, length_bytes, access="automatic", target=target)
 
-            self._measure("host read", HOST_READS, read, length_bytes, before=int, base=HOST_OPTIONS)
+            self._measure("host read", HOST_READS, read, length_bytes, prepare=_do_nothing, base=HOST_OPTIONS)
 
     def _move(
         self,
@@ -286,14 +312,18 @@ class Sweep:
         durable: bool = False,
         target: tuple[int, int] | None = None,
     ) -> None:
-        """Transfer data between a file and memory: that of the sweep, or `target` (device index and address)."""
+        """Transfer data between a file and `target`, by default the device memory of the sweep.
+
+        `target` is the index of a device, or HOST, and an address.
+        """
         device_index, address = target or (self.device.index, self.memory.address)
         fd = os.open(path, flags, 0o600)
         try:
             job = engine.submit(
                 write=flags != os.O_RDONLY,
                 device_index=device_index,
-                files=[native().OpenFile(fd)],
+                files=[native.OpenFile(fd)],
+                # Index in `files`, offset in the file, address, length.
                 extents=[0, 0, address, length_bytes],
                 access=access,
                 durable=durable,
@@ -305,8 +335,8 @@ class Sweep:
         assert progress["failure"] is None, progress
         assert progress["bytes"] == length_bytes
 
-    def _drop(self) -> None:
+    def _drop_source(self) -> None:
         drop_cache(self.source)
 
-    def _remove(self) -> None:
+    def _remove_target(self) -> None:
         self.target.unlink(missing_ok=True)

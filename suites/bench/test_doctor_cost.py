@@ -1,8 +1,8 @@
-"""Duration of `gdrkit doctor` with the real libraries of the machine: less than a second without hardware.
+"""Duration of `gdrkit doctor` with the real libraries of the machine. The goal is less than a second without hardware.
 
-It is measured with and without the checks that act on devices, and as an unprivileged user. The duration is meaningful
-only on an idle machine or with a real-time priority (`chrt -f 1`), so the record has the scheduling policy and the
-load.
+The cases measure the command with and without the checks that act on devices, and as an unprivileged user. The
+duration is meaningful only on an idle machine or with a real-time priority (`chrt -f 1`). So the record has the
+scheduling policy and the load.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ if TYPE_CHECKING:
 POLICIES = {os.SCHED_OTHER: "other", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr", os.SCHED_BATCH: "batch"}
 
 
-def timed(benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], environ: dict[str, str]) -> None:
-    """Measure a command, whose runs must end with an exit code of the doctor."""
+def measure_doctor(
+    benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], environ: dict[str, str]
+) -> None:
+    """Measure a command that runs the doctor. Each run must end with an exit code of the doctor."""
     policy = os.sched_getscheduler(0)
     evidence["scheduling"] = POLICIES.get(policy, str(policy))
     evidence.number("load_1min_count", os.getloadavg()[0])
     rounds_count = 9 if benchmark.enabled else 1
 
     def run() -> None:
-        done = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=100)
-        assert done.returncode in (0, 1, 4), done.stderr
-        assert "33 known causes: " in done.stdout
+        completed = subprocess.run(
+            command, env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=100
+        )
+        assert completed.returncode in (0, 1, 4), completed.stderr
+        assert "33 known causes: " in completed.stdout
 
     benchmark.pedantic(run, rounds=rounds_count, warmup_rounds=int(benchmark.enabled))  # type: ignore[no-untyped-call]
 
@@ -44,10 +48,10 @@ def timed(benchmark: BenchmarkFixture, evidence: Evidence, command: list[str], e
 @pytest.mark.parametrize("command", ["doctor", "doctor --read-only"])
 def test_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: str) -> None:
     environ = launch.environment(launch.Launch(software=frozenset()))
-    timed(benchmark, evidence, [sys.executable, "-m", "gdrkit", *command.split()], environ)
+    measure_doctor(benchmark, evidence, [sys.executable, "-m", "gdrkit", *command.split()], environ)
 
 
 @needs(host.capability("CAP_SETUID"))
 def test_doctor_as_an_unprivileged_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
     command, environ = program_command(UNPRIVILEGED_DOCTOR, launch.environment(launch.Launch(software=frozenset())))
-    timed(benchmark, evidence, command, environ)
+    measure_doctor(benchmark, evidence, command, environ)

@@ -1,4 +1,7 @@
-"""Duration of `import gdrkit`: the difference of the medians of the two cases in one run."""
+"""Duration of `import gdrkit`: the difference between the medians of the two cases in one run.
+
+One case starts a bare Python interpreter, the other case also imports gdrkit.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Rate of reads through ring, agent, server and NIC, compared with reads of the same cached file by the kernel.
+"""Rate of usrbio reads (ring, agent, storage server, NIC), compared with kernel reads of the same cached file.
 
-On two idle cores, 4 KiB reads at depth 64 should reach a quarter of the rate of io_uring, and 1 MiB reads half of the
-rate of `pread` in one thread. This is not asserted, because the machine may be busy. The record also has the processor
-time of an operation, on which other load has less effect, and the rate of a second peer: only the copies of this path,
-by two threads. The second peer is not an upper bound; in some runs it was slower than the path.
-`nox -s bench` builds the measuring program.
+On two idle cores, the goals are: 4 KiB reads at depth 64 have a quarter of the rate of io_uring, and 1 MiB reads have
+half of the rate of `pread` in one thread. The goals are not asserted, because the machine may be busy.
 
-All processes share two cores, also on a machine with more. In a first run, the scheduler places the threads. In a
-second one, the session thread of the server, which has as much work as all others together, has its own core.
+The record also has two more measurements. One is the processor time of an operation, which depends less on the load of
+the machine. The other is the rate of a bare copy: a program with two threads that make only the memory copies of the
+path. The bare copy is not an upper bound, because in some runs it was slower than the path.
+
+All processes share two cores, even if the machine has more. In one case, the scheduler of the kernel places the
+threads. In the other case, the session thread of the server has a core for itself, because it has as much work as all
+other threads together. `nox -s bench` builds the measuring program, ``usrbio_path_bench``.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 64 * MIB
 ROUNDS, DURATION_MS = 9, 300
-# By default, the twin delays completions at random, which limits the rate at a depth, and has two NICs, whose threads
-# do not fit on two cores. Hardware does not have these variables.
-ENVIRONMENT = {"GDRKIT_TWINS_LATE_US": "0", "GDRKIT_TWINS_NICS": "1"}
-# For each size: the measurement, its peer, the peer that makes only the copies of the path, and the desired share of
-# the first peer's rate on idle cores.
-PEERS = {
+# Settings of the verbs twin. By default, it delays completions at random, which limits the rate, and it has two NICs,
+# whose threads would not fit on two cores. Real libraries ignore these variables.
+TWIN_ENVIRONMENT = {"GDRKIT_TWINS_LATE_US": "0", "GDRKIT_TWINS_NICS": "1"}
+# For each size: the names of the measurements of usrbio, of the kernel, and of the bare copy, and the goal: the rate of
+# usrbio as a share of the rate of the kernel, on idle cores.
+MEASUREMENTS = {
     "4 KiB": ("path_small", "io_uring", "bare_small", 0.25),
     "1 MiB": ("path_large", "pread", "bare_large", 0.5),
 }
-KINDS = [
+MEMORY_KINDS = [
     pytest.param("host", marks=needs(verbs.nic())),
     pytest.param("device", marks=needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)),
 ]
@@ -69,7 +71,7 @@ def create_file(mount: Path, seed: int) -> Path:
 
 @contextlib.contextmanager
 def two_cores() -> Iterator[list[int]]:
-    """Restrict this process and its children to two cores, and yield their numbers."""
+    """Restrict this process and its new child processes to two cores, and yield the numbers of the cores."""
     before = os.sched_getaffinity(0)
     cores = sorted(before)[:2]
     os.sched_setaffinity(0, cores)
@@ -80,11 +82,11 @@ def two_cores() -> Iterator[list[int]]:
 
 
 def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
-    """Restrict the session thread of the server to the last core, and all other threads to the first."""
-    # This thread starts the client, which inherits its core. two_cores() restores the affinity.
+    """Restrict the session thread of the server to the last core, and all other threads to the first core."""
+    # This thread starts the client process, which inherits the affinity. two_cores() restores the affinity at its end.
     os.sched_setaffinity(0, {cores[0]})
-    for process in (agent.process.pid, agent.server_process_id()):
-        for task in Path(f"/proc/{process}/task").iterdir():
+    for process_id in (agent.process.pid, agent.server_process_id()):
+        for task in Path(f"/proc/{process_id}/task").iterdir():
             # A thread may end between the two calls.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 name = (task / "comm").read_text().strip()
@@ -92,34 +94,37 @@ def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
 
 
 def measure(agent: AgentProcess, path: Path, kind: str, cores: list[int]) -> dict[str, list[dict[str, Any]]]:
-    """Run the measuring program, and return its measurements by name."""
+    """Run the measuring program. Return the measurements of all rounds, by the name of the measurement."""
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_path_bench"
     command = [str(program), str(agent.mount), str(path), "--kind", kind]
     command += ["--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
     if len(cores) > 1:
         command += ["--cores", f"{cores[0]},{cores[-1]}"]
     command += ["--pid", f"agent={agent.process.pid}", "--pid", f"server={agent.server_process_id()}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     measurements: dict[str, list[dict[str, Any]]] = {}
-    for line in done.stdout.splitlines():
+    for line in completed.stdout.splitlines():
         measurement = json.loads(line)
         measurements.setdefault(measurement["turn"], []).append(measurement)
     return measurements
 
 
-def rate(measurement: dict[str, Any]) -> float:
-    """Return the operations per second."""
+def operations_per_s(measurement: dict[str, Any]) -> float:
+    """Return the rate of a measurement."""
     return float(measurement["operations"] / measurement["passed_s"])
 
 
 def median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]) -> float:
-    """Return the median of the ratios of rates in the same round, in which the load of the machine affects both."""
-    return statistics.median(rate(one) / rate(peer) for one, peer in zip(measurements, peers, strict=True))
+    """Return the median over all rounds of the ratio of two rates. Both were measured under the load of the round."""
+    return statistics.median(
+        operations_per_s(measurement) / operations_per_s(peer)
+        for measurement, peer in zip(measurements, peers, strict=True)
+    )
 
 
 @pytest.mark.parametrize("placement", ["by the system", "session apart"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORY_KINDS)
 def test_reads_beside_the_kernel(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,37 +134,46 @@ def test_reads_beside_the_kernel(
     evidence: Evidence,
     summary: list[str],
 ) -> None:
-    for name, value in ENVIRONMENT.items():
+    for name, value in TWIN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    evidence["environment"] = ENVIRONMENT
-    load = os.getloadavg()[0]
+    evidence["environment"] = TWIN_ENVIRONMENT
+    load_before = os.getloadavg()[0]
     with two_cores() as cores, AgentProcess(tmp_path) as agent:
         evidence["cores"] = len(cores)
-        path = create_file(tmp_path, seed)
+        file = create_file(tmp_path, seed)
         if placement == "session apart":
             isolate_session(agent, cores)
-        measured = measure(agent, path, kind, cores)
+        measured = measure(agent, file, kind, cores)
     assert agent.statistics["failed"] == 0
-    evidence["load_1min"] = [load, os.getloadavg()[0]]
-    for name, (ours, peer, bare, desired) in PEERS.items():
-        if peer not in measured:
-            summary.append(f"{kind:6} {name}, {placement}: {peer} is not allowed on this system")
+    evidence["load_1min"] = [load_before, os.getloadavg()[0]]
+    for size, (usrbio_name, kernel_name, copy_name, goal) in MEASUREMENTS.items():
+        if kernel_name not in measured:
+            summary.append(f"{kind:6} {size}, {placement}: {kernel_name} is not allowed on this system")
             continue
-        share = median_share(measured[ours], measured[peer])
-        evidence.number(f"{ours}_share_of_{peer}_ratio_median", share)
-        for each in (ours, peer):
-            evidence.number(f"{each}_per_s_median", statistics.median(map(rate, measured[each])))
-            for process in measured[each][0]["cpu_s"]:
-                cpu_us = statistics.median(one["cpu_s"][process] / one["operations"] * 1e6 for one in measured[each])
-                evidence.number(f"{each}_{process}_cpu_us_median", cpu_us)
-        copies = ""
-        if bare in measured:
-            bare_share = median_share(measured[bare], measured[peer])
-            evidence.number(f"{bare}_share_of_{peer}_ratio_median", bare_share)
-            evidence.number(f"{ours}_share_of_{bare}_ratio_median", median_share(measured[ours], measured[bare]))
-            copies = f"; only the copies, by two threads: {bare_share:.2f}"
-        cpu_us = sum(evidence.numbers[f"{ours}_{process}_cpu_us_median"] for process in ("client", "agent", "server"))
+        share = median_share(measured[usrbio_name], measured[kernel_name])
+        evidence.number(f"{usrbio_name}_share_of_{kernel_name}_ratio_median", share)
+        for name in (usrbio_name, kernel_name):
+            evidence.number(f"{name}_per_s_median", statistics.median(map(operations_per_s, measured[name])))
+            for process in measured[name][0]["cpu_s"]:
+                cpu_us = statistics.median(
+                    round_["cpu_s"][process] / round_["operations"] * 1e6 for round_ in measured[name]
+                )
+                evidence.number(f"{name}_{process}_cpu_us_median", cpu_us)
+        copies_text = ""
+        if copy_name in measured:
+            copy_share = median_share(measured[copy_name], measured[kernel_name])
+            evidence.number(f"{copy_name}_share_of_{kernel_name}_ratio_median", copy_share)
+            evidence.number(
+                f"{usrbio_name}_share_of_{copy_name}_ratio_median",
+                median_share(measured[usrbio_name], measured[copy_name]),
+            )
+            copies_text = f"; only the copies, by two threads: {copy_share:.2f}"
+        cpu_us = sum(
+            evidence.numbers[f"{usrbio_name}_{process}_cpu_us_median"] for process in ("client", "agent", "server")
+        )
+        kernel_cpu_us = evidence.numbers[f"{kernel_name}_client_cpu_us_median"]
         summary.append(
-            f"{kind:6} {name} reads, {placement}: {share:.2f} x {peer} (goal on idle cores: {desired}{copies}); "
-            f"processor time {cpu_us / evidence.numbers[f'{peer}_client_cpu_us_median']:.1f} x {peer}; load {load:.1f}"
+            f"{kind:6} {size} reads, {placement}: {share:.2f} x {kernel_name} "
+            f"(goal on idle cores: {goal}{copies_text}); "
+            f"processor time {cpu_us / kernel_cpu_us:.1f} x {kernel_name}; load {load_before:.1f}"
         )

@@ -1,14 +1,14 @@
 r"""Rates of file transfers to and from device memory, compared with kvikio and with the limits of bus and disk.
 
-The rates are medians of five transfers, which are measured in turn. Every byte of one transfer of each kind is checked.
-A "cached" file is in the page cache; a "cold" one was dropped from it, as cachestat confirms. A run takes some minutes
-and 16 GB of disk:
+The rates are medians of five transfers, which are measured in turn. For each kind of transfer, every byte of one
+transfer is checked. A "cached" file is in the page cache. A "cold" file was dropped from the page cache, which is
+verified with cachestat(2). A run takes some minutes and 16 GB of disk:
 
     pytest -c suites/pytest.ini suites/bench/test_storage_speed.py --benchmark-enable -s \
         -o faulthandler_timeout=1200 --records FILE
 
-Without ``--benchmark-enable``, each kind of transfer runs once with a small file. GDRKIT_BENCH_STORAGE_MIB is the size
-of the file, GDRKIT_BENCH_STORAGE_FOLDER its folder.
+Without ``--benchmark-enable``, each kind of transfer runs once with a small file. The environment variable
+GDRKIT_BENCH_STORAGE_MIB sets the size of the file, and GDRKIT_BENCH_STORAGE_FOLDER sets its folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from bench.storage_speed import (
-    DevicePart,
+    DeviceRange,
     Kvikio,
     check_all_bytes,
     create_random_file,
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(cuda_needs.device(), host.module("kvikio")), pytest.mark.timeout(1200)]
 
-PAGE = 4 * KIB
+PAGE_BYTES = 4 * KIB
 
 
 class Bench:
-    """The file, the memory and kvikio of one run, and the numbers of its repetitions."""
+    """The file, the memory and the kvikio binding of a benchmark, and how often each transfer is repeated."""
 
     def __init__(
         self, folder: Path, device: Device, memory: CudaMemory, evidence: Evidence, *, is_measured: bool
@@ -72,21 +72,21 @@ class Bench:
     def kvikio_settings(
         self, kind: str, *, direct: tuple[bool, ...], threads_max: int = 32
     ) -> dict[str, dict[str, object]]:
-        """Return the settings of kvikio to compare, by their names.
+        """Return the settings of kvikio to compare, by a name for each. `kind` is ``read`` or ``write``.
 
-        These settings were much slower in one measurement and are omitted: 32 threads with tasks of 4 MiB, direct reads
-        of cached files, 32 threads for the disk, and buffered writes.
+        Some settings are omitted because they were much slower in one measurement: 32 threads with tasks of 4 MiB,
+        direct reads of cached files, 32 threads for the disk, and buffered writes.
         """
         return {
-            f"kvikio {threads} threads, {task} MiB, {'auto direct' if auto else 'buffered'}": {
+            f"kvikio {threads} threads, {task_mib} MiB, {'auto direct' if auto_direct else 'buffered'}": {
                 "num_threads": threads,
-                "task_size": task * MIB,
-                f"auto_direct_io_{kind}": auto,
+                "task_size": task_mib * MIB,
+                f"auto_direct_io_{kind}": auto_direct,
             }
-            for auto in direct
+            for auto_direct in direct
             for threads in self.threads_counts
-            for task in (4, 16)
-            if threads <= threads_max and (threads, task) != (32, 4)
+            for task_mib in (4, 16)
+            if threads <= threads_max and (threads, task_mib) != (32, 4)
         }
 
     def record(self, name: str, value: float) -> None:
@@ -94,8 +94,8 @@ class Bench:
         self.evidence.number(name, value)
         log_progress(f"{name} = {value:.4g}")
 
-    def check(self, read: Callable[[], object]) -> None:
-        """Read once into cleared memory, and check every byte. This also warms up the reader."""
+    def check_reader(self, read: Callable[[], object]) -> None:
+        """Call `read` once with cleared memory, and check every byte. This also warms up the reader."""
         self.memory.fill(0)
         read()
         check_all_bytes(self.memory, self.file, length_bytes=self.length_bytes)
@@ -122,11 +122,11 @@ def test_device_file_transfers_beside_kvikio(bench: Bench) -> None:
     create_random_file(bench.file, bench.length_bytes)
     log_progress("the file is created")
     with gds.File(bench.file, direct="never") as file:
-        best = cached_reads(bench, file)
-        small_reads(bench, file)
-        many_files(bench, file, best)
-        cold_reads(bench, file)
-    writes(bench)
+        kvikio_setting = measure_cached_reads(bench, file)
+        measure_small_reads(bench, file)
+        measure_many_files(bench, file, kvikio_setting)
+        measure_cold_reads(bench, file)
+    measure_writes(bench)
     bench.evidence["kvikio"] = bench.kvikio.version
     bench.evidence["file_bytes"] = bench.length_bytes
 
@@ -134,117 +134,125 @@ def test_device_file_transfers_beside_kvikio(bench: Bench) -> None:
 def test_host_file_reads_beside_kvikio(bench: Bench) -> None:
     create_random_file(bench.file, bench.length_bytes)
     with gds.File(bench.file, direct="never") as file:
-        host_reads(bench, file)
+        measure_host_reads(bench, file)
     bench.evidence["kvikio"] = bench.kvikio.version
     bench.evidence["file_bytes"] = bench.length_bytes
 
 
-def cached_reads(bench: Bench, file: gds.File) -> str:
-    """Measure cached reads: gdrkit, the fastest setting of kvikio, and the pinned copy. Return that setting."""
+def measure_cached_reads(bench: Bench, file: gds.File) -> str:
+    """Measure cached reads by gdrkit and kvikio, and pinned copies. Return the fastest setting of kvikio."""
     log_progress("cached reads: fastest setting of kvikio")
     settings = bench.kvikio_settings("read", direct=(False,))
     candidates = {name: bench.kvikio.reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
     with bench.device.current():
-        bench.check(next(iter(candidates.values())))
-        best = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats + 1)
-        bench.evidence["cached_read_kvikio_best"] = best
-        bench.check(candidates[best])
-        bench.check(lambda: file.read_into(bench.memory))
+        bench.check_reader(next(iter(candidates.values())))
+        fastest = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats + 1)
+        bench.evidence["cached_read_kvikio_best"] = fastest
+        bench.check_reader(candidates[fastest])
+        bench.check_reader(lambda: file.read_into(bench.memory))
         copy, free = pinned_copier(bench.device, bench.memory, length_bytes=bench.length_bytes)
         copy()
-        reads = {"gdrkit": lambda: file.read_into(bench.memory), "kvikio": candidates[best], "pinned copy": copy}
-        found = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
+        reads = {"gdrkit": lambda: file.read_into(bench.memory), "kvikio": candidates[fastest], "pinned copy": copy}
+        series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
         free()
-    bench.check(lambda: file.read_into(bench.memory))
-    bench.record("cached_read_gdrkit_gb_per_s", found["gdrkit"].rate_gb_per_s)
-    bench.record("cached_read_kvikio_best_gb_per_s", found["kvikio"].rate_gb_per_s)
-    bench.record("pinned_copy_gb_per_s", found["pinned copy"].rate_gb_per_s)
-    bench.record("cached_read_gdrkit_cpu_s_per_gib", found["gdrkit"].cpu_s_per_gib)
-    bench.record("cached_read_kvikio_cpu_s_per_gib", found["kvikio"].cpu_s_per_gib)
-    bench.record("cached_read_gdrkit_spread_ratio", found["gdrkit"].spread)
-    bench.record("cached_read_kvikio_spread_ratio", found["kvikio"].spread)
-    bench.record("pinned_copy_spread_ratio", found["pinned copy"].spread)
-    return best
+    bench.check_reader(lambda: file.read_into(bench.memory))
+    bench.record("cached_read_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
+    bench.record("cached_read_kvikio_best_gb_per_s", series["kvikio"].rate_gb_per_s)
+    bench.record("pinned_copy_gb_per_s", series["pinned copy"].rate_gb_per_s)
+    bench.record("cached_read_gdrkit_cpu_s_per_gib", series["gdrkit"].cpu_s_per_gib)
+    bench.record("cached_read_kvikio_cpu_s_per_gib", series["kvikio"].cpu_s_per_gib)
+    bench.record("cached_read_gdrkit_spread_ratio", series["gdrkit"].spread)
+    bench.record("cached_read_kvikio_spread_ratio", series["kvikio"].spread)
+    bench.record("pinned_copy_spread_ratio", series["pinned copy"].spread)
+    return fastest
 
 
-def host_reads(bench: Bench, file: gds.File) -> None:
+def measure_host_reads(bench: Bench, file: gds.File) -> None:
     """Measure cached reads into host memory."""
     log_progress("cached reads into host memory")
     memory = host_memory(bench.stack, bench.length_bytes)
     settings = bench.kvikio_settings("read", direct=(False,))
-    candidates = {name: bench.kvikio.reader(bench.file, memory, **each) for name, each in settings.items()}
-    best = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats)
-    reads = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[best]}
-    found = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
-    bench.record("host_read_gdrkit_gb_per_s", found["gdrkit"].rate_gb_per_s)
-    bench.record("host_read_kvikio_gb_per_s", found["kvikio"].rate_gb_per_s)
+    candidates = {name: bench.kvikio.reader(bench.file, memory, **setting) for name, setting in settings.items()}
+    fastest = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats)
+    reads = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest]}
+    series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
+    bench.record("host_read_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
+    bench.record("host_read_kvikio_gb_per_s", series["kvikio"].rate_gb_per_s)
     memory[:] = bytes(bench.length_bytes)
     file.read_into(memory)
     check_all_bytes(memory, bench.file, length_bytes=bench.length_bytes)
 
 
-def small_reads(bench: Bench, file: gds.File) -> None:
+def measure_small_reads(bench: Bench, file: gds.File) -> None:
     """Measure reads of 4 KiB at random offsets of the file into consecutive memory."""
     log_progress("4 KiB random cached reads")
-    count = min(bench.length_bytes // PAGE, 32768 if bench.rounds_count > 1 else 512)
-    chance = random.Random(1)
-    offsets = [chance.randrange(bench.length_bytes // PAGE) * PAGE for _ in range(count)]
-    ranges = [(offset, PAGE) for offset in offsets]
-    candidates = small_reads_of_kvikio(bench, offsets)
-    best = fastest_of(candidates, count * PAGE, repeats=bench.repeats)
-    bench.evidence["random_4k_kvikio_best"] = best
+    count = min(bench.length_bytes // PAGE_BYTES, 32768 if bench.rounds_count > 1 else 512)
+    rng = random.Random(1)
+    offsets = [rng.randrange(bench.length_bytes // PAGE_BYTES) * PAGE_BYTES for _ in range(count)]
+    ranges = [(offset, PAGE_BYTES) for offset in offsets]
+    candidates = kvikio_small_reads(bench, offsets)
+    fastest = fastest_of(candidates, count * PAGE_BYTES, repeats=bench.repeats)
+    bench.evidence["random_4k_kvikio_best"] = fastest
 
     def read_one_by_one() -> None:
         for index, offset in enumerate(offsets):
-            file.read_into(bench.memory, file_offset_bytes=offset, length_bytes=PAGE, buffer_offset_bytes=index * PAGE)
+            file.read_into(
+                bench.memory, file_offset_bytes=offset, length_bytes=PAGE_BYTES, buffer_offset_bytes=index * PAGE_BYTES
+            )
 
-    parallel = {"gdrkit": lambda: file.readv(bench.memory, ranges), "kvikio": candidates[best]}
-    one_by_one = {"gdrkit": read_one_by_one, "kvikio": candidates["kvikio, one thread"]}
-    for read in (*parallel.values(), read_one_by_one):
+    parallel_reads = {"gdrkit": lambda: file.readv(bench.memory, ranges), "kvikio": candidates[fastest]}
+    sequential_reads = {"gdrkit": read_one_by_one, "kvikio": candidates["kvikio, one thread"]}
+    for read in (*parallel_reads.values(), read_one_by_one):
         bench.memory.fill(0)
         read()
         with bench.file.open("rb") as posix_file:
-            expected = b"".join(os.pread(posix_file.fileno(), PAGE, offset) for offset in offsets)
-        assert bench.memory.read(length_bytes=count * PAGE) == expected
-    for name, reads, attempts_count in (("random_4k", parallel, 3), ("one_4k_at_a_time", one_by_one, 1)):
-        found = measure_in_turn(reads, count * PAGE, rounds_count=bench.rounds_count, attempts_count=attempts_count)
-        bench.record(f"{name}_gdrkit_ops_per_s", found["gdrkit"].rate_gb_per_s * 1e9 / PAGE)
-        bench.record(f"{name}_kvikio_ops_per_s", found["kvikio"].rate_gb_per_s * 1e9 / PAGE)
+            expected = b"".join(os.pread(posix_file.fileno(), PAGE_BYTES, offset) for offset in offsets)
+        assert bench.memory.read(length_bytes=count * PAGE_BYTES) == expected
+    for name, reads, attempts_count in (("random_4k", parallel_reads, 3), ("one_4k_at_a_time", sequential_reads, 1)):
+        series = measure_in_turn(
+            reads, count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
+        )
+        bench.record(f"{name}_gdrkit_ops_per_s", series["gdrkit"].rate_gb_per_s * 1e9 / PAGE_BYTES)
+        bench.record(f"{name}_kvikio_ops_per_s", series["kvikio"].rate_gb_per_s * 1e9 / PAGE_BYTES)
 
 
-def small_reads_of_kvikio(bench: Bench, offsets: list[int]) -> dict[str, Callable[[], object]]:
-    """Return functions that read a page at each offset by kvikio, with different methods and numbers of threads."""
-    peer = bench.stack.enter_context(bench.kvikio.open(bench.file))
-    parts = [DevicePart(bench.memory, index * PAGE, PAGE) for index in range(len(offsets))]
-    bench.kvikio.use(auto_direct_io_read=False)
+def kvikio_small_reads(bench: Bench, offsets: list[int]) -> dict[str, Callable[[], object]]:
+    """Return functions that read 4 KiB at each offset with kvikio, by different methods and numbers of threads."""
+    kvikio_file = bench.stack.enter_context(bench.kvikio.open(bench.file))
+    ranges = [DeviceRange(bench.memory, index * PAGE_BYTES, PAGE_BYTES) for index in range(len(offsets))]
+    bench.kvikio.apply_settings(auto_direct_io_read=False)
 
-    def one_by_one(first: int, step: int) -> None:
+    def read_every_nth(first: int, step: int) -> None:
         with bench.device.current():
             for index in range(first, len(offsets), step):
-                peer.raw_read(bench.memory, PAGE, offsets[index], index * PAGE)
+                kvikio_file.raw_read(bench.memory, PAGE_BYTES, offsets[index], index * PAGE_BYTES)
 
     def in_threads(threads_count: int) -> None:
-        threads = [threading.Thread(target=one_by_one, args=(each, threads_count)) for each in range(threads_count)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        threads = [
+            threading.Thread(target=read_every_nth, args=(first, threads_count)) for first in range(threads_count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def in_thread_pool(threads_count: int) -> None:
-        bench.kvikio.use(num_threads=threads_count)
+        bench.kvikio.apply_settings(num_threads=threads_count)
         with bench.device.current():
-            futures = [peer.pread(part, PAGE, offset) for part, offset in zip(parts, offsets, strict=True)]
-            for each in futures:
-                each.get()
+            futures = [
+                kvikio_file.pread(range_, PAGE_BYTES, offset) for range_, offset in zip(ranges, offsets, strict=True)
+            ]
+            for future in futures:
+                future.get()
 
-    candidates: dict[str, Callable[[], object]] = {"kvikio, one thread": partial(one_by_one, 0, 1)}
-    candidates |= {f"kvikio, {each} threads": partial(in_threads, each) for each in (2, 4, 8)}
-    candidates |= {f"kvikio, {each} in its pool": partial(in_thread_pool, each) for each in bench.threads_counts}
+    candidates: dict[str, Callable[[], object]] = {"kvikio, one thread": partial(read_every_nth, 0, 1)}
+    candidates |= {f"kvikio, {count} threads": partial(in_threads, count) for count in (2, 4, 8)}
+    candidates |= {f"kvikio, {count} in its pool": partial(in_thread_pool, count) for count in bench.threads_counts}
     return candidates
 
 
-def many_files(bench: Bench, file: gds.File, best: str) -> None:
-    """Measure cached reads of the same data in many files, which are opened and closed each time."""
+def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> None:
+    """Measure cached reads of the same data from many files. Each transfer opens and closes all files."""
     counts = (64, 4096) if bench.rounds_count > 1 else (64, 512)
     for part_bytes in (bench.length_bytes // count for count in counts):
         paths = split_file(bench.file, bench.folder / f"parts_{part_bytes}", part_bytes)
@@ -256,60 +264,63 @@ def many_files(bench: Bench, file: gds.File, best: str) -> None:
         def read(paths: list[Path] = paths, lengths: list[int] = lengths) -> object:
             return gds.read_files(paths, bench.memory, lengths).result()
 
-        bench.check(read)
-        setting = bench.kvikio_settings("read", direct=(False,))[best]
-        peer = bench.kvikio.files_reader(paths, bench.memory, **setting)
+        bench.check_reader(read)
+        setting = bench.kvikio_settings("read", direct=(False,))[kvikio_setting]
+        kvikio_read = bench.kvikio.files_reader(paths, bench.memory, **setting)
         reads: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
         with bench.device.current():
-            bench.check(peer)
-            found = measure_in_turn({**reads, "kvikio": peer}, bench.length_bytes, rounds_count=bench.rounds_count)
+            bench.check_reader(kvikio_read)
+            series = measure_in_turn(
+                {**reads, "kvikio": kvikio_read}, bench.length_bytes, rounds_count=bench.rounds_count
+            )
         kind = "64x64mib" if len(paths) == 64 else "4096x1mib"
-        bench.record(f"cached_{kind}_gb_per_s", found["gdrkit"].rate_gb_per_s)
-        bench.record(f"cached_{kind}_kvikio_gb_per_s", found["kvikio"].rate_gb_per_s)
+        bench.record(f"cached_{kind}_gb_per_s", series["gdrkit"].rate_gb_per_s)
+        bench.record(f"cached_{kind}_kvikio_gb_per_s", series["kvikio"].rate_gb_per_s)
         bench.record(
-            f"cached_{kind}_of_one_file_ratio", found["gdrkit"].rate_gb_per_s / found["one file"].rate_gb_per_s
+            f"cached_{kind}_of_one_file_ratio", series["gdrkit"].rate_gb_per_s / series["one file"].rate_gb_per_s
         )
 
 
-def cold_reads(bench: Bench, file: gds.File) -> None:
-    """Measure reads from the disk: gdrkit, the fastest setting of kvikio, and the fastest reader by O_DIRECT."""
-    # The reader by O_DIRECT is not an upper bound: on a shared disk, gdrkit was faster.
+def measure_cold_reads(bench: Bench, file: gds.File) -> None:
+    """Measure reads from the disk by gdrkit, by kvikio, and by a reader that only reads with O_DIRECT."""
+    # The reader with O_DIRECT is not an upper bound: on a shared disk, gdrkit was faster.
     log_progress("cold reads: fastest reader by O_DIRECT")
 
     def drop() -> None:
         drop_cache(bench.file)
 
-    shapes = [(threads, part) for part in (4, 16) for threads in (2, 4, 8)]
-    raw: dict[str, Callable[[], object]] = {
-        f"raw O_DIRECT, {threads} x {part} MiB": raw_direct_reader(
-            bench.file, bench.stack, threads_count=threads, part_bytes=part * MIB
+    # Number of threads and size of each read, in MiB.
+    shapes = [(threads, part_mib) for part_mib in (4, 16) for threads in (2, 4, 8)]
+    raw_readers: dict[str, Callable[[], object]] = {
+        f"raw O_DIRECT, {threads} x {part_mib} MiB": raw_direct_reader(
+            bench.file, bench.stack, threads_count=threads, part_bytes=part_mib * MIB
         )
-        for threads, part in shapes
+        for threads, part_mib in shapes
     }
-    best_raw = fastest_of(raw, bench.length_bytes, repeats=1, prepare=drop)
+    best_raw = fastest_of(raw_readers, bench.length_bytes, repeats=1, prepare=drop)
     settings = bench.kvikio_settings("read", direct=(True,), threads_max=16)
-    peers = {name: bench.kvikio.reader(bench.file, bench.memory, **each) for name, each in settings.items()}
+    peers = {name: bench.kvikio.reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
     with bench.device.current():
-        best = fastest_of(peers, bench.length_bytes, repeats=1, prepare=drop)
-        bench.evidence["cold_read_best"] = [best_raw, best]
+        fastest = fastest_of(peers, bench.length_bytes, repeats=1, prepare=drop)
+        bench.evidence["cold_read_best"] = [best_raw, fastest]
         drop()
-        bench.check(lambda: file.read_into(bench.memory))
+        bench.check_reader(lambda: file.read_into(bench.memory))
         reads: dict[str, Callable[[], object]] = {
             "gdrkit": lambda: file.read_into(bench.memory),
-            "raw": raw[best_raw],
-            "kvikio": peers[best],
+            "raw": raw_readers[best_raw],
+            "kvikio": peers[fastest],
         }
-        found = measure_in_turn(
+        series = measure_in_turn(
             reads, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop, attempts_count=2
         )
-    bench.record("cold_read_gdrkit_gb_per_s", found["gdrkit"].rate_gb_per_s)
-    bench.record("cold_read_raw_gb_per_s", found["raw"].rate_gb_per_s)
-    bench.record("cold_read_kvikio_best_gb_per_s", found["kvikio"].rate_gb_per_s)
-    bench.record("cold_read_gdrkit_spread_ratio", found["gdrkit"].spread)
-    bench.record("cold_read_raw_spread_ratio", found["raw"].spread)
+    bench.record("cold_read_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
+    bench.record("cold_read_raw_gb_per_s", series["raw"].rate_gb_per_s)
+    bench.record("cold_read_kvikio_best_gb_per_s", series["kvikio"].rate_gb_per_s)
+    bench.record("cold_read_gdrkit_spread_ratio", series["gdrkit"].spread)
+    bench.record("cold_read_raw_spread_ratio", series["raw"].spread)
 
 
-def writes(bench: Bench) -> None:
+def measure_writes(bench: Bench) -> None:
     """Measure writes to a new file, with and without fsync."""
     with gds.File(bench.file, direct="never") as file:
         file.read_into(bench.memory)
@@ -326,18 +337,23 @@ def writes(bench: Bench) -> None:
         kind = "write_fsync" if sync else "write"
         log_progress(f"device to file, {'with' if sync else 'without'} fsync: fastest setting of kvikio")
         settings = bench.kvikio_settings("write", direct=(True,), threads_max=16)
-        peers = {name: bench.kvikio.writer(target, bench.memory, sync=sync, **each) for name, each in settings.items()}
+        peers = {
+            name: bench.kvikio.writer(target, bench.memory, sync=sync, **setting) for name, setting in settings.items()
+        }
         with bench.device.current():
-            best = fastest_of(peers, bench.length_bytes, repeats=1, prepare=remove)
-            bench.evidence[f"{kind}_kvikio_best"] = best
-            all_writes: dict[str, Callable[[], object]] = {"gdrkit": partial(write, sync=sync), "kvikio": peers[best]}
-            for each in all_writes.values():
+            fastest = fastest_of(peers, bench.length_bytes, repeats=1, prepare=remove)
+            bench.evidence[f"{kind}_kvikio_best"] = fastest
+            all_writes: dict[str, Callable[[], object]] = {
+                "gdrkit": partial(write, sync=sync),
+                "kvikio": peers[fastest],
+            }
+            for transfer in all_writes.values():
                 remove()
-                each()
+                transfer()
                 check_all_bytes(bench.memory, target, length_bytes=bench.length_bytes)
-            found = measure_in_turn(
+            series = measure_in_turn(
                 all_writes, bench.length_bytes, rounds_count=bench.rounds_count, prepare=remove, attempts_count=1
             )
-        bench.record(f"{kind}_gdrkit_gb_per_s", found["gdrkit"].rate_gb_per_s)
-        bench.record(f"{kind}_kvikio_gb_per_s", found["kvikio"].rate_gb_per_s)
+        bench.record(f"{kind}_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
+        bench.record(f"{kind}_kvikio_gb_per_s", series["kvikio"].rate_gb_per_s)
         remove()

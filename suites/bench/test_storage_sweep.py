@@ -1,11 +1,12 @@
-r"""Comparison of the copy engine's settings, as one table that shows the best defaults for this machine.
+r"""Comparison of the settings of the copy engine: prints a table that shows the best defaults for this machine.
 
-It takes less than two minutes and 6 GB of disk:
+A run takes less than two minutes and 6 GB of disk:
 
     pytest -c suites/pytest.ini suites/bench/test_storage_sweep.py --benchmark-enable -s --records FILE
 
 Without ``--benchmark-enable``, each kind of transfer runs once with two settings and a small file.
-GDRKIT_BENCH_STORAGE_MIB is the size of the file, GDRKIT_BENCH_STORAGE_FOLDER its folder.
+The environment variable GDRKIT_BENCH_STORAGE_MIB sets the size of the file, and GDRKIT_BENCH_STORAGE_FOLDER sets its
+folder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bench.storage_speed import check_all_bytes, create_random_file, log_progress
-from bench.storage_sweep import TIMES_S, Sweep, table
+from bench.storage_sweep import TIME_LIMITS_S, Sweep, table_lines
 
 from gdrkit.harness.needs import cuda, needs
 from gdrkit.units import MIB
@@ -40,19 +41,24 @@ def test_copy_engine_settings_in_one_table(
         source = folder / "file"
         create_random_file(source, length_bytes)
         with device.allocate(length_bytes) as memory:
-            rows = Sweep(source, device, memory, times_share=float(is_measured)).run()
-            # The last engine read the first half of the file.
+            rows = Sweep(source, device, memory, time_factor=float(is_measured)).run()
+            # The last transfer read the first half of the file.
             check_all_bytes(memory, source, length_bytes=length_bytes // 2)
     finally:
         shutil.rmtree(folder)
-    assert {row.kind for row in rows} == TIMES_S.keys()
-    for line in table(rows):
+    assert {row.kind for row in rows} == TIME_LIMITS_S.keys()
+    for line in table_lines(rows):
         log_progress(line)
-    for row in (each for each in rows if is_measured and each.rates):
-        evidence[f"{row.kind}: {row.setting}"] = {"rates_gb_per_s": row.rates, "cpu_s_per_gib": row.cpu_s_per_gib}
+    for row in (row for row in rows if is_measured and row.rates_gb_per_s):
+        evidence[f"{row.kind}: {row.setting}"] = {
+            "rates_gb_per_s": row.rates_gb_per_s,
+            "cpu_s_per_gib": row.cpu_s_per_gib,
+        }
         kind = row.kind.replace(" ", "_")
         if row.setting == "default":
-            evidence.number(f"{kind}_gb_per_s_median", row.rate)
-        elif row.is_engine and row.rate == max(each.rate for each in rows if each.kind == row.kind and each.is_engine):
+            evidence.number(f"{kind}_gb_per_s_median", row.rate_gb_per_s)
+        elif row.is_engine and row.rate_gb_per_s == max(
+            other.rate_gb_per_s for other in rows if other.kind == row.kind and other.is_engine
+        ):
             evidence[f"{kind}_best"] = row.setting
-            evidence.number(f"{kind}_best_gb_per_s_median", row.rate)
+            evidence.number(f"{kind}_best_gb_per_s_median", row.rate_gb_per_s)

@@ -1,8 +1,9 @@
 """Time and memory of the migration policy for ten thousand, a hundred thousand and a million files.
 
-The time must not grow faster than n log n, and the memory must not depend on the number: SQLite sorts the files and
-stores the decisions on disk. Each plan is made in its own process, whose peak memory is measured. Run it with
---benchmark-enable. Without it, the case plans a thousand files once.
+The time must not grow faster than n log n, where n is the number of files. The memory must not depend on n, because
+SQLite sorts the files and stores the decisions on disk. Each plan is made in a new process (:mod:`bench.tier_plan`),
+whose peak memory is measured. Run this with --benchmark-enable. Without this option, the case plans a thousand files
+once.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-COUNTS = (10_000, 100_000, 1_000_000)
+FILE_COUNTS = (10_000, 100_000, 1_000_000)
 ROUNDS = 3
 # Factor by which the load of a busy machine may change a ratio of medians.
 LOAD_FACTOR = 1.25
-# SQLite caches parts of two files in memory, the catalogue and the plan (cache_size).
+# Maximum difference of the peak memory. SQLite caches pages of two files, the catalogue and the plan (cache_size).
 MEMORY_MIB_MAX = 16
 
 
@@ -34,10 +35,10 @@ def measure_plan(folder: Path, count: int, rounds: int) -> dict[str, Any]:
     """Return the median times of a plan for this number of files, and the peak memory of its process."""
     folder.mkdir()
     command = module_command("bench.tier_plan", folder, count, rounds)
-    done = subprocess.run(command, env=suites_environ(), check=True, capture_output=True, text=True)
-    result: dict[str, Any] = json.loads(done.stdout)
+    completed = subprocess.run(command, env=suites_environ(), check=True, capture_output=True, text=True)
+    result: dict[str, Any] = json.loads(completed.stdout)
     assert 0 < result["moves"] < count
-    return result | {each: statistics.median(result[each]) for each in ("seconds", "processor_s")}
+    return result | {name: statistics.median(result[name]) for name in ("seconds", "processor_s")}
 
 
 @pytest.mark.timeout(900)
@@ -47,18 +48,18 @@ def test_policy_for_many_files(
     if not request.config.getoption("--benchmark-enable"):
         measure_plan(tmp_path / "few", 1000, 1)
         return
-    results = {count: measure_plan(tmp_path / str(count), count, ROUNDS) for count in COUNTS}
+    results = {count: measure_plan(tmp_path / str(count), count, ROUNDS) for count in FILE_COUNTS}
     evidence.number("rounds_count", ROUNDS)
-    for count, each in results.items():
-        evidence.number(f"plan_of_{count}_files_s_median", each["seconds"])
-        evidence.number(f"processor_for_{count}_files_s_median", each["processor_s"])
-        evidence.number(f"moves_of_{count}_files_count", each["moves"])
-        evidence.number(f"peak_of_{count}_files_mib", each["peak_mib"])
-        line = f"{each['seconds']:.3f} s ({each['processor_s']:.3f} s of a processor), {each['moves']} moves"
-        summary.append(f"policy, {count:>9} files: {line}, {each['peak_mib']:.0f} MiB")
-    for few, many in pairwise(COUNTS):
-        # Other load has less effect on the processor time.
+    for count, result in results.items():
+        evidence.number(f"plan_of_{count}_files_s_median", result["seconds"])
+        evidence.number(f"processor_for_{count}_files_s_median", result["processor_s"])
+        evidence.number(f"moves_of_{count}_files_count", result["moves"])
+        evidence.number(f"peak_of_{count}_files_mib", result["peak_mib"])
+        line = f"{result['seconds']:.3f} s ({result['processor_s']:.3f} s of a processor), {result['moves']} moves"
+        summary.append(f"policy, {count:>9} files: {line}, {result['peak_mib']:.0f} MiB")
+    for few, many in pairwise(FILE_COUNTS):
+        # The processor time depends less on the load of the machine.
         ratio = results[many]["processor_s"] / results[few]["processor_s"]
         evidence.number(f"time_{many}_over_{few}_files_ratio", ratio)
         assert ratio <= LOAD_FACTOR * (many * math.log(many)) / (few * math.log(few))
-    assert results[COUNTS[-1]]["peak_mib"] - results[COUNTS[0]]["peak_mib"] <= MEMORY_MIB_MAX
+    assert results[FILE_COUNTS[-1]]["peak_mib"] - results[FILE_COUNTS[0]]["peak_mib"] <= MEMORY_MIB_MAX

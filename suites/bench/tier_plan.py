@@ -1,6 +1,7 @@
-"""Time and memory of a migration plan for many files: ``python -m bench.tier_plan FOLDER FILES ROUNDS`` prints JSON.
+"""Program that measures the time and memory of a migration plan: ``python -m bench.tier_plan FOLDER FILES ROUNDS``.
 
-The plan is made in its own process, so that the peak memory of the process is that of the plan.
+It fills a tier catalogue with FILES files, makes ROUNDS plans, and prints the measurements as JSON. It is a separate
+program, so that the peak memory of its process is the memory of the plan.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.tier_world import NAMES, configuration_of
+from support.tier_world import TIER_NAMES, configuration_of
 
 from gdrkit.tiers import TierManager
 from gdrkit.tiers.heat import score_of
@@ -29,46 +30,47 @@ _SIZES_BYTES = (4096, 1 << 20, 1 << 30)
 
 
 def _rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
-    """Yield rows of the catalogue: files of all sizes in all tiers, most of them cold.
+    """Yield rows of the catalogue: files of several sizes in all tiers, most of them rarely used.
 
-    One in a hundred is pinned to a tier, and one in a hundred has two names.
+    One file in a hundred is pinned to a tier, and one file in a hundred has two hard links.
     """
-    chance = random.Random(count)
-    for number in range(count):
-        score = score_of(chance.paretovariate(0.5), at=now - chance.uniform(0, 8))
-        size, percent = chance.choice(_SIZES_BYTES), chance.randrange(100)
-        pinned = chance.choice(NAMES) if percent == 0 else None
-        name = f"folder-{number % 1000}/file-{number}".encode()
-        yield name, chance.choice(NAMES), size, size, 2 if percent == 1 else 1, score, 1, pinned
+    rng = random.Random(count)
+    for file_number in range(count):
+        score = score_of(rng.paretovariate(0.5), at=now - rng.uniform(0, 8))
+        size_bytes, percent = rng.choice(_SIZES_BYTES), rng.randrange(100)
+        pinned_tier = rng.choice(TIER_NAMES) if percent == 0 else None
+        name = f"folder-{file_number % 1000}/file-{file_number}".encode()
+        yield name, rng.choice(TIER_NAMES), size_bytes, size_bytes, 2 if percent == 1 else 1, score, 1, pinned_tier
 
 
 def _peak_mib() -> float:
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def main() -> None:
-    """Fill a catalogue, plan several times, and print what the plans took."""
+    """Fill a catalogue, plan several times, and print the times, the number of moves, and the peak memory."""
     folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     with TierManager(configuration_of(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
         with manager.catalogue.write_transaction("fill") as connection:
             rows = _rows(count, manager.catalogue.now())
             connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
-        # The tiers have room for a tenth of the files, for a third, and for all.
-        total = sum(each.allocated_bytes for each in manager.catalogue.totals().values())
+        # The capacities of the tiers: a tenth of all bytes, almost a third, and twice all bytes.
+        total_bytes = sum(totals.allocated_bytes for totals in manager.catalogue.totals().values())
         limits = [
-            TierLimits(name, accesses_min, int(total * part))
-            for name, accesses_min, part in zip(NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
+            TierLimits(name, accesses_min, int(total_bytes * share))
+            for name, accesses_min, share in zip(TIER_NAMES, (100, 10, 0), (0.1, 0.3, 2), strict=True)
         ]
-        seconds, processor_s, moves = [], [], 0
+        wall_s, processor_s, moves_count = [], [], 0
         for _ in range(rounds):
-            begin, processor = time.perf_counter(), time.process_time()
+            begin_s, processor_begin_s = time.perf_counter(), time.process_time()
             with MigrationPlan(manager.catalogue, limits, hysteresis=0.1) as plan:
-                seconds.append(time.perf_counter() - begin)
-                processor_s.append(time.process_time() - processor)
+                wall_s.append(time.perf_counter() - begin_s)
+                processor_s.append(time.process_time() - processor_begin_s)
                 assert plan.considered == count
-                moves = plan.count
-    print(json.dumps({"seconds": seconds, "processor_s": processor_s, "moves": moves, "peak_mib": _peak_mib()}))  # noqa: T201
+                moves_count = plan.count
+    print(json.dumps({"seconds": wall_s, "processor_s": processor_s, "moves": moves_count, "peak_mib": _peak_mib()}))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -16,48 +16,48 @@ from support.tracer import traced
 from gdrkit import children
 from gdrkit.errors import BrokenResource, Reason
 
-# The child starts another process, and waits.
-_PARENT = """
+# This program starts another process, prints its process id and waits.
+_PARENT_PROGRAM = """
 import subprocess, sys, time
 print(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid, flush=True)
 time.sleep(100)
 """
 
 
-def is_gone(process_id: int) -> bool:
-    """Return whether the process has ended. It may still be a zombie that init has not collected."""
+def has_ended(process_id: int) -> bool:
+    """Return whether the process has ended. A zombie counts as ended."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
 
-def test_killed_child_takes_its_group_along() -> None:
-    child = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, process_group=0)
+def test_kill_of_a_child_ends_its_process_group() -> None:
+    child = subprocess.Popen([sys.executable, "-c", _PARENT_PROGRAM], stdout=subprocess.PIPE, process_group=0)
     assert child.stdout is not None
     grandchild = int(child.stdout.readline())
     child.stdout.close()
     assert children.kill_child(child) == ""
     assert child.returncode == -9
     deadline_s = time.monotonic() + 20
-    while not is_gone(grandchild):
+    while not has_ended(grandchild):
         assert time.monotonic() < deadline_s
         os.sched_yield()
     assert children.kill_child(child) == ""
 
 
 @pytest.mark.parametrize("leads_group", [False, True])
-def test_child_that_outlives_sigkill_is_left(*, leads_group: bool) -> None:
+def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
     child = subprocess.Popen(["sleep", "100"], process_group=0 if leads_group else None)
     with traced(child.pid):
-        began = time.monotonic()
-        left = children.kill_child(child, leads_group=leads_group, timeout_s=0.5)
+        started_s = time.monotonic()
+        message = children.kill_child(child, leads_group=leads_group, timeout_s=0.5)
         assert re.fullmatch(
-            rf"process {child.pid} did not end within 0.5 s of SIGKILL \(state Z\) and was left behind", left
+            rf"process {child.pid} did not end within 0.5 s of SIGKILL \(state Z\) and was left behind", message
         )
         # The next call does not wait again for an abandoned child.
         assert children.kill_child(child, leads_group=leads_group, timeout_s=60)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - started_s < 20
     assert child.wait(20) == -9
     assert children.kill_child(child, leads_group=leads_group) == ""
 
@@ -68,11 +68,11 @@ def test_threads_share_one_deadline_and_are_named() -> None:
     for thread in threads:
         thread.start()
     try:
-        began = time.monotonic()
+        started_s = time.monotonic()
         with pytest.raises(BrokenResource, match=r"within 0\.5 s: waits 0, waits 1, waits 2") as raised:
             children.join_threads(threads, timeout_s=0.5)
         assert raised.value.reason is Reason.TIMEOUT
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - started_s < 10
     finally:
         release.set()
     children.join_threads(threads, timeout_s=30)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cufile.driver)
 
-_OPEN = """
+# Prints the fields of the error of library_version().
+_PROGRAM = """
 import json
 from gdrkit import cufile
 from gdrkit.errors import SetupMissing
@@ -39,25 +40,29 @@ def test_every_cufile_error_number_has_its_name() -> None:
 def test_statistics_layout_is_that_of_the_bindings() -> None:
     # Each word contains its index, so that a field at a wrong offset has a wrong value.
     layout = _cufile.load().stats_level3_dtype
-    version = _version()
-    words = b"".join(at.to_bytes(8, "little") for at in range(layout.itemsize // 8))
-    basic = layout["detailed"]["basic"]
+    version = _layout_version()
+    words = b"".join(index.to_bytes(8, "little") for index in range(layout.itemsize // 8))
+    basic_layout = layout["detailed"]["basic"]
     for name, value in _layout.basic_of(words, version=version).items():
-        half = 8 if name.endswith("_err") else 0
-        assert value * 8 == basic.fields[name.removesuffix("_err")][1] + half, name
-    reads, writes = _layout.histograms_of(words, version=version)
+        # A pair of counters has the successes in the first word and the errors in the second.
+        offset_in_pair = 8 if name.endswith("_err") else 0
+        assert value * 8 == basic_layout.fields[name.removesuffix("_err")][1] + offset_in_pair, name
+    read_sizes, write_sizes = _layout.histograms_of(words, version=version)
     detailed = layout["detailed"].fields
-    assert (reads[0] * 8, writes[0] * 8) == (detailed["read_size_kb_hist"][1], detailed["write_size_kb_hist"][1])
-    assert (len(reads), len(writes)) == (32, 32)
-    begin, of_gpu = layout.fields["per_gpu_stats"][1], layout["per_gpu_stats"].base.fields
+    assert (read_sizes[0] * 8, write_sizes[0] * 8) == (
+        detailed["read_size_kb_hist"][1],
+        detailed["write_size_kb_hist"][1],
+    )
+    assert (len(read_sizes), len(write_sizes)) == (32, 32)
+    gpu_offset, gpu_fields = layout.fields["per_gpu_stats"][1], layout["per_gpu_stats"].base.fields
     _uuid, counters = next(iter(_layout.gpus_of(words, version=version)))
-    assert len(counters) == len(of_gpu) - 1
+    assert len(counters) == len(gpu_fields) - 1
     for name, value in counters.items():
-        assert value * 8 == begin + of_gpu[name][1], name
+        assert value * 8 == gpu_offset + gpu_fields[name][1], name
 
 
-def _version() -> int:
-    """Return the version of the layout that the bindings have: those of CUDA 13.0 precede vectored transfers."""
+def _layout_version() -> int:
+    """Return the version of libcufile whose layout the bindings have. Those of CUDA 13.0 have no vectored transfers."""
     basic = _cufile.load().stats_level3_dtype["detailed"]["basic"]
     return _layout.VECTORS_SINCE if "readv_ops" in basic.fields else _layout.STATISTICS_SINCE
 
@@ -66,10 +71,10 @@ def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
     parameters = bytes(memoryview(_cufile.io_parameters([(11, 1, 22, 33, 44, 55, 66)])))
     layout = _cufile.load().io_params_dtype
     assert len(parameters) == layout.itemsize
-    batch, inner = layout.fields["u"][1], layout["u"]["batch"].fields
-    offsets = {name: at for name, (_kind, at, *_) in layout.fields.items()}
-    offsets |= {name: batch + at for name, (_kind, at, *_) in inner.items()}
-    values = {name: int.from_bytes(parameters[at : at + 4], "little") for name, at in offsets.items() if name != "u"}
+    batch_offset, batch_fields = layout.fields["u"][1], layout["u"]["batch"].fields
+    offsets = {name: offset for name, (_type, offset, *_) in layout.fields.items() if name != "u"}
+    offsets |= {name: batch_offset + offset for name, (_type, offset, *_) in batch_fields.items()}
+    values = {name: int.from_bytes(parameters[offset : offset + 4], "little") for name, offset in offsets.items()}
     assert (values["mode"], values["fh"], values["opcode"], values["cookie"]) == (1, 11, 1, 66)
     assert (values["dev_ptr_base"], values["file_offset"], values["dev_ptr_offset"]) == (22, 33, 44)
     assert values["size_"] == 55
@@ -79,6 +84,6 @@ def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
 def test_damaged_libcufile_is_one_error_that_names_it(tmp_path: Path, size_bytes: int) -> None:
     (tmp_path / "libcufile.so.0").write_bytes(b"\x7fELF\x02\x01\x01".ljust(size_bytes, b"\0")[:size_bytes])
     environ = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", _OPEN], env=environ, capture_output=True, text=True, check=True)
-    answer = ["dlopen libcufile.so.0", errno.ENOEXEC, Reason.LIBRARY_DAMAGED.value, True]
-    assert json.loads(done.stdout) == answer
+    child = subprocess.run([sys.executable, "-c", _PROGRAM], env=environ, capture_output=True, text=True, check=True)
+    expected = ["dlopen libcufile.so.0", errno.ENOEXEC, Reason.LIBRARY_DAMAGED.value, True]
+    assert json.loads(child.stdout) == expected

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_cuda import dmabuf_of, raw_allocate, raw_free
+from support.raw_cuda import raw_allocate, raw_export_dmabuf, raw_free
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
@@ -27,30 +27,35 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda_needs.device())
 
-INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801
-EINVAL_OF_A_MAPPING = {errno.EACCES, errno.EINVAL, 524}  # of a twin, of the kernel, of the NVIDIA driver
+INVALID_VALUE, INVALID_CONTEXT, NOT_SUPPORTED = 1, 201, 801  # CUresult values
+# The errnos of mmap(2) of a dma-buf: of the CUDA twin, of the kernel, and of the NVIDIA driver.
+MMAP_ERRNOS = {errno.EACCES, errno.EINVAL, 524}
 
-TOUCH = """
+ACCESS_PROGRAM = """
 import ctypes, sys
 from gdrkit import cuda
 with cuda.Device(0) as device, device.allocate(65536) as memory:
     print("allocated", flush=True)
-    {touch}
+    {access}
     print("survived", flush=True)
 """
 
 
 @pytest.mark.qualify
 @pytest.mark.parametrize(
-    "touch",
+    "access",
     [
         pytest.param("ctypes.string_at(memory.address, 16)", id="read"),
         pytest.param("ctypes.memmove(memory.address, b'x' * 16, 16)", id="write"),
     ],
 )
-def test_cpu_memcpy_on_device_memory_faults(touch: str, evidence: Evidence) -> None:
+def test_cpu_memcpy_on_device_memory_faults(access: str, evidence: Evidence) -> None:
     child = subprocess.run(
-        [sys.executable, "-c", TOUCH.format(touch=touch)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", ACCESS_PROGRAM.format(access=access)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     evidence["exit_code"] = child.returncode
     assert child.stdout == "allocated\n", child.stderr
@@ -64,7 +69,7 @@ def test_a_dmabuf_has_its_size_and_cannot_be_mapped(device: Device) -> None:
         assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == 64 * KIB
         with pytest.raises(OSError, match=r".") as raised:
             mmap.mmap(dmabuf.fd, 64 * KIB)
-        assert raised.value.errno in EINVAL_OF_A_MAPPING
+        assert raised.value.errno in MMAP_ERRNOS
 
 
 @needs(cuda_needs.dmabuf_export)
@@ -90,34 +95,36 @@ def test_dmabuf_export_status_matches_the_measured_table(
     device: Device, address_offset: int, length_bytes: int, flags: int, status: int
 ) -> None:
     with device.allocate(64 * KIB) as memory:
-        answer, fd = dmabuf_of(device, memory.address + address_offset, length_bytes=length_bytes, flags=flags)
+        actual_status, fd = raw_export_dmabuf(
+            device, memory.address + address_offset, length_bytes=length_bytes, flags=flags
+        )
         if fd >= 0:
             os.close(fd)
-    assert answer == status
+    assert actual_status == status
 
 
 @needs(cuda_needs.vmm, cuda_needs.dmabuf_export)
 def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf(device: Device) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
-        (first, second) = memory.allocation_key()
-        assert (first[0], second[0]) == (memory.address, memory.address + 2 * MIB)
-        assert first[2] != second[2]
+        (first_chunk, second_chunk) = memory.allocation_key()
+        assert (first_chunk[0], second_chunk[0]) == (memory.address, memory.address + 2 * MIB)
+        assert first_chunk[2] != second_chunk[2]
         with memory.export_dmabuf() as dmabuf:
             assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == 4 * MIB
 
 
 @pytest.mark.qualify
 def test_reused_address_has_another_buffer_id(device: Device, evidence: Evidence) -> None:
-    first = raw_allocate(device, 2 * MIB)
-    with cuda.borrow(device, first, length_bytes=2 * MIB) as memory:
+    old_address = raw_allocate(device, 2 * MIB)
+    with cuda.borrow(device, old_address, length_bytes=2 * MIB) as memory:
         old_id = memory.buffer_id()
-    raw_free(device, first)
-    second = raw_allocate(device, 2 * MIB)
-    with cuda.borrow(device, second, length_bytes=2 * MIB) as memory:
+    raw_free(device, old_address)
+    new_address = raw_allocate(device, 2 * MIB)
+    with cuda.borrow(device, new_address, length_bytes=2 * MIB) as memory:
         new_id = memory.buffer_id()
-    raw_free(device, second)
+    raw_free(device, new_address)
     evidence["buffer_ids"] = [old_id, new_id]
-    assert (second, new_id) != (first, old_id)
+    assert (new_address, new_id) != (old_address, old_id)
     assert new_id > old_id
 
 
@@ -125,10 +132,10 @@ def test_reused_address_has_another_buffer_id(device: Device, evidence: Evidence
 def test_freed_memory_stays_allocated_until_its_dmabuf_is_closed(device: Device) -> None:
     with device.allocate(64 * MIB) as memory:
         dmabuf = memory.export_dmabuf()
-        held = device.memory_info().free_bytes
+        free_bytes_before = device.memory_info().free_bytes
     with dmabuf:
-        assert device.memory_info().free_bytes == held
-    assert device.memory_info().free_bytes >= held + 64 * MIB
+        assert device.memory_info().free_bytes == free_bytes_before
+    assert device.memory_info().free_bytes >= free_bytes_before + 64 * MIB
 
 
 def test_host_memory_is_refused_as_device_memory(device: Device) -> None:
@@ -144,9 +151,9 @@ def test_host_memory_is_refused_as_device_memory(device: Device) -> None:
 
 def test_address_range_needs_the_current_context(device: Device) -> None:
     with device.allocate(MIB) as memory:
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as raised:
             address_range(memory.address)
-        assert refused.value.status == INVALID_CONTEXT
+        assert raised.value.status == INVALID_CONTEXT
         with device.current():
             allocation = address_range(memory.address)
         assert allocation.base <= memory.address < allocation.base + allocation.length_bytes

@@ -1,6 +1,6 @@
-"""DmabufRange owns its descriptor: it is closed once, taken once, duplicated independently, and reported if dropped.
+"""DmabufRange owns a descriptor: the descriptor is closed once, taken once, duplicated, and closed if it is dropped.
 
-The cases use descriptors of any file, because the range never uses the descriptor itself.
+The cases use descriptors of /dev/null, because a DmabufRange makes no call that needs a real dma-buf.
 """
 
 from __future__ import annotations
@@ -16,64 +16,65 @@ from gdrkit.buffers import DmabufRange, check_range
 from gdrkit.errors import ClosedResource, GdrkitWarning, Reason, UsageError
 
 
-def _descriptor() -> int:
+def _new_descriptor() -> int:
     return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _is_open(fd: int) -> bool:
-    return os.path.exists(f"/proc/self/fd/{fd}")  # noqa: PTH110 - a plain question to the kernel.
+    return os.path.exists(f"/proc/self/fd/{fd}")  # noqa: PTH110
 
 
-def _range(fd: int) -> DmabufRange:
+def _new_range(fd: int) -> DmabufRange:
     return DmabufRange(fd, offset_bytes=512, length_bytes=4096, address=0x7F0000000200)
 
 
 def test_with_block_closes_the_descriptor() -> None:
-    fd = _descriptor()
-    with _range(fd) as owned:
-        assert owned.fd == fd
-        assert not owned.closed
-    assert owned.closed
+    fd = _new_descriptor()
+    with _new_range(fd) as dmabuf:
+        assert dmabuf.fd == fd
+        assert not dmabuf.closed
+    assert dmabuf.closed
     assert not _is_open(fd)
 
 
 def test_second_close_does_not_close_a_reused_descriptor() -> None:
-    fd = _descriptor()
-    owned = _range(fd)
-    owned.close()
-    again = _descriptor()
+    fd = _new_descriptor()
+    dmabuf = _new_range(fd)
+    dmabuf.close()
+    reused_fd = _new_descriptor()
     try:
-        assert again == fd  # The kernel reuses the lowest free number, so a second close would close another file.
-        owned.close()
-        assert _is_open(again)
+        # The kernel reuses the lowest free number. A second close of the descriptor would close another file.
+        assert reused_fd == fd
+        dmabuf.close()
+        assert _is_open(reused_fd)
     finally:
-        os.close(again)
+        os.close(reused_fd)
 
 
 def test_take_passes_the_descriptor_to_the_caller() -> None:
-    owned = _range(_descriptor())
-    fd = owned.take()
+    dmabuf = _new_range(_new_descriptor())
+    fd = dmabuf.take()
     try:
-        assert owned.closed
-        owned.close()
+        assert dmabuf.closed
+        dmabuf.close()
         assert _is_open(fd)
     finally:
         os.close(fd)
     with pytest.raises(ClosedResource):
-        owned.take()
+        dmabuf.take()
 
 
 def test_use_after_close_is_refused() -> None:
-    owned = _range(_descriptor())
-    owned.close()
+    dmabuf = _new_range(_new_descriptor())
+    dmabuf.close()
     with pytest.raises(ClosedResource):
-        _ = owned.fd
+        _ = dmabuf.fd
     with pytest.raises(ClosedResource):
-        owned.dup()
+        dmabuf.dup()
 
 
 def test_dup_is_independent_and_closed_on_exec() -> None:
-    with _range(_descriptor()) as first:
+    with _new_range(_new_descriptor()) as first:
         second = first.dup()
         assert second.fd != first.fd
         assert fcntl.fcntl(second.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -84,13 +85,13 @@ def test_dup_is_independent_and_closed_on_exec() -> None:
 
 @pytest.mark.parametrize("wrong", [{"offset_bytes": -1}, {"length_bytes": 0}, {"length_bytes": -5}, {"address": -1}])
 def test_invalid_range_closes_its_descriptor(wrong: dict[str, int]) -> None:
-    fd = _descriptor()
-    before = handles.live()
+    fd = _new_descriptor()
+    handles_before = handles.live()
     arguments = {"offset_bytes": 0, "length_bytes": 1, "address": 0} | wrong
     with pytest.raises(UsageError):
         DmabufRange(fd, **arguments)
     assert not _is_open(fd)
-    assert handles.live() == before
+    assert handles.live() == handles_before
 
 
 def test_negative_descriptor_is_refused() -> None:
@@ -99,21 +100,21 @@ def test_negative_descriptor_is_refused() -> None:
 
 
 def test_dropped_range_is_closed_with_a_warning() -> None:
-    fd = _descriptor()
+    fd = _new_descriptor()
     with pytest.warns(GdrkitWarning, match="never closed"):
-        _forget(fd)
+        _create_and_drop(fd)
     assert not _is_open(fd)
 
 
 def test_range_is_counted_while_it_is_open() -> None:
-    before = handles.live().get("dmabuf_range", 0)
-    with _range(_descriptor()):
-        assert handles.live()["dmabuf_range"] == before + 1
-    assert handles.live().get("dmabuf_range", 0) == before
+    handles_before = handles.live().get("dmabuf_range", 0)
+    with _new_range(_new_descriptor()):
+        assert handles.live()["dmabuf_range"] == handles_before + 1
+    assert handles.live().get("dmabuf_range", 0) == handles_before
 
 
-def _forget(fd: int) -> None:
-    _range(fd)
+def _create_and_drop(fd: int) -> None:
+    _new_range(fd)
     gc.collect()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from support.reach import DMABUF
+from support.memory_kinds import DMABUF
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.registration import RegistrationRoute, register
@@ -37,7 +37,7 @@ def test_dmabuf_region_has_the_device_address(device: Device, nic: Nic) -> None:
 
 @needs(verbs.nic(count_min=2))
 def test_domain_pointer_of_another_context_is_not_accepted(nics: tuple[Nic, ...]) -> None:
-    one, other = nics[:2]
-    assert _layout.find_domain(one.domain, one.context) == _pyverbs.domain_pointer(one.domain)
-    # The domain was made from another context, so no candidate pointer can be confirmed.
-    assert _layout.find_domain(one.domain, other.context) is None
+    nic, other_nic = nics[:2]
+    assert _layout.find_domain_pointer(nic.domain, nic.context) == _pyverbs.domain_pointer(nic.domain)
+    # The domain belongs to the context of the first NIC, so no candidate pointer can be confirmed.
+    assert _layout.find_domain_pointer(nic.domain, other_nic.context) is None

@@ -1,4 +1,4 @@
-"""The exception tree: codes stay numbers, and errors keep their arguments, advice and causes."""
+"""The exception classes: errors have numeric codes, and keep their arguments, advice and causes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _refused() -> ApiError:
+def _example_error() -> ApiError:
     return ApiError(
         api=Api.VERBS,
         operation="ibv_reg_dmabuf_mr",
@@ -32,14 +32,14 @@ def _refused() -> ApiError:
 
 
 def test_api_error_has_its_details_as_fields() -> None:
-    error = _refused()
+    error = _example_error()
     assert (error.api, error.operation, error.status, error.errno) == (Api.VERBS, "ibv_reg_dmabuf_mr", 22, 22)
     assert error.arguments["length_bytes"] == 65536
     assert error.reason is Reason.BAD_ARGUMENT
 
 
 def test_api_error_text_has_every_field() -> None:
-    text = str(_refused())
+    text = str(_example_error())
     for part in (
         "verbs",
         "ibv_reg_dmabuf_mr",
@@ -55,7 +55,7 @@ def test_api_error_text_has_every_field() -> None:
 
 def test_api_error_arguments_are_read_only() -> None:
     with pytest.raises(TypeError):
-        _refused().arguments["fd"] = 8  # type: ignore[index]
+        _example_error().arguments["fd"] = 8  # type: ignore[index]
 
 
 def test_errno_is_none_if_the_api_returned_none() -> None:
@@ -65,32 +65,32 @@ def test_errno_is_none_if_the_api_returned_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"),
+    ("error_number", "name"),
     [(errno.EOPNOTSUPP, "EOPNOTSUPP"), (524, "ENOTSUPP"), (None, "no errno"), (99999, "errno 99999")],
 )
-def test_every_errno_has_a_name(number: int | None, name: str) -> None:
-    assert errors.errno_name(number) == name
+def test_every_errno_has_a_name(error_number: int | None, name: str) -> None:
+    assert errors.errno_name(error_number) == name
 
 
 def test_kinds_of_failure_have_separate_classes() -> None:
     assert issubclass(errors.Unsupported, ApiError)
     assert issubclass(errors.SetupMissing, ApiError)
-    for kind in (
+    for error_class in (
         errors.UsageError,
         errors.ClosedResource,
         errors.BrokenResource,
         errors.DataMismatch,
         errors.LeakDetected,
     ):
-        assert issubclass(kind, errors.GdrkitError)
-        assert not issubclass(kind, ApiError)
+        assert issubclass(error_class, errors.GdrkitError)
+        assert not issubclass(error_class, ApiError)
     assert issubclass(errors.GdrkitWarning, ResourceWarning)
 
 
 def test_registration_failed_has_its_causes_in_order() -> None:
-    first, second = _refused(), errors.UsageError("no")
-    error = errors.RegistrationFailed("no way", causes=(first, second), reason=Reason.NO_ROUTE)
-    assert error.causes == (first, second)
+    first_cause, second_cause = _example_error(), errors.UsageError("no")
+    error = errors.RegistrationFailed("no way", causes=(first_cause, second_cause), reason=Reason.NO_ROUTE)
+    assert error.causes == (first_cause, second_cause)
     assert str(error).index("EINVAL") < str(error).index("[2] no")
 
 
@@ -104,7 +104,7 @@ def test_reason_values_are_stable() -> None:
     values = [reason.value for reason in Reason]
     assert len(values) == len(set(values))
     assert all(value == reason.name.lower() for value, reason in zip(values, Reason, strict=True))
-    assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - our own bytes.
+    assert pickle.loads(pickle.dumps(Reason.PEER_GONE)) is Reason.PEER_GONE  # noqa: S301 - the bytes are of this process.
 
 
 FIELDS = {
@@ -124,13 +124,20 @@ class _SystemError(ApiError, OSError):
     """An error that is always an OSError, like those of usrbio. Fields of OSError are not in ``__dict__``."""
 
 
-def _kernel_error(number: int, cls: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
-    known: dict[str, Any] = {"api": Api.KERNEL, "operation": "open", "status": number, "errno": number}
-    return cls(**(known | {"status_name": errors.errno_name(number)} | fields))
+def _kernel_error(error_number: int, error_class: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
+    """Return an error of open(2). `fields` replaces some of its fields."""
+    default_fields: dict[str, Any] = {
+        "api": Api.KERNEL,
+        "operation": "open",
+        "status": error_number,
+        "status_name": errors.errno_name(error_number),
+        "errno": error_number,
+    }
+    return error_class(**(default_fields | fields))
 
 
 @pytest.mark.parametrize(
-    ("number", "builtin"),
+    ("error_number", "builtin_class"),
     [
         (errno.ENOENT, FileNotFoundError),
         (errno.EACCES, PermissionError),
@@ -141,16 +148,21 @@ def _kernel_error(number: int, cls: type[ApiError] = ApiError, **fields: Any) ->
         (errno.EIO, OSError),
     ],
 )
-@pytest.mark.parametrize("cls", [ApiError, errors.SetupMissing, errors.Unsupported, _SystemError])
-def test_kernel_error_is_the_builtin_of_its_errno(number: int, builtin: type[OSError], cls: type[ApiError]) -> None:
-    with pytest.raises(builtin) as caught:
-        raise _kernel_error(number, cls, arguments={"path": "/data/x"})
+@pytest.mark.parametrize("error_class", [ApiError, errors.SetupMissing, errors.Unsupported, _SystemError])
+def test_kernel_error_is_the_builtin_of_its_errno(
+    error_number: int, builtin_class: type[OSError], error_class: type[ApiError]
+) -> None:
+    with pytest.raises(builtin_class) as caught:
+        raise _kernel_error(error_number, error_class, arguments={"path": "/data/x"})
     error: Any = caught.value
-    assert isinstance(error, cls)
-    assert isinstance(error, builtin)
-    assert type(error).__name__ == cls.__name__
-    assert (error.errno, error.strerror, error.filename) == (number, os.strerror(number), "/data/x")
-    assert str(error) == f"kernel: open(path='/data/x') failed: {os.strerror(number)} ({errors.errno_name(number)})"
+    assert isinstance(error, error_class)
+    assert isinstance(error, builtin_class)
+    assert type(error).__name__ == error_class.__name__
+    assert (error.errno, error.strerror, error.filename) == (error_number, os.strerror(error_number), "/data/x")
+    assert (
+        str(error)
+        == f"kernel: open(path='/data/x') failed: {os.strerror(error_number)} ({errors.errno_name(error_number)})"
+    )
 
 
 def test_kernel_errors_of_one_errno_have_one_class() -> None:
@@ -178,7 +190,7 @@ def test_filename_is_the_argument_that_names_the_file(arguments: dict[str, objec
 
 
 def test_error_of_another_api_is_not_an_os_error() -> None:
-    assert not isinstance(_refused(), OSError)
+    assert not isinstance(_example_error(), OSError)
     assert not isinstance(_kernel_error(errno.ENOENT, api=Api.LOADER), OSError)
     without_errno = ApiError(api=Api.KERNEL, operation="read", status=None, status_name="too short")
     assert not isinstance(without_errno, OSError)
@@ -190,16 +202,16 @@ def test_os_error_without_errno_has_its_detail_as_strerror() -> None:
 
 
 @pytest.mark.parametrize(
-    ("detail", "end"),
+    ("detail", "expected_end"),
     [("No such file or directory", "(ENOENT)"), ("no tier has it", "(ENOENT): no tier has it"), ("", "(ENOENT)")],
 )
-def test_detail_that_repeats_the_errno_is_left_out(detail: str, end: str) -> None:
+def test_detail_that_repeats_the_errno_is_left_out(detail: str, expected_end: str) -> None:
     error = _kernel_error(errno.ENOENT, detail=detail)
-    assert str(error).endswith(end)
+    assert str(error).endswith(expected_end)
     assert error.detail == detail
 
 
-def _kinds() -> list[errors.GdrkitError]:
+def _errors_of_all_classes() -> list[errors.GdrkitError]:
     return [
         ApiError(**FIELDS),  # type: ignore[arg-type]
         _SystemError(**FIELDS),  # type: ignore[arg-type]
@@ -212,46 +224,57 @@ def _kinds() -> list[errors.GdrkitError]:
     ]
 
 
-@pytest.mark.parametrize("error", _kinds(), ids=lambda error: type(error).__name__)
-def test_fresh_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) -> None:
+@pytest.mark.parametrize("error", _errors_of_all_classes(), ids=lambda error: type(error).__name__)
+def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) -> None:
     error.add_note("a note")
     try:
-        raise error from _refused()
+        raise error from _example_error()
     except errors.GdrkitError as caught:
-        again = caught.clone()
-    assert type(again) is type(error)
-    assert again is not error
-    assert (str(again), again.args, again.__notes__) == (str(error), error.args, ["a note"])
-    assert again.__notes__ is not error.__notes__
-    cloned, original = vars(again) | {"causes": (), "__notes__": []}, vars(error) | {"causes": (), "__notes__": []}
-    assert cloned == original
-    assert (again.__traceback__, again.__cause__, again.__context__) == (None, None, None)
-    if isinstance(error, OSError) and isinstance(again, OSError):
-        assert (again.errno, again.strerror, again.filename) == (error.errno, error.strerror, error.filename)
-    if isinstance(error, errors.RegistrationFailed) and isinstance(again, errors.RegistrationFailed):
-        assert again.causes[0] is not error.causes[0]
+        clone = caught.clone()
+    assert type(clone) is type(error)
+    assert clone is not error
+    assert (str(clone), clone.args, clone.__notes__) == (str(error), error.args, ["a note"])
+    assert clone.__notes__ is not error.__notes__
+    clone_fields, original_fields = (
+        vars(clone) | {"causes": (), "__notes__": []},
+        vars(error) | {"causes": (), "__notes__": []},
+    )
+    assert clone_fields == original_fields
+    assert (clone.__traceback__, clone.__cause__, clone.__context__) == (None, None, None)
+    if isinstance(error, OSError) and isinstance(clone, OSError):
+        assert (clone.errno, clone.strerror, clone.filename) == (error.errno, error.strerror, error.filename)
+    if isinstance(error, errors.RegistrationFailed) and isinstance(clone, errors.RegistrationFailed):
+        assert clone.causes[0] is not error.causes[0]
 
 
-@pytest.mark.parametrize("error", _kinds(), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", _errors_of_all_classes(), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],  # noqa: S301 - our own bytes.
+    [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],  # noqa: S301 - the bytes are of this process.
     ids=["copy", "deepcopy", "pickle"],
 )
 def test_error_can_be_copied_and_pickled(
     error: errors.GdrkitError, duplicate: Callable[[errors.GdrkitError], errors.GdrkitError]
 ) -> None:
     error.add_note("a note")
-    again = duplicate(error)
-    assert type(again) is type(error)
-    assert again is not error
-    assert (str(again), again.args, again.__notes__) == (str(error), error.args, error.__notes__)
-    assert vars(again).keys() == vars(error).keys()
-    if isinstance(error, ApiError) and isinstance(again, ApiError):
-        assert (again.api, again.errno, again.arguments) == (error.api, error.errno, error.arguments)
+    copied_error = duplicate(error)
+    assert type(copied_error) is type(error)
+    assert copied_error is not error
+    assert (str(copied_error), copied_error.args, copied_error.__notes__) == (str(error), error.args, error.__notes__)
+    assert vars(copied_error).keys() == vars(error).keys()
+    if isinstance(error, ApiError) and isinstance(copied_error, ApiError):
+        assert (copied_error.api, copied_error.errno, copied_error.arguments) == (
+            error.api,
+            error.errno,
+            error.arguments,
+        )
         with pytest.raises(TypeError):
-            again.arguments["fd"] = 8  # type: ignore[index]
-    if isinstance(error, OSError) and isinstance(again, OSError):
-        assert (again.errno, again.strerror, again.filename) == (error.errno, error.strerror, error.filename)
-    if isinstance(error, errors.RegistrationFailed) and isinstance(again, errors.RegistrationFailed):
-        assert [str(cause) for cause in again.causes] == [str(cause) for cause in error.causes]
+            copied_error.arguments["fd"] = 8  # type: ignore[index]
+    if isinstance(error, OSError) and isinstance(copied_error, OSError):
+        assert (copied_error.errno, copied_error.strerror, copied_error.filename) == (
+            error.errno,
+            error.strerror,
+            error.filename,
+        )
+    if isinstance(error, errors.RegistrationFailed) and isinstance(copied_error, errors.RegistrationFailed):
+        assert [str(cause) for cause in copied_error.causes] == [str(cause) for cause in error.causes]

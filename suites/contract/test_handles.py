@@ -31,13 +31,13 @@ handles.Handle("case.forgotten")
 gc.collect()
 print(handles.live())
 """
-    done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
-    assert "case.forgotten was never closed" in done.stderr
-    assert done.stdout.strip() == "{'case.forgotten': 1}"
+    child = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
+    assert "case.forgotten was never closed" in child.stderr
+    assert child.stdout.strip() == "{'case.forgotten': 1}"
 
 
 def test_finalizer_inside_live_does_not_wait() -> None:
-    # Issue 15 B: live() held a lock, and the garbage collector ran finalizers that took the same lock.
+    # Regression: live() held a lock, and the garbage collector ran finalizers that took the same lock.
     code = """
 import gc, os, warnings
 from gdrkit import handles
@@ -75,20 +75,20 @@ for allocations in range(40):
 gc.collect()
 print(len(handles.live()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
-    assert done.stdout.strip() == "5000", done.stderr
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    assert child.stdout.strip() == "5000", child.stderr
 
 
 def test_handles_of_many_threads_are_counted() -> None:
     kinds = [f"case.thread{number}" for number in range(8)]
-    last: list[Handle] = []
+    open_handles: list[Handle] = []
 
     def work(kind: str) -> None:
         for _ in range(2000):
             handle = Handle(kind)
             assert handles.live()["case.shared"] == 1
             handle.release()
-        last.append(Handle(kind))
+        open_handles.append(Handle(kind))
 
     shared = Handle("case.shared")
     threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
@@ -96,15 +96,15 @@ def test_handles_of_many_threads_are_counted() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    live = handles.live()
-    assert {kind: live.get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
-    for handle in (*last, shared):
+    live_counts = handles.live()
+    assert {kind: live_counts.get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
+    for handle in (*open_handles, shared):
         handle.release()
     assert not set(handles.live()) & {*kinds, "case.shared"}
 
 
 def test_live_works_in_a_child_forked_during_live() -> None:
-    # Issue 15 B: a child that was forked during live() of another thread waited for that thread without end.
+    # Regression: a child that was forked during live() of another thread waited for that thread without end.
     code = """
 import os, signal, threading
 from gdrkit import handles
@@ -130,8 +130,8 @@ thread.join()
 for handle in held:
     handle.release()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert child.returncode == 0, child.stderr
 
 
 def test_actions_run_once_and_in_reverse_order() -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from gdrkit import loader
-from gdrkit.errors import Reason
+from gdrkit.errors import Reason, SetupMissing
 
-_ASK = """
+_CALL_TWICE_PROGRAM = """
 import json, sys
 from gdrkit import cuda, verbs
 from gdrkit.errors import SetupMissing
@@ -35,10 +35,10 @@ print(json.dumps(errors_of_calls))
 
 def _run_twice(call: str, folder: Path) -> list[list[object]]:
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
-    code = _ASK.format(call=call)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    errors_of_calls: list[list[object]] = json.loads(done.stdout)
+    code = _CALL_TWICE_PROGRAM.format(call=call)
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    errors_of_calls: list[list[object]] = json.loads(child.stdout)
     return errors_of_calls
 
 
@@ -61,7 +61,7 @@ def _assert_same_error_twice(
 @pytest.mark.parametrize(("call", "soname"), CALLS)
 @pytest.mark.parametrize("size_bytes", [0, 3, 40, 5000])
 def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
-    image = Path(sys.executable).resolve().read_bytes()
+    image = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file.
     (tmp_path / soname).write_bytes(image[:size_bytes])
     errors_of_calls = _run_twice(call, tmp_path)
     _assert_same_error_twice(
@@ -70,7 +70,7 @@ def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_b
 
 
 @pytest.mark.parametrize(
-    ("words", "number", "reason"),
+    ("message", "number", "reason"),
     [
         ("libx.so.1: cannot open shared object file: No such file or directory", errno.ENOENT, Reason.LIBRARY_MISSING),
         ("libx.so.1: cannot open shared object file: Permission denied", errno.EACCES, Reason.NO_PERMISSION),
@@ -86,12 +86,12 @@ def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_b
         ("a message of no known loader", errno.ENOENT, Reason.LIBRARY_MISSING),
     ],
 )
-def test_loader_message_is_mapped_to_an_errno(words: str, number: int, reason: Reason) -> None:
+def test_loader_message_is_mapped_to_an_errno(message: str, number: int, reason: Reason) -> None:
     error = loader.setup_missing(
-        operation="dlopen libx.so.1", text=words, what_to_do="install x", default_errno=errno.ENOENT
+        operation="dlopen libx.so.1", text=message, what_to_do="install x", default_errno=errno.ENOENT
     )
     assert (error.errno, error.status, error.reason) == (number, number, reason)
-    assert error.detail == words
+    assert error.detail == message
     assert error.what_to_do
     assert (error.what_to_do == "install x") == (number == errno.ENOENT)
 
@@ -109,8 +109,10 @@ def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_pat
 
 def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None:
     # Any other library can replace libcuda, because it lacks the function. The interpreter has mapped libm.
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
-    shutil.copy(next(path for path in sorted(mapped) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1")
+    mapped_paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
+    shutil.copy(
+        next(path for path in sorted(mapped_paths) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1"
+    )
     _assert_same_error_twice(
         _run_twice("cuda.device_count()", tmp_path),
         operation="dlopen libcuda.so.1",
@@ -127,12 +129,12 @@ print([name for name in sys.modules if name.split(".")[0] in {"pyverbs", "cuda",
 maps = open("/proc/self/maps").read()
 print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk") if name in maps])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["[]", "[]"]
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.split("\n")[:2] == ["[]", "[]"]
 
 
 def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> None:
-    # Issue 15 B: the stored error was raised again, and its traceback grew with each call.
+    # Regression: the stored error was raised again, and its traceback grew with each call.
     package = tmp_path / "pyverbs"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
@@ -151,8 +153,8 @@ for _ in range(5):
 print(len(set(lengths)), len(set(texts)), "cannot be imported" in texts[-1])
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["1", "1", "True"], done.stderr
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert child.stdout.split() == ["1", "1", "True"], child.stderr
 
 
 def test_missing_library_of_verbs_is_searched_again(tmp_path: Path) -> None:
@@ -171,5 +173,12 @@ print(len(verbs.list_nics()) >= 0)
     damaged.touch()
     environment = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
     command = [sys.executable, "-c", code, str(damaged)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["library_damaged", "True"], done.stderr
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert child.stdout.split() == ["library_damaged", "True"], child.stderr
+
+
+def test_special_attribute_of_a_lazy_module_imports_nothing() -> None:
+    module = loader.LazyModule("gdrkit.no_such_module")
+    assert not hasattr(module, "__wrapped__")
+    with pytest.raises(SetupMissing):
+        _ = module.function

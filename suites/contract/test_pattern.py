@@ -10,9 +10,9 @@ from gdrkit.units import KIB, MIB
 
 
 def test_part_of_a_payload_has_the_bytes_of_the_whole() -> None:
-    whole = pattern.payload(2 * MIB + 17, seed=7)
+    payload = pattern.payload(2 * MIB + 17, seed=7)
     for offset, length in ((0, 1), (1, 4 * KIB - 1), (MIB - 3, 7), (MIB, 1), (MIB + 5, MIB), (2 * MIB + 16, 1)):
-        assert pattern.payload(length, seed=7, offset_bytes=offset) == whole[offset : offset + length]
+        assert pattern.payload(length, seed=7, offset_bytes=offset) == payload[offset : offset + length]
 
 
 def test_shift_or_other_seed_changes_the_bytes() -> None:
@@ -22,8 +22,8 @@ def test_shift_or_other_seed_changes_the_bytes() -> None:
 
 
 def test_payload_has_no_period_within_blocks() -> None:
-    whole = pattern.payload(3 * MIB, seed=3)
-    pages = [whole[start : start + 4 * KIB] for start in range(0, len(whole), 4 * KIB)]
+    payload = pattern.payload(3 * MIB, seed=3)
+    pages = [payload[start : start + 4 * KIB] for start in range(0, len(payload), 4 * KIB)]
     assert len(set(pages)) == len(pages)
 
 
@@ -38,19 +38,19 @@ def test_invalid_payload_arguments_are_refused(length: int, seed: int, offset: i
         pattern.payload(length, seed=seed, offset_bytes=offset)
 
 
-@pytest.mark.parametrize("where", [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 2])
-def test_check_reports_the_first_wrong_byte(where: int) -> None:
+@pytest.mark.parametrize("wrong_index", [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 2])
+def test_check_reports_the_first_wrong_byte(wrong_index: int) -> None:
     data = bytearray(pattern.payload(MIB + 3, seed=11, offset_bytes=5))
     pattern.check(data, seed=11, offset_bytes=5)
-    data[where] ^= 0x80
+    data[wrong_index] ^= 0x80
     data[-1] ^= 0x01
     with pytest.raises(DataMismatch) as caught:
         pattern.check(data, seed=11, offset_bytes=5)
     error = caught.value
-    assert error.first_offset_bytes == where
+    assert error.first_offset_bytes == wrong_index
     assert error.length_bytes == len(data)
-    assert error.actual == bytes(data[where : where + 16])
-    assert error.expected == pattern.payload(len(data), seed=11, offset_bytes=5)[where : where + 16]
+    assert error.actual == bytes(data[wrong_index : wrong_index + 16])
+    assert error.expected == pattern.payload(len(data), seed=11, offset_bytes=5)[wrong_index : wrong_index + 16]
 
 
 def test_find_mismatch_reports_a_missing_end() -> None:

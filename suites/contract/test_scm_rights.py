@@ -1,4 +1,4 @@
-"""Receiving descriptors: excess ones are refused, all are close-on-exec, and errors leave none open."""
+"""Receiving descriptors: excess descriptors are refused, all are close-on-exec, and errors leave none open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import array
 import contextlib
 import json
 import os
-import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sharing import open_descriptors, sample
+from support.processes import limit_open_files
+from support.sharing import open_descriptors, valid_handle
 
 from gdrkit import scm_rights
 from gdrkit.errors import GdrkitError, Reason, UsageError
@@ -30,14 +30,14 @@ EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 
 
 @contextlib.contextmanager
-def by_module(connection: socket.socket) -> Iterator[Sequence[int]]:
+def receive_by_module(connection: socket.socket) -> Iterator[Sequence[int]]:
     _data, descriptors = scm_rights.receive(connection, length_bytes=4096, descriptors_max=4)
     yield descriptors
     scm_rights.close_all(descriptors)
 
 
 @contextlib.contextmanager
-def by_frame(connection: socket.socket) -> Iterator[Sequence[int]]:
+def receive_by_frame(connection: socket.socket) -> Iterator[Sequence[int]]:
     control = ControlConnection(connection)
     assert control.receive(FrameType.CONTROL_REQUEST) is not None
     yield control.descriptors
@@ -45,7 +45,7 @@ def by_frame(connection: socket.socket) -> Iterator[Sequence[int]]:
 
 
 @contextlib.contextmanager
-def by_peer(connection: socket.socket) -> Iterator[Sequence[int]]:
+def receive_by_channel(connection: socket.socket) -> Iterator[Sequence[int]]:
     channel = Channel(connection)
     message = channel.receive(timeout_s=5)
     assert message is not None
@@ -55,110 +55,111 @@ def by_peer(connection: socket.socket) -> Iterator[Sequence[int]]:
 
 
 @contextlib.contextmanager
-def by_handle_message(connection: socket.socket) -> Iterator[Sequence[int]]:
+def receive_by_handle_message(connection: socket.socket) -> Iterator[Sequence[int]]:
     with handle_message.receive(connection, timeout_ms=5000) as received:
         yield received.descriptors
 
 
 FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
-DMABUF = sample(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
+DMABUF = valid_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
 # Each entry has a receiver, a valid message with one descriptor, and the smallest refused number of descriptors.
 RECEIVERS: list[Any] = [
-    pytest.param(by_module, b"text", 5, id="module"),
-    pytest.param(by_frame, FRAME, 5, id="storage"),
-    pytest.param(by_peer, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
-    pytest.param(by_handle_message, DMABUF, 2, id="handle_message"),
+    pytest.param(receive_by_module, b"text", 5, id="module"),
+    pytest.param(receive_by_frame, FRAME, 5, id="storage"),
+    pytest.param(receive_by_channel, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
+    pytest.param(receive_by_handle_message, DMABUF, 2, id="handle_message"),
 ]
 Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
 
 
 @contextlib.contextmanager
-def sent(data: bytes, count: int) -> Iterator[socket.socket]:
-    """Yield a socket with a message to receive, whose other end is closed."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs, tempfile.TemporaryFile() as file:
+def socket_with_message(data: bytes, count: int) -> Iterator[socket.socket]:
+    """Yield a socket that has a message with `count` descriptors to receive. Its other end is closed."""
+    receiving_socket, sending_socket = socket.socketpair()
+    with receiving_socket:
+        with sending_socket, tempfile.TemporaryFile() as file:
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * count))]
-            theirs.sendmsg([data], ancillary if count else [])
-        yield ours
+            sending_socket.sendmsg([data], ancillary if count else [])
+        yield receiving_socket
 
 
-def refused(receive: Receiver, connection: socket.socket) -> UsageError:
-    before = open_descriptors()
+def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
+    """Receive a message, which must raise UsageError(MALFORMED) and leave no descriptor open."""
+    open_before = open_descriptors()
     with pytest.raises(UsageError) as raised, receive(connection):
         pass
     assert raised.value.reason is Reason.MALFORMED
-    assert open_descriptors() == before
+    assert open_descriptors() == open_before
     return raised.value
 
 
-@pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
-def test_received_descriptor_is_close_on_exec(receive: Receiver, data: bytes, too_many: int) -> None:
-    # Issue 15 B: child programs inherited the descriptors of the storage service and of peers.
-    assert too_many > 1
-    with sent(data, 1) as connection, receive(connection) as descriptors:
-        assert [os.get_inheritable(each) for each in descriptors] == [False]
+@pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
+def test_received_descriptor_is_close_on_exec(receive: Receiver, data: bytes, too_many_count: int) -> None:
+    # Regression: child programs inherited the descriptors of the storage service and of peers.
+    assert too_many_count > 1
+    with socket_with_message(data, 1) as connection, receive(connection) as descriptors:
+        assert [os.get_inheritable(descriptor) for descriptor in descriptors] == [False]
 
 
-@pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
-def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: bytes, too_many: int) -> None:
-    for number in (too_many, too_many + 1, 253):
-        with sent(data, number) as connection:
-            refused(receive, connection)
+@pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
+def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: bytes, too_many_count: int) -> None:
+    for count in (too_many_count, too_many_count + 1, 253):
+        with socket_with_message(data, count) as connection:
+            assert_refused(receive, connection)
 
 
-@pytest.mark.parametrize(("receive", "data", "too_many"), RECEIVERS)
-def test_dropped_descriptors_are_refused_and_the_rest_closed(receive: Receiver, data: bytes, too_many: int) -> None:
-    # Issue 15 B: MSG_CTRUNC was ignored, so a message was accepted without its descriptors.
-    assert too_many > 1
-    with sent(data, 2) as connection:
-        free = os.dup(0)
-        os.close(free)
-        limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+@pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
+def test_dropped_descriptors_are_refused_and_the_rest_closed(
+    receive: Receiver, data: bytes, too_many_count: int
+) -> None:
+    # Regression: MSG_CTRUNC was ignored, so a message was accepted without its descriptors.
+    assert too_many_count > 1
+    with socket_with_message(data, 2) as connection:
+        lowest_free_fd = os.dup(0)
+        os.close(lowest_free_fd)
         # The limit of open files allows one of the two descriptors.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
-        try:
-            with pytest.raises(UsageError) as raised, receive(connection):
-                pass
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        with limit_open_files(lowest_free_fd + 1), pytest.raises(UsageError) as raised, receive(connection):
+            pass
         assert raised.value.reason is Reason.MALFORMED
         assert "RLIMIT_NOFILE" in raised.value.what_to_do
-        again = os.dup(0)
-        os.close(again)
-        assert again == free
+        # No descriptor stays open, so the next one gets the same number.
+        next_fd = os.dup(0)
+        os.close(next_fd)
+        assert next_fd == lowest_free_fd
 
 
 def test_message_without_descriptors_has_none() -> None:
-    with sent(b"text", 0) as connection, by_module(connection) as descriptors:
+    with socket_with_message(b"text", 0) as connection, receive_by_module(connection) as descriptors:
         assert not descriptors
-    with sent(FRAME, 0) as connection, by_frame(connection) as descriptors:
+    with socket_with_message(FRAME, 0) as connection, receive_by_frame(connection) as descriptors:
         assert not descriptors
-    for receive in (by_peer, by_handle_message):
-        with sent(DMABUF if receive is by_handle_message else b'{"descriptors": 1}\n', 0) as connection:
-            refused(receive, connection)
+    for receive in (receive_by_channel, receive_by_handle_message):
+        with socket_with_message(
+            DMABUF if receive is receive_by_handle_message else b'{"descriptors": 1}\n', 0
+        ) as connection:
+            assert_refused(receive, connection)
 
 
 def test_frame_that_ends_early_closes_its_descriptors() -> None:
     for data in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
-        with sent(data, 2) as connection:
+        with socket_with_message(data, 2) as connection:
             control = ControlConnection(connection)
-            before = open_descriptors()
+            open_before = open_descriptors()
             with pytest.raises(GdrkitError):
                 control.receive(FrameType.CONTROL_REQUEST)
-            assert open_descriptors() == before
+            assert open_descriptors() == open_before
             assert not control.descriptors
 
 
 def test_message_that_is_too_long_is_refused() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, tempfile.TemporaryFile() as file:
-        socket.send_fds(theirs, [b"x" * 11], [file.fileno()])
-        before = open_descriptors()
+    receiving_socket, sending_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with receiving_socket, sending_socket, tempfile.TemporaryFile() as file:
+        socket.send_fds(sending_socket, [b"x" * 11], [file.fileno()])
+        open_before = open_descriptors()
         with pytest.raises(UsageError) as raised:
-            scm_rights.receive(ours, length_bytes=10, descriptors_max=1)
+            scm_rights.receive(receiving_socket, length_bytes=10, descriptors_max=1)
         assert raised.value.reason is Reason.MALFORMED
-        assert open_descriptors() == before
+        assert open_descriptors() == open_before
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -170,27 +171,29 @@ def test_message_that_is_too_long_is_refused() -> None:
 def test_random_messages_are_received_or_refused(
     parts: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
 ) -> None:
-    before = open_descriptors()
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs, tempfile.TemporaryFile() as file:
+    open_before = open_descriptors()
+    receiving_socket, sending_socket = socket.socketpair()
+    with receiving_socket:
+        with sending_socket, tempfile.TemporaryFile() as file:
             for data, count in parts:
-                socket.send_fds(theirs, [data], [file.fileno()] * count)
-        received, passed, reasons = b"", 0, set[Reason]()
-        ended = False
-        while not ended and not reasons:
+                socket.send_fds(sending_socket, [data], [file.fileno()] * count)
+        received, descriptor_count, reasons = b"", 0, set[Reason]()
+        has_ended = False
+        while not has_ended and not reasons:
             try:
-                data, descriptors = scm_rights.receive(ours, length_bytes=length_bytes, descriptors_max=descriptors_max)
+                data, descriptors = scm_rights.receive(
+                    receiving_socket, length_bytes=length_bytes, descriptors_max=descriptors_max
+                )
             except UsageError as error:
                 reasons.add(error.reason)
             else:
                 received += data
-                passed += len(descriptors)
+                descriptor_count += len(descriptors)
                 scm_rights.close_all(descriptors)
-                ended = not data
+                has_ended = not data
         if any(count > descriptors_max for _data, count in parts):
             assert reasons == {Reason.MALFORMED}
         else:
             assert received == b"".join(data for data, _count in parts)
-            assert passed == sum(count for _data, count in parts)
-    assert open_descriptors() == before
+            assert descriptor_count == sum(count for _data, count in parts)
+    assert open_descriptors() == open_before

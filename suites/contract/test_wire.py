@@ -19,22 +19,24 @@ ENDPOINT = {
 }
 
 
-@pytest.mark.parametrize(("kind", "good"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
-def test_wire_value_round_trips_through_json(kind: type[RemoteRange | Endpoint], good: dict[str, int | str]) -> None:
-    value = kind.from_dict(good)
-    assert kind.from_dict(json.loads(json.dumps(value.to_dict()))) == value
-    assert value.to_dict() == good
+@pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
+def test_wire_value_round_trips_through_json(
+    value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str]
+) -> None:
+    value = value_class.from_dict(valid_fields)
+    assert value_class.from_dict(json.loads(json.dumps(value.to_dict()))) == value
+    assert value.to_dict() == valid_fields
 
 
-@pytest.mark.parametrize(("kind", "good"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
+@pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
 @pytest.mark.parametrize("wrong", [None, [], "text", 7, {}])
 def test_wrong_json_object_is_malformed(
-    kind: type[RemoteRange | Endpoint], good: dict[str, int | str], wrong: object
+    value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str], wrong: object
 ) -> None:
-    _refused(kind, wrong)
-    _refused(kind, good | {"more": 1})
-    for name in good:
-        _refused(kind, {key: value for key, value in good.items() if key != name})
+    _assert_malformed(value_class, wrong)
+    _assert_malformed(value_class, valid_fields | {"more": 1})
+    for name in valid_fields:
+        _assert_malformed(value_class, {key: value for key, value in valid_fields.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_wrong_json_object_is_malformed(
     ],
 )
 def test_remote_range_out_of_limits_is_malformed(wrong: dict[str, object]) -> None:
-    _refused(RemoteRange, RANGE | wrong)
+    _assert_malformed(RemoteRange, RANGE | wrong)
 
 
 @pytest.mark.parametrize(
@@ -71,31 +73,31 @@ def test_remote_range_out_of_limits_is_malformed(wrong: dict[str, object]) -> No
     ],
 )
 def test_endpoint_out_of_limits_is_malformed(wrong: dict[str, object]) -> None:
-    _refused(Endpoint, ENDPOINT | wrong)
+    _assert_malformed(Endpoint, ENDPOINT | wrong)
 
 
 @pytest.mark.parametrize(
-    ("kind", "good", "limits"),
+    ("value_class", "valid_fields", "limits"),
     [
         (RemoteRange, RANGE, {"address": (1 << 64) - 1, "rkey": (1 << 32) - 1, "length_bytes": 1 << 63}),
         (Endpoint, ENDPOINT, {"qp_number": (1 << 24) - 1, "psn": (1 << 24) - 1, "lid": (1 << 16) - 1}),
     ],
 )
 def test_numbers_are_allowed_up_to_their_limits(
-    kind: type[RemoteRange | Endpoint], good: dict[str, int | str], limits: dict[str, int]
+    value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str], limits: dict[str, int]
 ) -> None:
     for name, largest in limits.items():
         for value in (0, largest):
-            assert getattr(kind.from_dict(good | {name: value}), name) == value
+            assert getattr(value_class.from_dict(valid_fields | {name: value}), name) == value
         for wrong in (-1, largest + 1, True, 1.0, "1", None):
-            _refused(kind, good | {name: wrong})
+            _assert_malformed(value_class, valid_fields | {name: wrong})
 
 
 @pytest.mark.parametrize("mtu_bytes", [256, 512, 1024, 2048, 4096])
 def test_mtu_is_one_of_the_five_of_infiniband(mtu_bytes: int) -> None:
     assert Endpoint.from_dict(ENDPOINT | {"mtu_bytes": mtu_bytes}).mtu_bytes == mtu_bytes
     for wrong in (mtu_bytes - 1, mtu_bytes + 1, 2 * mtu_bytes + 1, 8192, 128, float(mtu_bytes)):
-        _refused(Endpoint, ENDPOINT | {"mtu_bytes": wrong})
+        _assert_malformed(Endpoint, ENDPOINT | {"mtu_bytes": wrong})
 
 
 def test_refusal_names_the_missing_and_the_unknown_keys() -> None:
@@ -112,7 +114,7 @@ def test_part_of_a_remote_range_stays_inside() -> None:
         whole.part(offset_bytes=4000, length_bytes=96)
 
 
-def _refused(kind: type[RemoteRange | Endpoint], data: object) -> None:
+def _assert_malformed(value_class: type[RemoteRange | Endpoint], data: object) -> None:
     with pytest.raises(UsageError) as caught:
-        kind.from_dict(data)
+        value_class.from_dict(data)
     assert caught.value.reason is Reason.MALFORMED

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.cufile_scene import Scene
+from support.cufile_scenarios import ScenarioRunner
 
 from gdrkit import pattern
 from gdrkit.harness.case import CASE
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[Scene]:
-    """Yield a scene with a file of 1 MiB on a disk."""
+def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
+    """Yield a runner of cuFile scenarios, with a file of 1 MiB on a disk."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
-        yield Scene(path, seed, request.node.stash[CASE], facts)
+        yield ScenarioRunner(path, seed, request.node.stash[CASE], facts)

@@ -1,4 +1,7 @@
-"""Errors of cuFile keep their numbers, and invalid arguments leave everything usable."""
+"""Errors of cuFile keep their error numbers, and the driver and the file stay usable after invalid arguments.
+
+The scenarios that these cases run are functions in ``support/cufile_child.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gdrkit.harness.needs import cuda, cufile, needs, software
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from support.cufile_scene import Scene
+    from support.cufile_scenarios import ScenarioRunner
 
     from gdrkit.harness.evidence import Evidence
 
@@ -21,52 +24,52 @@ pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present)
 ON_TWIN = needs(software(Api.CUFILE))
 
 
-def test_invalid_arguments_are_typed_errors(scene: Scene, evidence: Evidence) -> None:
-    answer = scene.play_once("bad_input")
-    evidence["answers"] = answer
-    kinds = {name: result["failure"]["kind"] for name, result in answer.items() if "failure" in result}
-    usage = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
-    assert {kinds[name] for name in usage} == {"UsageError"}
-    assert {kinds[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
-    calls = ["directory", "closed_descriptor", "twice", "large_batch", "registered_twice"]
-    refused = [*calls, "parameter_while_open"]
-    for name in refused:
-        failure = answer[name]["failure"]
+def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    results = scenarios.run_once("bad_input")
+    evidence["answers"] = results
+    error_types = {name: result["failure"]["kind"] for name, result in results.items() if "failure" in result}
+    usage_errors = ["negative_offset", "overflowing_offset", "negative_length", "beyond_memory", "no_batch"]
+    assert {error_types[name] for name in usage_errors} == {"UsageError"}
+    assert {error_types[name] for name in ("closed_handle", "closed_driver")} == {"ClosedResource"}
+    calls = ["directory", "closed_descriptor", "twice", "large_batch", "registered_twice", "parameter_while_open"]
+    for name in calls:
+        # Error codes of cuFile itself begin after 5000.
+        failure = results[name]["failure"]
         assert (failure["api"], 5000 < failure["status"] < 5100, failure["errno"]) == ("cufile", True, None), name
-    assert answer["still_works"] == {"value": [1 << 20, True]}
+    assert results["still_works"] == {"value": [1 << 20, True]}
 
 
-def test_end_of_file_is_a_short_count(scene: Scene, evidence: Evidence) -> None:
-    answer = scene.play_once("bad_input")
-    evidence["answers"] = {name: answer[name] for name in ("beyond_end", "over_the_end", "nothing")}
-    assert answer["beyond_end"] == {"value": 0}
-    assert answer["over_the_end"] == {"value": 64 << 10}
-    assert answer["nothing"] == {"value": 0}
-
-
-@ON_TWIN
-def test_stream_that_does_not_exist_is_refused(scene: Scene, evidence: Evidence) -> None:
-    """Run on the twin alone, because the real libcufile uses an invalid stream handle without a check."""
-    evidence["answer"] = answer = scene.play("bad_input", twin=True)["no_stream"]
-    assert answer["failure"]["operation"] == "cuFileStreamRegister"
+def test_end_of_file_is_a_short_count(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    results = scenarios.run_once("bad_input")
+    evidence["answers"] = {name: results[name] for name in ("beyond_end", "over_the_end", "nothing")}
+    assert results["beyond_end"] == {"value": 0}
+    assert results["over_the_end"] == {"value": 64 << 10}
+    assert results["nothing"] == {"value": 0}
 
 
 @ON_TWIN
-def test_statistics_do_not_start_at_level_off(scene: Scene, evidence: Evidence) -> None:
-    """Run on the twin alone, because libcufile 1.15 on an H200 starts its statistics at level 0 and returns success."""
-    evidence["answer"] = answer = scene.play_once("bad_input")["level"]
-    assert answer["failure"]["operation"] == "cuFileStatsStart"
+def test_stream_that_does_not_exist_is_refused(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    """Runs only on the cuFile twin, because the real libcufile uses an invalid stream handle without a check."""
+    evidence["answer"] = result = scenarios.run("bad_input", twin=True)["no_stream"]
+    assert result["failure"]["operation"] == "cuFileStreamRegister"
 
 
-def test_write_to_a_read_only_file_fails(scene: Scene, evidence: Evidence) -> None:
-    answer = scene.play("read_only_file")
-    evidence["answer"] = answer
-    assert "failure" in answer
-    assert answer["failure"]["status"] is not None
+@ON_TWIN
+def test_statistics_do_not_start_at_level_off(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    """Runs only on the cuFile twin, because libcufile 1.15 accepts level 0 and returns success."""
+    evidence["answer"] = result = scenarios.run_once("bad_input")["level"]
+    assert result["failure"]["operation"] == "cuFileStatsStart"
 
 
-# Fault rules, each with the call that it makes fail, and with the operation and the errno of the expected error. The
-# calls are made in this order.
+def test_write_to_a_read_only_file_fails(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    result = scenarios.run("read_only_file")
+    evidence["answer"] = result
+    assert "failure" in result
+    assert result["failure"]["status"] is not None
+
+
+# Each entry: a rule of the fault plan, the call that the rule makes fail, and the operation and errno of the expected
+# error. The calls are made in this order.
 FAULTS = [
     ("cuFileRead call=1 status=5", "read", "cuFileRead", errno.EIO),
     ("cuFileRead call=2 status=5010", "read", "cuFileRead", None),
@@ -86,23 +89,25 @@ FAULTS = [
 
 @ON_TWIN
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].replace(" ", "-"))
-def test_error_keeps_its_number(scene: Scene, tmp_path: Path, fault: tuple[str, str, str, int | None]) -> None:
-    planned = scene.plan(tmp_path, *(rule for rule, *_ in FAULTS))
-    results = planned.play_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
-    rule, _, operation, number = fault
+def test_error_keeps_its_number(
+    scenarios: ScenarioRunner, tmp_path: Path, fault: tuple[str, str, str, int | None]
+) -> None:
+    faulty = scenarios.with_faults(tmp_path, *(rule for rule, *_ in FAULTS))
+    results = faulty.run_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
+    rule, _, operation, error_number = fault
     failure = results[FAULTS.index(fault)]["failure"]
     assert (failure["operation"], failure["status"]) == (operation, int(rule.rpartition("=")[2]))
-    assert failure["errno"] == number
+    assert failure["errno"] == error_number
 
 
 @ON_TWIN
-def test_stalled_batch_times_out_and_can_be_canceled(scene: Scene, tmp_path: Path) -> None:
-    # The longest delay of a fault plan: only the cancellation can end the transfer within the time of the case.
-    answer = scene.plan(tmp_path, "cufile.batch_io call=2 delay_us=10000000").play("batch_stall")
-    assert answer == {
+def test_stalled_batch_times_out_and_can_be_canceled(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    # 10 s is the longest delay of a fault plan. Only the cancellation can end the transfer before.
+    result = scenarios.with_faults(tmp_path, "cufile.batch_io call=2 delay_us=10000000").run("batch_stall")
+    assert result == {
         "first": ["COMPLETE"],
-        "meanwhile": [],
-        "rest": ["CANCELED"] * 3,
+        "stalled": [],
+        "canceled": ["CANCELED"] * 3,
         "outstanding": 0,
-        "right": True,
+        "is_expected": True,
     }

@@ -1,4 +1,4 @@
-"""The counters of nvidia-fs prove a route only if no other process can have increased them."""
+"""The counters of the nvidia-fs kernel module prove a route only if no other process can have increased them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cufile import NvidiaFs
 
-# The output of nvfs_stats_show in gds-nvidia-fs.
+# Contents of /proc/driver/nvidia-fs/stats, which nvfs_stats_show in gds-nvidia-fs prints.
 STATS = """GDS Version: 1.15.0.42
 NVFS statistics(ver: 4.0)
 NVFS Driver(version: 2.28.2)
@@ -39,7 +39,8 @@ GPU 0000:1b:00.0 uuid:00112233-4455-6677-8899-aabbccddeeff : Registered_MiB=1 Ca
 """
 
 
-def machine(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\n") -> host.HostTree:
+def host_with_nvidia_fs(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\n") -> host.HostTree:
+    """Return a host whose /proc, in the folder `root`, has the files of nvidia-fs."""
     folder = root / "proc" / "driver" / "nvidia-fs"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "stats").write_text(stats)
@@ -47,18 +48,23 @@ def machine(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\
     return host.HostTree(root)
 
 
-def counters(root: Path, stats: str = STATS) -> NvidiaFs:
-    result = read_nvidia_fs(machine(root, stats))
+def read_counters(root: Path, stats: str = STATS) -> NvidiaFs:
+    """Return the counters that gdrkit reads from these contents of the file `stats`."""
+    result = read_nvidia_fs(host_with_nvidia_fs(root, stats))
     assert result is not None
     return result
 
 
 def test_counters_are_read(tmp_path: Path) -> None:
-    read = counters(tmp_path)
-    assert read.counting
-    assert read.process_count == 1
-    assert (read.counters["Reads.ok"], read.counters["Reads.err"], read.counters["Writes.writeMiB"]) == (40, 1, 12)
-    assert read.modules == ("mlx5_ib", "nvme")
+    nvidia_fs = read_counters(tmp_path)
+    assert nvidia_fs.counting
+    assert nvidia_fs.process_count == 1
+    assert (nvidia_fs.counters["Reads.ok"], nvidia_fs.counters["Reads.err"], nvidia_fs.counters["Writes.writeMiB"]) == (
+        40,
+        1,
+        12,
+    )
+    assert nvidia_fs.modules == ("mlx5_ib", "nvme")
 
 
 def test_missing_nvidia_fs_has_no_counters(tmp_path: Path) -> None:
@@ -67,18 +73,18 @@ def test_missing_nvidia_fs_has_no_counters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stats", ["", "Reads : n= ok=x\n", "\0\n:::\n", "Active Process: many\n"])
 def test_malformed_counters_are_ignored(tmp_path: Path, stats: str) -> None:
-    read = counters(tmp_path, stats)
-    assert (dict(read.counters), read.process_count, read.counting) == ({}, 0, False)
+    nvidia_fs = read_counters(tmp_path, stats)
+    assert (dict(nvidia_fs.counters), nvidia_fs.process_count, nvidia_fs.counting) == ({}, 0, False)
 
 
 def test_transferred_bytes_are_whole_mib(tmp_path: Path) -> None:
-    before, after = counters(tmp_path), counters(tmp_path, STATS.replace("readMiB=160", "readMiB=163"))
+    before, after = read_counters(tmp_path), read_counters(tmp_path, STATS.replace("readMiB=160", "readMiB=163"))
     assert after.transferred_bytes(before, writing=False) == 3 << 20
     assert after.transferred_bytes(before, writing=True) == 0
 
 
 def test_reads_of_this_process_prove_the_route(tmp_path: Path) -> None:
-    before, after = counters(tmp_path), counters(tmp_path, STATS.replace("ok=40", "ok=44"))
+    before, after = read_counters(tmp_path), read_counters(tmp_path, STATS.replace("ok=40", "ok=44"))
     proof = proof_from_counters(delta=None, nvfs=(before, after))
     assert (proof.route, proof.state, proof.evidence) == (Route.NVFS, RouteState.PROVEN, "nvidia-fs counters")
     assert proof.moved == {"Reads.ok": 4, "Writes.ok": 0}
@@ -94,12 +100,12 @@ def test_reads_of_this_process_prove_the_route(tmp_path: Path) -> None:
     ],
 )
 def test_ambiguous_counters_are_unproven(tmp_path: Path, stats: str) -> None:
-    proof = proof_from_counters(delta=None, nvfs=(counters(tmp_path), counters(tmp_path, stats)))
+    proof = proof_from_counters(delta=None, nvfs=(read_counters(tmp_path), read_counters(tmp_path, stats)))
     assert (proof.route, proof.state) == (Route.UNKNOWN, RouteState.UNPROVEN)
     assert [cause.cause for cause in proof.causes] == [Cause.NOT_COUNTED]
 
 
 def test_other_process_before_the_reads_is_unproven(tmp_path: Path) -> None:
-    after = counters(tmp_path, STATS.replace("ok=40", "ok=44"))
-    before = replace(counters(tmp_path), process_count=2)
+    after = read_counters(tmp_path, STATS.replace("ok=40", "ok=44"))
+    before = replace(read_counters(tmp_path), process_count=2)
     assert proof_from_counters(delta=None, nvfs=(before, after)).state is RouteState.UNPROVEN

@@ -1,4 +1,7 @@
-"""The driver of cuFile is opened in a child process first, and libcuda is loaded before libcufile."""
+"""gdrkit opens the cuFile driver in a child process first (the probe), and loads libcuda before libcufile.
+
+A libcufile that crashes or hangs therefore affects only the child process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 
 ON_TWIN = needs(software(Api.CUFILE), software(Api.CUDA))
 
-_OPEN = """
+# Opens the driver, and prints the fields of the error, or an empty list.
+_OPEN_PROGRAM = """
 import json
 from gdrkit import cufile
 from gdrkit.errors import SetupMissing
@@ -37,11 +41,11 @@ except SetupMissing as error:
 
 
 def open_driver(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
-    """Open the driver in a process. Return the fields of its error, or an empty list."""
-    code = _OPEN.format(timeout_s=timeout_s)
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    """Open the driver in a new process. Return the fields of the error, or an empty list."""
+    code = _OPEN_PROGRAM.format(timeout_s=timeout_s)
+    completed = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    error_fields: list[Any] = json.loads(completed.stdout.splitlines()[-1])
+    return error_fields
 
 
 @pytest.mark.qualify
@@ -57,8 +61,8 @@ def test_driver_opens_in_a_child_and_in_this_process(evidence: Evidence) -> None
 def test_open_that_never_returns_ends_in_a_timeout(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
-    answer = open_driver({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
-    assert answer == ["cuFileDriverOpen in a child process", None, None, "timeout"]
+    error_fields = open_driver({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
+    assert error_fields == ["cuFileDriverOpen in a child process", None, None, "timeout"]
 
 
 @ON_TWIN
@@ -87,6 +91,7 @@ def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.Monke
 @ON_TWIN
 def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tmp_path / "plan"
+    # The cuFile twin fails to open if it cannot parse the plan.
     plan.write_text("no plan at all\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
     with pytest.raises(SetupMissing) as caught:
@@ -98,7 +103,8 @@ def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pyt
 def test_probe_does_not_wait_for_a_grandchild(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_the_group: bool
 ) -> None:
-    # Issue 15 B: a process that kept the output of the killed child open blocked the caller, too.
+    # Regression: a grandchild inherits the output pipe of the child and keeps it open. After the probe had killed the
+    # child, the caller waited for the end of the pipe.
     (tmp_path / "sitecustomize.py").write_text(
         f"""
 import os, signal, sys
@@ -110,8 +116,8 @@ if "gdrkit.cufile.probe" in sys.orig_argv:
 """
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    began = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(SetupMissing) as raised:
         cufile.probe(timeout_s=2)
     assert raised.value.reason is Reason.TIMEOUT
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start_s < 20

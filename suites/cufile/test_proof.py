@@ -1,4 +1,4 @@
-"""A route is proven only if a counter shows it, and no counter shows a transfer through host memory."""
+"""A direct route is proven only if a counter of libcufile shows it and no counter shows a copy through host memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(basic: dict[str, int] | None = None, **counters: int) -> StatisticsSnapshot:
+    """Return statistics of libcufile with these basic counters, and these counters of one GPU."""
     return StatisticsSnapshot(basic or {}, gpus=(GpuCounters("GPU-0", counters),) if counters else ())
 
 
@@ -45,7 +46,10 @@ def test_route_follows_from_the_counters(delta: StatisticsSnapshot | None, route
 
 @pytest.mark.parametrize(("version", "is_staged"), [(1150, False), (1180, True), (1200, True)])
 def test_sizes_that_cufile_1_15_discards_are_not_staged(version: int, is_staged: bool) -> None:  # noqa: FBT001
-    """A driver of cuFile 1.15 ignored a staged batch size of 32 and used 128, or the 16 of cufile.json."""
+    """libcufile 1.15 ignored a batch size of 32 that was set before the driver opened.
+
+    It used 128, or the value 16 of cufile.json.
+    """
     assert parameters.keeps_staged_size(parameters.Size.IO_BATCHSIZE, version=version) is is_staged
     assert parameters.keeps_staged_size(parameters.Size.MAX_IO_THREADS, version=version)
 
@@ -55,10 +59,10 @@ def test_averages_of_a_difference_are_those_of_its_operations() -> None:
     before = snapshot({"read_ops": 2, "read_lat_sum_us": 200, "read_lat_avg_us": 100, "write_lat_avg_us": 9})
     after = snapshot({"read_ops": 5, "read_lat_sum_us": 2300, "read_lat_avg_us": 460, "write_lat_avg_us": 9})
     assert after.since(before).basic == {"read_ops": 3, "read_lat_sum_us": 2100, "read_lat_avg_us": 700}
-    # The average of the whole time falls, and the average of the difference is the same as before.
-    same = snapshot({"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9})
-    later = snapshot({"write_ops": 2, "write_lat_sum_us": 18, "write_lat_avg_us": 9})
-    assert later.since(same).basic == {"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9}
+    # Two operations of 9 us each: the average of the difference equals the average before.
+    one_write = snapshot({"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9})
+    two_writes = snapshot({"write_ops": 2, "write_lat_sum_us": 18, "write_lat_avg_us": 9})
+    assert two_writes.since(one_write).basic == {"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9}
 
 
 def test_difference_has_no_rates_and_the_last_batch() -> None:
@@ -80,7 +84,7 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
     with (tmp_path / "file").open("rb") as file:
         fd = file.fileno()
         tree = host.HostTree(tmp_path / "root")
-        without_nvidia_fs = [each.cause for each in cufile.obstacles(tree, fd, compat_forced=True)]
+        without_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd, compat_forced=True)]
         assert without_nvidia_fs == [
             Cause.NO_UDEV_DATABASE,
             Cause.COMPAT_FORCED,
@@ -90,5 +94,5 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
         folder = tmp_path / "root" / "proc" / "driver" / "nvidia-fs"
         folder.mkdir(parents=True)
         (folder / "modules").write_text("")
-        with_nvidia_fs = [each.cause for each in cufile.obstacles(tree, fd)]
+        with_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd)]
         assert with_nvidia_fs == [Cause.NO_UDEV_DATABASE, Cause.NO_STORAGE_MODULE, Cause.NOT_O_DIRECT]

@@ -1,6 +1,6 @@
-"""Model of a file whose writers may be killed.
+"""Model of the contents of a file whose writers may be killed.
 
-After a kill, the file must have every acknowledged write. Of any other write, it may have some pages of some segments.
+After a kill, the file must contain every acknowledged write. It may contain any pages of the other submitted writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SEGMENT_BYTES", "FileModel", "Write"]
 
-# The server transfers an operation in segments of this size. The kernel then copies each segment page by page.
+# The storage server transfers an operation in segments of this length. The kernel copies a segment page by page.
 SEGMENT_BYTES = 256 << 10
 _PAGE_BYTES = 4096
 
@@ -35,7 +35,7 @@ class Write:
         return pattern.payload(self.length, seed=self.seed)
 
     def boundaries(self) -> list[int]:
-        """Return the offsets between which the write happens as a whole or not at all."""
+        """Return the offsets that divide the write into ranges. Each range is written completely or not at all."""
         end = self.offset + self.length
         pages = range(self.offset // _PAGE_BYTES * _PAGE_BYTES + _PAGE_BYTES, end, _PAGE_BYTES)
         return sorted({self.offset, end, *pages, *range(self.offset, end, SEGMENT_BYTES)})
@@ -50,41 +50,41 @@ class FileModel:
 
     Attributes
     ----------
-    image : bytearray
+    contents : bytearray
         The contents after all acknowledged writes.
-    acknowledged : int
+    acknowledged_count : int
         Number of acknowledged writes.
     """
 
-    def __init__(self, image: bytes) -> None:
-        self.image = bytearray(image)
+    def __init__(self, contents: bytes) -> None:
+        self.contents = bytearray(contents)
         self._in_progress: list[Write] = []
-        self.acknowledged = 0
+        self.acknowledged_count = 0
 
-    def submitted(self, writes: Sequence[Write]) -> None:
-        """Add writes, which may happen from now on. They must not overlap any other write in progress."""
+    def submit(self, writes: Sequence[Write]) -> None:
+        """Add writes that the file may contain from now on. They must not overlap any other write in progress."""
         self._in_progress += writes
 
-    def completed(self, write: Write) -> None:
-        """Acknowledge a write: the file must have it from now on."""
+    def acknowledge(self, write: Write) -> None:
+        """Mark a write as acknowledged. The file must contain it from now on."""
         self._in_progress.remove(write)
-        self.image[write.offset : write.offset + write.length] = write.data
-        self.acknowledged += 1
+        self.contents[write.offset : write.offset + write.length] = write.data
+        self.acknowledged_count += 1
 
-    def settle(self, contents: bytes) -> None:
-        """Check the contents of the file after all writes have ended, and continue with these contents."""
-        assert len(contents) == len(self.image), f"the file has {len(contents)} bytes instead of {len(self.image)}"
-        settled = bytearray(self.image)
+    def check_and_adopt(self, actual: bytes) -> None:
+        """Check the actual contents of the file after all writes have ended, and continue with these contents."""
+        assert len(actual) == len(self.contents), f"the file has {len(actual)} bytes instead of {len(self.contents)}"
+        expected = bytearray(self.contents)
         for write in self._in_progress:
             data = write.data
             for begin, end in pairwise(write.boundaries()):
-                actual = contents[begin:end]
-                assert actual in {bytes(self.image[begin:end]), data[begin - write.offset : end - write.offset]}, (
-                    f"bytes {begin} to {end} of {write} are neither old nor new, of {self._in_progress}: "
-                    f"{actual[:16].hex()} ..., {len(actual) - actual.count(0)} bytes are not 0"
+                written = actual[begin:end]
+                assert written in {bytes(self.contents[begin:end]), data[begin - write.offset : end - write.offset]}, (
+                    f"bytes {begin} to {end} of {write} are neither old nor new, with the writes {self._in_progress}: "
+                    f"{written[:16].hex()} ..., {len(written) - written.count(0)} bytes are not 0"
                 )
-                settled[begin:end] = actual
-        lost = pattern.find_mismatch(settled, contents)
-        assert lost is None, f"an acknowledged write is lost: byte {lost} is not what was written"
-        self.image = settled
+                expected[begin:end] = written
+        mismatch = pattern.find_mismatch(expected, actual)
+        assert mismatch is None, f"an acknowledged write is lost: byte {mismatch} was not written"
+        self.contents = expected
         self._in_progress.clear()

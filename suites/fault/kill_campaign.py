@@ -1,7 +1,8 @@
-"""Campaign that kills clients, agents and storage servers of one mount.
+"""Kill campaign for usrbio: it kills clients, agents and storage servers of one mount.
 
-After each kill, it checks what the other processes observe, that nothing is left, and that no acknowledged write is
-lost.
+After each kill, the campaign makes three checks. The operations of the other processes have the expected results, the
+killed process has left no resources, and no acknowledged write is lost. :mod:`fault.kill_phases` brings the processes
+into the phase in which the victim is to be killed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from fault.file_model import FileModel
-from fault.kill_phases import ENTER, VICTIM_PHASES, Processes
+from fault.kill_phases import ENTER_PHASE, KILL_POINTS, Processes
 from fault.usrbio_client import UsrbioClient, published_links, shared_memory_of
 from support.kill_campaign import KillCampaign
 from support.processes import HungError, is_gone, open_files, wait_until
@@ -31,76 +32,80 @@ if TYPE_CHECKING:
 __all__ = ["AgentCampaign"]
 
 _FILE_BYTES = 4 * MIB
-_STEP_BYTES = 64 * KIB
-_SHARED = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_VERIFIED_WRITE_BYTES = 64 * KIB
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 
 
 class AgentCampaign(KillCampaign[tuple[str, str]]):
-    """Kills of (victim, phase) at one mount. Use it as a context manager.
+    """A kill campaign at one mount. Use it as a context manager.
 
-    A client, which may be killed, writes to a file that has a model. A second client, the bystander, is never killed
-    and uses another file.
+    A kill point is a pair: the process to kill (the victim: client, agent or server), and the name of the phase in
+    which it is killed, such as ``transfer``. :data:`fault.kill_phases.KILL_POINTS` lists all of them.
+
+    There are two clients. The first client may be killed, and writes to a file that has a :class:`FileModel`. The
+    second client, the bystander, is never killed and uses another file.
 
     Parameters
     ----------
     mount : Path
         Empty folder for the mount.
     traps : Traps
-        Traps of the fault plan that is in the environment.
-    chance : Random
+        Traps that stop a process in a named call of a software twin. The environment of this process must contain their
+        fault plan.
+    rng : Random
         Source of all random decisions.
 
     Attributes
     ----------
-    kinds : dict of str to int
-        Number of kills by the kind of the client's memory, ``host`` or ``device``.
-    acknowledged : int
+    kills_by_memory : dict of str to int
+        Number of kills for each kind of the client's memory, ``host`` or ``device``.
+    acknowledged_count : int
         Number of acknowledged writes.
     """
 
-    def __init__(self, mount: Path, traps: Traps, chance: Random) -> None:
-        super().__init__(VICTIM_PHASES, chance)
-        self.kinds = {"host": 0, "device": 0}
-        self.acknowledged = 0
+    def __init__(self, mount: Path, traps: Traps, rng: Random) -> None:
+        super().__init__(KILL_POINTS, rng)
+        self.kills_by_memory = {"host": 0, "device": 0}
+        self.acknowledged_count = 0
         self._mount = mount
         self._traps = traps
         self._file, self._bystander_file = mount / "data", mount / "other"
-        image = pattern.payload(_FILE_BYTES, seed=chance.randrange(1 << 63))
-        self._file.write_bytes(image)
+        contents = pattern.payload(_FILE_BYTES, seed=rng.randrange(1 << 63))
+        self._file.write_bytes(contents)
         self._bystander_file.write_bytes(bytes(MIB))
-        self._model = FileModel(image)
+        self._model = FileModel(contents)
         self._processes: Processes | None = None
         self._clients: list[UsrbioClient] = []
 
-    def kill(self, phase: tuple[str, str]) -> None:
-        """Kill a victim in a phase, and check everything that must hold afterwards."""
-        victim, name = phase
+    def kill(self, kill_point: tuple[str, str]) -> None:
+        """Bring the processes into the phase, kill the victim, and check everything that must hold afterwards."""
+        victim, phase = kill_point
         processes = self._processes = self._new_processes()
-        lengths = [processes.segment_length() for _ in range(self._chance.randint(1, 3))]
-        processes.submit(*lengths)
-        assert sorted(processes.collect()) == sorted(lengths)
-        if name == "session":
+        lengths = [processes.random_length() for _ in range(self._rng.randint(1, 3))]
+        processes.submit_writes(*lengths)
+        assert sorted(processes.collect_writes()) == sorted(lengths)
+        if phase == "session":
             self._enter_session(processes)
         else:
-            ENTER[name](processes, self._file)
-        memory = shared_memory_of(processes.client.process.pid)
+            ENTER_PHASE[phase](processes, self._file)
+        memory_names = shared_memory_of(processes.client.process.pid)
         self._kill_victim(victim, processes)
-        self.kinds[self._kind] += 1
+        self.kills_by_memory[self._memory_kind] += 1
         match victim:
             case "client":
-                self._check_without_client(processes, memory)
+                self._check_without_client(processes, memory_names)
             case "server":
                 self._check_without_server(processes)
             case _:
-                self._check_without_agent(processes, name, memory)
-        # A new client reads the file.
-        self._client = self._open_client(self._file, self._random_kind())
-        copy = self._mount.parent / "copy"
-        results = self._client.call("save", into=str(copy))
+                self._check_without_agent(processes, phase, memory_names)
+        # A new client reads the whole file through the agent.
+        self._client = self._open_client(self._file, self._random_memory_kind())
+        copy_path = self._mount.parent / "copy"
+        results = self._client.call("save", into=str(copy_path))
         assert isinstance(results, list)
-        assert sum(results) == _FILE_BYTES, f"reads ended with {results}"
-        self._model.settle(copy.read_bytes())
-        self.acknowledged = self._model.acknowledged
+        assert sum(results) == _FILE_BYTES, f"the results of the reads are {results}"
+        self._model.check_and_adopt(copy_path.read_bytes())
+        self.acknowledged_count = self._model.acknowledged_count
 
     def _new_processes(self) -> Processes:
         return Processes(
@@ -109,65 +114,66 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             server=self._agent.server_process_id(),
             traps=self._traps,
             model=self._model,
-            chance=self._chance,
+            rng=self._rng,
         )
 
     def _enter_session(self, processes: Processes) -> None:
-        """Kill the server, and wait until the new one registers the memory of its first session."""
-        old = processes.server
+        """Kill the server, and wait until a new server registers the memory of its first session."""
+        old_server = processes.server
         self._traps.arm("register")
-        os.kill(old, signal.SIGKILL)
+        os.kill(old_server, signal.SIGKILL)
 
         def new_servers() -> list[int]:
-            return [child for child in self._agent.children() if child != old]
+            return [child for child in self._agent.child_process_ids() if child != old_server]
 
         wait_until(lambda: bool(new_servers()), "the agent starts another server")
         (processes.server,) = new_servers()
         processes.wait_for_trap("register", processes.server)
 
     def _kill_victim(self, victim: str, processes: Processes) -> None:
-        """Kill the victim, and let the other stopped processes continue."""
-        victims = {"client": processes.client.process.pid, "agent": processes.agent, "server": processes.server}
-        os.kill(victims[victim], signal.SIGKILL)
-        wait_until(lambda: is_gone(victims[victim]), f"the {victim} has ended")
-        processes.stopped.discard(victims[victim])
+        """Kill the victim, and resume the other processes that are stopped."""
+        process_ids = {"client": processes.client.process.pid, "agent": processes.agent, "server": processes.server}
+        os.kill(process_ids[victim], signal.SIGKILL)
+        wait_until(lambda: is_gone(process_ids[victim]), f"the {victim} has ended")
+        processes.stopped.discard(process_ids[victim])
         for process_id in tuple(processes.stopped):
             processes.resume(process_id)
 
-    def _check_without_client(self, processes: Processes, memory: set[str]) -> None:
+    def _check_without_client(self, processes: Processes, memory_names: set[str]) -> None:
+        # The client is already dead. This call waits for the process and closes its pipes.
         processes.client.kill()
-        self._step(self._bystander)
-        self._check_nothing_left(memory)
+        self._write_and_verify(self._bystander)
+        self._check_nothing_left(memory_names)
 
     def _check_without_server(self, processes: Processes) -> None:
-        if processes.writes:
-            allowed = {*(write.length for write in processes.writes), -errno.EREMOTEIO}
-            assert set(processes.collect()) <= allowed
-        if processes.read_bytes:
+        if processes.pending_writes:
+            allowed_results = {*(write.length for write in processes.pending_writes), -errno.EREMOTEIO}
+            assert set(processes.collect_writes()) <= allowed_results
+        if processes.pending_read_bytes:
             assert processes.collect_read() == -errno.EREMOTEIO
         for client in (self._bystander, processes.client):
             # The agent starts a new server, and both clients continue with their files, memory and rings.
-            wait_until(lambda client=client: self._works(client), "the new server works")  # type: ignore[misc]
-        memory = shared_memory_of(processes.client.process.pid)
+            wait_until(lambda client=client: self._is_served(client), "the new server works")  # type: ignore[misc]
+        memory_names = shared_memory_of(processes.client.process.pid)
         self._close_client(processes.client)
-        self._check_nothing_left(memory)
+        self._check_nothing_left(memory_names)
 
-    def _check_without_agent(self, processes: Processes, phase: str, memory: set[str]) -> None:
+    def _check_without_agent(self, processes: Processes, phase: str, memory_names: set[str]) -> None:
         if phase in {"publish", "register"}:
-            assert processes.client.answer().get("errno") == errno.EREMOTEIO
+            assert processes.client.reply().get("errno") == errno.EREMOTEIO
         elif phase == "unpublish":
-            processes.client.answer()
-        if processes.writes:
-            lengths = {write.length for write in processes.writes}
-            results = processes.collect()
+            processes.client.reply()
+        if processes.pending_writes:
+            lengths = {write.length for write in processes.pending_writes}
+            results = processes.collect_writes()
             assert set(results) <= {*lengths, -errno.EREMOTEIO}
-            # Completions that were in the ring stay there. All other operations fail.
+            # Completions that were already in the ring stay there. All other operations fail.
             assert (phase == "completed") == any(result > 0 for result in results), (phase, results)
-        if processes.read_bytes:
+        if processes.pending_read_bytes:
             assert processes.collect_read() == -errno.EREMOTEIO
-        memory |= shared_memory_of(processes.client.process.pid) | shared_memory_of(self._bystander.process.pid)
-        self._bystander.start("step", offset=0, length=_STEP_BYTES, seed=1)
-        assert self._bystander.answer().get("errno") == errno.EREMOTEIO
+        memory_names |= shared_memory_of(processes.client.process.pid) | shared_memory_of(self._bystander.process.pid)
+        self._bystander.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=1)
+        assert self._bystander.reply().get("errno") == errno.EREMOTEIO
         for client in (processes.client, self._bystander):
             self._close_client(client)
         wait_until(lambda: is_gone(processes.server), "the server of the dead agent has ended")
@@ -175,51 +181,58 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._start_agent()
         names = {path.name for path in (self._mount / "3fs-virt").iterdir()}
         assert names <= {"agent.lock", "agent.sock", "iovs", "publications", "server.lock", "server.sock"}, names
-        assert not memory & _shared_names()
+        assert not memory_names & _shared_memory_names()
 
-    def _check_nothing_left(self, memory: set[str]) -> None:
-        """Wait until nothing of a dead client is left. The bystander's links and the agent's descriptors remain."""
+    def _check_nothing_left(self, memory_names: set[str]) -> None:
+        """Wait until the agent has released an ended client: its links, its shared memory, and the open files."""
         wait_until(lambda: published_links(self._mount) == self._bystander.links, "the links of the client are gone")
-        wait_until(lambda: not memory & _shared_names(), "the shared memory of the client is gone")
+        wait_until(lambda: not memory_names & _shared_memory_names(), "the shared memory of the client is gone")
         agent = self._agent.process.pid
         wait_until(
-            lambda: not any(name in file for file in open_files(agent) for name in memory),
+            lambda: not any(name in file for file in open_files(agent) for name in memory_names),
             "the agent has released the memory of the client",
         )
         self._use_both_queue_pairs()
         try:
-            wait_until(lambda: len(open_files(agent)) == self._files_at_start, "the agent has its first open files")
+            wait_until(
+                lambda: len(open_files(agent)) == self._open_files_count,
+                "the agent has as many open files as at its start",
+            )
         except HungError as error:
-            error.add_note(f"{self._files_at_start} at first, now {sorted(open_files(agent))}")
+            error.add_note(
+                f"{self._open_files_count} open files at the start of the agent, now {sorted(open_files(agent))}"
+            )
             raise
 
-    def _step(self, client: UsrbioClient) -> None:
-        offset = self._chance.randrange(MIB - _STEP_BYTES)
-        client.call("step", offset=offset, length=_STEP_BYTES, seed=self._chance.randrange(1 << 63))
+    def _write_and_verify(self, client: UsrbioClient) -> None:
+        """Let a client write a random range of its file, read it again, and compare the data."""
+        offset = self._rng.randrange(MIB - _VERIFIED_WRITE_BYTES)
+        client.call("write_and_verify", offset=offset, length=_VERIFIED_WRITE_BYTES, seed=self._rng.randrange(1 << 63))
 
     def _use_both_queue_pairs(self) -> None:
-        """Write and read with each queue pair of the session, because the agent opens files at their first use."""
+        """Write and read with both queue pairs, because the agent opens files at the first use of each queue pair."""
         for _ in range(2):
-            # Operations take the queue pairs in turn. After three operations, the next write takes the other one.
-            self._step(self._bystander)
+            # Operations use the queue pairs in turn. A round has three operations, so the next round begins with the
+            # other queue pair.
+            self._write_and_verify(self._bystander)
             self._bystander.call("read", operations=[(0, MIB, 0)])
             assert self._bystander.call("wait", for_read=True, count=1) == [[0, MIB]]
 
-    def _works(self, client: UsrbioClient) -> bool:
-        """Return whether operations of the client succeed. They may fail with EREMOTEIO only."""
+    def _is_served(self, client: UsrbioClient) -> bool:
+        """Return whether operations of the client succeed. EREMOTEIO is the only allowed error."""
         if client is self._bystander:
-            client.start("step", offset=0, length=_STEP_BYTES, seed=2)
+            client.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=2)
         else:
-            # The file of this client has a model, so it only reads.
+            # The file of this client has a model, so the client only reads.
             client.start("save", into=os.devnull)
-        answer = client.answer()
-        assert answer.get("errno") in {None, errno.EREMOTEIO}, answer
-        results = answer.get("result")
+        reply = client.reply()
+        assert reply.get("errno") in {None, errno.EREMOTEIO}, reply
+        results = reply.get("result")
         return results is True or (isinstance(results, list) and all(result > 0 for result in results))
 
-    def _random_kind(self) -> str:
-        self._kind = self._chance.choice(sorted(self.kinds))
-        return self._kind
+    def _random_memory_kind(self) -> str:
+        self._memory_kind = self._rng.choice(sorted(self.kills_by_memory))
+        return self._memory_kind
 
     def _open_client(self, file: Path, kind: str) -> UsrbioClient:
         client = UsrbioClient(self._mount, file, kind)
@@ -235,23 +248,24 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._agent = AgentProcess(self._mount)
         assert published_links(self._mount) == set()
         self._bystander = self._open_client(self._bystander_file, "host")
-        # The agent keeps the files that it opens with its first device memory.
+        # The first client with device memory makes the agent open files that stay open. So one such client comes before
+        # the open files are counted.
         self._close_client(self._open_client(self._bystander_file, "device"))
         self._use_both_queue_pairs()
-        self._files_at_start = len(open_files(self._agent.process.pid))
+        self._open_files_count = len(open_files(self._agent.process.pid))
 
     def __enter__(self) -> Self:
         self._start_agent()
-        self._client = self._open_client(self._file, self._random_kind())
+        self._client = self._open_client(self._file, self._random_memory_kind())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             for client in (self._client, self._bystander):
                 self._close_client(client)
-            assert self._agent.terminate() == 0, self._agent.errors
+            assert self._agent.terminate() == 0, self._agent.error_output
             return
-        # The stopped processes continue, so that the agent can end and remove what it and its clients have created.
+        # Resume the stopped processes, so that the agent can end and remove what it and its clients have created.
         for process_id in self._processes.stopped if self._processes else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGCONT)
@@ -259,8 +273,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             client.kill()
         if self._agent.process.poll() is None:
             self._agent.terminate()
-        error.add_note(f"errors of the agent: {self._agent.errors}")
+        error.add_note(f"errors of the agent: {self._agent.error_output}")
 
 
-def _shared_names() -> set[str]:
-    return {path.name for path in _SHARED.iterdir()}
+def _shared_memory_names() -> set[str]:
+    return {path.name for path in _SHARED_MEMORY.iterdir()}

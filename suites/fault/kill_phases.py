@@ -1,7 +1,8 @@
-"""The phases in which the campaign kills a client, the agent or its storage server.
+"""The phases in which the kill campaign kills a client, the agent or its storage server.
 
-Each function here brings the processes into a phase and returns when they are in it: a trap has stopped a process in a
-call that only this phase makes, or shared memory shows the phase. A stopped process continues after the kill.
+Each function in :data:`ENTER_PHASE` brings the processes into a phase, and returns when they are in it. Either a trap
+(:mod:`fault.traps`) has stopped a process in a call that only this phase makes, or the shared memory of the ring shows
+the phase. After the kill, the campaign resumes the other stopped processes.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
     from fault.traps import Traps
     from fault.usrbio_client import UsrbioClient
 
-__all__ = ["ENTER", "TRAPPED_CALLS", "VICTIM_PHASES", "Processes"]
+__all__ = ["ENTER_PHASE", "KILL_POINTS", "TRAPPED_CALLS", "Processes"]
 
-# Name of the trap for each call of the twins' fault plan.
+# Name of the trap for each call or event in the fault plan of the verbs twin.
 TRAPPED_CALLS = {
     "ibv_reg_mr": "register",
     "ibv_reg_dmabuf_mr": "register",
@@ -34,36 +35,38 @@ TRAPPED_CALLS = {
     "wc.rdma_read.landed": "landed",
     "ibv_poll_cq": "poll",
 }
-_ATTEMPTS = 200
+_ATTEMPTS_MAX = 200
 
 
 class Processes:
-    """The processes of one kill, their traps, and the operations of the client that are in progress.
+    """The processes that take part in one kill, and the client's operations in progress.
 
     Attributes
     ----------
+    client : UsrbioClient
+        The client that may be killed.
     agent, server : int
         Process ids.
     stopped : set of int
         Process ids of the stopped processes.
-    writes : list of Write
+    pending_writes : list of Write
         Writes that were submitted and not collected.
-    read_bytes : int
+    pending_read_bytes : int
         Length of the read that was submitted and not collected, or 0.
     """
 
     def __init__(
-        self, *, client: UsrbioClient, agent: int, server: int, traps: Traps, model: FileModel, chance: Random
+        self, *, client: UsrbioClient, agent: int, server: int, traps: Traps, model: FileModel, rng: Random
     ) -> None:
         self.client = client
         self.agent = agent
         self.server = server
         self.traps = traps
         self.model = model
-        self.chance = chance
+        self.rng = rng
         self.stopped: set[int] = set()
-        self.writes: list[Write] = []
-        self.read_bytes = 0
+        self.pending_writes: list[Write] = []
+        self.pending_read_bytes = 0
 
     def resume(self, process_id: int) -> None:
         """Let a stopped process continue."""
@@ -75,13 +78,13 @@ class Processes:
         self.traps.wait_for(trap, process_id)
         self.stopped.add(process_id)
 
-    def is_trapped_before(self, passed: Callable[[], bool], trap: str, process_id: int) -> bool:
-        """Wait until the trap has stopped the process or `passed` holds; return whether the trap has stopped it.
+    def is_trapped_before(self, has_passed: Callable[[], bool], trap: str, process_id: int) -> bool:
+        """Wait until the trap has stopped the process or `has_passed` returns true. Return whether it was trapped.
 
-        If `passed` holds first, the trap is disarmed.
+        If `has_passed` returns true first, disarm the trap.
         """
         wait_until(
-            lambda: self.traps.has_caught(trap, process_id) or passed(),
+            lambda: self.traps.has_caught(trap, process_id) or has_passed(),
             f"process {process_id} in trap {trap}, or past it",
         )
         if not self.traps.has_caught(trap, process_id) and self.traps.disarm(trap):
@@ -94,61 +97,63 @@ class Processes:
         stop_process(process_id)
         self.stopped.add(process_id)
 
-    def submit(self, *lengths: int) -> list[Write]:
+    def submit_writes(self, *lengths: int) -> list[Write]:
         """Have the client submit writes of these lengths, at random offsets of the file and without overlaps."""
-        unused = len(self.model.image) - sum(lengths)
-        gaps = sorted(self.chance.randrange(unused + 1) for _ in lengths)
-        written, writes = 0, []
+        unwritten_bytes = len(self.model.contents) - sum(lengths)
+        gaps = sorted(self.rng.randrange(unwritten_bytes + 1) for _ in lengths)
+        written_bytes, writes = 0, []
         for gap, length in zip(gaps, lengths, strict=True):
-            writes.append(Write(gap + written, length, self.chance.randrange(1 << 63)))
-            written += length
-        self.model.submitted(writes)
+            writes.append(Write(gap + written_bytes, length, self.rng.randrange(1 << 63)))
+            written_bytes += length
+        self.model.submit(writes)
         self.client.call("write", operations=[write.fields() for write in writes])
-        self.writes = writes
+        self.pending_writes = writes
         return writes
 
-    def collect(self) -> list[int]:
+    def collect_writes(self) -> list[int]:
         """Return the results of the submitted writes, and acknowledge those that completed."""
-        self.client.start("wait", for_read=False, count=len(self.writes))
-        answer = self.client.answer()
-        assert "errno" not in answer, answer
-        results = answer["result"]
+        self.client.start("wait", for_read=False, count=len(self.pending_writes))
+        reply = self.client.reply()
+        assert "errno" not in reply, reply
+        results = reply["result"]
         assert isinstance(results, list)
-        assert len(results) == len(self.writes), f"{results} of {len(self.writes)} within the time"
-        for number, result in results:
-            write = self.writes[number]
+        assert len(results) == len(self.pending_writes), (
+            f"only {results} of {len(self.pending_writes)} results before the timeout"
+        )
+        for index, result in results:
+            write = self.pending_writes[index]
             if result == write.length:
-                self.model.completed(write)
-        self.writes = []
+                self.model.acknowledge(write)
+        self.pending_writes = []
         return [result for _, result in results]
 
     def submit_read(self, length: int) -> None:
         """Have the client submit a read of the beginning of the file."""
         self.client.call("read", operations=[(0, length, 0)])
-        self.read_bytes = length
+        self.pending_read_bytes = length
 
     def collect_read(self) -> int:
         """Return the result of the submitted read."""
         results = self.client.call("wait", for_read=True, count=1)
         assert isinstance(results, list)
-        ((_number, result),) = results
-        self.read_bytes = 0
+        ((_index, result),) = results
+        self.pending_read_bytes = 0
         return int(result)
 
-    def segment_length(self) -> int:
-        """Return a random length that one segment can have."""
-        return self.chance.randrange(1, SEGMENT_BYTES + 1)
+    def random_length(self) -> int:
+        """Return a random length from 1 byte to one segment."""
+        return self.rng.randrange(1, SEGMENT_BYTES + 1)
 
 
 def publish(processes: Processes, _file: Path) -> None:
-    """The agent has the request of a publication and has registered nothing of it. The client waits for the reply."""
+    """The agent has received a request to publish memory, and has not registered it. The client waits for the reply."""
     processes.traps.arm("register")
     processes.client.start("publish")
     processes.wait_for_trap("register", processes.agent)
 
 
 def register(processes: Processes, file: Path) -> None:
-    """The agent has registered published memory with one NIC, and not with the next one."""
+    """The agent has registered published memory with the first NIC, and not yet with the second NIC."""
     publish(processes, file)
     processes.traps.arm("register")
     processes.resume(processes.agent)
@@ -166,16 +171,16 @@ def unpublish(processes: Processes, _file: Path) -> None:
 def submitted(processes: Processes, _file: Path) -> None:
     """The ring has submissions, and the agent is stopped before it reads them."""
     processes.stop(processes.agent)
-    processes.submit(*(processes.segment_length() for _ in range(processes.chance.randint(1, 8))))
+    processes.submit_writes(*(processes.random_length() for _ in range(processes.rng.randint(1, 8))))
     ring = processes.client.ring(processes.agent, for_read=False)
     assert ring.has_submissions
     ring.close()
 
 
 def transfer(processes: Processes, _file: Path) -> None:
-    """The server has transferred the first segment of a write, and is before the second."""
+    """The server has transferred the first segment of a write, and not yet the second segment."""
     processes.traps.arm("transfer")
-    processes.submit(SEGMENT_BYTES + processes.segment_length())
+    processes.submit_writes(SEGMENT_BYTES + processes.random_length())
     processes.wait_for_trap("transfer", processes.server)
     processes.traps.arm("transfer")
     processes.resume(processes.server)
@@ -183,9 +188,9 @@ def transfer(processes: Processes, _file: Path) -> None:
 
 
 def reading(processes: Processes, _file: Path) -> None:
-    """The server has transferred the first segment of a read, and is before the second."""
+    """The server has transferred the first segment of a read, and not yet the second segment."""
     processes.traps.arm("deliver")
-    processes.submit_read(SEGMENT_BYTES + processes.segment_length())
+    processes.submit_read(SEGMENT_BYTES + processes.random_length())
     processes.wait_for_trap("deliver", processes.server)
     processes.traps.arm("deliver")
     processes.resume(processes.server)
@@ -195,7 +200,7 @@ def reading(processes: Processes, _file: Path) -> None:
 def replied(processes: Processes, file: Path) -> None:
     """The server has written the data and replied, and the agent is stopped before it reads the reply."""
     processes.traps.arm("landed")
-    (write,) = processes.submit(processes.segment_length())
+    (write,) = processes.submit_writes(processes.random_length())
     processes.wait_for_trap("landed", processes.server)
     processes.stop(processes.agent)
     processes.resume(processes.server)
@@ -210,43 +215,44 @@ def replied(processes: Processes, file: Path) -> None:
 
 def completed(processes: Processes, _file: Path) -> None:
     """The ring has completions, and the client has not taken them."""
-    processes.submit(*(processes.segment_length() for _ in range(processes.chance.randint(1, 4))))
+    processes.submit_writes(*(processes.random_length() for _ in range(processes.rng.randint(1, 4))))
     ring = processes.client.ring(processes.agent, for_read=False)
     wait_until(lambda: ring.has_completions, "a completion is in the ring")
     ring.close()
 
 
 def written(processes: Processes, file: Path) -> None:
-    """The server has written the data of a first operation, and polls for a second one before it replies.
+    """The server has written the data of a first operation, and polls for a second operation before it replies.
 
-    The session has two queue pairs, and the first operation may take either. If it takes the first one, the server
-    polls the other one before its reply, and the trap stops it there. Else the server replies at once, which the ring
-    shows. The next attempt then submits another operation before, so that the first one takes the other queue pair.
+    The session has two queue pairs, and operations use them in turn. If the first operation uses queue pair 0, the
+    server polls queue pair 1 before its reply, and the trap stops the server there. If the first operation uses queue
+    pair 1, the server replies at once, and the ring has a completion. The next attempt then submits one more operation
+    before, so that its first operation uses the other queue pair.
     """
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS_MAX):
         if attempt % 2:
-            processes.submit(1)
-            processes.collect()
+            processes.submit_writes(1)
+            processes.collect_writes()
         processes.traps.arm("landed")
-        first, _second = processes.submit(processes.segment_length(), 6 * SEGMENT_BYTES)
+        first, _second = processes.submit_writes(processes.random_length(), 6 * SEGMENT_BYTES)
         processes.wait_for_trap("landed", processes.server)
         if _is_stopped_before_reply(processes, file, first):
             return
         if processes.server in processes.stopped:
             processes.resume(processes.server)
-        processes.collect()
-    message = f"no write was stopped before its reply in {_ATTEMPTS} attempts"
+        processes.collect_writes()
+    message = f"the server was not stopped before its reply in {_ATTEMPTS_MAX} attempts"
     raise HungError(message)
 
 
 def _is_stopped_before_reply(processes: Processes, file: Path, first: Write) -> bool:
-    """Let the server continue until it has written the data of `first`; return whether it has not replied yet."""
+    """Resume the server until it has written the data of `first`. Return whether it is stopped before its reply."""
     ring = processes.client.ring(processes.agent, for_read=False)
     try:
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS_MAX):
             processes.traps.arm("poll")
             processes.resume(processes.server)
-            # The server does not poll again if one poll returned all completions. The ring then has the replies.
+            # If one poll returned all completions, the server does not poll again, and the ring has the completions.
             if not processes.is_trapped_before(lambda: ring.has_completions, "poll", processes.server):
                 return False
             if _has_write(file, first):
@@ -258,13 +264,14 @@ def _is_stopped_before_reply(processes: Processes, file: Path, first: Write) -> 
 
 
 def _has_write(path: Path, write: Write) -> bool:
+    """Return whether the file contains the data of a write."""
     with path.open("rb") as file:
         file.seek(write.offset)
         return file.read(write.length) == write.data
 
 
 # The function that brings the processes into each phase.
-ENTER: dict[str, Callable[[Processes, Path], None]] = {
+ENTER_PHASE: dict[str, Callable[[Processes, Path], None]] = {
     "publish": publish,
     "register": register,
     "unpublish": unpublish,
@@ -275,9 +282,10 @@ ENTER: dict[str, Callable[[Processes, Path], None]] = {
     "replied": replied,
     "completed": completed,
 }
-# All pairs of victim and phase. In the phase "session", a new server registers its memory in place of a killed one.
-VICTIM_PHASES = (
-    *(("client", phase) for phase in ENTER if phase != "written"),
-    *(("agent", phase) for phase in ENTER),
+# Every kill point: a pair of the victim and the phase in which it is killed. In the phase "session", a new server,
+# started after a kill, registers its memory.
+KILL_POINTS = (
+    *(("client", phase) for phase in ENTER_PHASE if phase != "written"),
+    *(("agent", phase) for phase in ENTER_PHASE),
     *(("server", phase) for phase in ("session", "transfer", "reading", "written", "replied", "completed")),
 )

@@ -1,7 +1,7 @@
-"""A wrong environment raises one error with api, operation, errno and advice.
+"""An unusable environment (permissions, limits, a failing driver) raises an error with operation, errno and advice.
 
-Each case runs in a child, because limits and fault plans belong to a process. suites/contract/test_loading.py has the
-cases of missing, truncated and incompatible libraries.
+Each case makes a call in a child process, because limits and fault plans belong to a process. The cases of missing,
+truncated and incompatible libraries are in suites/contract/test_loading.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gdrkit.harness.needs import cuda, needs, software, verbs
 if TYPE_CHECKING:
     from pathlib import Path
 
-CHILD = """
+# Program that makes a call, and prints the fields of its error.
+CHILD_PROGRAM = """
 import json
 from gdrkit import cuda, verbs
 from gdrkit.errors import ApiError
@@ -32,12 +33,12 @@ except ApiError as error:
                       error.what_to_do]))
 """
 OPEN_NIC = "verbs.Nic.open(verbs.list_nics()[0].name)"
-REGISTER = "verbs.Nic.open(verbs.list_nics()[0].name).register_host(bytearray(16 << 20))"
+REGISTER_16_MIB = "verbs.Nic.open(verbs.list_nics()[0].name).register_host(bytearray(16 << 20))"
 
 
-def error_of(call: str, *, prefix: tuple[str, ...] = (), **environ: str) -> list[object]:
-    """Return the error of `call` in a child with additional environment variables."""
-    command = [*prefix, sys.executable, "-c", CHILD.format(call=call)]
+def error_of(call: str, *, command_prefix: tuple[str, ...] = (), **environ: str) -> list[object]:
+    """Make `call` in a child process with additional environment variables, and return the fields of its error."""
+    command = [*command_prefix, sys.executable, "-c", CHILD_PROGRAM.format(call=call)]
     child = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False, timeout=60)
     assert child.stdout.count("\n") == 1, child.stdout + child.stderr
     fields: list[object] = json.loads(child.stdout)
@@ -45,18 +46,19 @@ def error_of(call: str, *, prefix: tuple[str, ...] = (), **environ: str) -> list
 
 
 def write_plan(folder: Path, text: str) -> str:
+    """Write a fault plan, and return its path."""
     path = folder / "plan"
     path.write_text(text)
     return str(path)
 
 
 @needs(verbs.nic(), software(Api.VERBS))
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM])
-def test_missing_rdma_permission_names_the_files(tmp_path: Path, number: int) -> None:
-    # The first ibv_open_device lists the ports and ignores the error. The second one is the requested open.
-    plan = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={number}\n")
-    kind, api, operation, error_number, reason, what_to_do = error_of(OPEN_NIC, GDRKIT_TWINS_FAULTS=plan)
-    assert (kind, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_open_device", number)
+@pytest.mark.parametrize("expected_errno", [errno.EACCES, errno.EPERM])
+def test_missing_rdma_permission_names_the_files(tmp_path: Path, expected_errno: int) -> None:
+    # list_nics() calls ibv_open_device to list the ports, and ignores the error. Nic.open() calls it again.
+    plan = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={expected_errno}\n")
+    error_type, api, operation, error_number, reason, what_to_do = error_of(OPEN_NIC, GDRKIT_TWINS_FAULTS=plan)
+    assert (error_type, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_open_device", expected_errno)
     assert reason == Reason.NO_PERMISSION.value
     assert "/dev/infiniband" in str(what_to_do)
 
@@ -65,25 +67,35 @@ def test_missing_rdma_permission_names_the_files(tmp_path: Path, number: int) ->
 @pytest.mark.parametrize(("status", "reason"), [(100, Reason.NO_DEVICE), (304, Reason.OTHER), (999, Reason.OTHER)])
 def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reason) -> None:
     plan = write_plan(tmp_path, f"gdrkit-faults 1\ncuInit call=* status={status}\n")
-    kind, api, operation, number, error_reason, what_to_do = error_of("cuda.device_count()", GDRKIT_TWINS_FAULTS=plan)
-    assert (kind, api, operation) == ("SetupMissing", "cuda", "cuInit")
+    error_type, api, operation, error_number, error_reason, what_to_do = error_of(
+        "cuda.device_count()", GDRKIT_TWINS_FAULTS=plan
+    )
+    assert (error_type, api, operation) == ("SetupMissing", "cuda", "cuInit")
     # A CUresult is not an errno, so errno is None.
-    assert number is None
+    assert error_number is None
     assert error_reason == reason.value
     assert what_to_do
 
 
 @needs(verbs.nic())
 def test_low_memlock_limit_is_named_with_advice() -> None:
-    # The limit also applies to root without CAP_IPC_LOCK, so the child drops it from its bounding set.
-    limited = ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536:65536")
-    kind, api, operation, number, reason, what_to_do = error_of(REGISTER, prefix=limited)
-    assert (kind, api, operation, number) == ("SetupMissing", "verbs", "ibv_reg_mr", errno.ENOMEM)
+    # A process with CAP_IPC_LOCK, such as one of root, ignores the limit. So the child process drops this capability.
+    low_limit_command = (
+        "setpriv",
+        "--bounding-set=-ipc_lock",
+        "--inh-caps=-ipc_lock",
+        "prlimit",
+        "--memlock=65536:65536",
+    )
+    error_type, api, operation, error_number, reason, what_to_do = error_of(
+        REGISTER_16_MIB, command_prefix=low_limit_command
+    )
+    assert (error_type, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_reg_mr", errno.ENOMEM)
     assert reason == Reason.MEMLOCK_TOO_LOW.value
     assert "RLIMIT_MEMLOCK" in str(what_to_do)
 
 
-MALFORMED = [
+MALFORMED_PLANS = [
     pytest.param("", id="empty"),
     pytest.param("gdrkit-faults 2\n", id="another-version"),
     pytest.param("gdrkit-faults 1\nibv_reg_mr call=0 errno=14\n", id="call-zero"),
@@ -94,7 +106,7 @@ MALFORMED = [
 
 
 @needs(verbs.nic(), cuda.device(), software(Api.VERBS), software(Api.CUDA))
-@pytest.mark.parametrize("text", MALFORMED)
+@pytest.mark.parametrize("text", MALFORMED_PLANS)
 def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: str) -> None:
     command = [
         sys.executable,
@@ -119,13 +131,13 @@ def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: 
 
 @needs(verbs.nic(), cuda.device(), software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize(
-    ("call", "operation", "number"),
+    ("call", "operation", "expected_errno"),
     [("verbs.list_nics()", "ibv_get_device_list", errno.EINVAL), ("cuda.device_count()", "cuInit", None)],
 )
 def test_twin_with_a_malformed_plan_fails_at_its_first_call(
-    tmp_path: Path, call: str, operation: str, number: int | None
+    tmp_path: Path, call: str, operation: str, expected_errno: int | None
 ) -> None:
     plan = write_plan(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")
-    _kind, _api, failed_call, error_number, _reason, what_to_do = error_of(call, GDRKIT_TWINS_FAULTS=plan)
-    assert (failed_call, error_number) == (operation, number)
+    _type, _api, failed_call, error_number, _reason, what_to_do = error_of(call, GDRKIT_TWINS_FAULTS=plan)
+    assert (failed_call, error_number) == (operation, expected_errno)
     assert what_to_do

@@ -1,6 +1,6 @@
-"""Each verbs call of a registration fails with each errno: documented exception and state, and a working next attempt.
+"""Each verbs call of a registration fails with each errno. gdrkit raises the documented error and leaves nothing open.
 
-docs/registration.md shows the table below.
+Afterwards, the next attempt succeeds. docs/registration.md shows the table MEANINGS.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import faults
-from support.reach import DMABUF
+from support.memory_kinds import DMABUF
 
 from gdrkit import handles
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, SetupMissing, Unsupported, errno_name
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), verbs.nic(count_min=2), verbs.peer_memory)]
 
+# An errno of the kernel that the C library does not define.
 ENOTSUPP = 524
 ERRNOS = (
     errno.EOPNOTSUPP,
@@ -37,8 +38,8 @@ ERRNOS = (
     errno.EPERM,
 )
 
-# The meaning of each errno for each call. Unsupported means that the route does not exist.
-_GENERAL = {
+# Exception and reason of each errno. Unsupported means that the route does not exist.
+_DEFAULT_MEANINGS = {
     errno.EOPNOTSUPP: (Unsupported, Reason.NOT_SUPPORTED),
     errno.EPROTONOSUPPORT: (Unsupported, Reason.NOT_SUPPORTED),
     ENOTSUPP: (ApiError, Reason.OTHER),
@@ -49,50 +50,52 @@ _GENERAL = {
     errno.EPERM: (ApiError, Reason.NO_PERMISSION),
 }
 _NO_DMABUF = (Unsupported, Reason.DMABUF_REGION_UNSUPPORTED)
+# Exception and reason of each errno for each verbs call.
 MEANINGS = {
-    "ibv_reg_dmabuf_mr": _GENERAL
+    "ibv_reg_dmabuf_mr": _DEFAULT_MEANINGS
     | {errno.EOPNOTSUPP: _NO_DMABUF, errno.EPROTONOSUPPORT: _NO_DMABUF, ENOTSUPP: _NO_DMABUF},
-    "ibv_reg_mr": _GENERAL | {errno.EFAULT: (Unsupported, Reason.PEER_MEMORY_UNSUPPORTED)},
-    "ibv_dereg_mr": _GENERAL,
-    "ibv_alloc_pd": _GENERAL,
-    "ibv_open_device": _GENERAL | {errno.EPERM: (SetupMissing, Reason.NO_PERMISSION)},
+    "ibv_reg_mr": _DEFAULT_MEANINGS | {errno.EFAULT: (Unsupported, Reason.PEER_MEMORY_UNSUPPORTED)},
+    "ibv_dereg_mr": _DEFAULT_MEANINGS,
+    "ibv_alloc_pd": _DEFAULT_MEANINGS,
+    "ibv_open_device": _DEFAULT_MEANINGS | {errno.EPERM: (SetupMissing, Reason.NO_PERMISSION)},
 }
 ROUTES = {"ibv_reg_dmabuf_mr": RegistrationRoute.DMABUF, "ibv_reg_mr": RegistrationRoute.PEER_MEMORY}
 
-numbers = pytest.mark.parametrize("number", ERRNOS, ids=errno_name)
+each_errno = pytest.mark.parametrize("error_number", ERRNOS, ids=errno_name)
 
 
-def check(error: BaseException, operation: str, number: int) -> None:
-    kind, reason = MEANINGS[operation][number]
-    assert type(error) is kind
+def check_error(error: BaseException, operation: str, error_number: int) -> None:
+    """Require that the error is the documented one for this verbs call and errno."""
+    error_type, reason = MEANINGS[operation][error_number]
+    assert type(error) is error_type
     assert isinstance(error, ApiError)
-    assert (error.operation, error.errno, error.reason) == (operation, number, reason)
-    assert error.status_name == errno_name(number)
+    assert (error.operation, error.errno, error.reason) == (operation, error_number, reason)
+    assert error.status_name == errno_name(error_number)
 
 
-@numbers
+@each_errno
 @pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
 @pytest.mark.parametrize("operation", ROUTES)
 def test_failed_registration_leaves_nothing(
-    device: Device, nics: tuple[Nic, ...], operation: str, call: int, number: int
+    device: Device, nics: tuple[Nic, ...], operation: str, call: int, error_number: int
 ) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
     route = ROUTES[operation]
     with device.allocate(64 * KIB) as memory, RegionCache(nics, route=route) as cache:
-        before = handles.live()
+        handles_before = handles.live()
         with (
-            faults(Api.VERBS, f"{operation} call={call} errno={number}"),
+            faults(Api.VERBS, f"{operation} call={call} errno={error_number}"),
             pytest.raises((ApiError, RegistrationFailed)) as raised,
         ):
             cache.lease(memory)
         error: BaseException = raised.value
         if isinstance(error, RegistrationFailed):
-            # The only allowed route does not exist.
+            # The cache may use only this route, and the route does not exist.
             assert error.reason is Reason.NO_ROUTE
             (error,) = error.causes
             assert isinstance(error, Unsupported)
-        check(error, operation, number)
-        assert handles.live() == before
+        check_error(error, operation, error_number)
+        assert handles.live() == handles_before
         statistics = cache.statistics()
         assert (statistics.regions, statistics.registered_bytes, statistics.in_flight, statistics.leases) == (
             0,
@@ -103,53 +106,55 @@ def test_failed_registration_leaves_nothing(
         cache.lease(memory).close()
 
 
-@numbers
+@each_errno
 @pytest.mark.parametrize("call", [1, 2], ids=["first-nic", "second-nic"])
-def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: int, number: int) -> None:
+def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: int, error_number: int) -> None:
     with HostMemory(64 * KIB) as memory, RegionCache(nics) as cache:
-        before = handles.live()
+        handles_before = handles.live()
         with (
-            faults(Api.VERBS, f"ibv_reg_mr call={call} errno={number}"),
+            faults(Api.VERBS, f"ibv_reg_mr call={call} errno={error_number}"),
             pytest.raises((ApiError, RegistrationFailed)) as raised,
         ):
             cache.lease(memory)
         error: BaseException = raised.value
-        kind, reason = _GENERAL[number]
-        if kind is Unsupported:
+        error_type, reason = _DEFAULT_MEANINGS[error_number]
+        if error_type is Unsupported:
             # Host memory has no other route.
             assert isinstance(error, RegistrationFailed)
             (error,) = error.causes
-        assert isinstance(error, kind)
+        assert isinstance(error, error_type)
         assert isinstance(error, ApiError)
-        assert (error.operation, error.errno, error.reason) == ("ibv_reg_mr", number, reason)
-        assert handles.live() == before
+        assert (error.operation, error.errno, error.reason) == ("ibv_reg_mr", error_number, reason)
+        assert handles.live() == handles_before
         assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
         cache.lease(memory).close()
 
 
 @pytest.mark.qualify
-@numbers
-def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tuple[Nic, ...], number: int) -> None:
+@each_errno
+def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tuple[Nic, ...], error_number: int) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, f"ibv_reg_dmabuf_mr call=1 errno={number}"):
-        if MEANINGS["ibv_reg_dmabuf_mr"][number] == _NO_DMABUF:
+    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, f"ibv_reg_dmabuf_mr call=1 errno={error_number}"):
+        if MEANINGS["ibv_reg_dmabuf_mr"][error_number] == _NO_DMABUF:
             with register(memory, nics) as registration:
                 assert registration.route is RegistrationRoute.PEER_MEMORY
-                check(registration.refusals[0], "ibv_reg_dmabuf_mr", number)
+                check_error(registration.refusals[0], "ibv_reg_dmabuf_mr", error_number)
         else:
             with pytest.raises(ApiError) as raised:
                 register(memory, nics)
-            check(raised.value, "ibv_reg_dmabuf_mr", number)
+            check_error(raised.value, "ibv_reg_dmabuf_mr", error_number)
 
 
-@numbers
+@each_errno
 @pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
-def test_failed_deregistration_keeps_the_memory(device: Device, nics: tuple[Nic, ...], call: int, number: int) -> None:
+def test_failed_deregistration_keeps_the_memory(
+    device: Device, nics: tuple[Nic, ...], call: int, error_number: int
+) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         cache.lease(memory).close()
-        with faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={number}"), pytest.raises(ApiError) as raised:
+        with faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={error_number}"), pytest.raises(ApiError) as raised:
             memory.close()
-        check(raised.value, "ibv_dereg_mr", number)
+        check_error(raised.value, "ibv_dereg_mr", error_number)
         assert not memory.closed
         statistics = cache.statistics()
         assert (statistics.regions, statistics.not_deregistered, statistics.registered_bytes) == (0, 1, 64 * KIB)
@@ -157,14 +162,14 @@ def test_failed_deregistration_keeps_the_memory(device: Device, nics: tuple[Nic,
         assert cache.statistics().registered_bytes == 0
 
 
-@numbers
+@each_errno
 @pytest.mark.parametrize("operation", ["ibv_alloc_pd", "ibv_open_device"])
-def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, number: int) -> None:
-    before = handles.live()
-    with faults(Api.VERBS, f"{operation} call=* errno={number}"), pytest.raises(ApiError) as raised:
+def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, error_number: int) -> None:
+    handles_before = handles.live()
+    with faults(Api.VERBS, f"{operation} call=* errno={error_number}"), pytest.raises(ApiError) as raised:
         Nic.open(nic.name)
-    check(raised.value, operation, number)
-    assert handles.live() == before
+    check_error(raised.value, operation, error_number)
+    assert handles.live() == handles_before
     Nic.open(nic.name).close()
 
 
@@ -173,6 +178,7 @@ def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, number: i
 def test_failed_export_differs_from_unsupported_export(device: Device, nics: tuple[Nic, ...], status: int) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         with faults(Api.CUDA, f"cuMemGetHandleForAddressRange call=1 status={status}"):
+            # CUDA_ERROR_NOT_SUPPORTED.
             if status == 801:
                 with cache.lease(memory) as lease:
                     assert lease.route is RegistrationRoute.PEER_MEMORY

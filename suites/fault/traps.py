@@ -1,7 +1,7 @@
-"""Traps that stop a process in a named call of a twin.
+"""Traps that stop a process in a named call of a software twin, for the kill campaign.
 
-A trap is a rule of the twins' fault plan with ``stop=PATH``. While PATH exists, the next process that makes the call
-renames PATH to PATH.PID and stops itself by SIGSTOP.
+A trap is a rule ``stop=PATH`` of the fault plan of the twins. If the file PATH exists, the trap is armed: the next
+process that makes the call renames PATH to PATH.PID and stops itself with SIGSTOP.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Traps"]
 
 
 class Traps:
-    """A fault plan of traps, and the files that arm them.
+    """A fault plan with traps, and the files that arm them.
 
     Parameters
     ----------
     folder : Path
-        New folder for the files.
+        Folder to create, for the fault plan and the files.
     calls : Mapping of str to str
         Name of the trap for each call of the plan.
 
@@ -41,11 +41,11 @@ class Traps:
         self.plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
 
     def arm(self, trap: str) -> None:
-        """Have the trap stop the next process that makes one of its calls."""
+        """Arm the trap: it stops the next process that makes one of its calls."""
         (self._folder / trap).touch()
 
     def disarm(self, trap: str) -> bool:
-        """Disarm the trap; return False if a process has already renamed its file and stops."""
+        """Disarm the trap. Return False if a process has already renamed the file, and so stops."""
         try:
             (self._folder / trap).unlink()
         except FileNotFoundError:
@@ -53,9 +53,11 @@ class Traps:
         return True
 
     def has_caught(self, trap: str, process_id: int) -> bool:
-        """Return whether the trap has stopped this process. No other process may be in it."""
+        """Return whether the trap has stopped this process. It must not have stopped another process."""
         files = list(self._folder.glob(f"{trap}.*"))
-        assert all(file.suffix == f".{process_id}" for file in files), f"{files} instead of process {process_id}"
+        assert all(file.suffix == f".{process_id}" for file in files), (
+            f"the trap stopped {files}, not process {process_id}"
+        )
         return bool(files) and is_stopped(process_id)
 
     def wait_for(self, trap: str, process_id: int, *, timeout_s: float = WAIT_S) -> None:

@@ -1,8 +1,8 @@
-"""An application of usrbio in a child process, which the case controls step by step and may kill.
+"""A usrbio application in a child process that a case controls step by step and may kill.
 
-``python -m fault.usrbio_client MOUNT FILE KIND`` is the child, whose memory is of the kind ``host`` or ``device``. It
-reads one command as a JSON object per line, and prints its result or its errno as one JSON object per line. So the case
-knows in which phase the child is.
+A case uses :class:`UsrbioClient`. It runs ``python -m fault.usrbio_client MOUNT FILE KIND``, whose memory is of the
+kind ``host`` or ``device``. The program reads commands as JSON, one per line. For each command, it prints the result or
+the errno as JSON, on one line. So the case knows which command the program executes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 __all__ = ["RingMemory", "UsrbioClient", "main", "published_links", "shared_memory_of"]
 
-_SHARED = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
-_START_S = 60.0
-# A client answers within its own timeout and the time that a busy machine needs to schedule it.
-_SCHEDULING_S = 5.0
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
+_START_TIMEOUT_S = 60.0
+# A client waits for completions at most WAIT_S. A busy machine may delay its reply by this time in addition.
+_SCHEDULING_DELAY_S = 5.0
 _IOV_BYTES = 8 << 20
 _ENTRIES = 64
 
 
 class UsrbioClient(LineChild):
-    """The application, seen from the case.
+    """The parent's side: a child process with an application, and methods that send commands to it.
 
     Attributes
     ----------
@@ -49,45 +49,47 @@ class UsrbioClient(LineChild):
         self._mount = mount
 
     def open(self) -> None:
-        """Have the client open its file, its memory and its rings."""
-        before = published_links(self._mount)
-        self.call("open", timeout_s=_START_S)
-        self.links = published_links(self._mount) - before
+        """Let the client open its file, its memory and its rings."""
+        links_before = published_links(self._mount)
+        self.call("open", timeout_s=_START_TIMEOUT_S)
+        self.links = published_links(self._mount) - links_before
 
     def start(self, command: str, **arguments: object) -> None:
-        """Send a command. :meth:`answer` returns its result."""
+        """Send a command without waiting for its result, which :meth:`reply` returns."""
         self.write_line(json.dumps({"command": command, **arguments}))
 
-    def answer(self, *, timeout_s: float = WAIT_S + _SCHEDULING_S) -> dict[str, object]:
-        """Return the result of the last command, or its errno and text."""
-        answer: dict[str, object] = json.loads(self.read_line(timeout_s=timeout_s))
-        return answer
+    def reply(self, *, timeout_s: float = WAIT_S + _SCHEDULING_DELAY_S) -> dict[str, object]:
+        """Return the reply to the last command: its result, or its errno and text."""
+        reply: dict[str, object] = json.loads(self.read_line(timeout_s=timeout_s))
+        return reply
 
-    def call(self, command: str, *, timeout_s: float = WAIT_S + _SCHEDULING_S, **arguments: object) -> object:
+    def call(self, command: str, *, timeout_s: float = WAIT_S + _SCHEDULING_DELAY_S, **arguments: object) -> object:
         """Send a command that must succeed, and return its result."""
         self.start(command, **arguments)
-        answer = self.answer(timeout_s=timeout_s)
-        assert "errno" not in answer, answer
-        return answer["result"]
+        reply = self.reply(timeout_s=timeout_s)
+        assert "errno" not in reply, reply
+        return reply["result"]
 
     def ring(self, agent: int, *, for_read: bool) -> RingMemory:
-        """Map a ring of this client, by the descriptor of the agent with this process id."""
+        """Map a ring of this client. `agent` is the process id of the agent, which has a descriptor of the ring."""
         (name,) = (link for link in self.links if f".{'r' if for_read else 'w'}0" in link)
         return RingMemory(agent, f"hf3fs-iov-{name.partition('.')[0]}")
 
     def close(self) -> None:
-        """Have the client release everything and end."""
+        """Let the client release everything and end."""
         self.start("close")
-        self.answer()
+        self.reply()
         self.end(timeout_s=WAIT_S)
 
 
 class RingMemory:
-    """The indices of a ring, which stay readable after the deaths of its client and its agent."""
+    """A read-only mapping of a ring. It stays valid after the client and the agent have ended."""
 
     def __init__(self, agent: int, name: str) -> None:
         path = next(
-            link for link in Path(f"/proc/{agent}/fd").iterdir() if _target(link).startswith(f"{_SHARED}/{name}")
+            link
+            for link in Path(f"/proc/{agent}/fd").iterdir()
+            if _link_target(link).startswith(f"{_SHARED_MEMORY}/{name}")
         )
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -121,11 +123,12 @@ def published_links(mount: Path) -> set[str]:
 def shared_memory_of(process_id: int) -> set[str]:
     """Return the names of the shared memory of usrbio that a process has mapped."""
     maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    paths = (line.split(maxsplit=5)[5] for line in maps if f"{_SHARED}/hf3fs-iov-" in line)
-    return {path.removeprefix(f"{_SHARED}/").removesuffix(" (deleted)") for path in paths}
+    paths = (line.split(maxsplit=5)[5] for line in maps if f"{_SHARED_MEMORY}/hf3fs-iov-" in line)
+    return {path.removeprefix(f"{_SHARED_MEMORY}/").removesuffix(" (deleted)") for path in paths}
 
 
-def _target(link: Path) -> str:
+def _link_target(link: Path) -> str:
+    """Return the target of a link, or an empty text if the link no longer exists."""
     try:
         return str(link.readlink())
     except FileNotFoundError:
@@ -133,7 +136,7 @@ def _target(link: Path) -> str:
 
 
 class _Application:
-    """The application in the child. Its public methods are the commands."""
+    """The application in the child process. Its public methods are the commands."""
 
     def __init__(self, mount: str, file: str, kind: str) -> None:
         self._mount = mount
@@ -145,7 +148,7 @@ class _Application:
         self._published: list[Iovec] = []
 
     def open(self) -> None:
-        """Open a file, memory, and a ring for each direction."""
+        """Open the file, the memory, and a ring for each direction."""
         self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
         self._stack.callback(os.close, self._fd)
         usrbio.register_fd(self._fd)
@@ -173,24 +176,26 @@ class _Application:
     def write(self, operations: list[tuple[int, int, int]]) -> None:
         """Submit writes of (offset, length, seed) from consecutive memory."""
         ring, begin = self._rings[False], 0
-        for number, (offset, length, seed) in enumerate(operations):
-            self._set(begin, pattern.payload(length, seed=seed))
-            ring.prepare(self._iov[begin : begin + length], False, self._fd, offset, number)  # noqa: FBT003
+        for index, (offset, length, seed) in enumerate(operations):
+            self._write_memory(begin, pattern.payload(length, seed=seed))
+            ring.prepare(self._iov[begin : begin + length], False, self._fd, offset, index)  # noqa: FBT003
             begin += length
         ring.submit()
 
     def read(self, operations: list[tuple[int, int, int]]) -> None:
         """Submit reads of (offset, length, unused) into consecutive memory."""
         ring, begin = self._rings[True], 0
-        for number, (offset, length, _seed) in enumerate(operations):
-            ring.prepare(self._iov[begin : begin + length], True, self._fd, offset, number)  # noqa: FBT003
+        for index, (offset, length, _seed) in enumerate(operations):
+            ring.prepare(self._iov[begin : begin + length], True, self._fd, offset, index)  # noqa: FBT003
             begin += length
         ring.submit()
 
     def wait(self, *, for_read: bool, count: int) -> list[tuple[int, int]]:
-        """Return number and result of each completion that arrives in time."""
-        done = self._rings[for_read].wait(min_results=count, max_results=count, timeout=timedelta(seconds=WAIT_S))
-        return [(int(str(each.userdata)), each.result) for each in done]
+        """Wait for `count` completions. Return index and result of each completion that arrived before the timeout."""
+        completions = self._rings[for_read].wait(
+            min_results=count, max_results=count, timeout=timedelta(seconds=WAIT_S)
+        )
+        return [(int(str(completion.userdata)), completion.result) for completion in completions]
 
     def save(self, into: str) -> list[int]:
         """Read the whole file through the agent, save it to another file, and return the results of the reads."""
@@ -198,21 +203,21 @@ class _Application:
         length = os.fstat(self._fd).st_size
         with Path(into).open("wb") as file:
             for offset in range(0, length, 1 << 20):
-                part = min(1 << 20, length - offset)
-                self.read([(offset, part, 0)])
+                chunk_bytes = min(1 << 20, length - offset)
+                self.read([(offset, chunk_bytes, 0)])
                 ((_, result),) = self.wait(for_read=True, count=1)
-                file.write(self._get(max(result, 0)))
+                file.write(self._read_memory(max(result, 0)))
                 results.append(result)
         return results
 
-    def step(self, offset: int, length: int, seed: int) -> bool:
-        """Write a part of the file, read it back and compare it."""
+    def write_and_verify(self, offset: int, length: int, seed: int) -> bool:
+        """Write a range of the file, read it again, and compare the data."""
         self.write([(offset, length, seed)])
-        self._require(length, self.wait(for_read=False, count=1))
-        self._set(0, bytes(length))
+        self._require_length(length, self.wait(for_read=False, count=1))
+        self._write_memory(0, bytes(length))
         self.read([(offset, length, 0)])
-        self._require(length, self.wait(for_read=True, count=1))
-        pattern.check(self._get(length), seed=seed)
+        self._require_length(length, self.wait(for_read=True, count=1))
+        pattern.check(self._read_memory(length), seed=seed)
         return True
 
     def close(self) -> None:
@@ -221,39 +226,39 @@ class _Application:
             self.unpublish()
         self._stack.close()
 
-    def _set(self, offset: int, data: bytes) -> None:
+    def _write_memory(self, offset: int, data: bytes) -> None:
         if self._memory is not None:
             self._memory.write(data, offset_bytes=offset)
         else:
             with memoryview(self._iov) as memory:
                 memory[offset : offset + len(data)] = data
 
-    def _get(self, length: int) -> bytes:
+    def _read_memory(self, length: int) -> bytes:
         if self._memory is not None:
             return self._memory.read(length_bytes=length) if length else b""
         with memoryview(self._iov) as memory:
             return bytes(memory[:length])
 
     @staticmethod
-    def _require(length: int, results: list[tuple[int, int]]) -> None:
+    def _require_length(length: int, results: list[tuple[int, int]]) -> None:
         ((_, result),) = results
         if result != length:
-            raise OSError(-result if result < 0 else 0, f"{result} of {length} bytes")
+            raise OSError(-result if result < 0 else 0, f"the result is {result} instead of {length} bytes")
 
 
 def main() -> None:
     """Execute commands until the end of standard input."""
     application = _Application(*sys.argv[1:4])
-    commands = ("open", "publish", "unpublish", "write", "read", "wait", "save", "step", "close")
+    commands = ("open", "publish", "unpublish", "write", "read", "wait", "save", "write_and_verify", "close")
     methods = {name: getattr(application, name) for name in commands}
     for line in sys.stdin:
         arguments = json.loads(line)
-        answer: dict[str, object] = {}
+        reply: dict[str, object] = {}
         try:
-            answer["result"] = methods[arguments.pop("command")](**arguments)
+            reply["result"] = methods[arguments.pop("command")](**arguments)
         except OSError as error:
-            answer |= {"errno": error.errno, "text": str(error)}
-        print(json.dumps(answer), flush=True)  # noqa: T201
+            reply |= {"errno": error.errno, "text": str(error)}
+        print(json.dumps(reply), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from gaudi.raw_hlthunk import RawDevice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["raw"]
+__all__ = ["raw_device"]
 
 
 @pytest.fixture
-def raw() -> Iterator[RawDevice]:
-    """Yield a device that is opened by the C functions of hl-thunk, without gdrkit."""
+def raw_device() -> Iterator[RawDevice]:
+    """Yield a device that was opened with the C functions of hl-thunk, without gdrkit."""
     with RawDevice() as device:
         yield device

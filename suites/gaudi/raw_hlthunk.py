@@ -1,4 +1,4 @@
-"""hl-thunk by ctypes, for the results of the kernel driver without gdrkit in between."""
+"""Calls of hl-thunk by ctypes, without gdrkit, for cases that check the results of the kernel driver."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["FLAGS", "RawDevice", "errno_of"]
+__all__ = ["EXPORT_FLAGS", "RawDevice", "errno_of"]
 
-FLAGS = os.O_RDWR | os.O_CLOEXEC
-_ANY_DEVICE = 4
-# These functions return a 64-bit handle or address.
+EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC
+_ANY_DEVICE = 4  # HLTHUNK_DEVICE_DONT_CARE
+# Functions that return a 64-bit handle or address; all others return an int.
 _RETURN_64_BITS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
 
 
 def _library() -> ctypes.CDLL:
-    for name in ("libhl-thunk.so", "libhlthunk.so"):
+    for soname in ("libhl-thunk.so", "libhlthunk.so"):
         try:
-            return ctypes.CDLL(name, use_errno=True)
+            return ctypes.CDLL(soname, use_errno=True)
         except OSError:
             continue
     message = "dlopen(libhl-thunk.so) and dlopen(libhlthunk.so) failed: install hl-thunk"
@@ -28,27 +28,31 @@ def _library() -> ctypes.CDLL:
 
 
 def errno_of(result: int) -> int:
-    """Return the errno of a result that is a negative errno, or that is 0 instead of a handle or an address.
+    """Return the errno of a failed call, or 0 if the call succeeded.
 
-    The errno of a successful call is 0.
+    A function that fails returns a negative errno, or 0 instead of a handle or an address. In the second case the errno
+    is in the errno variable.
     """
     return -result if result < 0 else ctypes.get_errno() if result == 0 else 0
 
 
 class RawDevice:
-    """The first free device. Arguments are not checked, and the caller releases what it allocates."""
+    """The first free device. Its methods do not check arguments, and the caller frees what it allocates."""
 
     def __init__(self) -> None:
         self._library = _library()
         self.fd = self.call("hlthunk_open", _ANY_DEVICE, None)
         assert self.fd >= 0
 
-    def call(self, name: str, *arguments: object) -> int:
-        """Call a function. Integers are passed as 64-bit values; the callee uses the lower half of a descriptor."""
-        function = getattr(self._library, name)
-        function.restype = ctypes.c_uint64 if name in _RETURN_64_BITS else ctypes.c_int
+    def call(self, function_name: str, *arguments: object) -> int:
+        """Call a function. Integers are passed as 64 bits; an int parameter of the function uses the lower half."""
+        function = getattr(self._library, function_name)
+        function.restype = ctypes.c_uint64 if function_name in _RETURN_64_BITS else ctypes.c_int
         ctypes.set_errno(0)
-        values = [ctypes.c_uint64(each) if isinstance(each, int) and each >= 0 else each for each in arguments]
+        values = [
+            ctypes.c_uint64(argument) if isinstance(argument, int) and argument >= 0 else argument
+            for argument in arguments
+        ]
         return int(function(*values))
 
     def allocate(self, length_bytes: int, *, page_bytes: int = 0) -> int:
@@ -75,14 +79,16 @@ class RawDevice:
         """Free memory; return 0 or a negative errno."""
         return self.call("hlthunk_device_memory_free", self.fd, handle)
 
-    def export(self, address: int, size: int, *, offset: int = 0, flags: int = FLAGS, fd: int | None = None) -> int:
+    def export(
+        self, address: int, size: int, *, offset: int = 0, flags: int = EXPORT_FLAGS, fd: int | None = None
+    ) -> int:
         """Export mapped memory; return a descriptor or a negative errno."""
-        name, device = "hlthunk_device_mapped_memory_export_dmabuf_fd", self.fd if fd is None else fd
-        return self.call(name, device, address, size, offset, flags)
+        device_fd = self.fd if fd is None else fd
+        return self.call("hlthunk_device_mapped_memory_export_dmabuf_fd", device_fd, address, size, offset, flags)
 
     def export_physical(self, address: int, size: int) -> int:
         """Export memory of the first Gaudi by its physical address; return a descriptor or a negative errno."""
-        return self.call("hlthunk_device_memory_export_dmabuf_fd", self.fd, address, size, FLAGS)
+        return self.call("hlthunk_device_memory_export_dmabuf_fd", self.fd, address, size, EXPORT_FLAGS)
 
     def map_host(self, buffer: bytearray) -> int:
         """Map a host buffer, which must keep its size; return its address on the device, or 0."""

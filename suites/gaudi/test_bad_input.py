@@ -1,4 +1,4 @@
-"""Bad input raises one typed error with the kernel's errno, and leaves all memory usable."""
+"""Invalid input to gdrkit.gaudi: each call raises one typed error with the errno, and all memory stays usable."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 
 from gdrkit.errors import Api, ApiError, Reason, UsageError
 from gdrkit.gaudi import _hlthunk
-from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs, software
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from gdrkit.gaudi import Device
 
-EXPORT = "hlthunk_device_mapped_memory_export_dmabuf_fd"
-FLAGS = os.O_RDWR | os.O_CLOEXEC
-SIZE = 64 * KIB
-NO_DEVICE = """
+EXPORT_FUNCTION = "hlthunk_device_mapped_memory_export_dmabuf_fd"
+EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC
+SIZE_BYTES = 64 * KIB
+PROGRAM_WITHOUT_DEVICE = """
 from gdrkit import gaudi
 from gdrkit.errors import ApiError, UsageError
 assert gaudi.device_count() == 0
@@ -37,16 +37,16 @@ except ApiError as error:
     print(error.operation, error.status_name)
 """
 
-mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
+needs_mapped_memory = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
 
 
-@mapped_memory
+@needs_mapped_memory
 @pytest.mark.parametrize(
-    "changed",
+    "changed_arguments",
     [
         {"flags": os.O_RDWR},
         {"offset": 1},
-        {"size": SIZE + 1},
+        {"size": SIZE_BYTES + 1},
         {"size": 0},
         {"size": 1 << 40},
         {"offset": 1 << 40},
@@ -54,12 +54,19 @@ mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
     ],
     ids=["wrong flags", "odd offset", "odd size", "no size", "too long", "too far", "no address"],
 )
-def test_invalid_export_arguments_are_refused(gaudi: Device, changed: dict[str, int]) -> None:
-    with gaudi.allocate(SIZE) as memory:
-        arguments = {"fd": gaudi.fd, "addr": memory.address, "size": SIZE, "offset": 0, "flags": FLAGS, **changed}
+def test_invalid_export_arguments_are_refused(gaudi: Device, changed_arguments: dict[str, int]) -> None:
+    with gaudi.allocate(SIZE_BYTES) as memory:
+        arguments = {
+            "fd": gaudi.fd,
+            "addr": memory.address,
+            "size": SIZE_BYTES,
+            "offset": 0,
+            "flags": EXPORT_FLAGS,
+            **changed_arguments,
+        }
         with pytest.raises(ApiError) as caught:
-            _hlthunk.call(EXPORT, **arguments)
-        assert (caught.value.api, caught.value.operation) == (Api.HLTHUNK, EXPORT)
+            _hlthunk.call(EXPORT_FUNCTION, **arguments)
+        assert (caught.value.api, caught.value.operation) == (Api.HLTHUNK, EXPORT_FUNCTION)
         assert (caught.value.errno, caught.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
         assert dict(caught.value.arguments) == arguments
         assert "hlthunk_device_memory_map" in caught.value.what_to_do
@@ -67,7 +74,7 @@ def test_invalid_export_arguments_are_refused(gaudi: Device, changed: dict[str, 
         memory.export_dmabuf().close()
 
 
-@mapped_memory
+@needs_mapped_memory
 @pytest.mark.parametrize(
     ("operation", "arguments", "reason"),
     [
@@ -85,10 +92,10 @@ def test_call_on_missing_memory_is_refused(
     assert caught.value.what_to_do
 
 
-@mapped_memory
+@needs_mapped_memory
 def test_second_free_is_refused(gaudi: Device) -> None:
     fd = gaudi.fd
-    arguments = {"fd": fd, "size": SIZE, "page_size": 0, "contiguous": True, "shared": False}
+    arguments = {"fd": fd, "size": SIZE_BYTES, "page_size": 0, "contiguous": True, "shared": False}
     handle = _hlthunk.call("hlthunk_device_memory_alloc", **arguments)
     _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=handle)
     with pytest.raises(ApiError) as caught:
@@ -96,22 +103,22 @@ def test_second_free_is_refused(gaudi: Device) -> None:
     assert (caught.value.errno, caught.value.status_name) == (errno.EINVAL, "EINVAL")
 
 
-@needs(a_gaudi.device())
+@needs(gaudi_needs.device())
 def test_descriptor_of_another_file_is_refused(gaudi: Device) -> None:
-    reading, writing = os.pipe()
-    for fd, number in ((reading, errno.ENOTTY), (1 << 20, errno.EBADF)):
+    read_fd, write_fd = os.pipe()
+    for fd, expected_errno in ((read_fd, errno.ENOTTY), (1 << 20, errno.EBADF)):
         with pytest.raises(ApiError) as caught:
             _hlthunk.call("hlthunk_memory_unmap", fd=fd, device_virt_addr=0)
-        assert (caught.value.errno, caught.value.reason) == (number, Reason.BAD_DESCRIPTOR)
-    os.close(reading)
-    os.close(writing)
+        assert (caught.value.errno, caught.value.reason) == (expected_errno, Reason.BAD_DESCRIPTOR)
+    os.close(read_fd)
+    os.close(write_fd)
     assert not gaudi.closed
 
 
-@needs(a_gaudi.device())
-@pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 10), (SIZE, 1), (0, SIZE + 1), (5, 0)])
+@needs(gaudi_needs.device())
+@pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 10), (SIZE_BYTES, 1), (0, SIZE_BYTES + 1), (5, 0)])
 def test_part_outside_the_memory_is_refused(gaudi: Device, offset_bytes: int, length_bytes: int) -> None:
-    with gaudi.allocate(SIZE) as memory:
+    with gaudi.allocate(SIZE_BYTES) as memory:
         with pytest.raises(UsageError) as caught:
             memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes)
         assert caught.value.reason is Reason.BAD_ARGUMENT
@@ -120,10 +127,12 @@ def test_part_outside_the_memory_is_refused(gaudi: Device, offset_bytes: int, le
 @needs(software("hlthunk"))
 def test_machine_without_gaudi_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_GAUDIS", "0")
-    done = subprocess.run([sys.executable, "-c", NO_DEVICE], capture_output=True, text=True, check=True, timeout=60)
-    first, second = done.stdout.splitlines()
-    assert first.startswith("no_device ")
-    assert second == "hlthunk_open EINVAL"
+    completed = subprocess.run(
+        [sys.executable, "-c", PROGRAM_WITHOUT_DEVICE], capture_output=True, text=True, check=True, timeout=60
+    )
+    first_line, second_line = completed.stdout.splitlines()
+    assert first_line.startswith("no_device ")
+    assert second_line == "hlthunk_open EINVAL"
 
 
 @needs(software("hlthunk"))
@@ -136,7 +145,7 @@ def test_malformed_twin_variable_is_reported_in_one_line(
 ) -> None:
     monkeypatch.setenv(variable, value)
     program = "from gdrkit import gaudi; gaudi.device_count()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 1
-    assert f"gdrkit twin: {variable}={value}: expected " in done.stderr
-    assert "failed: Invalid argument (EINVAL)" in done.stderr
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 1
+    assert f"gdrkit twin: {variable}={value}: expected " in completed.stderr
+    assert "failed: Invalid argument (EINVAL)" in completed.stderr

@@ -1,6 +1,7 @@
-"""Calls of two documents on Gaudi and InfiniBand, exactly as documented, and their results by the real header.
+"""Calls of hl-thunk exactly as two documents on Gaudi and InfiniBand describe them. Most of these calls are wrong.
 
-docs/gaudi.md compares the calls of the documents with those of the header and of gdrkit.
+The cases show what each call returns with the functions of the real header ``hlthunk.h``. docs/gaudi.md compares the
+calls of the documents with those of the header and of gdrkit.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from gaudi.raw_hlthunk import FLAGS, errno_of
+from gaudi.raw_hlthunk import EXPORT_FLAGS, errno_of
 
-from gdrkit import gaudi as product
 from gdrkit.errors import Reason, Unsupported
-from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.gaudi import HostMapping
+from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs
 from gdrkit.units import KIB
 
@@ -24,77 +25,80 @@ if TYPE_CHECKING:
 
     from gdrkit.gaudi import Device
 
-SIZE = 64 * KIB
-NOT_SET = -77
+SIZE_BYTES = 64 * KIB
+# Value of an out-parameter that the call must not change.
+FD_NOT_SET = -77
 
-mapped_memory = needs(a_gaudi.device(), a_gaudi.mapped_memory)
+needs_mapped_memory = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
 
 
-@mapped_memory
-def test_documented_export_by_handle_is_refused(raw: RawDevice) -> None:
+@needs_mapped_memory
+def test_documented_export_by_handle_is_refused(raw_device: RawDevice) -> None:
     """Call ``hlthunk_device_memory_export_dmabuf_fd(handle, &fd)``.
 
-    The handle is then in the place of the device's descriptor, and the out-parameter in that of the address.
+    So the handle is passed as the descriptor of the device, and the out-parameter as the address.
     """
-    handle, address = raw.allocate_mapped(SIZE)
-    fd = ctypes.c_int(NOT_SET)
-    answer = raw.call("hlthunk_device_memory_export_dmabuf_fd", handle, ctypes.addressof(fd), SIZE, FLAGS)
-    assert answer < 0
-    assert fd.value == NOT_SET
+    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    fd = ctypes.c_int(FD_NOT_SET)
+    result = raw_device.call(
+        "hlthunk_device_memory_export_dmabuf_fd", handle, ctypes.addressof(fd), SIZE_BYTES, EXPORT_FLAGS
+    )
+    assert result < 0
+    assert fd.value == FD_NOT_SET
     # With the right descriptor, the handle is still not an address.
-    assert errno_of(raw.export_physical(handle, SIZE)) == errno.EINVAL
-    assert (raw.unmap(address), raw.free(handle)) == (0, 0)
+    assert errno_of(raw_device.export_physical(handle, SIZE_BYTES)) == errno.EINVAL
+    assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
 
 
-@mapped_memory
-def test_documented_export_with_three_arguments_is_refused(raw: RawDevice) -> None:
+@needs_mapped_memory
+def test_documented_export_with_three_arguments_is_refused(raw_device: RawDevice) -> None:
     """Call ``hlthunk_device_mapped_memory_export_dmabuf_fd(addr, size, &fd)``, without device, offset and flags."""
-    handle, address = raw.allocate_mapped(SIZE)
-    fd = ctypes.c_int(NOT_SET)
+    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    fd = ctypes.c_int(FD_NOT_SET)
     name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
-    answer = raw.call(name, address, SIZE, ctypes.addressof(fd), 0, 0)
-    assert errno_of(answer) == errno.EINVAL
-    assert fd.value == NOT_SET
-    assert (raw.unmap(address), raw.free(handle)) == (0, 0)
+    result = raw_device.call(name, address, SIZE_BYTES, ctypes.addressof(fd), 0, 0)
+    assert errno_of(result) == errno.EINVAL
+    assert fd.value == FD_NOT_SET
+    assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
 
 
-@mapped_memory
-def test_export_of_mapped_host_memory_is_refused(raw: RawDevice) -> None:
-    """Export memory "mapped via hlthunk_host_memory_map()": the kernel knows the address and refuses it."""
-    buffer = bytearray(SIZE)
-    address = raw.map_host(buffer)
-    assert errno_of(raw.export(address, SIZE)) == errno.EINVAL
-    assert raw.unmap(address) == 0
+@needs_mapped_memory
+def test_export_of_mapped_host_memory_is_refused(raw_device: RawDevice) -> None:
+    """Export memory "mapped via hlthunk_host_memory_map()". The kernel knows the address, and refuses the export."""
+    buffer = bytearray(SIZE_BYTES)
+    address = raw_device.map_host(buffer)
+    assert errno_of(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
+    assert raw_device.unmap(address) == 0
 
 
-@mapped_memory
-def test_export_call_of_the_feature_document_succeeds(raw: RawDevice) -> None:
+@needs_mapped_memory
+def test_export_call_of_the_feature_document_succeeds(raw_device: RawDevice) -> None:
     """Pass device, mapped address, size, offset 0 and O_RDWR | O_CLOEXEC."""
-    handle, address = raw.allocate_mapped(SIZE)
-    fd = raw.export(address, SIZE)
+    handle, address = raw_device.allocate_mapped(SIZE_BYTES)
+    fd = raw_device.export(address, SIZE_BYTES)
     assert fd >= 0
     os.close(fd)
-    assert (raw.unmap(address), raw.free(handle)) == (0, 0)
+    assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
 
 
-@needs(a_gaudi.device())
-def test_export_returns_a_new_descriptor_each_time(raw: RawDevice) -> None:
-    """Export twice: the test of the document returns the constants 42 and 43."""
+@needs(gaudi_needs.device())
+def test_export_returns_a_new_descriptor_each_time(raw_device: RawDevice) -> None:
+    """Call both export functions with address 0, for which the test in the document expects the constants 42 and 43."""
     for name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
-        assert errno_of(raw.call(name, raw.fd, 0, SIZE, 0, FLAGS)) == errno.EINVAL
+        assert errno_of(raw_device.call(name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
 
 
 @pytest.mark.parametrize("name", ["hlthunk_host_memory_unmap", "hlthunk_import_dmabuf"])
-@needs(a_gaudi.device())
-def test_documented_function_does_not_exist(raw: RawDevice, name: str) -> None:
-    """Look up documented functions: hl-thunk has one unmap for both kinds of mapping, and no import."""
+@needs(gaudi_needs.device())
+def test_documented_function_does_not_exist(raw_device: RawDevice, name: str) -> None:
+    """Look up documented functions. hl-thunk has one unmap for both types of mappings, and no import."""
     with pytest.raises(AttributeError, match=name):
-        raw.call(name, raw.fd, 0)
+        raw_device.call(name, raw_device.fd, 0)
 
 
-@needs(a_gaudi.device())
+@needs(gaudi_needs.device())
 def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
-    buffer = bytearray(SIZE)
+    buffer = bytearray(SIZE_BYTES)
     with gaudi.map_host(buffer) as mapping:
         with pytest.raises(Unsupported) as caught:
             mapping.export_dmabuf()
@@ -103,4 +107,4 @@ def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
         with gaudi.query(mapping.address) as queried:
             assert queried.dmabuf is None
     assert mapping.closed
-    assert isinstance(mapping, product.HostMapping)
+    assert isinstance(mapping, HostMapping)

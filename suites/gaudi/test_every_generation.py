@@ -1,4 +1,7 @@
-"""The cases of this folder also pass on the other generations, which a process selects before it starts."""
+"""The other cases of this folder also pass on the other generations of Gaudi.
+
+The hl-thunk twin emulates the generation in GDRKIT_TWINS_GAUDI, which must be set before a process starts.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import pytest
 
 from gdrkit.harness.needs import needs, software
 
-HERE = Path(__file__).parent
-# The slowest cases run the same code on all generations. test_without_cuda.py covers all generations itself.
-LEFT_OUT = (
+GAUDI_SUITE = Path(__file__).parent
+# test_without_cuda.py runs on all generations itself. The other files are slow, or do not depend on the generation.
+IGNORED_FILES = (
     Path(__file__).name,
     "test_without_cuda.py",
     "test_facts.py",
@@ -26,11 +29,21 @@ LEFT_OUT = (
 
 @needs(software("hlthunk"))
 @pytest.mark.timeout(600)
+# A generation, and the least number of cases that must pass on it.
 @pytest.mark.parametrize(("generation", "passed_min"), [("gaudi", 38), ("gaudi3", 66)])
 def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
-    ignored = [f"--ignore={HERE / name}" for name in LEFT_OUT]
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(HERE.parent / "pytest.ini"), str(HERE), *ignored]
-    done = subprocess.run(
+    ignore_options = [f"--ignore={GAUDI_SUITE / name}" for name in IGNORED_FILES]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        str(GAUDI_SUITE.parent / "pytest.ini"),
+        str(GAUDI_SUITE),
+        *ignore_options,
+    ]
+    completed = subprocess.run(
         command,
         env={**os.environ, "GDRKIT_TWINS_GAUDI": generation},
         capture_output=True,
@@ -38,7 +51,7 @@ def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
         check=False,
         timeout=570,
     )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    summary = re.search(r"(\d+) passed", done.stdout)
+    assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-2000:]
+    summary = re.search(r"(\d+) passed", completed.stdout)
     assert summary is not None
     assert int(summary[1]) >= passed_min

@@ -1,4 +1,4 @@
-"""Facts about Gaudis, the substrate, needs and profiles, before any case runs."""
+"""The facts, the substrate, the needs and the profile of a machine with Gaudis, before any case runs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from gdrkit.report.substrate import substrates_of_facts
 if TYPE_CHECKING:
     from pathlib import Path
 
-PCI = "sys/bus/pci/devices/0000:33:00.0"
-ANSWER = "from gdrkit import gaudi; print(gaudi.device_count())"
+PCI_DEVICE_FOLDER = "sys/bus/pci/devices/0000:33:00.0"
+COUNT_PROGRAM = "from gdrkit import gaudi; print(gaudi.device_count())"
 
 
-def machine(root: Path, driver: str | None) -> HostTree:
-    """Return the files of a host with one Gaudi 2 on its PCI bus."""
-    folder = root / PCI
+def host_with_gaudi2(root: Path, driver: str | None) -> HostTree:
+    """Create and return the sysfs files of a host with one Gaudi 2, bound to `driver` or to no driver."""
+    folder = root / PCI_DEVICE_FOLDER
     folder.mkdir(parents=True)
-    for name, text in (("vendor", "0x1da3"), ("device", "0x1020"), ("class", "0x120000")):
-        (folder / name).write_text(f"{text}\n")
+    for name, value in (("vendor", "0x1da3"), ("device", "0x1020"), ("class", "0x120000")):
+        (folder / name).write_text(f"{value}\n")
     if driver is not None:
         (root / "drivers" / driver).mkdir(parents=True)
         (folder / "driver").symlink_to(root / "drivers" / driver)
@@ -52,22 +52,22 @@ def test_facts_name_the_twin(facts: Facts) -> None:
 @needs(software("hlthunk"))
 def test_child_program_loads_the_twin() -> None:
     command = [sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "hlthunk", "--"]
-    ended = subprocess.run(
-        [*command, sys.executable, "-c", ANSWER], capture_output=True, text=True, check=True, timeout=60
+    completed = subprocess.run(
+        [*command, sys.executable, "-c", COUNT_PROGRAM], capture_output=True, text=True, check=True, timeout=60
     )
-    assert ended.stdout == "2\n"
+    assert completed.stdout == "2\n"
 
 
 def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
     file_facts = probe(HostTree(tmp_path), environment={"LD_LIBRARY_PATH": ""}, query_apis=False)
     assert (file_facts.gaudi, file_facts.gaudi_failure, file_facts.accelerators) == (None, None, ())
-    assert gaudi.device().check(file_facts) == "hlthunk was not asked"
-    assert gaudi.mapped_memory.check(file_facts) == gaudi.physical_memory.check(file_facts) == "hlthunk was not asked"
+    assert gaudi.device().check(file_facts) == "hlthunk was not queried"
+    assert gaudi.mapped_memory.check(file_facts) == gaudi.physical_memory.check(file_facts) == "hlthunk was not queried"
 
 
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    file_facts = probe(machine(tmp_path, None), environment=environment)
+    file_facts = probe(host_with_gaudi2(tmp_path, None), environment=environment)
     assert len(file_facts.accelerators) == 1
     assert file_facts.gaudi_failure is not None
     assert file_facts.gaudi_failure.reason is Reason.LIBRARY_MISSING
@@ -78,22 +78,24 @@ def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None
 @pytest.mark.parametrize("driver", ["habanalabs", None])
 @needs(gaudi.device())
 def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
-    """Report unknown: the files may be mounted, and there is no other source to compare them with."""
-    file_facts = probe(machine(tmp_path, driver), query_apis=False)
+    """Report the substrate as unknown. The sysfs files may be a copy, and no other source confirms the device."""
+    file_facts = probe(host_with_gaudi2(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
-    real = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
-    disagreeing = dataclasses.replace(file_facts, gaudi=dataclasses.replace(facts.gaudi, libraries=(real,)))
-    assert substrates_of_facts(disagreeing)["hlthunk"] is Substrate.UNKNOWN
+    real_library = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
+    facts_with_library = dataclasses.replace(
+        file_facts, gaudi=dataclasses.replace(facts.gaudi, libraries=(real_library,))
+    )
+    assert substrates_of_facts(facts_with_library)["hlthunk"] is Substrate.UNKNOWN
 
 
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
 @needs(gaudi.device())
 def test_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
-    file_facts = probe(machine(tmp_path, "habanalabs"), query_apis=False)
+    file_facts = probe(host_with_gaudi2(tmp_path, "habanalabs"), query_apis=False)
     assert facts.gaudi is not None
     devices = tuple(dataclasses.replace(device, generation=generation) for device in facts.gaudi.devices)
-    with_devices = dataclasses.replace(file_facts, gaudi=dataclasses.replace(facts.gaudi, devices=devices))
-    assert choose_profile(load_profiles(), with_devices, {"hlthunk": "hardware"}).name == generation
+    facts_with_devices = dataclasses.replace(file_facts, gaudi=dataclasses.replace(facts.gaudi, devices=devices))
+    assert choose_profile(load_profiles(), facts_with_devices, {"hlthunk": "hardware"}).name == generation
     assert choose_profile(load_profiles(), file_facts, {"hlthunk": "hardware"}).name == "any"
 
 

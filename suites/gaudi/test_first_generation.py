@@ -1,4 +1,4 @@
-"""The first Gaudi: allocations have no handles and no mappings, and memory is exported by its physical address."""
+"""Gaudi 1: its allocations have no handles and no mappings, and its memory is exported by the physical address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gaudi.twin_calls import calls_of
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.gaudi import list_devices
-from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs, software
 from gdrkit.units import GIB, KIB
 
@@ -21,48 +21,50 @@ if TYPE_CHECKING:
 
     from gdrkit.gaudi import Device
 
-pytestmark = needs(a_gaudi.device(), a_gaudi.physical_memory)
+pytestmark = needs(gaudi_needs.device(), gaudi_needs.physical_memory)
 
-PAGE = 4 * KIB
-
-
-def test_gaudi1_allocation_has_no_handle(raw: RawDevice) -> None:
-    assert raw.allocate(64 * KIB) == 0
-    assert errno_of(raw.map(0)) == errno.EINVAL
-    assert raw.free(0) == 0
+PAGE_BYTES = 4 * KIB
 
 
-def test_export_takes_the_physical_address(raw: RawDevice, gaudi_base: int) -> None:
-    fd = raw.export_physical(gaudi_base, 64 * KIB)
+def test_gaudi1_allocation_has_no_handle(raw_device: RawDevice) -> None:
+    assert raw_device.allocate(64 * KIB) == 0
+    assert errno_of(raw_device.map(0)) == errno.EINVAL
+    assert raw_device.free(0) == 0
+
+
+def test_export_takes_the_physical_address(raw_device: RawDevice, gaudi_base: int) -> None:
+    fd = raw_device.export_physical(gaudi_base, 64 * KIB)
     assert fd >= 0
     assert os.lseek(fd, 0, os.SEEK_END) == 64 * KIB
     os.close(fd)
 
 
 @pytest.mark.parametrize(
-    ("away_bytes", "size"),
-    [(-PAGE, PAGE), (1, PAGE), (0, 0), (0, PAGE + 1), (32 * GIB, PAGE), (0, 64 * GIB)],
-    ids=["below", "odd address", "nothing", "odd size", "behind", "too long"],
+    ("displacement_bytes", "size"),
+    [(-PAGE_BYTES, PAGE_BYTES), (1, PAGE_BYTES), (0, 0), (0, PAGE_BYTES + 1), (32 * GIB, PAGE_BYTES), (0, 64 * GIB)],
+    ids=["below", "odd address", "nothing", "odd size", "above", "too long"],
 )
-def test_export_needs_whole_pages_of_user_memory(raw: RawDevice, gaudi_base: int, away_bytes: int, size: int) -> None:
-    assert errno_of(raw.export_physical(gaudi_base + away_bytes, size)) == errno.EINVAL
+def test_export_needs_whole_pages_of_user_memory(
+    raw_device: RawDevice, gaudi_base: int, displacement_bytes: int, size: int
+) -> None:
+    assert errno_of(raw_device.export_physical(gaudi_base + displacement_bytes, size)) == errno.EINVAL
 
 
-def test_export_with_offset_is_refused_on_gaudi1(raw: RawDevice, gaudi_base: int) -> None:
-    assert errno_of(raw.export(gaudi_base, PAGE, offset=PAGE)) == errno.EINVAL
-    fd = raw.export(gaudi_base, PAGE)
+def test_export_with_offset_is_refused_on_gaudi1(raw_device: RawDevice, gaudi_base: int) -> None:
+    assert errno_of(raw_device.export(gaudi_base, PAGE_BYTES, offset=PAGE_BYTES)) == errno.EINVAL
+    fd = raw_device.export(gaudi_base, PAGE_BYTES)
     assert fd >= 0
     os.close(fd)
 
 
 def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
-    with gaudi.allocate(5000) as one, gaudi.allocate(100) as other:
-        assert one.address + 8192 == other.address
-        one.write(b"one" * 1000)
-        other.write(b"other" * 20)
-        assert one.read(length_bytes=3000) == b"one" * 1000
-    with gaudi.allocate(5000) as again:
-        assert again.address == one.address
+    with gaudi.allocate(5000) as first_memory, gaudi.allocate(100) as second_memory:
+        assert first_memory.address + 8192 == second_memory.address
+        first_memory.write(b"one" * 1000)
+        second_memory.write(b"other" * 20)
+        assert first_memory.read(length_bytes=3000) == b"one" * 1000
+    with gaudi.allocate(5000) as reallocated_memory:
+        assert reallocated_memory.address == first_memory.address
     with pytest.raises(ApiError) as caught:
         gaudi.allocate(64 * GIB)
     assert (caught.value.errno, caught.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
@@ -79,6 +81,7 @@ def test_gaudi1_memory_is_exported_by_physical_address(gaudi: Device) -> None:
 
 @pytest.fixture
 def gaudi_base() -> int:
-    """Return the first physical address of user memory."""
-    first = list_devices()[0]
-    return 0x20000000 + 32 * GIB - first.memory_bytes
+    """Return the lowest physical address of the memory that programs may use."""
+    # A Gaudi 1 has 32 GiB of memory, which begin at this physical address. Programs may use the upper part.
+    memory_base = 0x20000000
+    return memory_base + 32 * GIB - list_devices()[0].memory_bytes

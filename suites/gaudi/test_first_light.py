@@ -1,15 +1,15 @@
-"""Another process writes to memory of a Gaudi and reads from it by RDMA. The device's DMA checks every byte."""
+"""A peer process writes to Gaudi memory and reads from it by RDMA. Copies of the device verify every byte."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import SIZES as ALL_SIZES
-from support.reach import joined
+from support.memory_kinds import LENGTHS_AND_OFFSETS as ALL_LENGTHS_AND_OFFSETS
+from support.memory_kinds import peer_queue_pair
 
 from gdrkit import pattern
-from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.registration import RegistrationRoute, register
 from gdrkit.verbs import Status
@@ -19,38 +19,39 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-pytestmark = needs(a_gaudi.device(), verbs.nic(), verbs.dmabuf_region)
+pytestmark = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_region)
 
-# The device copies through a staging buffer of 1 MiB, so the largest size would only take longer.
-SIZES = ALL_SIZES[:-1]
+# Without the largest size: gdrkit copies through a staging buffer of 1 MiB, so that size would only take longer.
+LENGTHS_AND_OFFSETS = ALL_LENGTHS_AND_OFFSETS[:-1]
+# Size of the memory after the written range, which must stay unchanged.
 MARGIN_BYTES = 4096
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize(("length_bytes", "offset_bytes"), SIZES)
+@pytest.mark.parametrize(("length_bytes", "offset_bytes"), LENGTHS_AND_OFFSETS)
 def test_remote_write_arrives_in_memory(
     gaudi: Device, nic: Nic, peer: Peer, seed: int, length_bytes: int, offset_bytes: int
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes + MARGIN_BYTES) as memory:
         memory.write(b"\xa5" * memory.length_bytes)
-        with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as theirs:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
             theirs.write(remote, seed=seed).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
-    # The byte before the range and the bytes after it are unchanged.
+    # The bytes before and after the range are unchanged.
     assert data[:offset_bytes] == b"\xa5" * offset_bytes
     assert data[offset_bytes + length_bytes :] == b"\xa5" * MARGIN_BYTES
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize(("length_bytes", "offset_bytes"), SIZES)
+@pytest.mark.parametrize(("length_bytes", "offset_bytes"), LENGTHS_AND_OFFSETS)
 def test_remote_read_returns_memory(
     gaudi: Device, nic: Nic, peer: Peer, seed: int, length_bytes: int, offset_bytes: int
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes) as memory:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
-        with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as theirs:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
             theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
 
@@ -63,7 +64,7 @@ def test_region_has_the_device_address(gaudi: Device, nic: Nic) -> None:
 
 def test_every_nic_accesses_gaudi_memory(gaudi: Device, nics: tuple[Nic, ...], peer: Peer, seed: int) -> None:
     with gaudi.allocate(64 << 10) as memory, register(memory, nics) as registration:
-        for number, nic in enumerate(nics):
-            with joined(nic, peer) as theirs:
-                theirs.write(registration.remote(nic), seed=seed + number).expect(Status.SUCCESS)
-            pattern.check(memory.read(), seed=seed + number)
+        for nic_index, nic in enumerate(nics):
+            with peer_queue_pair(nic, peer) as theirs:
+                theirs.write(registration.remote(nic), seed=seed + nic_index).expect(Status.SUCCESS)
+            pattern.check(memory.read(), seed=seed + nic_index)

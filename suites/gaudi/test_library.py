@@ -1,4 +1,7 @@
-"""Selection of the hl-thunk library: none, another file name, or an old one with another allocation signature."""
+"""Which hl-thunk library gdrkit loads, and what it does with a missing, a damaged or an old library.
+
+An old library has another signature of the allocation function.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from gdrkit.harness.needs import host, needs
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The program prints the fields of its error.
+# A program that evaluates an expression, and prints the value or the fields of the error as JSON.
 PROGRAM = """
 import json
 from gdrkit import gaudi
@@ -28,11 +31,12 @@ except ApiError as error:
     print(json.dumps({{"kind": type(error).__name__, "operation": error.operation, "errno": error.errno,
         "reason": error.reason.value, "to_do": error.what_to_do, "detail": error.detail}}))
 """
-ALLOCATE = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
+ALLOCATE_EXPRESSION = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
 
-# A minimal hl-thunk: one device, and an allocation that reports the signature of its call. The old signature has no
-# page size, and the library then lacks the function that was added with it.
-SOURCE = """
+# The source of a minimal hl-thunk with one device. With -DOLD, the library has the allocation function of 2021,
+# without a page size, and a call of that function crashes. The library never exports the function by which gdrkit
+# detects the newer signature.
+LIBRARY_SOURCE = """
 #include <stdint.h>
 #include <stdbool.h>
 #include <string.h>
@@ -58,22 +62,22 @@ uint64_t hlthunk_device_memory_alloc(int fd, uint64_t size, bool contiguous, boo
 """
 
 
-def ask(expression: str, folder: Path) -> dict[str, object]:
+def run_program(expression: str, folder: Path) -> dict[str, object]:
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
     command = [sys.executable, "-c", PROGRAM.format(expression=expression)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    answer: dict[str, object] = json.loads(done.stdout)
-    return answer
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    result: dict[str, object] = json.loads(completed.stdout)
+    return result
 
 
-def build(folder: Path, name: str, *options: str) -> None:
-    (folder / "thunk.c").write_text(SOURCE)
-    command = ["cc", "-shared", "-fPIC", "-o", str(folder / name), *options, str(folder / "thunk.c")]
+def build_library(folder: Path, name: str, *compiler_options: str) -> None:
+    (folder / "thunk.c").write_text(LIBRARY_SOURCE)
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / name), *compiler_options, str(folder / "thunk.c")]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def test_missing_library_is_one_error_with_advice(tmp_path: Path) -> None:
-    error = ask("gaudi.device_count()", tmp_path)
+    error = run_program("gaudi.device_count()", tmp_path)
     assert (error["kind"], error["errno"]) == ("SetupMissing", errno.ENOENT)
     assert error["reason"] == Reason.LIBRARY_MISSING.value
     assert "habanalabs" in str(error["to_do"])
@@ -82,7 +86,7 @@ def test_missing_library_is_one_error_with_advice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
 def test_damaged_library_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x7fELF\x02\x01\x01" + b"\0" * 30)
-    error = ask("gaudi.device_count()", tmp_path)
+    error = run_program("gaudi.device_count()", tmp_path)
     assert (error["kind"], error["reason"]) == ("SetupMissing", Reason.LIBRARY_DAMAGED.value)
     assert name in str(error["operation"])
 
@@ -90,15 +94,15 @@ def test_damaged_library_is_named(tmp_path: Path, name: str) -> None:
 @needs(host.compiler)
 @pytest.mark.parametrize("name", ["libhl-thunk.so", "libhlthunk.so"])
 def test_both_library_names_are_found(tmp_path: Path, name: str) -> None:
-    build(tmp_path, name)
-    assert ask("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
+    build_library(tmp_path, name)
+    assert run_program("gaudi.list_devices()[0].module_id", tmp_path) == {"answer": 5}
 
 
 @needs(host.compiler)
-@pytest.mark.parametrize("options", [["-DOLD"], []], ids=["the form of 2021", "no allocation at all"])
-def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, options: list[str]) -> None:
-    build(tmp_path, "libhl-thunk.so", *options)
-    error = ask(ALLOCATE, tmp_path)
+@pytest.mark.parametrize("compiler_options", [["-DOLD"], []], ids=["the form of 2021", "no allocation at all"])
+def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, compiler_options: list[str]) -> None:
+    build_library(tmp_path, "libhl-thunk.so", *compiler_options)
+    error = run_program(ALLOCATE_EXPRESSION, tmp_path)
     assert (error["kind"], error["operation"]) == ("SetupMissing", "hlthunk_device_memory_alloc")
     assert (error["errno"], error["reason"]) == (errno.ELIBBAD, Reason.LIBRARY_WRONG_ABI.value)
     assert "2022-06" in str(error["to_do"])
@@ -106,5 +110,5 @@ def test_allocation_of_unknown_signature_is_never_called(tmp_path: Path, options
 
 @needs(host.compiler)
 def test_library_without_count_is_probed_by_device_number(tmp_path: Path) -> None:
-    build(tmp_path, "libhl-thunk.so", "-Dhlthunk_get_device_count=hlthunk_something_else")
-    assert ask("gaudi.device_count()", tmp_path) == {"answer": 1}
+    build_library(tmp_path, "libhl-thunk.so", "-Dhlthunk_get_device_count=hlthunk_something_else")
+    assert run_program("gaudi.device_count()", tmp_path) == {"answer": 1}

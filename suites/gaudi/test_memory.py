@@ -1,4 +1,4 @@
-"""Gaudi memory in all users of device memory: cache, pools, queries and descriptors in other processes."""
+"""Gaudi memory with all parts of gdrkit that use device memory: copies, pools, cache, queries and peer processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import faults
-from support.reach import joined
+from support.memory_kinds import peer_queue_pair
 
 from gdrkit import pattern
 from gdrkit.buffers import DeviceBuffer, MemoryKind
@@ -23,7 +23,7 @@ from gdrkit.errors import (
     UsageError,
 )
 from gdrkit.gaudi import Device, HostMapping, MemoryPool, device_count, list_devices
-from gdrkit.harness.needs import gaudi as a_gaudi
+from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.registration import BufferPool, RegionCache, RegistrationRoute, ShareKind, export_memory, register
 from gdrkit.units import KIB, MIB
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-A_GAUDI = needs(a_gaudi.device())
-WITH_NIC = needs(a_gaudi.device(), verbs.nic(), verbs.dmabuf_region)
+NEEDS_GAUDI = needs(gaudi_needs.device())
+NEEDS_GAUDI_AND_NIC = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_region)
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_device_opens_by_number_bus_id_and_module() -> None:
     for info in list_devices():
         selections: list[dict[str, Any]] = [
@@ -51,7 +51,7 @@ def test_device_opens_by_number_bus_id_and_module() -> None:
                 assert device.generation is info.generation
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_open_of_a_missing_device_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         Device(device_count())
@@ -59,14 +59,14 @@ def test_open_of_a_missing_device_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         Device(module_id=4711)
     assert caught.value.reason is Reason.NO_DEVICE
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as second_error:
         Device(pci_bus_id="ffff:ff:1f.7")
-    assert refused.value.errno == errno.EINVAL
+    assert second_error.value.errno == errno.EINVAL
     with pytest.raises(UsageError):
         Device(0, module_id=0)
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_memory_implements_device_buffer(gaudi: Device) -> None:
     with gaudi.allocate(5 * KIB) as memory, gaudi.pool(MIB) as pool, pool.allocate(100) as part:
         assert isinstance(memory, DeviceBuffer)
@@ -74,7 +74,7 @@ def test_memory_implements_device_buffer(gaudi: Device) -> None:
         assert memory.kind is part.kind is MemoryKind.GAUDI
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_copies_transfer_every_byte(gaudi: Device, seed: int) -> None:
     data = pattern.payload(2 * MIB + 4097, seed=seed)
     with gaudi.allocate(len(data) + 1) as memory:
@@ -85,19 +85,19 @@ def test_copies_transfer_every_byte(gaudi: Device, seed: int) -> None:
             memory.write(b"12", offset_bytes=len(data))
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_closed_memory_refuses_use_and_closes_twice(gaudi: Device) -> None:
     memory = gaudi.allocate(100)
     memory.close()
     memory.close()
-    for use in (memory.read, memory.export_dmabuf, memory.allocation_key):
+    for call in (memory.read, memory.export_dmabuf, memory.allocation_key):
         with pytest.raises(ClosedResource):
-            use()
+            call()
     with pytest.raises(UsageError):
         gaudi.allocate(0)
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_device_close_closes_its_objects() -> None:
     device = Device(0)
     memory, pool = device.allocate(100), device.pool(MIB)
@@ -109,12 +109,12 @@ def test_device_close_closes_its_objects() -> None:
     assert part.closed
     assert pool.closed
     assert mapping.closed
-    for use in (lambda: device.allocate(100), lambda: device.map_host(bytearray(1)), lambda: device.pool(1)):
+    for call in (lambda: device.allocate(100), lambda: device.map_host(bytearray(1)), lambda: device.pool(1)):
         with pytest.raises(ClosedResource):
-            use()
+            call()
 
 
-@needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
+@needs(gaudi_needs.device(), gaudi_needs.mapped_memory, software("hlthunk"))
 @pytest.mark.parametrize("function", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
 def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: str) -> None:
     memory = gaudi.allocate(100)
@@ -124,23 +124,23 @@ def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: st
     memory.close()
 
 
-@needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
+@needs(gaudi_needs.device(), gaudi_needs.mapped_memory, software("hlthunk"))
 @pytest.mark.parametrize(
-    ("function", "number", "reason"),
+    ("function", "status_name", "reason"),
     [
         ("hlthunk_device_memory_alloc", "ENOMEM", Reason.OUT_OF_MEMORY),
         ("hlthunk_device_memory_map", "ENOMEM", Reason.OUT_OF_MEMORY),
         ("hlthunk_device_memory_alloc", "EBUSY", Reason.BUSY),
     ],
 )
-def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, number: str, reason: Reason) -> None:
-    with faults(Api.HLTHUNK, f"{function} call=1 errno={number}"), pytest.raises(ApiError) as caught:
+def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, status_name: str, reason: Reason) -> None:
+    with faults(Api.HLTHUNK, f"{function} call=1 errno={status_name}"), pytest.raises(ApiError) as caught:
         gaudi.allocate(100)
     assert (caught.value.api, caught.value.operation, caught.value.reason) == (Api.HLTHUNK, function, reason)
-    assert caught.value.status_name == number
+    assert caught.value.status_name == status_name
 
 
-@needs(a_gaudi.device(), software("hlthunk"))
+@needs(gaudi_needs.device(), software("hlthunk"))
 def test_refused_copy_is_an_error(gaudi: Device) -> None:
     with gaudi.allocate(100) as memory:
         with faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as caught:
@@ -148,10 +148,10 @@ def test_refused_copy_is_an_error(gaudi: Device) -> None:
         assert (caught.value.operation, caught.value.errno) == ("hlthunk_wait_for_cs", errno.EIO)
 
 
-@needs(a_gaudi.device(), software("hlthunk"))
+@needs(gaudi_needs.device(), software("hlthunk"))
 def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
-    # A caller that times out has not ended the copy, and the device would continue on unmapped memory. Repeated, since
-    # the twin may be fast.
+    # A timeout in the caller does not stop the copy. If gdrkit unmapped the memory, the device would access unmapped
+    # memory. The case repeats this, because the twin may complete the copy before the close.
     for _ in range(50):
         with (
             gaudi.allocate(100) as memory,
@@ -164,48 +164,48 @@ def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
         assert memory.read(length_bytes=4) == b"more"
 
 
-@needs(a_gaudi.device(), a_gaudi.mapped_memory, software("hlthunk"))
+@needs(gaudi_needs.device(), gaudi_needs.mapped_memory, software("hlthunk"))
 def test_lost_device_can_be_closed_with_its_memory() -> None:
     with Device(0) as device:
         memory, pool, mapping = device.allocate(100), device.pool(MIB), device.map_host(bytearray(100))
         with pytest.raises(ApiError) as caught:
             device.copies.write(memory.address + (1 << 40), memoryview(b"nowhere"))
         assert caught.value.errno == errno.EIO
-        with pytest.raises(ApiError) as refused:
+        with pytest.raises(ApiError) as second_error:
             device.allocate(100)
-        assert refused.value.errno == errno.EBUSY
+        assert second_error.value.errno == errno.EBUSY
         mapping.close()
     assert memory.closed
     assert pool.closed
     Device(0).close()
 
 
-@WITH_NIC
+@NEEDS_GAUDI_AND_NIC
 def test_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None:
     with gaudi.pool(MIB) as pool, RegionCache([nic]) as cache:
         with (
-            pool.allocate(1000) as one,
-            pool.allocate(70_000) as other,
-            cache.lease(one) as first,
-            cache.lease(other, offset_bytes=5) as second,
+            pool.allocate(1000) as first_part,
+            pool.allocate(70_000) as second_part,
+            cache.lease(first_part) as first_lease,
+            cache.lease(second_part, offset_bytes=5) as second_lease,
         ):
-            assert first.remote(nic).rkey == second.remote(nic).rkey
-            assert second.remote(nic).address == other.address + 5
+            assert first_lease.remote(nic).rkey == second_lease.remote(nic).rkey
+            assert second_lease.remote(nic).address == second_part.address + 5
         assert cache.statistics().registrations == 1
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_reused_address_has_another_allocation_key(gaudi: Device) -> None:
-    with gaudi.allocate(64 * KIB) as old:
-        key, is_there = old.allocation_key(), old.presence(old.allocation_key())
-        assert is_there()
-    with gaudi.allocate(64 * KIB) as new:
-        assert new.address == old.address
-        assert new.allocation_key() != key
-        assert not is_there()
+    with gaudi.allocate(64 * KIB) as old_memory:
+        key, is_present = old_memory.allocation_key(), old_memory.presence(old_memory.allocation_key())
+        assert is_present()
+    with gaudi.allocate(64 * KIB) as new_memory:
+        assert new_memory.address == old_memory.address
+        assert new_memory.allocation_key() != key
+        assert not is_present()
 
 
-@WITH_NIC
+@NEEDS_GAUDI_AND_NIC
 def test_cache_misses_new_memory_at_a_reused_address(gaudi: Device, nic: Nic) -> None:
     with RegionCache([nic]) as cache:
         keys, addresses = [], []
@@ -219,31 +219,31 @@ def test_cache_misses_new_memory_at_a_reused_address(gaudi: Device, nic: Nic) ->
         assert cache.statistics().hits == 0
 
 
-@WITH_NIC
+@NEEDS_GAUDI_AND_NIC
 def test_buffer_pool_uses_gaudi_memory(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with BufferPool(gaudi, [nic], buffer_bytes=5000, count=3) as pool, pool.allocate() as buffer:
-        with joined(nic, peer) as theirs:
+        with peer_queue_pair(nic, peer) as theirs:
             theirs.write(buffer.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(buffer.read(), seed=seed)
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_pool_is_exported_as_one_dmabuf(gaudi: Device) -> None:
     with (
         gaudi.pool(MIB) as pool,
-        pool.allocate(5000) as one,
-        pool.allocate(5000) as other,
-        one.export_dmabuf() as first,
-        other.export_dmabuf(offset_bytes=7) as second,
+        pool.allocate(5000) as first_part,
+        pool.allocate(5000) as second_part,
+        first_part.export_dmabuf() as first_export,
+        second_part.export_dmabuf(offset_bytes=7) as second_export,
     ):
-        assert os.fstat(first.fd).st_ino == os.fstat(second.fd).st_ino
-        assert first.fd != second.fd
-        assert (first.offset_bytes, second.offset_bytes) == (0, 8192 + 7)
-        assert second.address - second.offset_bytes == pool.address
-        assert os.lseek(second.fd, 0, os.SEEK_END) == pool.length_bytes
+        assert os.fstat(first_export.fd).st_ino == os.fstat(second_export.fd).st_ino
+        assert first_export.fd != second_export.fd
+        assert (first_export.offset_bytes, second_export.offset_bytes) == (0, 8192 + 7)
+        assert second_export.address - second_export.offset_bytes == pool.address
+        assert os.lseek(second_export.fd, 0, os.SEEK_END) == pool.length_bytes
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_full_pool_reports_its_largest_free_part(gaudi: Device) -> None:
     with gaudi.pool(64 * KIB) as pool:
         parts = [pool.allocate(16 * KIB) for _ in range(4)]
@@ -252,24 +252,26 @@ def test_full_pool_reports_its_largest_free_part(gaudi: Device) -> None:
         assert (caught.value.errno, caught.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
         parts[1].close()
         parts[2].close()
-        with pool.allocate(32 * KIB) as joined_again:
-            assert joined_again.address == pool.address + 16 * KIB
+        with pool.allocate(32 * KIB) as joined_part:
+            assert joined_part.address == pool.address + 16 * KIB
 
 
-@WITH_NIC
+@NEEDS_GAUDI_AND_NIC
 def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    with gaudi.pool(MIB) as pool, pool.allocate(5000) as before, pool.allocate(9001) as memory:
-        before.write(b"\x5a" * 5000)
-        with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
+    with gaudi.pool(MIB) as pool, pool.allocate(5000) as previous_part, pool.allocate(9001) as memory:
+        previous_part.write(b"\x5a" * 5000)
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as theirs:
             theirs.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
-            # The region ends with the part, although the dma-buf is larger.
-            beyond = dataclasses.replace(registration.remote(nic), address=before.address, length_bytes=1)
-            assert theirs.write(beyond, seed=seed).status is Status.REM_ACCESS_ERR
+            # The region covers only the part, although the dma-buf covers the whole pool.
+            address_before_region = dataclasses.replace(
+                registration.remote(nic), address=previous_part.address, length_bytes=1
+            )
+            assert theirs.write(address_before_region, seed=seed).status is Status.REM_ACCESS_ERR
         pattern.check(memory.read(), seed=seed)
-        assert before.read() == b"\x5a" * 5000
+        assert previous_part.read() == b"\x5a" * 5000
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
     with gaudi.allocate(100_000) as memory, gaudi.pool(MIB) as pool, gaudi.map_host(bytearray(9000)) as mapping:
         with gaudi.query(memory.address + 4097, length_bytes=10) as queried:
@@ -290,15 +292,15 @@ def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
             assert caught.value.reason is Reason.NOT_DEVICE_MEMORY
 
 
-@WITH_NIC
+@NEEDS_GAUDI_AND_NIC
 def test_gaudi_memory_is_registered_only_by_dmabuf(gaudi: Device, nic: Nic) -> None:
-    assert RegistrationRoute.ways_of(MemoryKind.GAUDI) == (RegistrationRoute.DMABUF,)
+    assert RegistrationRoute.methods_for(MemoryKind.GAUDI) == (RegistrationRoute.DMABUF,)
     with gaudi.allocate(4096) as memory, pytest.raises(RegistrationFailed) as caught:
         register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
     assert [cause.reason for cause in caught.value.causes] == [Reason.PEER_MEMORY_UNSUPPORTED]
 
 
-@A_GAUDI
+@NEEDS_GAUDI
 @pytest.mark.parametrize("kind", list(ShareKind))
 def test_gaudi_memory_has_no_share_handle(gaudi: Device, kind: ShareKind) -> None:
     with gaudi.allocate(4096) as memory, pytest.raises(Unsupported) as caught:
@@ -306,7 +308,7 @@ def test_gaudi_memory_has_no_share_handle(gaudi: Device, kind: ShareKind) -> Non
     assert caught.value.errno == errno.ENOTSUP
 
 
-@WITH_NIC
+@NEEDS_GAUDI_AND_NIC
 def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         gaudi.allocate(256 * KIB) as memory,

@@ -1,4 +1,7 @@
-"""gdrkit calls hl-thunk and verbs like perftest: the same functions in the same order with the same arguments."""
+"""gdrkit calls hl-thunk and verbs like perftest: the same functions, in the same order, with the same arguments.
+
+The calls of perftest are in suites/vectors/gaudi_calls.txt. A name such as ``$handle`` in that file is a variable.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from gdrkit.registration import register
 if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
-VECTOR = Path(__file__).parents[1] / "vectors" / "gaudi_calls.txt"
+REFERENCE_FILE = Path(__file__).parents[1] / "vectors" / "gaudi_calls.txt"
 
 
-def reference() -> list[Call]:
-    return [parse(line) for line in VECTOR.read_text().splitlines() if line and not line.startswith("#")]
+def reference_calls() -> list[Call]:
+    return [parse(line) for line in REFERENCE_FILE.read_text().splitlines() if line and not line.startswith("#")]
 
 
 @needs(gaudi.device(), gaudi.mapped_memory, verbs.nic(), verbs.dmabuf_region, software("hlthunk"), software("verbs"))
 def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
-    vector = reference()
-    names = {call.name for call in vector}
-    assert nic.supports_dmabuf()  # The probe runs before, because it is an additional call.
+    expected_calls = reference_calls()
+    names = {call.name for call in expected_calls}
+    assert nic.supports_dmabuf()  # This probe makes calls of its own, so it must run first.
     with (
         Device(pci_bus_id=list_devices()[0].pci_bus_id) as device,
         device.allocate(1048000) as memory,
@@ -34,23 +37,23 @@ def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
     ):
         pass
     calls = calls_of(*names)
-    begin = max(at for at, call in enumerate(calls) if call.name == vector[0].name)
-    assert difference(vector, calls[begin:]) is None
+    first_index = max(index for index, call in enumerate(calls) if call.name == expected_calls[0].name)
+    assert difference(expected_calls, calls[first_index:]) is None
 
 
 def test_missing_swapped_or_changed_call_is_detected() -> None:
-    vector = reference()
-    named = [
+    expected_calls = reference_calls()
+    calls_with_names = [
         dataclasses.replace(
             call,
             arguments={name: value.replace("$", "") for name, value in call.arguments.items()},
             result=call.result and call.result.replace("$", ""),
         )
-        for call in vector
+        for call in expected_calls
     ]
-    assert difference(vector, named) is None
-    assert difference(vector, named[:-1]) is not None
-    assert difference(vector, [*named[1::-1], *named[2:]]) is not None
-    # This is the documented call, with the handle in the place of the address.
-    wrong = dataclasses.replace(named[3], arguments={**named[3].arguments, "addr": "handle"})
-    assert difference(vector, [*named[:3], wrong, *named[4:]]) is not None
+    assert difference(expected_calls, calls_with_names) is None
+    assert difference(expected_calls, calls_with_names[:-1]) is not None
+    assert difference(expected_calls, [*calls_with_names[1::-1], *calls_with_names[2:]]) is not None
+    # A document describes this wrong call, with the handle as the address.
+    wrong_call = dataclasses.replace(calls_with_names[3], arguments={**calls_with_names[3].arguments, "addr": "handle"})
+    assert difference(expected_calls, [*calls_with_names[:3], wrong_call, *calls_with_names[4:]]) is not None

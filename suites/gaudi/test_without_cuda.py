@@ -1,4 +1,4 @@
-"""Export, registration, RDMA WRITE and READ, without any CUDA library in either process."""
+"""Export, registration, RDMA WRITE and RDMA READ of Gaudi memory, without any CUDA library in either process."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ GENERATIONS = [
 ]
 
 
-def exchanged(**environment: str) -> dict[str, Any]:
+def run_pair(**environment: str) -> dict[str, Any]:
     command = module_command("gaudi.pair_without_cuda")
     environ = suites_environ() | environment
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    completed = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    report: dict[str, Any] = json.loads(completed.stdout)
+    return report
 
 
-def assert_no_cuda(answer: dict[str, Any]) -> None:
-    owner, peer = answer["libraries"]
+def assert_no_cuda(report: dict[str, Any]) -> None:
+    owner, peer = report["libraries"]
     assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in owner)
     # The peer has neither the device nor its library, only an address and a key.
     assert not any(name.startswith("libhl") for name in peer)
     assert not [name for name in (*owner, *peer) if name.startswith(("libcuda", "libnvidia"))]
-    assert "libcuda" not in str(answer["mapped"])
-    assert "cuda" not in {name for modules in answer["modules"] for name in modules}
+    assert "libcuda" not in str(report["mapped"])
+    assert "cuda" not in {name for modules in report["modules"] for name in modules}
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_two_processes_exchange_bytes_on_every_generation(generation: str) -> None:
-    answer = exchanged(GDRKIT_TWINS_GAUDI=generation)
-    assert answer["generation"] == generation
-    assert_no_cuda(answer)
+    report = run_pair(GDRKIT_TWINS_GAUDI=generation)
+    assert report["generation"] == generation
+    assert_no_cuda(report)
 
 
 @needs(gaudi.device(), verbs.nic(), verbs.dmabuf_region)
 def test_two_processes_exchange_bytes_on_a_present_gaudi() -> None:
-    assert_no_cuda(exchanged())
+    assert_no_cuda(run_pair())

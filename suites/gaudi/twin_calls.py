@@ -1,4 +1,4 @@
-"""Calls of the twins of verbs and hl-thunk in this process, and their comparison with an expected sequence."""
+"""The calls of this process to the verbs twin and the hl-thunk twin, and their comparison with expected calls."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Call:
 def parse(line: str) -> Call:
     """Parse a call such as ``hlthunk_memory_unmap fd=5 device_virt_addr=0x1000 -> 0``."""
     text, _, result = line.partition(" -> ")
-    name, *words = text.split()
-    return Call(name, dict(word.split("=", 1) for word in words), result.strip() or None)
+    name, *argument_texts = text.split()
+    return Call(name, dict(argument_text.split("=", 1) for argument_text in argument_texts), result.strip() or None)
 
 
 def calls_of(*names: str) -> list[Call]:
-    """Return the calls of these functions of both twins so far, in the order of their times."""
+    """Return the calls of these functions so far, to both twins, in the order of time."""
     lines: list[tuple[int, str]] = []
     for api in ("verbs", "hlthunk"):
-        state = launch.twin_control().ledger(api) or {}
-        for line in cast("list[str]", state.get("trace", [])):
+        ledger = launch.twin_control().ledger(api) or {}
+        for line in cast("list[str]", ledger.get("trace", [])):
             time_ns, _, text = line.partition(" ")
             lines.append((int(time_ns), text))
     calls = (parse(text) for _time_ns, text in sorted(lines))

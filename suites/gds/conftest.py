@@ -1,4 +1,4 @@
-"""The fixtures of the cases about files and memory."""
+"""Fixtures of the cases about transfers between files and memory (gdrkit.gds)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-__all__ = ["engines_end", "kind", "owner"]
+__all__ = ["close_engines", "memory_kind", "owner_device"]
 
 
 @pytest.fixture(autouse=True)
-def engines_end() -> Iterator[None]:
-    """Close the engines after each case, so that the harness sees whether they leave handles open."""
+def close_engines() -> Iterator[None]:
+    """Close the copy engines after each case, so that the harness can detect handles that they left open."""
     yield
     gds.close_engines()
     gds.close_driver()
@@ -29,13 +29,13 @@ def engines_end() -> Iterator[None]:
 
 
 @pytest.fixture
-def kind(request: pytest.FixtureRequest) -> str:
-    """Return the kind of memory of the case; see ``support.gds.KINDS``."""
+def memory_kind(request: pytest.FixtureRequest) -> str:
+    """Return the kind of memory of the case; see ``support.gds.MEMORY_KINDS``."""
     return str(request.param)
 
 
 @pytest.fixture
-def owner(request: pytest.FixtureRequest, kind: str) -> Device | None:
-    """Return the device that has the memory; None for host memory."""
-    device: Device | None = None if kind == "host" else request.getfixturevalue("device")
+def owner_device(request: pytest.FixtureRequest, memory_kind: str) -> Device | None:
+    """Return the device that allocates the memory of the case; None for host memory."""
+    device: Device | None = None if memory_kind == "host" else request.getfixturevalue("device")
     return device

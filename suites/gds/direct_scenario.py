@@ -1,4 +1,7 @@
-"""Scenario of direct transfers of `gdrkit.gds` in its own process; see :mod:`support.cufile_child` for its protocol."""
+"""A program that makes direct transfers with `gdrkit.gds`, for test_direct.py.
+
+It runs in a separate process. :mod:`support.cufile_child` describes the JSON objects that it reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, evidence, gds, pattern, serialization
 from gdrkit.errors import ApiError, GdrkitError
-from gdrkit.inventory.facts import notable
+from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -19,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_LENGTH = 1 * MIB
+_LENGTH_BYTES = 1 * MIB
 
 
 def _result_json(result: gds.Transferred) -> dict[str, Any]:
     return {"bytes": result.bytes, "route": result.route.value, "why": result.why_not_direct}
 
 
-def _tried(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
+def _result_or_error(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
     """Return the result of a call, or its error."""
     try:
         return _result_json(call())
@@ -39,41 +42,43 @@ def _tried(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
         return fields
 
 
-def there_and_back(asked: dict[str, Any]) -> dict[str, Any]:
-    """Reads and writes of every kind that a file has; whether each byte is right, and which way it went."""
-    path, seed = Path(asked["path"]), int(asked["seed"])
-    data, other = (pattern.payload(_LENGTH, seed=each) for each in (seed, seed + 1))
-    found: dict[str, Any] = {}
-    with cuda.Device(0) as device, device.allocate(_LENGTH) as memory:
-        with gds.File(path, "r+", direct=asked.get("direct", "preferred")) as file:
-            found["read"] = _tried(lambda: file.read_into(memory))
-            found["read_right"] = memory.read() == data
+def reads_and_writes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read and write with every method of `gds.File`. Return the routes, and whether the bytes are as expected."""
+    path, seed = Path(arguments["path"]), int(arguments["seed"])
+    data, new_data = (pattern.payload(_LENGTH_BYTES, seed=data_seed) for data_seed in (seed, seed + 1))
+    result: dict[str, Any] = {}
+    with cuda.Device(0) as device, device.allocate(_LENGTH_BYTES) as memory:
+        with gds.File(path, "r+", direct=arguments.get("direct", "preferred")) as file:
+            result["read"] = _result_or_error(lambda: file.read_into(memory))
+            result["read_is_expected"] = memory.read() == data
             memory.fill(0)
-            ranges = [(_LENGTH // 2, _LENGTH // 2), (0, _LENGTH // 2)]
-            found["readv"] = _tried(lambda: file.readv(memory, ranges))
-            found["readv_right"] = memory.read() == data[_LENGTH // 2 :] + data[: _LENGTH // 2]
-            found["odd"] = _tried(lambda: file.read_into(memory, file_offset_bytes=3, length_bytes=5 * KIB))
-            found["odd_right"] = memory.read(length_bytes=5 * KIB) == data[3 : 3 + 5 * KIB]
-            memory.write(other)
-            found["write"] = _tried(lambda: file.write_from(memory))
-            found["future"] = _tried(lambda: file.start_read_into(memory).result())
-        found["written"] = path.read_bytes() == other
-    return found
+            ranges = [(_LENGTH_BYTES // 2, _LENGTH_BYTES // 2), (0, _LENGTH_BYTES // 2)]
+            result["readv"] = _result_or_error(lambda: file.readv(memory, ranges))
+            result["readv_is_expected"] = memory.read() == data[_LENGTH_BYTES // 2 :] + data[: _LENGTH_BYTES // 2]
+            result["odd"] = _result_or_error(lambda: file.read_into(memory, file_offset_bytes=3, length_bytes=5 * KIB))
+            result["odd_is_expected"] = memory.read(length_bytes=5 * KIB) == data[3 : 3 + 5 * KIB]
+            memory.write(new_data)
+            result["write"] = _result_or_error(lambda: file.write_from(memory))
+            result["future"] = _result_or_error(lambda: file.start_read_into(memory).result())
+        result["written"] = path.read_bytes() == new_data
+    return result
 
 
 def main() -> None:
-    """Run it, and write the answer."""
-    asked = json.loads(sys.stdin.read())
-    with warnings.catch_warnings(record=True) as said:
+    """Run the scenario with the arguments from standard input, and write its result."""
+    arguments = json.loads(sys.stdin.read())
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        answer = there_and_back(asked)
-    answer["warnings"] = [str(each.message) for each in said if issubclass(each.category, gds.FallbackWarning)]
+        result = reads_and_writes(arguments)
+    result["warnings"] = [
+        str(warning.message) for warning in caught if issubclass(warning.category, gds.FallbackWarning)
+    ]
     gds.close_engines()
     gds.close_driver()
-    answer["opened"] = " ".join(each.path for each in evidence.libraries())
-    answer["libraries"] = serialization.to_json_data(notable(evidence.libraries()))
-    with os.fdopen(asked["answer_fd"], "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+    result["opened"] = " ".join(library.path for library in evidence.libraries())
+    result["libraries"] = serialization.to_json_data(identifying_libraries(evidence.libraries()))
+    with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
+        json.dump(result, file)
 
 
 if __name__ == "__main__":

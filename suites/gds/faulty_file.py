@@ -1,16 +1,17 @@
 # ruff: noqa: ARG002 - libfuse passes more arguments than this file system uses.
-"""A FUSE file system in its own process, whose one file fails, ends early or blocks at chosen offsets.
+"""A FUSE file system with one file. Its reads and writes fail, end early or block at offsets that a case selects.
 
-``python -m gds.faulty_file MOUNT LENGTH SEED`` mounts it. The file `data` has LENGTH bytes of the pattern. The process
-reads one command per line from standard input and prints ``ok`` for each:
+``python -m gds.faulty_file MOUNT LENGTH SEED`` runs the file system in a process of its own. The file `data` has LENGTH
+bytes of the pattern. The process reads one command per line from standard input and prints ``ok`` for each:
 
 - ``eio OFFSET``: reads and writes of the byte at OFFSET fail with EIO.
 - ``end OFFSET``: the file ends at OFFSET, although its size in stat(2) stays the same.
-- ``gate OFFSET END``: reads of bytes from OFFSET to END block until ``open``. The process prints ``waiting`` for the
-  first of them.
+- ``gate OFFSET END``: reads of bytes from OFFSET to END block until the command ``open``. When the first read blocks,
+  the process prints ``waiting``.
 - ``open``: blocked reads continue.
 
-It unmounts and ends at the end of standard input.
+At the end of standard input, the process unmounts the file system and exits. A case uses :class:`FaultyFile`, which
+starts the process.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["FaultyFile"]
 
 _TIMEOUT_S = 90.0
-_NAME = "/data"
+_DATA_PATH = "/data"
 
 
 class FaultyFile(LineChild):
-    """The file system, mounted on the empty folder `mount`, seen from the case."""
+    """The process of the file system, which is mounted on the empty folder `mount`."""
 
     def __init__(self, mount: Path, *, length_bytes: int, seed: int) -> None:
         super().__init__("gds.faulty_file", mount, length_bytes, seed)
@@ -57,33 +58,33 @@ class FaultyFile(LineChild):
 
 
 class _Operations:
-    """The requests of libfuse. Methods without a docstring implement the request of their name."""
+    """The FUSE operations. Each method without a docstring implements the operation of its name."""
 
     use_ns = True
 
     def __init__(self, data: bytes) -> None:
         self._data = bytearray(data)
-        self._size = len(data)
-        self._end = len(data)
+        self._size_bytes = len(data)
+        self._end_offset = len(data)
         self._failing_offset = len(data) + 1
-        self._gate = (0, 0)
-        self._is_open = threading.Event()
+        self._gated_range = (0, 0)
+        self._is_gate_open = threading.Event()
         self._has_reported_waiting = threading.Lock()
 
     def execute(self, line: str) -> None:
-        """Execute a command of standard input."""
-        command, *numbers = line.split()
+        """Execute one command from standard input."""
+        command, *offsets = line.split()
         if command == "open":
-            self._is_open.set()
+            self._is_gate_open.set()
         elif command == "eio":
-            self._failing_offset = int(numbers[0])
+            self._failing_offset = int(offsets[0])
         elif command == "end":
-            self._end = int(numbers[0])
+            self._end_offset = int(offsets[0])
         elif command == "gate":
-            self._is_open.clear()
-            self._gate = int(numbers[0]), int(numbers[1])
+            self._is_gate_open.clear()
+            self._gated_range = int(offsets[0]), int(offsets[1])
 
-    def init_with_config(self, connection: Any, config: Any) -> None:  # noqa: ANN401 - of libfuse.
+    def init_with_config(self, connection: Any, config: Any) -> None:  # noqa: ANN401 - mfusepy has no types.
         """Disable the page cache, so that each read of an application becomes a request."""
         if config is not None:
             config.direct_io = 1
@@ -92,31 +93,31 @@ class _Operations:
     def getattr(self, path: str, _handle: int | None = None) -> dict[str, int]:
         if path == "/":
             return {"st_mode": stat.S_IFDIR | 0o755, "st_nlink": 2}
-        if path != _NAME:
+        if path != _DATA_PATH:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": self._size}
+        return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": self._size_bytes}
 
     def open(self, path: str, flags: int) -> int:
         return 1
 
-    def read(self, path: str, length: int, offset: int, handle: int) -> bytes:
-        begin, end = self._gate
-        if offset < end and offset + length > begin and not self._is_open.is_set():
+    def read(self, path: str, length_bytes: int, offset: int, handle: int) -> bytes:
+        begin, end = self._gated_range
+        if offset < end and offset + length_bytes > begin and not self._is_gate_open.is_set():
             if self._has_reported_waiting.acquire(blocking=False):
                 _print_line("waiting")
-            self._is_open.wait(_TIMEOUT_S)
-        return bytes(self._data[offset : self._end_of(offset, length)])
+            self._is_gate_open.wait(_TIMEOUT_S)
+        return bytes(self._data[offset : self._transfer_end(offset, length_bytes)])
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
-        end = self._end_of(offset, len(data))
+        end = self._transfer_end(offset, len(data))
         self._data[offset:end] = data[: end - offset]
         return end - offset
 
-    def _end_of(self, offset: int, length: int) -> int:
+    def _transfer_end(self, offset: int, length_bytes: int) -> int:
         """Return the offset at which a read or a write ends, or raise EIO if its first byte fails."""
         if offset == self._failing_offset:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        end = min(offset + length, self._end)
+        end = min(offset + length_bytes, self._end_offset)
         return min(end, self._failing_offset) if offset < self._failing_offset else max(end, offset)
 
 
@@ -131,8 +132,8 @@ def _print_line(line: str) -> None:
 
 def main() -> int:
     """Mount the file system, and serve it until the end of standard input."""
-    mount, length, seed = sys.argv[1:]
-    operations = _Operations(pattern.payload(int(length), seed=int(seed)))
+    mount, length_bytes, seed = sys.argv[1:]
+    operations = _Operations(pattern.payload(int(length_bytes), seed=int(seed)))
 
     def listen() -> None:
         for line in sys.stdin:

@@ -1,4 +1,7 @@
-"""Invalid input is one typed error, with the errno if the kernel returned one, and leaves everything usable."""
+"""Invalid input to gdrkit.gds raises one typed error, and the files, memory and engines stay usable.
+
+The error has the errno if the kernel returned one.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import faults
-from support.gds import KINDS, OnlyDlpack, OnlyInterface, holding
+from support.gds import MEMORY_KINDS, OnlyDlpack, OnlyInterface, allocated_memory
 
 from gdrkit import gds, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -21,19 +24,20 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS, indirect=True)
-SIZE = 3 * MIB + 5
+EVERY_MEMORY_KIND = pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
+FILE_BYTES = 3 * MIB + 5
 
 
 @pytest.fixture
 def file(tmp_path: Path, seed: int) -> Iterator[gds.File]:
-    (tmp_path / "file").write_bytes(pattern.payload(SIZE, seed=seed))
-    with gds.File(tmp_path / "file", "r+", direct="never") as opened:
-        yield opened
+    """Yield an open file with the pattern of the seed."""
+    (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+    with gds.File(tmp_path / "file", "r+", direct="never") as opened_file:
+        yield opened_file
 
 
 @pytest.mark.parametrize(
-    ("make", "mode", "number", "reason"),
+    ("create_path", "mode", "expected_errno", "reason"),
     [
         pytest.param(Path.absolute, "r", errno.ENOENT, Reason.BAD_ARGUMENT, id="missing"),
         pytest.param(lambda path: path.mkdir(), "r", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory"),
@@ -43,13 +47,13 @@ def file(tmp_path: Path, seed: int) -> Iterator[gds.File]:
     ],
 )
 def test_failed_open_has_its_errno(
-    tmp_path: Path, make: Callable[[Path], object], mode: str, number: int, reason: Reason
+    tmp_path: Path, create_path: Callable[[Path], object], mode: str, expected_errno: int, reason: Reason
 ) -> None:
-    make(tmp_path / "name")
+    create_path(tmp_path / "name")
     with pytest.raises(ApiError) as raised:
         gds.File(tmp_path / "name", mode)
     assert (raised.value.api, raised.value.operation) == (Api.KERNEL, "open")
-    assert (raised.value.errno, raised.value.reason) == (number, reason)
+    assert (raised.value.errno, raised.value.reason) == (expected_errno, reason)
     assert raised.value.arguments["path"] == str(tmp_path / "name")
 
 
@@ -65,65 +69,77 @@ def test_special_file_is_refused(tmp_path: Path) -> None:
 def test_invalid_options_are_refused(tmp_path: Path) -> None:
     path: Any = tmp_path / "file"
     path.write_bytes(b"1")
-    wrong: Any
-    for wrong in ({"mode": "rw"}, {"access": "fast"}, {"direct": "maybe"}):
+    invalid_options: Any
+    for invalid_options in ({"mode": "rw"}, {"access": "fast"}, {"direct": "maybe"}):
         with pytest.raises(UsageError):
-            gds.File(path, **wrong)
+            gds.File(path, **invalid_options)
     with pytest.raises(UsageError):
-        gds.read_files([path], bytearray(1), [1], access=wrong.get("access", "fast"))
-    for wrong in ({"workers_count": 0}, {"chunk_bytes": 0}, {"buffers_count": -1}, {"direct_read_bytes": 1 << 60}):
+        gds.read_files([path], bytearray(1), [1], access=invalid_options.get("access", "fast"))
+    for invalid_options in (
+        {"workers_count": 0},
+        {"chunk_bytes": 0},
+        {"buffers_count": -1},
+        {"direct_read_bytes": 1 << 60},
+    ):
         with pytest.raises(UsageError):
-            gds.EngineOptions(**wrong)
+            gds.EngineOptions(**invalid_options)
 
 
-@EVERY_KIND
-def test_empty_file_has_no_bytes(tmp_path: Path, kind: str, owner: Device | None) -> None:
+@EVERY_MEMORY_KIND
+def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device: Device | None) -> None:
     (tmp_path / "empty").touch()
-    with holding(kind, MIB, owner) as memory, gds.File(tmp_path / "empty", direct="never") as file:
+    with (
+        allocated_memory(memory_kind, MIB, owner_device) as memory,
+        gds.File(tmp_path / "empty", direct="never") as file,
+    ):
         assert file.read_into(memory.buffer).bytes == 0
         assert file.cached_share() == 0.0
-        for length in (1, MIB):
+        for length_bytes in (1, MIB):
             with pytest.raises(gds.TransferFailed) as failed:
-                file.read_into(memory.buffer, length_bytes=length)
+                file.read_into(memory.buffer, length_bytes=length_bytes)
             assert failed.value.reason is Reason.END_OF_FILE
             assert failed.value.transferred.bytes == 0
         assert set(memory.content()) == {0xA5}
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("offset", [SIZE, SIZE + 1, 1 << 40, (1 << 63) - 1 - 2 * MIB])
-def test_offset_after_the_end_reads_nothing(file: gds.File, kind: str, owner: Device | None, offset: int) -> None:
-    with holding(kind, 2 * MIB, owner) as memory:
-        assert file.read_into(memory.buffer, file_offset_bytes=offset).bytes == 0
-        for length in (1, 2 * MIB):
+@EVERY_MEMORY_KIND
+@pytest.mark.parametrize("file_offset", [FILE_BYTES, FILE_BYTES + 1, 1 << 40, (1 << 63) - 1 - 2 * MIB])
+def test_offset_after_the_end_reads_nothing(
+    file: gds.File, memory_kind: str, owner_device: Device | None, file_offset: int
+) -> None:
+    with allocated_memory(memory_kind, 2 * MIB, owner_device) as memory:
+        assert file.read_into(memory.buffer, file_offset_bytes=file_offset).bytes == 0
+        for length_bytes in (1, 2 * MIB):
             with pytest.raises(gds.TransferFailed) as failed:
-                file.read_into(memory.buffer, file_offset_bytes=offset, length_bytes=length)
+                file.read_into(memory.buffer, file_offset_bytes=file_offset, length_bytes=length_bytes)
             assert failed.value.reason is Reason.END_OF_FILE
             assert failed.value.transferred.parts == (0,)
         assert set(memory.content()) == {0xA5}
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("length", [KIB, 200 * KIB, SIZE - 1])
-def test_short_file_is_end_of_file(file: gds.File, seed: int, kind: str, owner: Device | None, length: int) -> None:
+@EVERY_MEMORY_KIND
+@pytest.mark.parametrize("length_bytes", [KIB, 200 * KIB, FILE_BYTES - 1])
+def test_short_file_is_end_of_file(
+    file: gds.File, seed: int, memory_kind: str, owner_device: Device | None, length_bytes: int
+) -> None:
     # The file was opened when it was longer.
-    os.truncate(file.path, length)
-    with holding(kind, SIZE, owner) as memory:
+    os.truncate(file.path, length_bytes)
+    with allocated_memory(memory_kind, FILE_BYTES, owner_device) as memory:
         with pytest.raises(gds.TransferFailed) as failed:
-            file.read_into(memory.buffer, length_bytes=SIZE)
+            file.read_into(memory.buffer, length_bytes=FILE_BYTES)
         assert failed.value.reason is Reason.END_OF_FILE
-        assert failed.value.arguments["transferred_bytes"] == length
-        assert failed.value.transferred.parts == (length,)
-        pattern.check(memory.content()[:length], seed=seed)
-        assert set(memory.content()[length:]) == {0xA5}
+        assert failed.value.arguments["transferred_bytes"] == length_bytes
+        assert failed.value.transferred.parts == (length_bytes,)
+        pattern.check(memory.content()[:length_bytes], seed=seed)
+        assert set(memory.content()[length_bytes:]) == {0xA5}
         with pytest.raises(gds.TransferFailed) as failed:
-            file.readv(memory.buffer, [(0, 10), (length - 3, 10), (length, 10), (1, 10)])
+            file.readv(memory.buffer, [(0, 10), (length_bytes - 3, 10), (length_bytes, 10), (1, 10)])
         assert failed.value.transferred.parts == (10, 3, 0, 10)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]], indirect=True)
+@pytest.mark.parametrize("memory_kind", [MEMORY_KINDS[0], MEMORY_KINDS[2]], indirect=True)
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_options",
     [
         {"file_offset_bytes": -1},
         {"length_bytes": -1},
@@ -139,32 +155,34 @@ def test_short_file_is_end_of_file(file: gds.File, seed: int, kind: str, owner: 
     ],
     ids=str,
 )
-def test_invalid_sizes_are_refused(file: gds.File, kind: str, owner: Device | None, wrong: dict[str, Any]) -> None:
-    with holding(kind, MIB, owner) as memory:
+def test_invalid_sizes_are_refused(
+    file: gds.File, memory_kind: str, owner_device: Device | None, invalid_options: dict[str, Any]
+) -> None:
+    with allocated_memory(memory_kind, MIB, owner_device) as memory:
         for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
             with pytest.raises(UsageError):
-                call(memory.buffer, **wrong)
-        offset, length, at = (
-            wrong.get(name, 0) for name in ("file_offset_bytes", "length_bytes", "buffer_offset_bytes")
+                call(memory.buffer, **invalid_options)
+        file_offset, length_bytes, buffer_offset = (
+            invalid_options.get(name, 0) for name in ("file_offset_bytes", "length_bytes", "buffer_offset_bytes")
         )
-        for many in (file.readv, file.writev):
+        for transfer_ranges in (file.readv, file.writev):
             with pytest.raises(UsageError):
-                many(memory.buffer, [(0, 1), (offset, length or MIB, at)])
+                transfer_ranges(memory.buffer, [(0, 1), (file_offset, length_bytes or MIB, buffer_offset)])
         assert set(memory.content()) == {0xA5}
-        assert file.size_bytes == SIZE
+        assert file.size_bytes == FILE_BYTES
         # The memory is unchanged and can still be used.
         assert file.read_into(memory.buffer).bytes == MIB
 
 
-@EVERY_KIND
+@EVERY_MEMORY_KIND
 @pytest.mark.parametrize("access", ["automatic", "buffered", "direct"])
 def test_unaligned_range_is_read(
-    file: gds.File, seed: int, kind: str, owner: Device | None, access: gds.Access
+    file: gds.File, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
     file.access = access
-    with holding(kind, 2 * MIB + 3, owner) as memory:
-        done = file.read_into(memory.buffer, file_offset_bytes=7, length_bytes=2 * MIB + 1, buffer_offset_bytes=1)
-        assert done.bytes == 2 * MIB + 1
+    with allocated_memory(memory_kind, 2 * MIB + 3, owner_device) as memory:
+        result = file.read_into(memory.buffer, file_offset_bytes=7, length_bytes=2 * MIB + 1, buffer_offset_bytes=1)
+        assert result.bytes == 2 * MIB + 1
         pattern.check(memory.content()[1:-1], seed=seed, offset_bytes=7)
 
 
@@ -200,15 +218,15 @@ def test_array_that_overstates_its_size_is_refused(file: gds.File, device: Devic
 @needs(cuda.device())
 def test_dlpack_memory_is_released_after_an_error(file: gds.File, device: Device) -> None:
     memory = device.allocate(MIB)
-    wrongs: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
-    for wrong in wrongs:
+    all_invalid_options: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
+    for invalid_options in all_invalid_options:
         with pytest.raises(UsageError):
-            file.start_read_into(OnlyDlpack(memory), **wrong)
+            file.start_read_into(OnlyDlpack(memory), **invalid_options)
         with pytest.raises(UsageError):
-            file.read_into(OnlyDlpack(memory), **wrong)
+            file.read_into(OnlyDlpack(memory), **invalid_options)
     with pytest.raises(UsageError):
         file.readv(OnlyDlpack(memory), [(-1, 1)])
-    # The close fails while a DLPack consumer uses the memory.
+    # This close would fail if a DLPack consumer still used the memory.
     memory.close()
 
 
@@ -231,13 +249,13 @@ def test_closed_file_raises_closed_resource(tmp_path: Path) -> None:
     for call in (file.sync, file.fileno, file.cached_share):
         with pytest.raises(ClosedResource):
             call()
-    # BufferError: a failed call still holds the memory.
+    # This would raise BufferError if a failed call still held the memory.
     memory.clear()
 
 
 def test_closed_engine_is_created_again(file: gds.File, seed: int) -> None:
     for _ in range(2):
-        memory = bytearray(SIZE)
+        memory = bytearray(FILE_BYTES)
         file.read_into(memory)
         pattern.check(memory, seed=seed)
         gds.close_engines()
@@ -249,43 +267,43 @@ def test_closed_engine_is_created_again(file: gds.File, seed: int) -> None:
     assert (raised.value.errno, raised.value.reason) == (errno.ESHUTDOWN, Reason.CLOSED)
 
 
-# The calls of the engine that need memory of the driver: pinned staging memory, streams, events and copies.
+# Calls of the engine for which the CUDA driver allocates: pinned memory, streams, events and copies.
 CALLS_THAT_ALLOCATE = ["cuMemHostRegister_v2", "cuStreamCreate", "cuEventCreate", "cuMemcpyHtoDAsync_v2"]
 
 
 @needs(cuda.device(), software("cuda"))
 @pytest.mark.parametrize("function", CALLS_THAT_ALLOCATE)
-@pytest.mark.parametrize("length", [100 * KIB, SIZE])
+@pytest.mark.parametrize("length_bytes", [100 * KIB, FILE_BYTES])
 def test_device_out_of_memory_is_an_error(
-    file: gds.File, seed: int, device: Device, function: str, length: int
+    file: gds.File, seed: int, device: Device, function: str, length_bytes: int
 ) -> None:
-    with device.allocate(SIZE) as memory:
+    with device.allocate(FILE_BYTES) as memory:
         memory.fill(0xA5)
-        with faults(Api.CUDA, f"{function} call=* status=2"):
-            if function == "cuEventCreate" and length == 100 * KIB:
+        with faults(Api.CUDA, f"{function} call=* status=2"):  # CUDA_ERROR_OUT_OF_MEMORY
+            if function == "cuEventCreate" and length_bytes == 100 * KIB:
                 # A short transfer needs no event.
-                assert file.read_into(memory, length_bytes=length).bytes == length
+                assert file.read_into(memory, length_bytes=length_bytes).bytes == length_bytes
             else:
                 with pytest.raises(ApiError) as failed:
-                    file.read_into(memory, length_bytes=length)
+                    file.read_into(memory, length_bytes=length_bytes)
                 assert (failed.value.api, failed.value.status) == (Api.CUDA, 2)
                 assert (failed.value.reason, failed.value.errno) == (Reason.OUT_OF_MEMORY, None)
                 if isinstance(failed.value, gds.TransferFailed):
                     assert failed.value.transferred.bytes == 0
-        # As soon as there is memory again, the same file and memory work.
-        assert file.read_into(memory).bytes == SIZE
+        # When the driver can allocate again, the same file and memory can be used.
+        assert file.read_into(memory).bytes == FILE_BYTES
         pattern.check(memory.read(), seed=seed)
 
 
 def test_repeated_result_raises_new_errors(file: gds.File) -> None:
-    transfer = file.start_read_into(bytearray(SIZE), file_offset_bytes=SIZE, length_bytes=1)
+    transfer = file.start_read_into(bytearray(FILE_BYTES), file_offset_bytes=FILE_BYTES, length_bytes=1)
     lengths = set()
     for _ in range(3):
         with pytest.raises(gds.TransferFailed) as failed:
             transfer.result()
         assert failed.value.transferred.parts == (0,)
         lengths.add(len(failed.traceback))
-    # An error object that is raised repeatedly would collect the frames of all callers and keep their variables alive.
+    # If one error object were raised repeatedly, it would collect the frames of all callers and keep their variables.
     assert len(lengths) == 1
     error = transfer.exception()
     assert error is not None

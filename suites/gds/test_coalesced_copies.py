@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda.device(), software(Api.CUDA))
 
-LENGTH = 24 * MIB + 5
-CHUNKS = EngineOptions(chunk_bytes=MIB, coalesced_bytes=MIB)
-COALESCED = EngineOptions(chunk_bytes=MIB, coalesced_bytes=4 * MIB, coalesced_count=2, slice_bytes=300 * KIB)
+LENGTH_BYTES = 24 * MIB + 5
+CHUNK_OPTIONS = EngineOptions(chunk_bytes=MIB, coalesced_bytes=MIB)
+COALESCED_OPTIONS = EngineOptions(chunk_bytes=MIB, coalesced_bytes=4 * MIB, coalesced_count=2, slice_bytes=300 * KIB)
 
 
 @pytest.fixture
 def memory(device: Device) -> Iterator[CudaMemory]:
-    with device.allocate(LENGTH) as memory:
+    """Yield device memory for the whole file."""
+    with device.allocate(LENGTH_BYTES) as memory:
         yield memory
 
 
@@ -39,29 +40,29 @@ def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
     engine = Engine(options)
     fd = os.open(path, os.O_RDONLY)
     try:
-        before = ledger.calls(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
+        count_before = ledger.calls(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
         job = engine.submit(
             write=False,
             device_index=0,
-            files=[native().OpenFile(fd)],
-            extents=[0, 0, memory.address, LENGTH],
+            files=[native.OpenFile(fd)],
+            extents=[0, 0, memory.address, LENGTH_BYTES],
             access="buffered",
         )
         job.wait(-1)
-        assert job.progress()["bytes"] == LENGTH
-        return ledger.calls(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - before
+        assert job.progress()["bytes"] == LENGTH_BYTES
+        return ledger.calls(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - count_before
     finally:
         os.close(fd)
         engine.close()
 
 
 def test_coalesced_read_makes_fewer_copies_than_chunks(tmp_path: Path, seed: int, memory: CudaMemory) -> None:
-    data = pattern.payload(LENGTH, seed=seed)
+    data = pattern.payload(LENGTH_BYTES, seed=seed)
     (tmp_path / "file").write_bytes(data)
-    chunk_copies = count_copies(CHUNKS, tmp_path / "file", memory)
-    assert memory.read(length_bytes=LENGTH) == data
+    chunk_copies = count_copies(CHUNK_OPTIONS, tmp_path / "file", memory)
+    assert memory.read(length_bytes=LENGTH_BYTES) == data
     memory.fill(0)
-    coalesced_copies = count_copies(COALESCED, tmp_path / "file", memory)
-    assert memory.read(length_bytes=LENGTH) == data
-    assert chunk_copies >= LENGTH // MIB
+    coalesced_copies = count_copies(COALESCED_OPTIONS, tmp_path / "file", memory)
+    assert memory.read(length_bytes=LENGTH_BYTES) == data
+    assert chunk_copies >= LENGTH_BYTES // MIB
     assert coalesced_copies < chunk_copies / 1.5

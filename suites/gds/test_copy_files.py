@@ -1,8 +1,14 @@
-"""Copies and the file system: modes and special files are handled as by cp; holes, names, durability and signals.
+"""Copies by gdrkit and the file system: modes, owners, special files, holes, names, durability and signals.
 
-Each case is about a defect of 0.1.0 (issue 15, A3): a setuid copy owned by root, a private source that other users
-could read during the copy, a device that was replaced by a file, a --sync that did not sync the folder, an empty copy
-of a procfs file, filled holes, and partial files that stayed.
+Version 0.1.0 had a defect for each of these cases:
+
+- a copy of a setuid program was a setuid program of root
+- other users could read a private file during the copy
+- a device node was replaced by a file
+- --sync did not sync the folder
+- the copy of a procfs file was empty
+- the holes of a sparse file were filled
+- partial files stayed after a failure
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import pytest
 from gds.faulty_file import FaultyFile
 from support.faulty_fuse import FaultyMount
 from support.mounts import mounted, power_cut
-from support.other_user import open_folder, run_program
+from support.other_user import folder_for_all_users, run_program
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, UsageError
@@ -33,24 +39,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TIMEOUT_S = 60
-DEVICES = [pytest.param(kind, id=kind, marks=needs(host.file_system(kind))) for kind in ("ext4", "xfs")]
+# User and group id to which become_unprivileged() changes.
+UNPRIVILEGED_UID = 65534
+FILE_SYSTEMS = [
+    pytest.param(file_system, id=file_system, marks=needs(host.file_system(file_system)))
+    for file_system in ("ext4", "xfs")
+]
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
+def file_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def copy(source: Path, destination: Path, **options: object) -> gds.CopyResult:
+def copy_file(source: Path, destination: Path, **options: object) -> gds.CopyResult:
     return gds.copy_file(source, destination, device_index=gds.HOST, **options)  # type: ignore[arg-type] # any option.
 
 
-def command(*arguments: str | Path) -> list[str]:
+def copy_command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "gdrkit", "copy", *map(str, arguments), "--host"]
 
 
 @pytest.fixture
 def without_tmpfile(tmp_path: Path) -> Iterator[FaultyMount]:
-    """Yield a mount of a file system without O_TMPFILE, such as NFS and FUSE."""
+    """Yield a mount of a file system that does not support O_TMPFILE, like NFS."""
     with FaultyMount(tmp_path / "fuse") as mount:
         with pytest.raises(OSError, match="not supported"):
             os.open(mount.mount, os.O_TMPFILE | os.O_RDWR)
@@ -63,7 +74,7 @@ def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> 
     source = tmp_path / "source"
     source.write_bytes(b"#!/bin/sh\n")
     source.chmod(mode)
-    for tool in (["cp"], command()[:-1]):
+    for tool in (["cp"], copy_command()[:-1]):
         folder = tmp_path / Path(tool[0]).name
         folder.mkdir()
         (folder / "old").write_bytes(b"")
@@ -82,9 +93,9 @@ def test_mode_of_a_copy_is_that_of_cp(tmp_path: Path, mode: int, umask: int) -> 
 def test_copy_of_a_setuid_program_is_not_setuid(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"#!/bin/sh\n")
-    os.chown(source, 65534, 65534)
+    os.chown(source, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
     source.chmod(0o6755)
-    copy(source, tmp_path / "copy")
+    copy_file(source, tmp_path / "copy")
     info = (tmp_path / "copy").stat()
     assert (stat.S_IMODE(info.st_mode), info.st_uid) == (0o755, os.geteuid())
 
@@ -95,7 +106,7 @@ def test_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
     old = tmp_path / "old"
     old.touch(mode=0o640)
     os.chown(old, 1234, 5678)
-    copy(tmp_path / "source", old)
+    copy_file(tmp_path / "source", old)
     info = old.stat()
     assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (1234, 5678, 0o640)
 
@@ -112,7 +123,7 @@ become_unprivileged()
 folder = Path(sys.argv[1])
 gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
 """
-    with open_folder() as folder:
+    with folder_for_all_users() as folder:
         folder.chmod(0o777)
         (folder / "source").write_bytes(b"1234")
         (folder / "old").touch()
@@ -120,17 +131,19 @@ gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
         os.chown(folder / "old", 1234, 5678)
         process = run_program(program, str(folder))
         info = (folder / "old").stat()
-        assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (65534, 0o604), process.stderr
+        assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (UNPRIVILEGED_UID, 0o604), process.stderr
 
 
 def test_partial_copy_has_no_name(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(MIB))
     source.chmod(0o600)
-    seen: list[list[str]] = []
-    copy(source, tmp_path / "copy", on_progress=lambda _done, _whole: seen.append(names(tmp_path)))
-    assert seen
-    assert all(each == ["source"] for each in seen)
+    names_during_copy: list[list[str]] = []
+    copy_file(
+        source, tmp_path / "copy", on_progress=lambda _done, _whole: names_during_copy.append(file_names(tmp_path))
+    )
+    assert names_during_copy
+    assert all(names == ["source"] for names in names_during_copy)
 
 
 @needs(host.fuse)
@@ -146,11 +159,11 @@ def test_partial_copy_is_private_without_tmpfile(
     modes: list[int] = []
 
     def record_modes(_done: int, _whole: int) -> None:
-        modes.extend(stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir())
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir())
 
-    copy(source, folder / "copy", on_progress=record_modes)
+    copy_file(source, folder / "copy", on_progress=record_modes)
     assert set(modes) == {0o600}
-    assert names(folder) == ["copy"]
+    assert file_names(folder) == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(MIB)
 
 
@@ -159,10 +172,10 @@ def test_special_file_as_destination_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
-        for name, kind in (("fifo", "a FIFO"), ("socket", "a socket")):
+        for name, file_type in (("fifo", "a FIFO"), ("socket", "a socket")):
             before = (tmp_path / name).lstat()
-            with pytest.raises(UsageError, match=f"is {kind}; a regular file is required"):
-                copy(tmp_path / "source", tmp_path / name)
+            with pytest.raises(UsageError, match=f"is {file_type}; a regular file is required"):
+                copy_file(tmp_path / "source", tmp_path / name)
             assert os.path.samestat((tmp_path / name).lstat(), before)
 
 
@@ -170,7 +183,7 @@ def test_special_file_as_destination_is_refused(tmp_path: Path) -> None:
 def test_device_node_is_not_replaced_by_a_copy(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    arguments = command(tmp_path / "source", tmp_path / "null")
+    arguments = copy_command(tmp_path / "source", tmp_path / "null")
     process = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert process.returncode == 2
     assert "is a character device" in process.stderr
@@ -182,7 +195,7 @@ def test_symbolic_link_to_a_file_is_followed(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "target").write_bytes(b"old")
     (tmp_path / "link").symlink_to("folder/target")
-    copy(tmp_path / "source", tmp_path / "link")
+    copy_file(tmp_path / "source", tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "folder" / "target").read_bytes() == b"1234"
 
@@ -191,29 +204,42 @@ def test_symbolic_link_to_nowhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(UsageError, match="is a symbolic link to nowhere, which does not exist"):
-        copy(tmp_path / "source", tmp_path / "link")
-    assert names(tmp_path) == ["link", "source"]
+        copy_file(tmp_path / "source", tmp_path / "link")
+    assert file_names(tmp_path) == ["link", "source"]
 
 
 @pytest.mark.parametrize("is_checked", [False, True])
 @pytest.mark.parametrize("path", ["/proc/self/status", "/proc/sys/kernel/ostype", "/sys/devices/system/cpu/online"])
 def test_file_without_a_size_is_read_to_its_end(tmp_path: Path, path: str, *, is_checked: bool) -> None:
-    result = copy(Path(path), tmp_path / "copy", check=is_checked)
+    result = copy_file(Path(path), tmp_path / "copy", check=is_checked)
     data = (tmp_path / "copy").read_bytes()
     assert data.splitlines()[0] == Path(path).read_bytes().splitlines()[0]
     assert result.bytes == len(data) == sum(result.read.routes.values())
-    assert "does not state the size" in result.read.why_not_direct
+    assert "does not report the size" in result.read.why_not_direct
+
+
+def test_file_of_one_byte_that_is_a_hole_stays_one(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.touch()
+    os.truncate(source, 1)
+    result = copy_file(source, tmp_path / "copy")
+    assert (result.bytes, result.hole_bytes, (tmp_path / "copy").read_bytes()) == (1, 1, b"\0")
 
 
 def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
-    source, island = tmp_path / "source", pattern.payload(64 * KIB, seed=seed)
+    source, data_range = tmp_path / "source", pattern.payload(64 * KIB, seed=seed)
     with source.open("wb") as file:
-        for at in (4 * MIB, 5 * MIB, 40 * MIB):
-            os.pwrite(file.fileno(), island, at)
+        for offset in (4 * MIB, 5 * MIB, 40 * MIB):
+            os.pwrite(file.fileno(), data_range, offset)
         os.ftruncate(file.fileno(), 100 * MIB + 1)
     progress: list[tuple[int, int]] = []
-    result = copy(source, tmp_path / "copy", check=True, on_progress=lambda done, whole: progress.append((done, whole)))
-    assert (tmp_path / "copy").stat().st_blocks * 512 <= 2 * 3 * len(island)
+    result = copy_file(
+        source,
+        tmp_path / "copy",
+        check=True,
+        on_progress=lambda done_bytes, total_bytes: progress.append((done_bytes, total_bytes)),
+    )
+    assert (tmp_path / "copy").stat().st_blocks * 512 <= 2 * 3 * len(data_range)
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
     assert (result.bytes, result.hole_bytes) == (100 * MIB + 1, 100 * MIB + 1 - sum(result.read.routes.values()))
     assert progress == sorted(progress)
@@ -223,55 +249,59 @@ def test_holes_of_a_sparse_file_stay_holes(tmp_path: Path, seed: int) -> None:
 def test_ranges_of_a_sparse_file_span_chunks(tmp_path: Path, seed: int) -> None:
     source = tmp_path / "source"
     with source.open("wb") as file:
-        for number in range(40):
-            os.pwrite(file.fileno(), pattern.payload(20 * KIB, seed=seed + number), number * 64 * KIB)
-    copy(source, tmp_path / "copy", chunk_bytes=50_001)
+        for index in range(40):
+            os.pwrite(file.fileno(), pattern.payload(20 * KIB, seed=seed + index), index * 64 * KIB)
+    copy_file(source, tmp_path / "copy", chunk_bytes=50_001)
     assert (tmp_path / "copy").read_bytes() == source.read_bytes()
 
 
 def test_longest_name_can_be_copied_to(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"1234")
     for _ in ("new", "replaced"):
-        copy(tmp_path / "source", tmp_path / ("n" * 255))
+        copy_file(tmp_path / "source", tmp_path / ("n" * 255))
     assert (tmp_path / ("n" * 255)).read_bytes() == b"1234"
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, kind: str, *, is_replaced: bool) -> None:
+def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, file_system: str, *, is_replaced: bool) -> None:
     data = pattern.payload(300 * KIB + 5, seed=seed)
     source = tmp_path / "source"
     source.write_bytes(data)
-    with mounted(kind, tmp_path / "disk") as disk:
+    with mounted(file_system, tmp_path / "disk") as disk:
         if is_replaced:
             (disk / "copy").write_bytes(b"old")
         subprocess.run(["sync"], check=True)
-        subprocess.run([*command(source, disk / "copy"), "--sync"], check=True)
-        with power_cut(kind, disk, tmp_path / "later") as later:
-            assert (later / "copy").read_bytes() == data
-            assert stat.S_IMODE((later / "copy").stat().st_mode) == 0o644
+        subprocess.run([*copy_command(source, disk / "copy"), "--sync"], check=True)
+        with power_cut(file_system, disk, tmp_path / "disk-after-cut") as disk_after_cut:
+            assert (disk_after_cut / "copy").read_bytes() == data
+            assert stat.S_IMODE((disk_after_cut / "copy").stat().st_mode) == 0o644
 
 
 @needs(host.fuse)
 def test_failed_sync_leaves_no_copy(tmp_path: Path, without_tmpfile: FaultyMount) -> None:
     source, folder = tmp_path / "source", without_tmpfile.mount
     source.write_bytes(b"1234")
-    without_tmpfile.fail(fsync=errno.EIO)
+    without_tmpfile.set_faults(fsync=errno.EIO)
     with pytest.raises(ApiError) as raised:
-        copy(source, folder / "copy", durable=True)
+        copy_file(source, folder / "copy", durable=True)
     assert raised.value.errno == errno.EIO
-    process = subprocess.run([*command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [*copy_command(source, folder / "copy"), "--sync"], capture_output=True, text=True, check=False
+    )
     assert process.returncode == 1
     assert "EIO" in process.stderr
-    assert names(folder) == []
-    copy(source, folder / "copy")
+    assert file_names(folder) == []
+    copy_file(source, folder / "copy")
     assert (folder / "copy").read_bytes() == b"1234"
 
 
 @needs(host.fuse)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("has_tmpfile", [False, True])
-def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal.Signals, *, has_tmpfile: bool) -> None:
+def test_signal_leaves_no_partial_copy(
+    tmp_path: Path, seed: int, signal_number: signal.Signals, *, has_tmpfile: bool
+) -> None:
     (tmp_path / "mount").mkdir()
     with contextlib.ExitStack() as stack:
         folder = tmp_path / "folder"
@@ -279,31 +309,31 @@ def test_signal_leaves_no_partial_copy(tmp_path: Path, seed: int, number: signal
             folder.mkdir()
         else:
             folder = stack.enter_context(FaultyMount(tmp_path / "fuse")).mount
-        faulty = stack.enter_context(FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
-        faulty.send(f"gate {2 * MIB} {4 * MIB}")
+        faulty_file = stack.enter_context(FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed))
+        faulty_file.send(f"gate {2 * MIB} {4 * MIB}")
         # A child inherits ignored signals, and a shell ignores SIGINT for background processes.
-        stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
+        stack.callback(signal.signal, signal_number, signal.signal(signal_number, signal.SIG_DFL))
         process = stack.enter_context(
-            subprocess.Popen(command(faulty.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(copy_command(faulty_file.path, folder / "copy"), stderr=subprocess.PIPE, text=True)
         )
-        faulty.expect_line("waiting")
-        process.send_signal(number)
-        faulty.send("open")
-        errors = process.communicate(timeout=_TIMEOUT_S)[1]
-        assert process.returncode == (130 if number is signal.SIGINT else -number), errors
-        assert "Traceback" not in errors
-        assert names(folder) == []
+        faulty_file.expect_line("waiting")
+        process.send_signal(signal_number)
+        faulty_file.send("open")
+        stderr = process.communicate(timeout=_TIMEOUT_S)[1]
+        assert process.returncode == (130 if signal_number is signal.SIGINT else -signal_number), stderr
+        assert "Traceback" not in stderr
+        assert file_names(folder) == []
 
 
 @needs(host.fuse)
 def test_killed_copy_leaves_nothing(tmp_path: Path, seed: int) -> None:
     for name in ("mount", "folder"):
         (tmp_path / name).mkdir()
-    with FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as faulty:
-        faulty.send(f"gate {2 * MIB} {4 * MIB}")
-        with subprocess.Popen(command(faulty.path, tmp_path / "folder" / "copy")) as process:
-            faulty.expect_line("waiting")
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * MIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate {2 * MIB} {4 * MIB}")
+        with subprocess.Popen(copy_command(faulty_file.path, tmp_path / "folder" / "copy")) as process:
+            faulty_file.expect_line("waiting")
             process.kill()
-            faulty.send("open")
+            faulty_file.send("open")
             assert process.wait(_TIMEOUT_S) == -signal.SIGKILL
-    assert names(tmp_path / "folder") == []
+    assert file_names(tmp_path / "folder") == []

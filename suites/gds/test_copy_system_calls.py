@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# The owner or group -1 of fchown(2), which leaves the owner or group unchanged.
 NO_ID = 0xFFFF_FFFF
 
 
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "source").write_bytes(bytes(64 * KIB))
     (tmp_path / "source").chmod(0o644)
     (tmp_path / "folder").mkdir()
-    # The threads of the engine live longer than a copy, so the observed thread must not create them.
+    # The threads of the engine exist longer than a copy. So they are created here, not by the observed thread.
     gds.engine_for(gds.HOST)
     return tmp_path / "folder"
 
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def run_copy(
     destination: Path, calls: str, reply: Callable[[SystemCall], int | None], *, durable: bool = False
 ) -> None:
-    """Copy the file ``source`` to a path in the folder. `reply` returns the results of the named system calls."""
+    """Copy the file ``source`` to `destination`. `reply` determines the results of the system calls in `calls`."""
     source = destination.parent.parent / "source"
     run_observed(
         lambda: gds.copy_file(source, destination, device_index=gds.HOST, direct="never", durable=durable),
@@ -46,10 +47,10 @@ def run_copy(
     )
 
 
-@pytest.mark.parametrize(("is_replaced", "naming"), [(False, ["linkat"]), (True, ["linkat", "renameat"])])
+@pytest.mark.parametrize(("is_replaced", "naming_calls"), [(False, ["linkat"]), (True, ["linkat", "renameat"])])
 @pytest.mark.parametrize("durable", [False, True])
 def test_durable_copy_syncs_data_then_name(
-    folder: Path, naming: list[str], *, is_replaced: bool, durable: bool
+    folder: Path, naming_calls: list[str], *, is_replaced: bool, durable: bool
 ) -> None:
     if is_replaced:
         (folder / "copy").write_bytes(b"old")
@@ -60,14 +61,14 @@ def test_durable_copy_syncs_data_then_name(
         calls.append("fsync of the folder" if is_of_folder else call.name)
 
     run_copy(folder / "copy", "fsync linkat renameat", record, durable=durable)
-    assert calls == (["fsync", *naming, "fsync of the folder"] if durable else naming)
+    assert calls == (["fsync", *naming_calls, "fsync of the folder"] if durable else naming_calls)
 
 
 @needs(host.capability("CAP_SETUID"))
 @pytest.mark.parametrize(
-    ("refused", "group", "mode"), [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, NO_ID], None, 0o604)]
+    ("refused_owners", "group", "mode"), [([], 5678, 0o664), ([1234], 5678, 0o664), ([1234, NO_ID], None, 0o604)]
 )
-def test_replaced_file_keeps_its_group(folder: Path, refused: list[int], group: int | None, mode: int) -> None:
+def test_replaced_file_keeps_its_group(folder: Path, refused_owners: list[int], group: int | None, mode: int) -> None:
     copy = folder / "copy"
     copy.touch()
     os.chown(copy, 1234, 5678)
@@ -76,34 +77,34 @@ def test_replaced_file_keeps_its_group(folder: Path, refused: list[int], group: 
 
     def refuse(call: SystemCall) -> int | None:
         calls.append(call.arguments[1:3])
-        return -errno.EPERM if call.arguments[1] in refused else None
+        return -errno.EPERM if call.arguments[1] in refused_owners else None
 
     run_copy(copy, "fchown", refuse)
-    assert calls == ([(1234, 5678), (NO_ID, 5678)] if refused else [(1234, 5678)])
+    assert calls == ([(1234, 5678), (NO_ID, 5678)] if refused_owners else [(1234, 5678)])
     info = copy.stat()
     assert info.st_gid == (os.getegid() if group is None else group)
     assert stat.S_IMODE(info.st_mode) == mode
 
 
-@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS])
-def test_file_system_without_tmpfile_gets_a_hidden_name(folder: Path, number: int) -> None:
-    names: list[list[str]] = []
+@pytest.mark.parametrize("error_number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS])
+def test_file_system_without_tmpfile_gets_a_hidden_name(folder: Path, error_number: int) -> None:
+    listings: list[list[str]] = []
 
     def refuse(call: SystemCall) -> int | None:
         if call.name == "renameat":
-            names.append([each.name for each in folder.iterdir()])
-        return -number if call.name == "openat" and call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
+            listings.append([path.name for path in folder.iterdir()])
+        return -error_number if call.name == "openat" and call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
 
     run_copy(folder / "copy", "openat renameat", refuse)
-    ((name,),) = names
+    ((name,),) = listings
     assert name.startswith(".gdrkit-")
     assert name.endswith(".part")
-    assert [each.name for each in folder.iterdir()] == ["copy"]
+    assert [path.name for path in folder.iterdir()] == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("call_name", "error_number"),
     [
         ("openat", errno.EACCES),
         ("openat", errno.ENOSPC),
@@ -113,19 +114,19 @@ def test_file_system_without_tmpfile_gets_a_hidden_name(folder: Path, number: in
         ("renameat", errno.EIO),
     ],
 )
-def test_failed_call_leaves_the_old_file(folder: Path, name: str, number: int) -> None:
+def test_failed_call_leaves_the_old_file(folder: Path, call_name: str, error_number: int) -> None:
     copy = folder / "copy"
     copy.write_bytes(b"old")
     copy.chmod(0o640)
 
     def fail(call: SystemCall) -> int | None:
-        return -number if name != "openat" or call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
+        return -error_number if call_name != "openat" or call.arguments[2] & os.O_TMPFILE == os.O_TMPFILE else None
 
     with pytest.raises(ApiError) as raised:
-        run_copy(copy, name, fail, durable=True)
-    assert (raised.value.operation, raised.value.errno) == ("create", number)
+        run_copy(copy, call_name, fail, durable=True)
+    assert (raised.value.operation, raised.value.errno) == ("create", error_number)
     assert raised.value.arguments == {"path": str(copy)}
-    assert [each.name for each in folder.iterdir()] == ["copy"]
+    assert [path.name for path in folder.iterdir()] == ["copy"]
     assert copy.read_bytes() == b"old"
 
 
@@ -139,7 +140,7 @@ def test_name_that_appears_during_a_copy_is_replaced(folder: Path) -> None:
 
     run_copy(folder / "copy", "linkat renameat", create)
     assert calls == ["linkat", "linkat", "renameat"]
-    assert [each.name for each in folder.iterdir()] == ["copy"]
+    assert [path.name for path in folder.iterdir()] == ["copy"]
     assert (folder / "copy").read_bytes() == bytes(64 * KIB)
 
 
@@ -167,7 +168,7 @@ def test_hole_without_data_is_copied_unread(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, 0)
     os.truncate(source, MIB)
-    # The only read checks whether the stated size is true.
+    # The only read is that of the last byte, which checks that the file has the size that stat(2) reports.
     reads: list[int] = []
 
     def fail(call: SystemCall) -> int:
@@ -181,14 +182,14 @@ def test_hole_without_data_is_copied_unread(folder: Path) -> None:
 
 @needs(cuda_needs.device())
 def test_bytes_pass_through_the_first_device_by_default(folder: Path) -> None:
-    free: list[int] = []
+    free_bytes: list[int] = []
     with cuda.Device(0) as device:
-        before = device.memory_info().free_bytes
+        free_bytes_before = device.memory_info().free_bytes
 
         def observe(_done: int, _whole: int) -> None:
-            free.append(device.memory_info().free_bytes)
+            free_bytes.append(device.memory_info().free_bytes)
 
         (folder.parent / "source").write_bytes(bytes(8 * MIB))
         gds.copy_file(folder.parent / "source", folder / "copy", direct="never", on_progress=observe)
-        assert min(free) <= before - 2 * 8 * MIB
+        assert min(free_bytes) <= free_bytes_before - 2 * 8 * MIB
         assert (folder / "copy").read_bytes() == bytes(8 * MIB)

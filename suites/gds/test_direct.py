@@ -1,4 +1,4 @@
-"""A direct path is used only if it is proven, and each result reports its route, or why it is not direct."""
+"""gdrkit uses a direct path only if it is proven. Each result reports its route, or why the path is not direct."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from gds import direct_scenario
 from support import udev
-from support.cufile_scene import Scene
+from support.cufile_scenarios import ScenarioRunner
 
 from gdrkit import pattern
 from gdrkit.errors import Api
@@ -27,129 +27,146 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda.device(), cufile.driver)
 # Direct transfers between GPU and disk need the twin, whose fault plan selects the route.
-ON_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
+NEEDS_CUFILE_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
+# Name that the runner passes to direct_scenario.py, which has only one scenario.
 SCENARIO = "there_and_back"
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[Scene]:
-    """Yield a scene with a file of 1 MiB on a disk."""
+def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
+    """Yield the runner of scenarios with a file of 1 MiB on a disk."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder) / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
-        yield replace(Scene(path, seed, request.node.stash[CASE], facts), program=direct_scenario.__file__)
+        yield replace(ScenarioRunner(path, seed, request.node.stash[CASE], facts), program=direct_scenario.__file__)
 
 
-def is_right(answer: dict[str, Any]) -> bool:
-    return bool(answer["read_right"] and answer["readv_right"] and answer["odd_right"] and answer["written"])
+def has_expected_bytes(report: dict[str, Any]) -> bool:
+    """Return whether all reads and writes of a report transferred the expected bytes."""
+    return bool(
+        report["read_is_expected"] and report["readv_is_expected"] and report["odd_is_expected"] and report["written"]
+    )
 
 
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
 @pytest.mark.parametrize("direct", ["preferred", "required"])
-@ON_TWIN
-def test_proven_direct_path_is_used(scene: Scene, tmp_path: Path, evidence: Evidence, route: str, direct: str) -> None:
-    answer = scene.plan(tmp_path, f"cufile.route call=* route={route}").play(SCENARIO, direct=direct)
-    evidence["answer"] = answer
+@NEEDS_CUFILE_TWIN
+def test_proven_direct_path_is_used(
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str, direct: str
+) -> None:
+    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run(SCENARIO, direct=direct)
+    evidence["answer"] = report
     for call in ("read", "readv", "write", "future"):
-        assert answer[call] == {"bytes": MIB, "route": route, "why": ""}, call
+        assert report[call] == {"bytes": MIB, "route": route, "why": ""}, call
     if direct == "preferred":
-        # A disk cannot transfer parts of a block directly. The engine moves them, and the result states the reason.
-        assert answer["odd"]["route"] == "engine"
-        assert "multiple of 4096" in answer["odd"]["why"]
-        assert is_right(answer)
-        assert len(answer["warnings"]) == 1
+        # A direct transfer has whole blocks of the disk. The engine transfers other ranges, and the result says why.
+        assert report["odd"]["route"] == "engine"
+        assert "multiple of 4096" in report["odd"]["why"]
+        assert has_expected_bytes(report)
+        assert len(report["warnings"]) == 1
     else:
-        assert answer["odd"]["reason"] == "not_direct"
-        assert answer["warnings"] == []
+        assert report["odd"]["reason"] == "not_direct"
+        assert report["warnings"] == []
 
 
 @needs(cufile.udev_present)
-def test_cufile_fallback_uses_the_engine_and_names_the_cause(scene: Scene, evidence: Evidence) -> None:
-    answer = scene.play(SCENARIO)
-    evidence["answer"] = answer
-    assert is_right(answer)
+def test_cufile_fallback_uses_the_engine_and_names_the_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    report = scenarios.run(SCENARIO)
+    evidence["answer"] = report
+    assert has_expected_bytes(report)
     for call in ("read", "readv", "write", "future"):
-        assert (answer[call]["bytes"], answer[call]["route"]) == (MIB, "engine"), call
-        assert "nvidia-fs is not loaded" in answer[call]["why"]
-    assert len(answer["warnings"]) == 1
+        assert (report[call]["bytes"], report[call]["route"]) == (MIB, "engine"), call
+        assert "nvidia-fs is not loaded" in report[call]["why"]
+    assert len(report["warnings"]) == 1
 
 
 @needs(cufile.udev_present)
-def test_required_direct_path_fails_without_one(scene: Scene, evidence: Evidence) -> None:
-    answer = scene.play(SCENARIO, direct="required")
-    evidence["answer"] = answer
+def test_required_direct_path_fails_without_one(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    report = scenarios.run(SCENARIO, direct="required")
+    evidence["answer"] = report
     for call in ("read", "readv", "odd", "write", "future"):
-        assert (answer[call]["kind"], answer[call]["reason"]) == ("Unsupported", "not_direct"), call
-        assert "nvidia-fs is not loaded" in answer[call]["message"]
-    assert not answer["written"]
+        assert (report[call]["kind"], report[call]["reason"]) == ("Unsupported", "not_direct"), call
+        assert "nvidia-fs is not loaded" in report[call]["message"]
+    assert not report["written"]
 
 
-@ON_TWIN
-def test_unproven_direct_path_is_not_used(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
-    planned = scene.plan(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022")
-    answer = planned.play(SCENARIO)
-    evidence["answer"] = answer
-    assert is_right(answer)
-    assert answer["read"]["route"] == "engine"
-    assert "CU_FILE_INVALID_VALUE (5022)" in answer["read"]["why"]
-    assert planned.play(SCENARIO, direct="required")["read"]["reason"] == "not_direct"
+@NEEDS_CUFILE_TWIN
+def test_unproven_direct_path_is_not_used(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
+    faulty_scenarios = scenarios.with_faults(
+        tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022"
+    )
+    report = faulty_scenarios.run(SCENARIO)
+    evidence["answer"] = report
+    assert has_expected_bytes(report)
+    assert report["read"]["route"] == "engine"
+    assert "CU_FILE_INVALID_VALUE (5022)" in report["read"]["why"]
+    assert faulty_scenarios.run(SCENARIO, direct="required")["read"]["reason"] == "not_direct"
 
 
 @pytest.mark.parametrize("direct", ["preferred", "required"])
-@ON_TWIN
+@NEEDS_CUFILE_TWIN
 def test_lost_direct_path_is_reported_by_that_transfer(
-    scene: Scene, tmp_path: Path, evidence: Evidence, direct: str
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, direct: str
 ) -> None:
-    """The first block goes directly, and the bytes after it do not. That transfer and those after it report it."""
-    planned = scene.plan(tmp_path, "cufile.route call=1 route=nvfs", "cufile.route call=* route=posix")
-    answer = planned.play(SCENARIO, direct=direct)
-    evidence["answer"] = answer
-    assert (answer["read"]["bytes"], answer["read"]["route"]) == (MIB, "posix")
-    assert answer["read"]["why"]
-    assert answer["read_right"]
+    """Only the first block takes the direct route. That transfer and all later ones report the lost route."""
+    faulty_scenarios = scenarios.with_faults(
+        tmp_path, "cufile.route call=1 route=nvfs", "cufile.route call=* route=posix"
+    )
+    report = faulty_scenarios.run(SCENARIO, direct=direct)
+    evidence["answer"] = report
+    assert (report["read"]["bytes"], report["read"]["route"]) == (MIB, "posix")
+    assert report["read"]["why"]
+    assert report["read_is_expected"]
     if direct == "preferred":
-        assert [answer[call]["route"] for call in ("readv", "write", "future")] == ["engine"] * 3
-        assert is_right(answer)
+        assert [report[call]["route"] for call in ("readv", "write", "future")] == ["engine"] * 3
+        assert has_expected_bytes(report)
     else:
-        assert answer["read"]["reason"] == "not_direct"
-        assert answer["readv"]["reason"] == "not_direct"
+        assert report["read"]["reason"] == "not_direct"
+        assert report["readv"]["reason"] == "not_direct"
 
 
-@ON_TWIN
-def test_route_is_unknown_if_counting_stops(scene: Scene, tmp_path: Path, evidence: Evidence) -> None:
-    # The counters are read before and after each transfer. The first two reads are those of the probe.
-    planned = scene.plan(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=3-4 status=5022")
-    answer = planned.play(SCENARIO, direct="required")
-    evidence["answer"] = answer
-    assert (answer["read"]["route"], answer["read"]["reason"]) == ("unknown", "not_direct")
-    assert "not_counted" in answer["read"]["why"]
+@NEEDS_CUFILE_TWIN
+def test_route_is_unknown_if_counting_stops(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence) -> None:
+    # The counters are read before and after each transfer. The first two reads belong to the probe.
+    faulty_scenarios = scenarios.with_faults(
+        tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=3-4 status=5022"
+    )
+    report = faulty_scenarios.run(SCENARIO, direct="required")
+    evidence["answer"] = report
+    assert (report["read"]["route"], report["read"]["reason"]) == ("unknown", "not_direct")
+    assert "not_counted" in report["read"]["why"]
 
 
 @pytest.mark.parametrize(
-    ("rule", "api", "status", "number"),
+    ("rule", "api", "status", "expected_errno"),
     [
         ("cuFileRead call=2 status=5", "kernel", 5, 5),
         ("cuFileRead call=2 status=5010", "cufile", 5010, None),
     ],
     ids=["EIO", "internal-error"],
 )
-@ON_TWIN
+@NEEDS_CUFILE_TWIN
 def test_failed_direct_transfer_keeps_its_number(
-    scene: Scene, tmp_path: Path, rule: str, api: str, status: int, number: int | None
+    scenarios: ScenarioRunner, tmp_path: Path, rule: str, api: str, status: int, expected_errno: int | None
 ) -> None:
-    answer = scene.plan(tmp_path, "cufile.route call=* route=p2p", rule).play(SCENARIO)
-    failed = answer["read"]
-    assert (failed["kind"], failed["api"], failed["status"], failed["errno"]) == ("TransferFailed", api, status, number)
-    assert (failed["bytes"], failed["parts"]) == (0, [0])
-    assert answer["readv"]["bytes"] == MIB
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", rule).run(SCENARIO)
+    failed_read = report["read"]
+    assert (failed_read["kind"], failed_read["api"], failed_read["status"], failed_read["errno"]) == (
+        "TransferFailed",
+        api,
+        status,
+        expected_errno,
+    )
+    assert (failed_read["bytes"], failed_read["parts"]) == (0, [0])
+    assert report["readv"]["bytes"] == MIB
 
 
 @needs(cufile.udev_absent)
-def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(scene: Scene, evidence: Evidence) -> None:
-    with udev.absent(scene.path.parent):
-        answer = scene.play_as_it_is(SCENARIO)
-    evidence["answer"] = answer
-    assert is_right(answer)
-    assert answer["read"]["route"] == "engine"
-    assert "ID_FS_USAGE" in answer["read"]["why"]
-    assert "libcufile" not in answer["opened"]
+def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(scenarios: ScenarioRunner, evidence: Evidence) -> None:
+    with udev.entry_absent(scenarios.path.parent):
+        report = scenarios.run_with_udev_unchanged(SCENARIO)
+    evidence["answer"] = report
+    assert has_expected_bytes(report)
+    assert report["read"]["route"] == "engine"
+    assert "ID_FS_USAGE" in report["read"]["why"]
+    assert "libcufile" not in report["opened"]

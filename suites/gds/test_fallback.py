@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support import udev
-from support.gds import forget
+from support.gds import drop_from_cache
 
 from gdrkit import gds, pattern
 from gdrkit.errors import Reason, Unsupported
 from gdrkit.gds import direct
 from gdrkit.harness.needs import cuda, needs
-from gdrkit.harness.needs.cufile import entry_of
+from gdrkit.harness.needs.cufile import find_udev_entry
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -28,18 +28,20 @@ pytestmark = needs(cuda.device())
 
 @pytest.fixture
 def path(tmp_path: Path, seed: int) -> Iterator[Path]:
+    """Yield the path of a file of 8 MiB."""
     file = tmp_path / "file"
     file.write_bytes(pattern.payload(8 * MIB, seed=seed))
     with contextlib.ExitStack() as stack:
-        if entry_of(tmp_path) is None:
-            # A concurrent test run may write an entry of udev's database for a short time, which changes the cause.
-            stack.enter_context(udev.absent(tmp_path))
+        if find_udev_entry(tmp_path) is None:
+            # A test run in parallel may write an entry into the database of udev for a short time, which would change
+            # the cause of the fallback.
+            stack.enter_context(udev.entry_absent(tmp_path))
         yield file
 
 
 @pytest.fixture(autouse=True)
-def no_reported_causes() -> Iterator[None]:
-    """Reset the list of causes that were reported by a warning."""
+def forget_reported_causes() -> Iterator[None]:
+    """Forget which causes a warning has reported, so that each case gets its warning."""
     direct.forget_warnings()
     yield
     direct.forget_warnings()
@@ -48,21 +50,23 @@ def no_reported_causes() -> Iterator[None]:
 def test_fallback_warns_once_and_reads_by_o_direct(path: Path, seed: int, device: Device) -> None:
     with device.allocate(8 * MIB) as memory:
         with gds.File(path) as file:
-            forget(path)
-            share = file.cached_share()
+            drop_from_cache(path)
+            share_in_cache = file.cached_share()
             with pytest.warns(gds.FallbackWarning) as caught:
                 result = file.read_into(memory)
             assert len(caught) == 1
             assert result.route is gds.Route.ENGINE
             assert result.why_not_direct
             assert result.why_not_direct in str(caught[0].message)
-            # A file system in memory stays cached. If only a part stayed cached, the number is not predictable.
-            least, most = {0.0: (8 * MIB, 8 * MIB), 1.0: (0, 0)}.get(share, (0, 8 * MIB))
-            assert least <= result.direct_io_bytes <= most
+            # A file system in memory stays cached. If a part is cached, the number of direct bytes is not predictable.
+            direct_bytes_min, direct_bytes_max = {0.0: (8 * MIB, 8 * MIB), 1.0: (0, 0)}.get(
+                share_in_cache, (0, 8 * MIB)
+            )
+            assert direct_bytes_min <= result.direct_io_bytes <= direct_bytes_max
             pattern.check(memory.read(), seed=seed)
         with gds.File(path) as file, warnings.catch_warnings():
             warnings.simplefilter("error")
-            # The warning comes once for each cause. Every result repeats the cause.
+            # There is one warning per cause. Every result has the cause.
             for length in (4 * KIB, 8 * MIB):
                 assert file.read_into(memory, length_bytes=length).why_not_direct == result.why_not_direct
 

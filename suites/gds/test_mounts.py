@@ -1,4 +1,4 @@
-"""The route between each device and the disk of the temporary files, for the report."""
+"""Reads of a file on the disk of the temporary files into each device. The report has a table of their routes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def test_file_is_read_into_every_device_with_its_route(
     devices: tuple[Device, ...], evidence: Evidence, seed: int
 ) -> None:
-    """The bytes arrive. The table of routes in the report has their route, and why it is not direct."""
+    """All bytes are read. The table of routes in the report gets the route, and why it is not direct."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))

@@ -1,4 +1,4 @@
-"""Files that many threads use, and forks during transfers: no transfer is lost, and no lock stays held."""
+"""Files that many threads use, and forks while a lock is held: no transfer is lost, and no lock stays held."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-THREADS = 8
-STARTS = 30  # Per thread. The transfers of all threads fit into the queue of an engine.
-# A thread holds a lock of gds during a slow call of the driver, and the process forks at that time.
-FORKING = """
+THREAD_COUNT = 8
+# The transfers of all threads fit into the queue of an engine.
+STARTS_PER_THREAD = 30
+# A program that forks while one of its threads holds a lock of gdrkit.gds, during a slow call of the CUDA driver.
+FORKING_PROGRAM = """
 import os, sys, threading, time, warnings
 from gdrkit import gds
 from gdrkit.gds import cufile_path, engine
@@ -59,7 +60,7 @@ sys.exit(0 if os.waitstatus_to_exitcode(status) == 7 else f"the child ended with
 
 
 def is_refused(file: gds.File) -> bool:
-    """Return whether a start is refused, which is the case after close() has begun."""
+    """Return whether the file refuses a new transfer, as it does after close() has begun."""
     try:
         file.start_read_into(bytearray(0))
     except ClosedResource:
@@ -69,63 +70,69 @@ def is_refused(file: gds.File) -> bool:
 
 @needs(host.fuse)
 def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int) -> None:
-    """Issue 15, B: of two concurrent starts, one was not recorded, and close() did not wait for it."""
+    """An older version did not record one of two concurrent starts, and close() did not wait for that transfer."""
     (tmp_path / "mount").mkdir()
-    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty:
-        faulty.send(f"gate 0 {4 * KIB}")
-        with gds.File(faulty.path) as file, ThreadPoolExecutor(THREADS) as threads:
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty_file.path) as file, ThreadPoolExecutor(THREAD_COUNT) as threads:
 
             def start() -> list[bytearray]:
-                buffers = [bytearray(4 * KIB) for _ in range(STARTS)]
-                for each in buffers:
-                    file.start_read_into(each)
+                buffers = [bytearray(4 * KIB) for _ in range(STARTS_PER_THREAD)]
+                for buffer in buffers:
+                    file.start_read_into(buffer)
                 return buffers
 
-            started = [threads.submit(start) for _ in range(THREADS)]
-            buffers = [buffer for each in started for buffer in each.result()]
-            faulty.expect_line("waiting")
-            faulty.send("open")
-    for each in buffers:
-        assert each == pattern.payload(4 * KIB, seed=seed)
-        each.append(0)  # BufferError: a transfer still holds it.
+            futures = [threads.submit(start) for _ in range(THREAD_COUNT)]
+            buffers = [buffer for future in futures for buffer in future.result()]
+            faulty_file.expect_line("waiting")
+            faulty_file.send("open")
+    for buffer in buffers:
+        assert buffer == pattern.payload(4 * KIB, seed=seed)
+        # This would raise BufferError if a transfer still held the buffer.
+        buffer.append(0)
 
 
 @needs(host.fuse)
 def test_close_waits_for_a_read_and_refuses_new_ones(tmp_path: Path, seed: int) -> None:
     (tmp_path / "mount").mkdir()
-    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty, ThreadPoolExecutor(2) as threads:
-        faulty.send(f"gate 0 {4 * KIB}")
-        file, buffer = gds.File(faulty.path), bytearray(4 * KIB)
-        # A short read on its own thread, which is not in the set of the file's transfers.
-        reading = threads.submit(file.read_into, buffer)
-        faulty.expect_line("waiting")
-        closing = threads.submit(file.close)
+    with (
+        FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        file, buffer = gds.File(faulty_file.path), bytearray(4 * KIB)
+        # The thread itself executes this short read, so the file does not record it as a transfer.
+        read_future = threads.submit(file.read_into, buffer)
+        faulty_file.expect_line("waiting")
+        close_future = threads.submit(file.close)
         wait_until(lambda: is_refused(file), "close to begin")
-        assert not closing.done()
-        faulty.send("open")
-        assert reading.result(60).bytes == len(buffer)
-        closing.result(60)
+        assert not close_future.done()
+        faulty_file.send("open")
+        assert read_future.result(60).bytes == len(buffer)
+        close_future.result(60)
     assert file.closed
     assert buffer == pattern.payload(4 * KIB, seed=seed)
 
 
 @needs(host.fuse)
 def test_start_time_does_not_grow_with_running_transfers(tmp_path: Path, seed: int) -> None:
-    """Issue 15, B: each start polled every running transfer, under one lock."""
+    """In an older version, each start polled every running transfer, under one lock."""
     (tmp_path / "mount").mkdir()
-    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty:
-        faulty.send(f"gate 0 {4 * KIB}")
-        with gds.File(faulty.path) as file:
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty_file.path) as file:
             durations_ns = []
             for _ in range(240):
                 buffer = bytearray(KIB)
-                began = time.thread_time_ns()
+                start_ns = time.thread_time_ns()
                 file.start_read_into(buffer)
-                durations_ns.append(time.thread_time_ns() - began)
-            faulty.expect_line("waiting")
-            faulty.send("open")
-    few, many = statistics.median(durations_ns[10:40]), statistics.median(durations_ns[-30:])
-    assert many < 3 * few, f"{few} ns with 10 to 40 running transfers, {many} ns with 210 to 240"
+                durations_ns.append(time.thread_time_ns() - start_ns)
+            faulty_file.expect_line("waiting")
+            faulty_file.send("open")
+    few_running_ns, many_running_ns = statistics.median(durations_ns[10:40]), statistics.median(durations_ns[-30:])
+    assert many_running_ns < 3 * few_running_ns, (
+        f"{few_running_ns} ns with 10 to 40 running transfers, {many_running_ns} ns with 210 to 240"
+    )
 
 
 def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
@@ -133,13 +140,14 @@ def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
     path.write_bytes(bytes(64 * KIB))
     with gds.File(path) as file:
         buffers = [bytearray(64 * KIB) for _ in range(20)]
-        pending = [file.start_read_into(each) for each in buffers]
-        while not all(each.done() for each in pending):
+        pending = [file.start_read_into(buffer) for buffer in buffers]
+        while not all(transfer.done() for transfer in pending):
             pass
         for _ in range(len(buffers)):
             file.start_read_into(bytearray(1)).result()
-        for each in buffers:
-            each.append(0)  # BufferError: the memory was not released.
+        for buffer in buffers:
+            # This would raise BufferError if the memory was not released.
+            buffer.append(0)
 
 
 @needs(cuda.device(), software("cuda"), software("cufile"))
@@ -148,12 +156,12 @@ def test_fork_during_an_open_leaves_no_lock_held(tmp_path: Path, module: str) ->
     call = {"engine": "cuDevicePrimaryCtxRetain", "cufile": "cuFileDriverOpen"}[module]
     plan = tmp_path / "plan"
     plan.write_text(f"gdrkit-faults 1\n{call} call=1 delay_us=3000000\n")
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, module],
+    completed = subprocess.run(
+        [sys.executable, "-c", FORKING_PROGRAM, module],
         env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)},
         capture_output=True,
         text=True,
         check=False,
         timeout=90,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr

@@ -1,4 +1,4 @@
-"""The captures of real machines."""
+"""Fixture with the captures of real machines."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["captures"]
 
 @pytest.fixture
 def captures() -> Path:
-    """The folder with them; for cases that need ``host.captures``."""
+    """The folder with the captures of real machines. A case that uses it must declare the need ``host.captures``."""
     return Path(os.environ["GDRKIT_CAPTURES"])

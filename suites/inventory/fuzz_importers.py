@@ -1,6 +1,7 @@
 """Fuzz targets of the capture importers: ``python -m inventory.fuzz_importers nccl|lspci|folder|capture --seconds 10``.
 
-An importer may refuse an input with its documented error. Facts, topology and doctor must work on what it accepts.
+An importer may refuse an input with its documented error. For every input that it accepts, the facts, the topology and
+the doctor must work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING
 from support import fuzz
 
 from gdrkit.errors import Reason, UsageError
-from gdrkit.inventory import Capture, capture, capture_file, diagnose, parse_capture, read_capture, replayed, topology
+from gdrkit.inventory import (
+    Capture,
+    capture,
+    capture_file,
+    captured_machine,
+    diagnose,
+    parse_capture,
+    read_capture,
+    topology,
+)
 from gdrkit.inventory.importers import folder, functions, lspci, nccl
 
 if TYPE_CHECKING:
@@ -24,12 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TARGETS"]
 
-_XML = b"""<system version="1"><cpu numaid="0" arch="x86_64">
+_TOPOLOGY_XML = b"""<system version="1"><cpu numaid="0" arch="x86_64">
 <pci busid="0000:1a:00.0" class="0x060400" vendor="0x1000" link_speed="32.0 GT/s PCIe" link_width="16">
 <pci busid="0000:20:00.0" class="0x030200" vendor="0x10de" device="0x2330"><gpu dev="0" sm="90"/></pci>
 <pci busid="0000:21:00.0" class="0x020700"><nic><net name="mlx5_0" port="1" gdr="1"/></nic></pci>
 </pci></cpu><cpu numaid="1"><pci busid="0000:30:00.0" class="0x030200"/></cpu></system>"""
-_TEXT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352a (rev 30)
+_LSPCI_OUTPUT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352a (rev 30)
 \tNUMA node: 0
 \tIOMMU group: 4
 \tBus: primary=00, secondary=01, subordinate=03, sec-latency=0
@@ -81,15 +91,15 @@ _TOKENS = (
 )
 
 
-def _check(import_capture: Callable[[bytes], Capture], data: bytes) -> None:
-    """Import the data, and compute what gdrkit derives from a capture."""
+def _import_and_examine(import_capture: Callable[[bytes], Capture], data: bytes) -> None:
+    """Import the data, and compute facts, topology and diagnosis of the captured machine."""
     try:
-        imported = import_capture(data)
+        imported_capture = import_capture(data)
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
         return
-    machine = replayed(imported)
+    machine = captured_machine(imported_capture)
     topology(machine).to_json()
     diagnose(machine).to_json()
     machine.facts.to_json()
@@ -119,13 +129,13 @@ def _write_tree(root: Path, data: bytes) -> None:
             elif not os.path.lexists(path):
                 Path(os.fsdecode(path)).write_bytes(content)
         except OSError:
-            continue  # The path needs a folder where a file exists, or the reverse: the tree does not have it.
+            continue  # The path needs a folder where a file exists, or the reverse. The tree then lacks this path.
 
 
-def _target(import_capture: Callable[[bytes], Capture], valid: bytes) -> fuzz.FuzzTarget:
+def _target(import_capture: Callable[[bytes], Capture], valid_input: bytes) -> fuzz.FuzzTarget:
     return fuzz.FuzzTarget(
-        partial(_check, import_capture),
-        [valid],
+        partial(_import_and_examine, import_capture),
+        [valid_input],
         (nccl, lspci, folder, functions, capture, capture_file),
         changes=(1, 6),
         alphabet=b"0123456789abcdef:.,x<>[]{}",
@@ -135,8 +145,8 @@ def _target(import_capture: Callable[[bytes], Capture], valid: bytes) -> fuzz.Fu
 
 
 TARGETS = {
-    "nccl": _target(parse_capture, _XML),
-    "lspci": _target(parse_capture, _TEXT),
+    "nccl": _target(parse_capture, _TOPOLOGY_XML),
+    "lspci": _target(parse_capture, _LSPCI_OUTPUT),
     "folder": _target(_import_folder, _TREE),
     "capture": _target(parse_capture, _CAPTURE),
 }

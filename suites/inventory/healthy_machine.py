@@ -1,7 +1,7 @@
 """A synthetic host without defects: the files that the doctor reads, in a folder, and the facts of the APIs.
 
 The host has a PCIe switch with a GPU, a ConnectX NIC with RoCE and an NVMe drive. nvidia-fs, nvidia_peermem, cuFile and
-UCX are installed. A case changes single files and facts.
+UCX are installed. Each case changes a few files or facts.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
 ROOT_PORT, SWITCH = "0000:00:01.0", "0000:01:00.0"
 PORTS = {GPU: "0000:02:00.0", NIC: "0000:02:01.0", NVME: "0000:02:02.0"}
 SWITCH_PORT = PORTS[GPU]
+# ACS control word: source validation, request redirect, completion redirect, upstream forwarding.
 ACS_REDIRECT = 0x1D
 
-_ABOVE = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
+_SWITCH_PATH = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
 # For each PCI address: path below /sys/devices, vendor, device, class, driver, link width.
 _FUNCTIONS = {
     ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
-    SWITCH: (_ABOVE, 0x1000, 0xC030, 0x060400, "pcieport", 16),
+    SWITCH: (_SWITCH_PATH, 0x1000, 0xC030, 0x060400, "pcieport", 16),
     **{
-        port: (f"{_ABOVE}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if end == NVME else 16)
+        port: (f"{_SWITCH_PATH}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if end == NVME else 16)
         for end, port in PORTS.items()
     },
-    GPU: (f"{_ABOVE}/{PORTS[GPU]}/{GPU}", 0x10DE, 0x2335, 0x030200, "nvidia", 16),
-    NIC: (f"{_ABOVE}/{PORTS[NIC]}/{NIC}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
-    NVME: (f"{_ABOVE}/{PORTS[NVME]}/{NVME}", 0x144D, 0xA824, 0x010802, "nvme", 4),
+    GPU: (f"{_SWITCH_PATH}/{PORTS[GPU]}/{GPU}", 0x10DE, 0x2335, 0x030200, "nvidia", 16),
+    NIC: (f"{_SWITCH_PATH}/{PORTS[NIC]}/{NIC}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
+    NVME: (f"{_SWITCH_PATH}/{PORTS[NVME]}/{NVME}", 0x144D, 0xA824, 0x010802, "nvme", 4),
 }
 _CUFILE = """{
     // The recommended settings.
@@ -65,9 +66,11 @@ _CUFILE = """{
 def config(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
     """Return a configuration space of 4 KiB with the PCIe capability, and with ACS and ATS unless they are None."""
     data = bytearray(4096)
+    # The status register says that there are capabilities: power management at 0x40, then PCIe at 0x60.
     struct.pack_into("<H", data, 0x06, 0x10)
     data[0x34], data[0x40], data[0x41] = 0x40, 0x01, 0x60
     data[0x60] = 0x10
+    # The device control register: the maximum read request size, and relaxed ordering.
     struct.pack_into("<H", data, 0x68, (read_request_bytes.bit_length() - 8) << 12 | 0x10)
     # As on real devices, the first extended capability is error reporting.
     next_offset = 0x150 if acs is not None else 0x160 if ats is not None else 0
@@ -153,8 +156,14 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/usr/lib/x86_64-linux-gnu/libcuda.so.1": "",
 }
 LINKS: dict[str, str] = {
-    **{f"/sys/bus/pci/devices/{address}": f"../../../devices/{row[0]}" for address, row in _FUNCTIONS.items()},
-    **{f"/sys/devices/{row[0]}/driver": f"/sys/bus/pci/drivers/{row[4]}" for row in _FUNCTIONS.values()},
+    **{
+        f"/sys/bus/pci/devices/{address}": f"../../../devices/{function_fields[0]}"
+        for address, function_fields in _FUNCTIONS.items()
+    },
+    **{
+        f"/sys/devices/{function_fields[0]}/driver": f"/sys/bus/pci/drivers/{function_fields[4]}"
+        for function_fields in _FUNCTIONS.values()
+    },
     f"/sys/devices/{_FUNCTIONS[GPU][0]}/iommu_group": "/sys/kernel/iommu_groups/7",
     "/sys/class/infiniband/mlx5_0/device": f"../../../devices/{_FUNCTIONS[NIC][0]}",
     "/sys/class/nvme/nvme0/device": f"../../../devices/{_FUNCTIONS[NVME][0]}",
@@ -188,13 +197,13 @@ def machine(
     links: Mapping[str, str | None] | None = None,
     attributes: Mapping[str, int] | None = None,
     dmabuf: bool = True,
-    ways: tuple[str, ...] = ("dmabuf", "peer_memory"),
-    log: tuple[str, ...] = (),
+    working_routes: tuple[str, ...] = ("dmabuf", "peer_memory"),
+    kernel_log_lines: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     observations: Mapping[str, Observation] | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Machine:
-    """Return the host with changes.
+    """Write the files of the host with changes, and return it as a :class:`Machine`.
 
     Parameters
     ----------
@@ -206,19 +215,19 @@ def machine(
         Other attributes of the CUDA device.
     dmabuf : bool
         Whether the NIC supports dma-buf regions.
-    ways : tuple of str
+    working_routes : tuple of str
         The registration routes that work.
-    log : tuple of str
+    kernel_log_lines : tuple of str
         Lines of the kernel log.
     environment : mapping, optional
         Environment variables.
     observations : mapping, optional
-        Results of the checks that act on devices.
+        Results of experiments, by name.
     facts : mapping, optional
         Other values of fields of the facts.
     """
     _write(root, {**HEALTHY_FILES, **(files or {})}, {**LINKS, **(links or {})})
-    probed = probe(HostTree(root), environment=environment or {}, query_apis=False)
+    facts_of_files = probe(HostTree(root), environment=environment or {}, query_apis=False)
     device = CudaDeviceFacts(
         index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id=GPU, attributes=_ATTRIBUTES | dict(attributes or {})
     )
@@ -238,15 +247,15 @@ def machine(
         "cuda": CudaFacts(driver_version="13.0", devices=(device,), libraries=()),
         "verbs": VerbsFacts(nics=(nic,), libraries=()),
         "routes": tuple(
-            RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=way in ways, failure=None)
-            for way in ("dmabuf", "peer_memory")
+            RouteFacts(device_index=0, nic="mlx5_0", way=route, possible=route in working_routes, failure=None)
+            for route in ("dmabuf", "peer_memory")
         ),
         "nvml": NvmlFacts(driver_version="580.159.04", gpus=(link,)),
     }
     return Machine(
         files=DiskFiles(root),
-        facts=replace(probed, **(api_facts | dict(facts or {}))),
-        kernel_log=KernelLog(lines=log, unreadable=None),
+        facts=replace(facts_of_files, **(api_facts | dict(facts or {}))),
+        kernel_log=KernelLog(lines=kernel_log_lines, unreadable=None),
         environment=dict(environment or {}),
         observations=dict(observations or {}),
     )

@@ -1,6 +1,6 @@
-"""Changes of the healthy host that make each rule of the doctor fail, and changes with which it still passes.
+"""Changes of the healthy host that make each rule of the doctor fail, and changes with which a rule still passes.
 
-The rules that act on devices have no entry here.
+Rules that need an experiment on devices are tested in test_experiments.py.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from gdrkit.host import GpuLink, NvmlFacts
 from gdrkit.inventory import ApiFailure, Observation
 from gdrkit.units import GIB, MIB
 
-__all__ = ["FAILING", "PASSING"]
+__all__ = ["FAILING_EXAMPLES", "PASSING_EXAMPLES"]
 
-_ABOVE = "pci0000:00/0000:00:01.0/0000:01:00.0"
-_GPU = f"/sys/devices/{_ABOVE}/{SWITCH_PORT}/{GPU}"
-_NIC = f"/sys/devices/{_ABOVE}/0000:02:01.0/{NIC}"
-_PORT = "/sys/class/infiniband/mlx5_0/ports/1"
-_NO_PEER_MEMORY: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None}
-_NO_NVIDIA_FS: dict[str, str | None] = {
+_SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
+_GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/{GPU}"
+_NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC}"
+_PORT_FOLDER = "/sys/class/infiniband/mlx5_0/ports/1"
+_NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None}
+_NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats")
 }
-_VIRTUAL = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme hypervisor\n"}
-_SLOW = {f"{_GPU}/current_link_speed": "2.5 GT/s PCIe\n"}
-_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
-_FULL = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
-_EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme hypervisor\n"}
+_SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
+_SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
+_FULL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
+_EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _mountinfo(kind: str, options: str = "rw") -> dict[str, str]:
     return {"/proc/self/mountinfo": f"22 1 259:1 / / rw - {kind} /dev/nvme0n1p1 {options}\n"}
 
 
-def _failed(reason: Reason, status: int | None = None) -> dict[str, Observation]:
+def _failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
     failure = ApiFailure(
         api="cufile",
         operation="cuFileDriverOpen",
@@ -49,33 +49,36 @@ def _failed(reason: Reason, status: int | None = None) -> dict[str, Observation]
     return {"driver_open": Observation("driver_open", failure=failure)}
 
 
-# The arguments of inventory.healthy_machine.machine by the code of the rule and a name.
-FAILING: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "every route refused"): {"ways": (), "files": _NO_PEER_MEMORY},
+# The arguments of inventory.healthy_machine.machine, by the code of the rule and the name of the example.
+FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
+    ("no-registration-route", "every route refused"): {"working_routes": (), "files": _NO_PEER_MEMORY_FILES},
     ("peermem-symbols", "refused by the kernel"): {
-        "log": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
+        "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
-    ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "ways": (), "files": _NO_PEER_MEMORY},
+    ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": _NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
         "facts": {"verbs": None, "routes": ()},
-        "files": _NO_PEER_MEMORY | {"/proc/sys/kernel/osrelease": "5.4.0-generic\n"},
+        "files": _NO_PEER_MEMORY_FILES | {"/proc/sys/kernel/osrelease": "5.4.0-generic\n"},
     },
     ("no-dmabuf-region", "a kernel without support"): {
         "facts": {"verbs": None, "routes": ()},
-        "files": _NO_PEER_MEMORY | {"/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\n"},
+        "files": _NO_PEER_MEMORY_FILES | {"/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\n"},
     },
-    ("no-dmabuf-export", "the driver refuses"): {"attributes": {"DMA_BUF_SUPPORTED": 0}, "files": _NO_PEER_MEMORY},
+    ("no-dmabuf-export", "the driver refuses"): {
+        "attributes": {"DMA_BUF_SUPPORTED": 0},
+        "files": _NO_PEER_MEMORY_FILES,
+    },
     ("no-dmabuf-export", "the proprietary module"): {
         "facts": {"cuda": None},
-        "files": _NO_PEER_MEMORY
+        "files": _NO_PEER_MEMORY_FILES
         | {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04\n"},
     },
     ("no-gpudirect", "a consumer GPU"): {"attributes": {"GPU_DIRECT_RDMA_SUPPORTED": 0}},
     ("topology-veto", "denied"): {"files": {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 2\n"}},
     ("acs-redirect", "a port of the switch"): {
-        "files": {f"/sys/devices/{_ABOVE}/{SWITCH_PORT}/config": config(acs=ACS_REDIRECT)}
+        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": config(acs=ACS_REDIRECT)}
     },
-    ("ats-off-in-vm", "ATS off"): {"files": _VIRTUAL | {f"{_NIC}/config": config(ats=False)}},
+    ("ats-off-in-vm", "ATS off"): {"files": _VIRTUAL_MACHINE_FILES | {f"{_NIC_FOLDER}/config": config(ats=False)}},
     ("iommu-translates", "the group is translated"): {"files": {"/sys/kernel/iommu_groups/7/type": "DMA-FQ\n"}},
     ("iommu-translates", "pass-through on Arm"): {
         "files": {"/proc/sys/kernel/osrelease": "6.8.0-60-generic\n"},
@@ -93,30 +96,34 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
             }.items()
         },
     },
-    ("link-downgraded", "narrow"): {"files": {f"{_GPU}/current_link_width": "8\n"}},
-    ("link-downgraded", "a slow NIC"): {"files": {f"{_NIC}/current_link_speed": "16.0 GT/s PCIe\n"}},
+    ("link-downgraded", "narrow"): {"files": {f"{_GPU_FOLDER}/current_link_width": "8\n"}},
+    ("link-downgraded", "a slow NIC"): {"files": {f"{_NIC_FOLDER}/current_link_speed": "16.0 GT/s PCIe\n"}},
     ("link-downgraded", "slow under load"): {
-        "files": _SLOW,
+        "files": _SLOW_LINK_FILES,
         "observations": {"load": Observation("load", seen={GPU: "8.0 GT/s PCIe"})},
     },
-    ("small-read-request", "128 bytes"): {"files": {f"{_NIC}/config": config(ats=True, read_request_bytes=128)}},
-    ("port-down", "no cable"): {"files": {f"{_PORT}/state": "1: DOWN\n", f"{_PORT}/phys_state": "3: Disabled\n"}},
+    ("small-read-request", "128 bytes"): {"files": {f"{_NIC_FOLDER}/config": config(ats=True, read_request_bytes=128)}},
+    ("port-down", "no cable"): {
+        "files": {f"{_PORT_FOLDER}/state": "1: DOWN\n", f"{_PORT_FOLDER}/phys_state": "3: Disabled\n"}
+    },
     ("small-mtu", "1500"): {"files": {"/sys/class/net/eth0/mtu": "1500\n"}},
-    ("no-roce-gid", "RoCE v1 alone"): {"files": {f"{_PORT}/gid_attrs/types/1": "IB/RoCE v1\n"}},
+    ("no-roce-gid", "RoCE v1 alone"): {"files": {f"{_PORT_FOLDER}/gid_attrs/types/1": "IB/RoCE v1\n"}},
     ("memlock-low", "8 MiB"): {
         "files": {"/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n"}
     },
     ("no-device-nodes", "no uverbs"): {"files": {"/dev/infiniband/uverbs0": None}},
     ("no-device-nodes", "no nvidiactl"): {"files": {"/dev/nvidiactl": None}},
     ("nvidia-fs-absent", "neither path"): {
-        "files": _NO_NVIDIA_FS | {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 0\n"},
+        "files": _NO_NVIDIA_FS_FILES | {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 0\n"},
     },
     ("nvidia-fs-absent", "not bound to nvme"): {"files": {"/proc/driver/nvidia-fs/modules": "lustre: \n"}},
     ("nvidia-fs-absent", "bound to nothing"): {"files": {"/proc/driver/nvidia-fs/modules": "\n"}},
-    ("nvidia-fs-version", "unknown symbol"): {"log": ("nvidia_fs: Unknown symbol nvidia_p2p_get_pages (err -2)",)},
-    ("nvidia-fs-version", "refused by the library"): {"observations": _failed(Reason.OTHER, 5004)},
+    ("nvidia-fs-version", "unknown symbol"): {
+        "kernel_log_lines": ("nvidia_fs: Unknown symbol nvidia_p2p_get_pages (err -2)",)
+    },
+    ("nvidia-fs-version", "refused by the library"): {"observations": _failed_driver_open(Reason.OTHER, 5004)},
     ("p2pdma-off", "multipath"): {
-        "files": _NO_NVIDIA_FS | {"/sys/module/nvme_core/parameters/multipath": "Y\n"},
+        "files": _NO_NVIDIA_FS_FILES | {"/sys/module/nvme_core/parameters/multipath": "Y\n"},
     },
     ("cufile-compat", "forced"): {"files": {"/etc/cufile.json": '{"properties": {"force_compat_mode": true}}'}},
     ("cufile-compat", "forced by the environment"): {"environment": {"CUFILE_FORCE_COMPAT_MODE": "true"}},
@@ -130,12 +137,12 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("direct-io", "large blocks"): {"files": {"/sys/class/block/nvme0n1/queue/logical_block_size": "16384\n"}},
     ("direct-io", "tmpfs alone"): {"files": {"/proc/self/mountinfo": "22 1 0:40 / / rw - tmpfs tmpfs rw\n"}},
-    ("bar1-small", "256 MiB"): {"facts": {"nvml": NvmlFacts("580.159.04", (_BAR1,))}},
-    ("bar1-small", "full"): {"facts": {"nvml": NvmlFacts("580.159.04", (_FULL,))}},
+    ("bar1-small", "256 MiB"): {"facts": {"nvml": NvmlFacts("580.159.04", (_SMALL_BAR1,))}},
+    ("bar1-small", "full"): {"facts": {"nvml": NvmlFacts("580.159.04", (_FULL_BAR1,))}},
     ("udev-database", "none"): {"files": {"/run/udev/data/b259:1": None}},
     ("udev-database", "without the device"): {"files": {"/run/udev/data/b259:1": None, "/run/udev/data/b8:0": ""}},
     ("vmm-memory", "expandable segments"): {
-        "environment": _EXPANDABLE,
+        "environment": _EXPANDABLE_SEGMENTS,
         "attributes": {"GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 0},
     },
     ("pool-starved", "few slabs"): {
@@ -143,23 +150,23 @@ FAILING: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("ucx-without-cuda", "no module"): {"files": {"/usr/lib/x86_64-linux-gnu/ucx/libuct_cuda.so.0": None}},
     ("driver-open", "no libcuda"): {"files": {"/usr/lib/x86_64-linux-gnu/libcuda.so.1": None}},
-    ("driver-open", "hangs"): {"observations": _failed(Reason.TIMEOUT)},
+    ("driver-open", "hangs"): {"observations": _failed_driver_open(Reason.TIMEOUT)},
 }
 
-PASSING: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "peer memory alone"): {"ways": ("peer_memory",), "dmabuf": False},
-    ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "ways": ("peer_memory",)},
+PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
+    ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "dmabuf": False},
+    ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},
     ("no-dmabuf-export", "peer memory instead"): {"attributes": {"DMA_BUF_SUPPORTED": 0}},
     ("acs-redirect", "source validation alone"): {
-        "files": {f"/sys/devices/{_ABOVE}/{SWITCH_PORT}/config": config(acs=0x01)}
+        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": config(acs=0x01)}
     },
     ("acs-redirect", "above the switch"): {
         "files": {"/sys/devices/pci0000:00/0000:00:01.0/config": config(acs=ACS_REDIRECT)}
     },
-    ("ats-off-in-vm", "ATS on"): {"files": _VIRTUAL},
-    ("iommu-translates", "no groups"): {"links": {f"{_GPU}/iommu_group": None}},
+    ("ats-off-in-vm", "ATS on"): {"files": _VIRTUAL_MACHINE_FILES},
+    ("iommu-translates", "no groups"): {"links": {f"{_GPU_FOLDER}/iommu_group": None}},
     ("link-downgraded", "slow when idle"): {
-        "files": _SLOW,
+        "files": _SLOW_LINK_FILES,
         "observations": {"load": Observation("load", seen={GPU: "32.0 GT/s PCIe"})},
     },
     ("memlock-low", "the capability"): {
@@ -168,9 +175,9 @@ PASSING: dict[tuple[str, str], dict[str, Any]] = {
             "/proc/self/status": "CapEff:\t0000000000004000\n",
         }
     },
-    ("nvidia-fs-absent", "P2PDMA instead"): {"files": _NO_NVIDIA_FS},
+    ("nvidia-fs-absent", "P2PDMA instead"): {"files": _NO_NVIDIA_FS_FILES},
     ("p2pdma-off", "nvidia-fs instead"): {"files": {"/sys/module/nvme_core/parameters/multipath": "Y\n"}},
     ("file-system", "xfs"): {"files": _mountinfo("xfs")},
-    ("vmm-memory", "expandable segments"): {"environment": _EXPANDABLE},
+    ("vmm-memory", "expandable segments"): {"environment": _EXPANDABLE_SEGMENTS},
     ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},
 }

@@ -1,4 +1,4 @@
-"""Truncated and binary files of sysfs, and hostile config spaces: the readers report them without an exception."""
+"""The readers report wrong files of sysfs and procfs as unreadable. A hostile config space causes one clear error."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def config_with(at: int, value: int, size: str = "<I") -> bytes:
+def config_with(offset: int, value: int, format_: str = "<I") -> bytes:
+    """Return a valid config space in which the value at one offset is replaced. `format_` is a format of struct."""
     data = bytearray(config(acs=0x1D, ats=True))
-    struct.pack_into(size, data, at, value)
+    struct.pack_into(format_, data, offset, value)
     return bytes(data)
 
 
-HOSTILE = {
+HOSTILE_CONFIG_SPACES = {
     "too short": (b"\0" * 63, "a header has 64"),
     "empty": (b"", "a header has 64"),
     "capabilities loop": (config_with(0x61, 0x40, "<B"), "loops at 0x40"),
@@ -37,9 +38,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE_CONFIG_SPACES)
 def test_hostile_config_space_is_one_clear_error(name: str) -> None:
-    data, message = HOSTILE[name]
+    data, message = HOSTILE_CONFIG_SPACES[name]
     with pytest.raises(ApiError, match=message) as caught:
         parse_config_space(data, name=NIC)
     assert caught.value.reason is Reason.MALFORMED
@@ -71,7 +72,9 @@ def test_whole_config_space_has_its_registers() -> None:
 
 def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
     path = next(name for name in HEALTHY_FILES if name.endswith(f"{NIC}/config"))
-    finding = rule_of("small-read-request").apply(machine(tmp_path, files={path: HOSTILE["capabilities loop"][0]}))
+    finding = rule_of("small-read-request").apply(
+        machine(tmp_path, files={path: HOSTILE_CONFIG_SPACES["capabilities loop"][0]})
+    )
     assert finding.verdict is Verdict.UNPROVEN
     assert "loops at 0x40" in finding.text
 
@@ -81,9 +84,9 @@ def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes
     files = {
         name: content for name in HEALTHY_FILES if not name.startswith("/proc/self") and not name.endswith("/class")
     }
-    host = machine(tmp_path, files=files)
-    diagnosis = diagnose(host)
-    topology(host)
+    healthy_host = machine(tmp_path, files=files)
+    diagnosis = diagnose(healthy_host)
+    topology(healthy_host)
     assert len(diagnosis.findings) == 33
 
 
@@ -122,11 +125,11 @@ def test_mounts_are_read_with_escapes_and_without_bad_lines(tmp_path: Path) -> N
 
 
 def test_partition_has_its_disk(tmp_path: Path) -> None:
-    host = machine(tmp_path)
-    disk = block_device(HostTree.of(host.files), "259:1")
+    healthy_host = machine(tmp_path)
+    disk = block_device(HostTree.of(healthy_host.files), "259:1")
     assert disk is not None
     assert (disk.name, disk.mapper, disk.has_integrity) == ("nvme0n1", None, False)
-    assert block_device(HostTree.of(host.files), "8:0") is None
+    assert block_device(HostTree.of(healthy_host.files), "8:0") is None
 
 
 def test_virtual_machine_is_detected_by_cpu_or_product_name(tmp_path: Path) -> None:

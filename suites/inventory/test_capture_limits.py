@@ -1,7 +1,7 @@
-"""A hostile capture has a bounded cost: to import and replay it takes at most 256 MiB and a limited time.
+"""Importing and replaying a hostile capture takes at most 256 MiB of memory and a limited time.
 
-Each case runs a command (`gdrkit doctor`, `gdrkit topology`, `gdrkit facts`) on the capture in a process of its own,
-whose peak memory is compared with that of the same command on an empty capture.
+Each case runs a command (`gdrkit doctor`, `gdrkit topology`, `gdrkit facts`) on the capture in a new process, and
+compares its peak memory with the peak memory of the same command on an empty capture.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+# Limit of the peak memory, above that of the same command on an empty capture.
 GROWTH_MAX_BYTES = 256 << 20
-# Limit of processor time. The elapsed time depends on what else the machine does.
-TIME_MAX_S = 30
-SMALLEST = {"schema_version": 1, "origin": "a case", "answers": {}}
+# Limit of processor time. Elapsed time would depend on the load of the machine.
+CPU_TIME_MAX_S = 30
+SMALLEST_CAPTURE = {"schema_version": 1, "origin": "a case", "answers": {}}
 # The program reports the exit code of the command. 1 means that the doctor found a cause.
 PROGRAM = """
 import re, sys, time
@@ -38,118 +39,129 @@ except SystemExit as ended:
 """
 
 
-def peak_bytes(*arguments: str) -> tuple[int, int, str]:
+def measure_command(*arguments: str) -> tuple[int, int, str]:
     """Run a command and return its peak memory in bytes, its exit code and its standard error."""
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
-    *messages, last = done.stderr.splitlines()
-    word, peak_kib, cpu_s, code = last.split()
-    assert word == "peak", done.stderr
-    assert float(cpu_s) <= TIME_MAX_S
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    *messages, last_line = process.stderr.splitlines()
+    marker, peak_kib, cpu_s, code = last_line.split()
+    assert marker == "peak", process.stderr
+    assert float(cpu_s) <= CPU_TIME_MAX_S
     return int(peak_kib) << 10, int(code), "\n".join(messages)
 
 
 @cache
-def baseline_bytes(command: str) -> int:
+def baseline_peak_bytes(command: str) -> int:
     """Return the peak memory of a command on the smallest capture."""
     with tempfile.NamedTemporaryFile("w") as file:
-        file.write(json.dumps(SMALLEST))
+        file.write(json.dumps(SMALLEST_CAPTURE))
         file.flush()
-        return peak_bytes(command, "--replay", file.name)[0]
+        return measure_command(command, "--replay", file.name)[0]
 
 
-def with_answers(**answers: object) -> bytes:
-    return json.dumps({**SMALLEST, "answers": answers}, ensure_ascii=False).encode()
+def capture_with_reads(**answers: object) -> bytes:
+    """Return a capture with these fields of RecordedReads."""
+    return json.dumps({**SMALLEST_CAPTURE, "answers": answers}, ensure_ascii=False).encode()
 
 
-def repeated(part: bytes, count: int) -> bytes:
-    """Return a capture with a JSON list that repeats `part`."""
+def capture_with_list(part: bytes, count: int) -> bytes:
+    """Return a capture with a JSON list that contains `part` many times."""
     return b'{"schema_version": 1, "origin": [' + (part + b",") * count + part + b'], "answers": {}}'
 
 
-def names(count: int) -> list[str]:
-    return [f"{number >> 8:06x}:{number & 255:02x}:00.0" for number in range(count)]
+def pci_addresses(count: int) -> list[str]:
+    """Return `count` different PCI addresses."""
+    return [f"{index >> 8:06x}:{index & 255:02x}:00.0" for index in range(count)]
 
 
-def functions(count: int, class_code: str = "0x030200") -> bytes:
+def capture_with_functions(count: int, class_code: str = "0x030200") -> bytes:
     """Return a capture with `count` PCI functions of a class."""
-    addresses = [f"0000:{number >> 8:02x}:{number >> 3 & 31:02x}.{number & 7}" for number in range(count)]
+    addresses = [f"0000:{index >> 8:02x}:{index >> 3 & 31:02x}.{index & 7}" for index in range(count)]
     texts = {
         f"/sys/bus/pci/devices/{address}/{name}": text
         for address in addresses
         for name, text in (("vendor", "0x10de"), ("device", "0x1"), ("class", class_code))
     }
-    return with_answers(texts=texts, folders={"/sys/bus/pci/devices": addresses})
+    return capture_with_reads(texts=texts, folders={"/sys/bus/pci/devices": addresses})
 
 
-def xml(inside: bytes) -> bytes:
-    return b'<system><cpu numaid="0">' + inside + b"</cpu></system>"
+def topology_xml(content: bytes) -> bytes:
+    """Return a topology XML of NCCL with one CPU that has this content."""
+    return b'<system><cpu numaid="0">' + content + b"</cpu></system>"
 
 
-def lspci(count: int, line: str) -> bytes:
+def lspci_output(count: int, line: str) -> bytes:
     """Return an output of lspci with one function and `count` lines about it."""
     return ("01:00.0 3D controller: NVIDIA Corporation Device 2330\n" + f"{line}\n" * count).encode()
 
 
-def bridges(depth: int, leaves: int) -> bytes:
-    """Return a topology XML with many functions below a chain of bridges."""
-    opened = b"".join(b'<pci busid="0000:%02x:00.0" class="0x060400">' % bus for bus in range(depth))
-    inside = b"".join(b'<pci busid="%04x:ff:%02x.0"/>' % divmod(number, 256) for number in range(leaves))
-    return xml(opened + inside + b"</pci>" * depth)
+def topology_with_bridges(depth: int, leaves: int) -> bytes:
+    """Return a topology XML with `leaves` functions below a chain of `depth` bridges."""
+    bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0" class="0x060400">' % bus for bus in range(depth))
+    content = b"".join(b'<pci busid="%04x:ff:%02x.0"/>' % divmod(index, 256) for index in range(leaves))
+    return topology_xml(bridge_elements + content + b"</pci>" * depth)
 
 
-FILES: dict[str, Callable[[], bytes]] = {
-    "a million lists": lambda: gzip.compress(repeated(b"[]", 80_000_000 // 3), 1),
-    "as many lists as allowed": lambda: repeated(b"[]", 149_000),
-    "objects": lambda: repeated(b'{"a":1}', 2_000_000),
-    "strings": lambda: repeated(b'"ab"', 3_000_000),
-    "numbers": lambda: repeated(b"1e9", 4_000_000),
+HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
+    "a million lists": lambda: gzip.compress(capture_with_list(b"[]", 80_000_000 // 3), 1),
+    "as many lists as allowed": lambda: capture_with_list(b"[]", 149_000),
+    "objects": lambda: capture_with_list(b'{"a":1}', 2_000_000),
+    "strings": lambda: capture_with_list(b'"ab"', 3_000_000),
+    "numbers": lambda: capture_with_list(b"1e9", 4_000_000),
     "deep": lambda: b"[" * 5_000_000,
-    "wide text": lambda: with_answers(texts={"/a": "\N{GRINNING FACE}" + "a" * 15_000_000}),
+    "wide text": lambda: capture_with_reads(texts={"/a": "\N{GRINNING FACE}" + "a" * 15_000_000}),
     "unterminated string": lambda: b'{"a": "' + b'\\"' * 7_000_000,
-    "UTF-16": lambda: json.dumps(SMALLEST).encode("utf-16-le"),
-    "lone surrogates": lambda: with_answers(texts={"/a": "x"}).replace(b"x", b"\\ud800" * 1_000_000),
-    "a folder of many names": lambda: with_answers(folders={"/sys/bus/pci/devices": names(150_000)}),
-    "links of long paths": lambda: with_answers(links={"/a": "/b" * 5_000_000, "/b": "/a" * 1000}),
-    "functions": lambda: functions(20_000),
-    "GPUs": lambda: functions(4000),
-    "as many GPUs as allowed": lambda: functions(512),
-    "functions that are not GPUs": lambda: functions(4000, class_code="0x010000"),
-    "mounts": lambda: with_answers(
+    "UTF-16": lambda: json.dumps(SMALLEST_CAPTURE).encode("utf-16-le"),
+    "lone surrogates": lambda: capture_with_reads(texts={"/a": "x"}).replace(b"x", b"\\ud800" * 1_000_000),
+    "a folder of many names": lambda: capture_with_reads(folders={"/sys/bus/pci/devices": pci_addresses(150_000)}),
+    "links of long paths": lambda: capture_with_reads(links={"/a": "/b" * 5_000_000, "/b": "/a" * 1000}),
+    "functions": lambda: capture_with_functions(20_000),
+    "GPUs": lambda: capture_with_functions(4000),
+    "as many GPUs as allowed": lambda: capture_with_functions(512),
+    "functions that are not GPUs": lambda: capture_with_functions(4000, class_code="0x010000"),
+    "mounts": lambda: capture_with_reads(
         texts={"/proc/self/mountinfo": "".join(f"{n} 1 8:{n} / /m{n} rw - ext4 /dev/sda rw\n" for n in range(200_000))}
     ),
-    "RDMA devices": lambda: with_answers(folders={"/sys/class/infiniband": [f"mlx5_{n}" for n in range(150_000)]}),
-    "elements": lambda: xml(b"<a/>" * 1_900_000),
-    "nested elements": lambda: xml(b"<a>" * 190_000 + b"</a>" * 9000),
-    "attributes": lambda: xml(b"<pci " + b" ".join(b'a%06x=""' % n for n in range(700_000)) + b"/>"),
-    "XML in EBCDIC": lambda: (
-        b'<?xml version="1.0" encoding="cp037"?>' + xml(b"<a/>" * 1_900_000).decode().encode("cp037")
+    "RDMA devices": lambda: capture_with_reads(
+        folders={"/sys/class/infiniband": [f"mlx5_{n}" for n in range(150_000)]}
     ),
-    "bridges above functions": lambda: bridges(30, 4000),
-    "lines of lspci": lambda: lspci(7_000_000, " "),
-    "long lines of lspci": lambda: lspci(1, " Speed " + "1" * 15_000_000),
+    "elements": lambda: topology_xml(b"<a/>" * 1_900_000),
+    "nested elements": lambda: topology_xml(b"<a>" * 190_000 + b"</a>" * 9000),
+    "attributes": lambda: topology_xml(b"<pci " + b" ".join(b'a%06x=""' % n for n in range(700_000)) + b"/>"),
+    "XML in EBCDIC": lambda: (
+        b'<?xml version="1.0" encoding="cp037"?>' + topology_xml(b"<a/>" * 1_900_000).decode().encode("cp037")
+    ),
+    "bridges above functions": lambda: topology_with_bridges(30, 4000),
+    "lines of lspci": lambda: lspci_output(7_000_000, " "),
+    "long lines of lspci": lambda: lspci_output(1, " Speed " + "1" * 15_000_000),
     "functions of lspci": lambda: b"".join(
-        b"%04x:01:00.0 3D controller: NVIDIA\n\tMaxReadReq 512 bytes\n" % number for number in range(4000)
+        b"%04x:01:00.0 3D controller: NVIDIA\n\tMaxReadReq 512 bytes\n" % index for index in range(4000)
     ),
     "bytes": lambda: gzip.compress(b" " * (300 << 20), 1),
 }
 
 
-# Every command refuses a capture in the same way.
-ACCEPTED = ("as many GPUs as allowed", "functions that are not GPUs", "mounts", "bridges above functions", "wide text")
+# Captures that are accepted and replayed by other commands too. All commands refuse the other captures in the same way.
+ACCEPTED_CAPTURES = (
+    "as many GPUs as allowed",
+    "functions that are not GPUs",
+    "mounts",
+    "bridges above functions",
+    "wide text",
+)
 CASES = [
-    *((name, "doctor") for name in FILES),
-    *((name, command) for name in ACCEPTED for command in ("topology", "facts")),
+    *((name, "doctor") for name in HOSTILE_CAPTURES),
+    *((name, command) for name in ACCEPTED_CAPTURES for command in ("topology", "facts")),
 ]
 
 
 @pytest.mark.parametrize(("name", "command"), CASES)
 def test_hostile_capture_has_bounded_cost(tmp_path: Path, name: str, command: str) -> None:
-    baseline = baseline_bytes(command)
+    baseline_bytes = baseline_peak_bytes(command)
     file = tmp_path / "capture"
-    file.write_bytes(FILES[name]())
-    peak, code, messages = peak_bytes(command, "--replay", str(file))
-    assert peak - baseline <= GROWTH_MAX_BYTES, f"{(peak - baseline) >> 20} MiB"
-    # A refused capture causes one line.
+    file.write_bytes(HOSTILE_CAPTURES[name]())
+    peak_bytes, code, messages = measure_command(command, "--replay", str(file))
+    assert peak_bytes - baseline_bytes <= GROWTH_MAX_BYTES, f"{(peak_bytes - baseline_bytes) >> 20} MiB"
+    # For a refused capture the command prints one line.
     assert len(messages.splitlines()) == (1 if code == 2 else 0), messages[:1000]
     assert code in (0, 1, 2, 4)

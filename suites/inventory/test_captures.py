@@ -1,4 +1,4 @@
-"""A capture replays the reads of its machine, and a hostile capture causes no access to other files."""
+"""A capture replays the reads of its machine, and a hostile capture cannot make gdrkit read other files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gdrkit.inventory import (
     Machine,
     RecordedReads,
     Recorder,
+    captured_machine,
     diagnose,
     parse_capture,
     read_capture,
-    replayed,
     topology,
     write_capture,
 )
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def recorded(root: Path) -> Machine:
+def recorded_machine(root: Path) -> Machine:
     """Return the healthy host of inventory.healthy_machine, whose reads are recorded."""
-    host = machine(root)
-    return replace(host, files=Recorder(DiskFiles(root)))
+    healthy_host = machine(root)
+    return replace(healthy_host, files=Recorder(DiskFiles(root)))
 
 
 @pytest.mark.parametrize("name", ["capture.json", "capture.json.gz"])
 def test_checks_of_a_capture_equal_those_of_the_machine(tmp_path: Path, name: str) -> None:
-    host = recorded(tmp_path / "host")
-    diagnosis, tree = diagnose(host), topology(host)
-    write_capture(tmp_path / name, host.capture())
-    again = replayed(read_capture(tmp_path / name))
-    assert diagnose(again) == diagnosis
-    assert topology(again) == tree
-    assert again.facts == host.facts
+    healthy_host = recorded_machine(tmp_path / "host")
+    diagnosis, pci_topology = diagnose(healthy_host), topology(healthy_host)
+    write_capture(tmp_path / name, healthy_host.capture())
+    replayed = captured_machine(read_capture(tmp_path / name))
+    assert diagnose(replayed) == diagnosis
+    assert topology(replayed) == pci_topology
+    assert replayed.facts == healthy_host.facts
 
 
 def test_facts_are_saved_and_replayed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main(arguments)
-        assert ended.value.code in (0, 1, 4)
+        assert exit_info.value.code in (0, 1, 4)
         return capsys.readouterr().out
 
     file = str(tmp_path / "machine.json.gz")
@@ -72,21 +72,21 @@ def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
     tree = HostTree.of(recorder)
     tree.names("/sys")
     tree.text("/proc/cmdline")
-    again = HostTree.of(CapturedFiles(recorder.answers))
-    assert (again.names("/sys"), again.text("/proc/cmdline"), len(again.unreadable)) == ((), None, 0)
-    assert again.text("/sys/module") is None
-    assert not again.unreadable
-    assert again.text("/etc/os-release") is None
-    assert [item.errno for item in again.unreadable] == [errno.ENODATA]
+    replayed = HostTree.of(CapturedFiles(recorder.reads))
+    assert (replayed.names("/sys"), replayed.text("/proc/cmdline"), len(replayed.unreadable)) == ((), None, 0)
+    assert replayed.text("/sys/module") is None
+    assert not replayed.unreadable
+    assert replayed.text("/etc/os-release") is None
+    assert [item.errno for item in replayed.unreadable] == [errno.ENODATA]
 
 
 def test_read_error_is_captured(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     recorder = Recorder(DiskFiles(tmp_path))
     assert HostTree.of(recorder).text("/file") is None
-    again = HostTree.of(CapturedFiles(recorder.answers))
-    assert again.text("/file") is None
-    assert [item.errno for item in again.unreadable] == [errno.EISDIR]
+    replayed = HostTree.of(CapturedFiles(recorder.reads))
+    assert replayed.text("/file") is None
+    assert [item.errno for item in replayed.unreadable] == [errno.EISDIR]
 
 
 def test_links_of_a_capture_stay_inside_it() -> None:
@@ -111,7 +111,7 @@ def test_links_of_a_capture_stay_inside_it() -> None:
     assert files.read("/f/name") == b"inside"
 
 
-HOSTILE: dict[str, dict[str, Any]] = {
+HOSTILE_READS: dict[str, dict[str, Any]] = {
     "a relative path": {"texts": {"etc/passwd": ""}},
     "a path with dots": {"texts": {"/sys/../etc/passwd": ""}},
     "a path with a zero": {"links": {"/a\0b": "c"}},
@@ -124,15 +124,15 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE_READS)
 def test_hostile_capture_is_one_clear_error(name: str) -> None:
-    data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE[name]}
+    data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE_READS[name]}
     with pytest.raises(UsageError, match=r"^capture") as caught:
         parse_capture(json.dumps(data).encode())
     assert caught.value.reason is Reason.MALFORMED
 
 
-OTHER_FILES = {
+MALFORMED_FILES = {
     "nested": b'{"a":' * 100_000,
     "too long when decompressed": gzip.compress(b" " * (300 << 20), compresslevel=1),
     "cut off": gzip.compress(b'{"schema_version": 1}' * 1000)[:-20],
@@ -144,10 +144,10 @@ OTHER_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_FILES)
-def test_other_file_is_one_clear_error(name: str) -> None:
+@pytest.mark.parametrize("name", MALFORMED_FILES)
+def test_malformed_file_is_one_clear_error(name: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_capture(OTHER_FILES[name], name="file")
+        parse_capture(MALFORMED_FILES[name], name="file")
     assert caught.value.reason is Reason.MALFORMED
 
 
@@ -159,5 +159,5 @@ def test_unreadable_path_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_capture_is_read_back_as_the_same_value(tmp_path: Path) -> None:
-    capture = recorded(tmp_path / "host").capture()
+    capture = recorded_machine(tmp_path / "host").capture()
     assert serialization.from_json_data(Capture, json.loads(json.dumps(serialization.to_json_data(capture)))) == capture

@@ -1,4 +1,4 @@
-"""A query of an API in a child process ends in time and leaves no process, whatever the child does."""
+"""A query in a child process ends in time and leaves no process running, even if the child hangs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from gdrkit.inventory.child_query import ChildQuery
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A query takes its own time limit, and at most 5 s for the end of a killed child. The rest is for a busy machine.
+# Limit of the duration of a query whose time limit is 1 s. Killing the child takes up to 5 s more. The other 9 s are
+# for a busy machine.
 DURATION_MAX_S = 15.0
 _INIT_REPLY = struct.Struct("=IiQ IIIIHHIIHHI28x")
 
 
 def start_query(folder: Path, program: str, *arguments: str) -> ChildQuery:
-    """Start a query by this program."""
+    """Start a query whose child process runs this program."""
     (folder / "program.py").write_text(textwrap.dedent(program))
     return ChildQuery(["program", *arguments], {**os.environ, "PYTHONPATH": str(folder)})
 
 
 def is_gone(process_id: int) -> bool:
-    """Return whether the process has ended. Its state is Z until init collects it."""
+    """Return whether the process has ended. A process that has ended keeps state Z until its parent waits for it."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -41,18 +42,20 @@ def is_gone(process_id: int) -> bool:
     return state in "ZX"
 
 
-GRANDCHILD = """
+PROGRAM_WITH_GRANDCHILD = """
     import os, subprocess, sys, time
-    other = subprocess.Popen(["sleep", "25"])
-    open(sys.argv[1], "w").write(str(other.pid))
-    {then}
+    grandchild = subprocess.Popen(["sleep", "25"])
+    open(sys.argv[1], "w").write(str(grandchild.pid))
+    {last_statement}
 """
 
 
-@pytest.mark.parametrize("then", ["time.sleep(25)", """os.write(int(sys.argv[2]), b'{"facts": 5}')""", "sys.exit(3)"])
-def test_grandchild_with_stdout_does_not_delay_the_result(tmp_path: Path, then: str) -> None:
-    query = start_query(tmp_path, GRANDCHILD.format(then=then), str(tmp_path / "pid"))
-    timeout_s = 1.0 if "sleep" in then else 60.0
+@pytest.mark.parametrize(
+    "last_statement", ["time.sleep(25)", """os.write(int(sys.argv[2]), b'{"facts": 5}')""", "sys.exit(3)"]
+)
+def test_grandchild_with_stdout_does_not_delay_the_result(tmp_path: Path, last_statement: str) -> None:
+    query = start_query(tmp_path, PROGRAM_WITH_GRANDCHILD.format(last_statement=last_statement), str(tmp_path / "pid"))
+    timeout_s = 1.0 if "sleep" in last_statement else 60.0
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         os.sched_yield()
     start_s = time.monotonic()
@@ -61,7 +64,7 @@ def test_grandchild_with_stdout_does_not_delay_the_result(tmp_path: Path, then: 
     if failure is None:
         assert facts == 5
     else:
-        assert failure.reason is (Reason.TIMEOUT if "sleep" in then else Reason.OTHER)
+        assert failure.reason is (Reason.TIMEOUT if "sleep" in last_statement else Reason.OTHER)
     process_id = int((tmp_path / "pid").read_text())
     while not is_gone(process_id):
         assert time.monotonic() - start_s < DURATION_MAX_S
@@ -69,7 +72,9 @@ def test_grandchild_with_stdout_does_not_delay_the_result(tmp_path: Path, then: 
 
 
 def test_close_of_a_query_kills_its_grandchild(tmp_path: Path) -> None:
-    query = start_query(tmp_path, GRANDCHILD.format(then="time.sleep(25)"), str(tmp_path / "pid"))
+    query = start_query(
+        tmp_path, PROGRAM_WITH_GRANDCHILD.format(last_statement="time.sleep(25)"), str(tmp_path / "pid")
+    )
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         os.sched_yield()
     start_s = time.monotonic()
@@ -82,7 +87,7 @@ def test_close_of_a_query_kills_its_grandchild(tmp_path: Path) -> None:
 
 @contextmanager
 def silent_mount(folder: Path) -> Iterator[Path]:
-    """Mount a file system that replies only to its first message, so that a process that accesses it is in state D."""
+    """Mount a file system that never replies after its first message. A process that accesses it waits in state D."""
     folder.mkdir()
     descriptor = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={descriptor},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
@@ -93,7 +98,7 @@ def silent_mount(folder: Path) -> Iterator[Path]:
         unique = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
         size = _INIT_REPLY.size
         os.write(descriptor, _INIT_REPLY.pack(size, 0, unique, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
-        # After a message was read, its sender waits uninterruptibly.
+        # When the server has read a request and does not reply, the process that sent it waits uninterruptibly.
         os.read(descriptor, 1 << 17)
 
     server = threading.Thread(target=serve, daemon=True)
@@ -102,19 +107,19 @@ def silent_mount(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-        os.close(descriptor)  # This ends the waits.
+        os.close(descriptor)  # The kernel then fails the waiting requests.
 
 
 @needs(host.fuse, host.capability("CAP_SYS_ADMIN"))
 def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
     with silent_mount(tmp_path / "mount") as mount:
-        waiting = "import os, sys\nos.write(1, b'started')\nos.stat(sys.argv[1])"
-        query = start_query(tmp_path, waiting, str(mount / "file"))
+        program = "import os, sys\nos.write(1, b'started')\nos.stat(sys.argv[1])"
+        query = start_query(tmp_path, program, str(mount / "file"))
         start_s = time.monotonic()
         facts, failure = query.result(1.0)
-        took_s = time.monotonic() - start_s
+        duration_s = time.monotonic() - start_s
     assert facts is None
     assert failure is not None
     assert failure.reason is Reason.TIMEOUT
     assert "(state D) and was left behind" in failure.message
-    assert took_s < DURATION_MAX_S
+    assert duration_s < DURATION_MAX_S

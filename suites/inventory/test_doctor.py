@@ -1,4 +1,4 @@
-"""The commands doctor, topology and explain: text, JSON and exit codes; and the remedies that a test can apply."""
+"""The commands doctor, topology and explain: text, JSON and exit codes. Remedies that a test can apply are applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from inventory.healthy_machine import machine
-from inventory.rule_examples import FAILING
+from inventory.rule_examples import FAILING_EXAMPLES
 from support.other_user import UNPRIVILEGED_DOCTOR, run_program
 
 from gdrkit import serialization
@@ -23,7 +23,7 @@ from gdrkit.report.doctor import describe_diagnosis, describe_rule, list_rules, 
 from gdrkit.report.topology import describe_topology
 from gdrkit.verdict import Verdict
 
-LIMITED = """
+PRINT_LIMITS_OF_UNPRIVILEGED_USER = """
 import json, resource
 from gdrkit import serialization
 from gdrkit.host import HostTree, Limits, process_limits
@@ -34,35 +34,35 @@ print(json.dumps(serialization.to_json_data(process_limits(HostTree()))))
 """
 
 
-def gdrkit(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_gdrkit(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     """Run a command, and return its exit code and output."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main(arguments)
-    return int(ended.value.code or 0), capsys.readouterr().out
+    return int(exit_info.value.code or 0), capsys.readouterr().out
 
 
 def test_doctor_leaves_no_file_in_the_current_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gdrkit", "doctor", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=110)
-    assert done.stdout, done.stderr
-    diagnosis = json.loads(done.stdout)
+    process = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=110)
+    assert process.stdout, process.stderr
+    diagnosis = json.loads(process.stdout)
     failed = [finding for finding in diagnosis["findings"] if finding["verdict"] == "fail"]
     missing = " ".join(diagnosis["missing"])
-    assert done.returncode == (4 if "GPU" in missing and "RDMA" in missing else int(bool(failed)))
+    assert process.returncode == (4 if "GPU" in missing and "RDMA" in missing else int(bool(failed)))
     assert list(tmp_path.iterdir()) == []
 
 
 @needs(host.capability("CAP_SETUID"))
 def test_doctor_names_what_an_ordinary_user_cannot_read() -> None:
-    done = run_program(UNPRIVILEGED_DOCTOR)
-    assert done.returncode in (0, 1, 4), done.stderr
-    assert "Not readable without a privilege" in done.stdout
-    assert "config space beyond 64 bytes needs CAP_SYS_ADMIN (acs-redirect" in done.stdout
-    assert "Traceback" not in done.stdout + done.stderr
+    process = run_program(UNPRIVILEGED_DOCTOR)
+    assert process.returncode in (0, 1, 4), process.stderr
+    assert "Not readable without a privilege" in process.stdout
+    assert "config space beyond 64 bytes needs CAP_SYS_ADMIN (acs-redirect" in process.stdout
+    assert "Traceback" not in process.stdout + process.stderr
 
 
 def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
-    diagnosis = diagnose(machine(tmp_path, **FAILING["acs-redirect", "a port of the switch"]))
+    diagnosis = diagnose(machine(tmp_path, **FAILING_EXAMPLES["acs-redirect", "a port of the switch"]))
     text = describe_diagnosis(diagnosis)
     data = json.loads(diagnosis.to_json())
     assert [finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"] == ["acs-redirect"]
@@ -74,16 +74,16 @@ def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
 def test_exit_code_is_1_if_a_cause_is_present(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, changes, expected in (
         ("correct", {}, 0),
-        ("failing", FAILING["acs-redirect", "a port of the switch"], 1),
+        ("failing", FAILING_EXAMPLES["acs-redirect", "a port of the switch"], 1),
     ):
-        host_ = machine(tmp_path / name, **changes)
-        host_ = replace(host_, files=Recorder(host_.files))
-        diagnose(host_)
-        write_capture(tmp_path / f"{name}.json", host_.capture())
+        healthy_host = machine(tmp_path / name, **changes)
+        healthy_host = replace(healthy_host, files=Recorder(healthy_host.files))
+        diagnose(healthy_host)
+        write_capture(tmp_path / f"{name}.json", healthy_host.capture())
         replay = ("doctor", "--replay", str(tmp_path / f"{name}.json"))
-        assert gdrkit(capsys, *replay)[0] == expected
-        assert gdrkit(capsys, *replay, "--any")[0] == 0
-    assert gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
+        assert run_gdrkit(capsys, *replay)[0] == expected
+        assert run_gdrkit(capsys, *replay, "--any")[0] == 0
+    assert run_gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
 
 
 def test_exit_code_is_4_without_gpu_and_nic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,30 +91,30 @@ def test_exit_code_is_4_without_gpu_and_nic(tmp_path: Path, capsys: pytest.Captu
     capture = {"schema_version": 1, "origin": "a case", "answers": {"folders": folders}}
     (tmp_path / "bare.json").write_text(json.dumps(capture))
     replay = ("doctor", "--replay", str(tmp_path / "bare.json"))
-    code, text = gdrkit(capsys, *replay)
+    code, text = run_gdrkit(capsys, *replay)
     assert (code, "no RDMA device" in text) == (4, True)
-    assert gdrkit(capsys, *replay, "--any") == (0, text)
+    assert run_gdrkit(capsys, *replay, "--any") == (0, text)
 
 
 def test_explain_as_json_has_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = gdrkit(capsys, "explain", "--json")
+    code, text = run_gdrkit(capsys, "explain", "--json")
     rules = json.loads(text)
     assert (code, [rule["code"] for rule in rules]) == (0, [rule.code for rule in RULES])
     assert {rule["code"] for rule in rules if rule["acts"]} == {rule.code for rule in RULES if rule.experiment}
-    code, text = gdrkit(capsys, "explain", "udev-database", "--json")
+    code, text = run_gdrkit(capsys, "explain", "udev-database", "--json")
     assert (code, json.loads(text)) == (0, next(rule for rule in rules if rule["code"] == "udev-database"))
-    assert gdrkit(capsys, "explain", "nonsense", "--json")[0] == 2
+    assert run_gdrkit(capsys, "explain", "nonsense", "--json")[0] == 2
 
 
 def test_explain_lists_and_describes_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = gdrkit(capsys, "explain")[1].splitlines()
+    lines = run_gdrkit(capsys, "explain")[1].splitlines()
     assert [line.split()[0] for line in lines] == [rule.code for rule in RULES]
     assert lines == list_rules(RULES).splitlines()
     for rule in RULES:
         text = describe_rule(rule)
         assert all(word in text for word in (rule.code, rule.title, "Why it matters", "What to do", "Reads"))
-    assert gdrkit(capsys, "explain", "udev-database")[1].startswith("udev-database: no udev database")
-    assert gdrkit(capsys, "explain", "nonsense")[0] == 2
+    assert run_gdrkit(capsys, "explain", "udev-database")[1].startswith("udev-database: no udev database")
+    assert run_gdrkit(capsys, "explain", "nonsense")[0] == 2
 
 
 def test_document_contains_every_rule() -> None:
@@ -131,36 +131,41 @@ def test_topology_text_has_devices_and_distances(tmp_path: Path) -> None:
 
 
 def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
-    host_ = machine(tmp_path, **FAILING["udev-database", "none"])
+    healthy_host = machine(tmp_path, **FAILING_EXAMPLES["udev-database", "none"])
     rule = rule_of("udev-database")
-    assert rule.apply(host_).verdict is Verdict.FAIL
-    # The case writes the lines that the remedy names into the file that it names.
+    assert rule.apply(healthy_host).verdict is Verdict.FAIL
+    # The remedy names a file and lines. The case writes these lines into that file.
     lines = re.findall(r"E:ID_FS_\w+=\w+", rule.remedy)
     (tmp_path / "run/udev/data").mkdir(parents=True)
     (tmp_path / "run/udev/data/b259:1").write_text("\n".join(lines) + "\n")
-    assert rule.apply(host_).verdict is Verdict.PASS
+    assert rule.apply(healthy_host).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("name", ["forced", "few slabs"])
 def test_remedy_in_cufile_json_works(tmp_path: Path, name: str) -> None:
-    code = next(code for code, variant in FAILING if variant == name)
-    host_, rule = machine(tmp_path, **FAILING[code, name]), rule_of(code)
-    assert rule.apply(host_).verdict is Verdict.FAIL
-    keys = {"force_compat_mode": False, "allow_compat_mode": False, "io_batchsize": 16, "posix_pool_slab_count": [16]}
+    code = next(code for code, variant in FAILING_EXAMPLES if variant == name)
+    healthy_host, rule = machine(tmp_path, **FAILING_EXAMPLES[code, name]), rule_of(code)
+    assert rule.apply(healthy_host).verdict is Verdict.FAIL
+    settings = {
+        "force_compat_mode": False,
+        "allow_compat_mode": False,
+        "io_batchsize": 16,
+        "posix_pool_slab_count": [16],
+    }
     assert all(key in rule.remedy for key in (["force_compat_mode"] if name == "forced" else ["posix_pool_slab_count"]))
-    (tmp_path / "etc/cufile.json").write_text(json.dumps({"properties": keys}))
-    assert rule.apply(host_).verdict is Verdict.PASS
+    (tmp_path / "etc/cufile.json").write_text(json.dumps({"properties": settings}))
+    assert rule.apply(healthy_host).verdict is Verdict.PASS
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))
 def test_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
-    host_, rule = machine(tmp_path), rule_of("memlock-low")
-    done = run_program(LIMITED)
-    assert done.returncode == 0, done.stderr
+    healthy_host, rule = machine(tmp_path), rule_of("memlock-low")
+    process = run_program(PRINT_LIMITS_OF_UNPRIVILEGED_USER)
+    assert process.returncode == 0, process.stderr
     # These are real limits of the kernel: of a user without the capability, and of this process, which has it.
     for limits, verdict in (
-        (serialization.from_json_data(Limits, json.loads(done.stdout)), Verdict.FAIL),
+        (serialization.from_json_data(Limits, json.loads(process.stdout)), Verdict.FAIL),
         (process_limits(HostTree()), Verdict.PASS),
     ):
-        assert rule.apply(replace(host_, facts=replace(host_.facts, limits=limits))).verdict is verdict
+        assert rule.apply(replace(healthy_host, facts=replace(healthy_host.facts, limits=limits))).verdict is verdict
     assert "CAP_IPC_LOCK" in rule.remedy

@@ -17,65 +17,71 @@ from gdrkit import evidence, host
 from gdrkit.errors import ApiError, Reason
 from gdrkit.harness.needs import needs, software
 
-QUIET = settings(database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+HYPOTHESIS_SETTINGS = settings(database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 
 
-def note(owner: bytes, kind: int, content: bytes) -> bytes:
+def note_bytes(owner: bytes, note_type: int, content: bytes) -> bytes:
+    """Return an ELF note. The program pads owner and content to 4 bytes."""
+
     def padded(data: bytes) -> bytes:
         return data + b"\0" * (-len(data) % 4)
 
-    return struct.pack("<III", len(owner) + 1, len(content), kind) + padded(owner + b"\0") + padded(content)
+    return struct.pack("<III", len(owner) + 1, len(content), note_type) + padded(owner + b"\0") + padded(content)
 
 
-def elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes:
+def elf_bytes(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes:
     """Return a small complete ELF64 file: one loaded segment, a dynamic section with a SONAME, notes."""
     headers_bytes = 64 + 3 * 56
     strings = b"\0" + soname + b"\0"
-    dynamic_at = headers_bytes + len(notes)
-    strings_at = dynamic_at + 4 * 16
-    total = strings_at + len(strings)
+    dynamic_offset = headers_bytes + len(notes)
+    strings_offset = dynamic_offset + 4 * 16
+    total_bytes = strings_offset + len(strings)
     ident = b"\x7fELF\x02\x01\x01" + b"\0" * 9
     header = struct.pack("<16sHHIQQQIHHHHHH", ident, 3, 62, 1, 0, 64, 0, 0, 64, 56, 3, 0, 0, 0)
     segments = b"".join(
-        struct.pack("<IIQQQQQQ", kind, 4, at, at, at, size, size, 4)
-        for kind, at, size in ((1, 0, total), (4, headers_bytes, len(notes)), (2, dynamic_at, 64))
+        struct.pack("<IIQQQQQQ", segment_type, 4, offset, offset, offset, size_bytes, size_bytes, 4)
+        for segment_type, offset, size_bytes in (
+            (1, 0, total_bytes),
+            (4, headers_bytes, len(notes)),
+            (2, dynamic_offset, 64),
+        )
     )
-    entries = ((5, strings_at), (10, len(strings)), (14, 1), (0, 0))
+    entries = ((5, strings_offset), (10, len(strings)), (14, 1), (0, 0))
     dynamic = b"".join(struct.pack("<qQ", tag, value) for tag, value in entries)
     return header + segments + notes + dynamic + strings
 
 
-COMPLETE = elf(notes=note(b"GNU", 3, bytes(range(20))) + note(b"GDRKIT", 1, b"verbs twin\0"))
+COMPLETE_ELF = elf_bytes(notes=note_bytes(b"GNU", 3, bytes(range(20))) + note_bytes(b"GDRKIT", 1, b"verbs twin\0"))
 
 
 def test_elf_file_has_soname_build_id_and_notes() -> None:
-    file = evidence.parse_elf(COMPLETE)
+    file = evidence.parse_elf(COMPLETE_ELF)
     assert file.soname == "libexample.so.1"
     assert file.build_id == bytes(range(20)).hex()
     assert file.notes[1] == evidence.ElfNote(owner="GDRKIT", kind=1, content="verbs twin")
 
 
 def test_truncated_elf_file_is_refused_at_every_length() -> None:
-    for size in range(len(COMPLETE)):
+    for size_bytes in range(len(COMPLETE_ELF)):
         with pytest.raises(ApiError) as caught:
-            evidence.parse_elf(COMPLETE[:size])
+            evidence.parse_elf(COMPLETE_ELF[:size_bytes])
         assert caught.value.reason is Reason.LIBRARY_DAMAGED
         assert caught.value.errno is None
 
 
-@QUIET
+@HYPOTHESIS_SETTINGS
 @given(st.binary(max_size=400))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ApiError):
         evidence.parse_elf(data)
 
 
-@QUIET
-@given(st.lists(st.tuples(st.integers(0, len(COMPLETE) - 1), st.integers(0, 255)), min_size=1, max_size=8))
+@HYPOTHESIS_SETTINGS
+@given(st.lists(st.tuples(st.integers(0, len(COMPLETE_ELF) - 1), st.integers(0, 255)), min_size=1, max_size=8))
 def test_damaged_elf_file_is_parsed_or_refused(changes: list[tuple[int, int]]) -> None:
-    data = bytearray(COMPLETE)
-    for at, value in changes:
-        data[at] = value
+    data = bytearray(COMPLETE_ELF)
+    for offset, value in changes:
+        data[offset] = value
     # Any other exception fails the case.
     with contextlib.suppress(ApiError):
         assert isinstance(evidence.parse_elf(bytes(data)), evidence.ElfFile)
@@ -90,8 +96,8 @@ def test_packet_counters_are_read_from_either_folder(tmp_path: Path) -> None:
     assert (rxe.sent_packets, rxe.received_packets, rxe.sent_bytes) == (7, 8, None)
     (port / "counters").mkdir()
     (port / "counters/port_xmit_packets").write_text("9\n")
-    (other,) = evidence.counters(host.HostTree(tmp_path))
-    assert (other.sent_packets, other.received_packets) == (9, 8)
+    (rxe_with_counters,) = evidence.counters(host.HostTree(tmp_path))
+    assert (rxe_with_counters.sent_packets, rxe_with_counters.received_packets) == (9, 8)
 
 
 def test_libraries_of_this_process_are_those_of_its_map() -> None:
@@ -104,7 +110,7 @@ def test_libraries_of_this_process_are_those_of_its_map() -> None:
 
 
 def test_deleted_or_damaged_libraries_have_an_error(tmp_path: Path) -> None:
-    (tmp_path / "libcut.so").write_bytes(COMPLETE[:100])
+    (tmp_path / "libcut.so").write_bytes(COMPLETE_ELF[:100])
     maps = tmp_path / "proc" / "self" / "maps"
     maps.parent.mkdir(parents=True)
     lines = [
@@ -134,7 +140,7 @@ def test_twin_has_a_note() -> None:
 
     verbs.list_nics()
     (twin,) = [library for library in evidence.libraries() if library.soname == "libibverbs.so.1"]
-    assert [note.owner for note in twin.notes if note.owner != "GNU"] == ["GDRKIT"]
+    assert [elf_note.owner for elf_note in twin.notes if elf_note.owner != "GNU"] == ["GDRKIT"]
     assert twin.build_id
 
 

@@ -1,4 +1,8 @@
-"""Rules with experiments: each passes on correct libraries and fails under a fault plan that emulates its cause."""
+"""Tests of the rules of ``gdrkit doctor`` that run an experiment on devices.
+
+Each rule passes on correct libraries. It fails under a fault plan, with which the software twins emulate the problem
+that the rule detects.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.rule_examples import FAILING, PASSING
+from inventory.rule_examples import FAILING_EXAMPLES, PASSING_EXAMPLES
 from support import udev
 
 from gdrkit import launch, serialization
 from gdrkit.evidence import KernelLog
 from gdrkit.harness.needs import cufile, needs, software
 from gdrkit.host import DiskFiles
-from gdrkit.inventory import RULES, Capture, Machine, replayed, rule_of
+from gdrkit.inventory import RULES, Capture, Machine, captured_machine, rule_of
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -29,14 +33,15 @@ pytestmark = needs(software("verbs"), software("cuda"), software("cufile"), cufi
 
 @dataclass(frozen=True)
 class FailingCase:
-    """A rule of a fault plan, a part of the expected finding, and the time limit of the experiment."""
+    """A line of a fault plan, a part of the expected finding, and the time limit of the experiment."""
 
-    fault: str
-    text: str
+    fault_line: str
+    expected_text: str
     timeout_s: float = 60
 
 
-# A delayed call takes longer than the time limit of the experiment.
+# The key is the code of the rule and the name of the case. Each delay (delay_us) is longer than the time limit of its
+# experiment.
 FAILING_CASES = {
     ("p2p-one-way", "an error"): FailingCase("wc.rdma_read call=* status=10", "RDMA READ from GPU 0"),
     ("p2p-one-way", "a hang"): FailingCase("ibv_post_send call=1 delay_us=10000000", "no result within 2 s", 2),
@@ -53,7 +58,7 @@ CODES = list(dict.fromkeys(code for code, _ in FAILING_CASES))
 
 @pytest.fixture
 def machine(facts: Facts) -> Iterator[Machine]:
-    """The machine of this run, on which experiments may run."""
+    """Yield the machine on which this test runs. Its rules may run experiments."""
     this_machine = Machine(
         files=DiskFiles(),
         facts=facts,
@@ -62,15 +67,15 @@ def machine(facts: Facts) -> Iterator[Machine]:
         may_run_experiments=True,
         timeout_s=60,
     )
-    with udev.present(cufile.DISK):
+    with udev.entry_present(cufile.DISK):
         yield this_machine
 
 
 @contextmanager
-def faults(monkeypatch: pytest.MonkeyPatch, folder: Path, fault: str) -> Iterator[None]:
-    """Set a fault plan for the children that are started in the block."""
+def set_fault_plan(monkeypatch: pytest.MonkeyPatch, folder: Path, fault_line: str) -> Iterator[None]:
+    """Set a fault plan with this one line for the child processes that are started in the block."""
     plan = folder / "plan"
-    plan.write_text(f"gdrkit-faults 1\n{fault}\n")
+    plan.write_text(f"gdrkit-faults 1\n{fault_line}\n")
     with monkeypatch.context() as patch:
         for name, value in launch.environment(launch.Launch(software=launch.TWINNED, seed=7, faults=plan)).items():
             if os.environ.get(name) != value:
@@ -83,10 +88,12 @@ def test_correct_libraries_pass_here_and_in_a_capture(machine: Machine) -> None:
     verdicts = {code: finding.verdict for code, finding in findings.items()}
     assert verdicts == dict.fromkeys(CODES, Verdict.PASS), findings
     assert "64 reads of 65536 bytes in one batch: 64 COMPLETE" in findings["pool-starved"].text
-    # The capture contains the observations, from which a rule gets the same verdict.
-    captured = replayed(serialization.from_json_data(Capture, serialization.to_json_data(machine.capture())))
+    # The capture contains the results of the experiments, so each rule reaches the same verdict without the devices.
+    machine_of_capture = captured_machine(
+        serialization.from_json_data(Capture, serialization.to_json_data(machine.capture()))
+    )
     for code, finding in findings.items():
-        assert rule_of(code).apply(captured).verdict is finding.verdict
+        assert rule_of(code).apply(machine_of_capture).verdict is finding.verdict
 
 
 @pytest.mark.parametrize(("code", "variant"), FAILING_CASES)
@@ -94,17 +101,21 @@ def test_rule_fails_under_a_fault_plan(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, variant: str
 ) -> None:
     case = FAILING_CASES[code, variant]
-    with faults(monkeypatch, tmp_path, case.fault):
+    with set_fault_plan(monkeypatch, tmp_path, case.fault_line):
         finding = rule_of(code).apply(replace(machine, timeout_s=case.timeout_s, observations={}))
     assert finding.verdict is Verdict.FAIL, finding.text
-    assert case.text in finding.text
+    assert case.expected_text in finding.text
 
 
 def test_every_experiment_has_a_passing_and_a_failing_case(capsys: pytest.CaptureFixture[str]) -> None:
-    with_experiment = {rule.code for rule in RULES if rule.experiment}
-    # Only hardware has links that become slower. The result of that experiment is part of the trees.
-    by_tree = {code for code, _ in FAILING} & {code for code, _ in PASSING} & with_experiment - set(CODES)
+    codes_with_experiment = {rule.code for rule in RULES if rule.experiment}
+    # No fault plan emulates a PCIe link that slows down. For that experiment, rule_examples.py has example results.
+    codes_with_examples = (
+        {code for code, _ in FAILING_EXAMPLES}
+        & {code for code, _ in PASSING_EXAMPLES}
+        & codes_with_experiment - set(CODES)
+    )
     with capsys.disabled():
         print("\ncases with twins and fault plans:", *sorted(CODES))  # noqa: T201 - for the reader of the log.
-        print("cases with trees of files:", *sorted(by_tree))  # noqa: T201
-    assert set(CODES) | by_tree == with_experiment
+        print("cases with examples of results:", *sorted(codes_with_examples))  # noqa: T201
+    assert set(CODES) | codes_with_examples == codes_with_experiment

@@ -99,22 +99,22 @@ def test_profiles_of_the_project_have_no_duplicate() -> None:
     for profile in load_profiles():
         entries: list[object] = [
             *profile.foreseen,
-            *(each.need for each in profile.refused),
-            *((each.device, each.nic, each.way) for each in profile.routes),
-            *((each.case, each.number) for each in profile.expected),
+            *(refusal.need for refusal in profile.refused),
+            *((route.device, route.nic, route.way) for route in profile.routes),
+            *((expected.case, expected.number) for expected in profile.expected),
         ]
-        assert [each for each, count in Counter(entries).items() if count > 1] == [], profile.name
+        assert [entry for entry, count in Counter(entries).items() if count > 1] == [], profile.name
 
 
-def profile_file(folder: Path, name: str, text: str) -> None:
+def write_profile(folder: Path, name: str, text: str) -> None:
     (folder / f"{name}.toml").write_text(f'schema_version = 1\nabout = "a case"\n{text}')
 
 
 def test_profile_with_most_conditions_is_chosen(tmp_path: Path, empty_facts: Facts) -> None:
-    profile_file(tmp_path, "any", "")
-    profile_file(tmp_path, "twins", '[substrate]\ncuda = ["twin"]')
-    profile_file(tmp_path, "none", "[match]\ngpu_count = 0\nnic_count = 0")
-    profile_file(tmp_path, "large", "[match]\ngpu_count = 8")
+    write_profile(tmp_path, "any", "")
+    write_profile(tmp_path, "twins", '[substrate]\ncuda = ["twin"]')
+    write_profile(tmp_path, "none", "[match]\ngpu_count = 0\nnic_count = 0")
+    write_profile(tmp_path, "large", "[match]\ngpu_count = 8")
     profiles = load_profiles(folder=tmp_path)
     assert choose_profile(profiles, empty_facts, {}).name == "none"
     assert choose_profile(profiles[:1] + profiles[3:], empty_facts, {"cuda": "twin"}).name == "twins"
@@ -123,7 +123,7 @@ def test_profile_with_most_conditions_is_chosen(tmp_path: Path, empty_facts: Fac
 
 
 def test_profile_foresees_by_patterns(tmp_path: Path) -> None:
-    profile_file(tmp_path, "one", '[[foreseen]]\nneed = "cuda.device(count_min=*)"\nreason = "* needed, 1 found"')
+    write_profile(tmp_path, "one", '[[foreseen]]\nneed = "cuda.device(count_min=*)"\nreason = "* needed, 1 found"')
     profile = load_profile("one", folder=tmp_path)
     assert profile.foresees("cuda.device(count_min=2)", "2 CUDA devices needed, 1 found")
     assert not profile.foresees("cuda.device(count_min=2)", "cuda does not answer: timeout")
@@ -141,14 +141,14 @@ def test_profile_foresees_by_patterns(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_profile_is_refused(tmp_path: Path, text: str) -> None:
-    profile_file(tmp_path, "bad", text)
+    write_profile(tmp_path, "bad", text)
     with pytest.raises(UsageError) as caught:
         load_profile("bad", folder=tmp_path)
     assert caught.value.reason is Reason.MALFORMED
 
 
 def test_unknown_profile_error_lists_the_profiles(tmp_path: Path) -> None:
-    profile_file(tmp_path, "one", "")
+    write_profile(tmp_path, "one", "")
     with pytest.raises(UsageError, match="must be one of one"):
         load_profile("../one", folder=tmp_path)
 
@@ -157,7 +157,7 @@ def test_error_of_a_nic_keeps_no_frames() -> None:
     failure = ApiError(api=Api.VERBS, operation="ibv_open_device", status=13, status_name="EACCES", errno=13)
     info = NicInfo(name="mlx5_0", node_guid="", driver=None, ports=(), error=failure)
     for _ in range(2):
-        facts = api_query._nic(info, {})  # noqa: SLF001 - a NIC that cannot be opened needs a machine that has one.
+        facts = api_query._nic_facts(info, {})  # noqa: SLF001 - a NIC that cannot be opened needs a machine that has one.
         assert facts.failure is not None
         assert facts.failure.errno == 13
     assert failure.__traceback__ is None

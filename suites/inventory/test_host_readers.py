@@ -1,4 +1,4 @@
-"""Readers of sysfs, procfs and the cache of the loader, with small trees that the cases write."""
+"""Readers of sysfs, procfs and the cache of the dynamic loader, with small folders of files that the cases write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Max address space         unlimited            unlimited            bytes
 """
 
 
-def write(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> host.HostTree:
+def write_tree(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None = None) -> host.HostTree:
+    """Write files and symbolic links below `root`, by their paths, and return a tree that reads them."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,17 +37,18 @@ def write(root: Path, files: Mapping[str, str], links: Mapping[str, str] | None 
     return host.HostTree(root)
 
 
-def pci(address: str, vendor: str, device: str, class_code: str) -> dict[str, str]:
+def pci_files(address: str, vendor: str, device: str, class_code: str) -> dict[str, str]:
+    """Return the files of sysfs that describe a PCI function."""
     folder = f"sys/bus/pci/devices/{address}"
     return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n", f"{folder}/class": f"{class_code}\n"}
 
 
 def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
-    tree = write(
+    tree = write_tree(
         tmp_path,
-        pci("0000:00:02.0", "0x8086", "0x1234", "0x030000")
-        | pci("0000:1b:00.0", "0x10de", "0x2335", "0x030200")
-        | pci("0000:1b:00.1", "0x10de", "0x22ba", "0x040300")
+        pci_files("0000:00:02.0", "0x8086", "0x1234", "0x030000")
+        | pci_files("0000:1b:00.0", "0x10de", "0x2335", "0x030200")
+        | pci_files("0000:1b:00.1", "0x10de", "0x22ba", "0x040300")
         | {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "-1\n"},
     )
     (gpu,) = host.nvidia_gpus(tree)
@@ -56,13 +58,13 @@ def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
 
 
 def test_device_without_a_readable_class_is_left_out(tmp_path: Path) -> None:
-    files = pci("0000:1b:00.0", "0x10de", "0x2335", "not a number")
-    assert host.pci_devices(write(tmp_path, files)) == ()
+    files = pci_files("0000:1b:00.0", "0x10de", "0x2335", "not a number")
+    assert host.pci_devices(write_tree(tmp_path, files)) == ()
 
 
 def test_rdma_device_has_driver_ports_and_pci_address(tmp_path: Path) -> None:
     folder = "sys/class/infiniband/mlx5_0"
-    tree = write(
+    tree = write_tree(
         tmp_path,
         {
             f"{folder}/node_guid": "b83f:d203:00a1:7c52\n",
@@ -84,14 +86,14 @@ def test_rdma_device_has_driver_ports_and_pci_address(tmp_path: Path) -> None:
     assert device.has_device
     assert device.ports == (host.PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand"),)
     (port,) = evidence.counters(tree)
-    # The kernel counts words of four bytes.
+    # port_xmit_data counts words of four bytes.
     assert (port.sent_bytes, port.received_bytes) == (100, None)
     assert tree.unreadable == ()
 
 
 @pytest.mark.parametrize(("description", "driver"), [("rxe", "rxe"), ("Software iWARP stack", "siw"), ("host1", None)])
 def test_rdma_device_without_a_bus_is_kernel_software(tmp_path: Path, description: str, driver: str | None) -> None:
-    tree = write(tmp_path, {"sys/class/infiniband/dev0/node_desc": f"{description}\n"})
+    tree = write_tree(tmp_path, {"sys/class/infiniband/dev0/node_desc": f"{description}\n"})
     (device,) = host.rdma_devices(tree)
     assert not device.has_device
     assert device.driver == driver
@@ -99,7 +101,7 @@ def test_rdma_device_without_a_bus_is_kernel_software(tmp_path: Path, descriptio
 
 def test_rxe_on_a_real_interface_is_kernel_software(tmp_path: Path) -> None:
     # The kernel reports the PCI function of the network interface as the device of rxe.
-    tree = write(
+    tree = write_tree(
         tmp_path,
         {
             "sys/class/infiniband/rxe0/node_desc": "rxe\n",
@@ -116,7 +118,7 @@ def test_rxe_on_a_real_interface_is_kernel_software(tmp_path: Path) -> None:
 
 
 def test_kernel_facts_have_release_iommu_and_modules(tmp_path: Path) -> None:
-    tree = write(
+    tree = write_tree(
         tmp_path,
         {
             "proc/sys/kernel/osrelease": "6.1.0-31-amd64\n",
@@ -139,19 +141,21 @@ def test_kernel_facts_have_release_iommu_and_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memlock", "known", "limit_bytes"), [("65536", True, 65536), ("unlimited", True, None), ("?", False, None)]
+    ("memlock", "is_known", "limit_bytes"), [("65536", True, 65536), ("unlimited", True, None), ("?", False, None)]
 )
-def test_limit_of_locked_memory_is_read(tmp_path: Path, memlock: str, *, known: bool, limit_bytes: int | None) -> None:
+def test_limit_of_locked_memory_is_read(
+    tmp_path: Path, memlock: str, *, is_known: bool, limit_bytes: int | None
+) -> None:
     status = "Name:\tpython\nCapEff:\t0000000000004000\n"
-    tree = write(tmp_path, {"proc/self/limits": LIMITS.format(memlock=memlock), "proc/self/status": status})
+    tree = write_tree(tmp_path, {"proc/self/limits": LIMITS.format(memlock=memlock), "proc/self/status": status})
     limits = host.process_limits(tree)
-    assert (limits.memlock_known, limits.memlock_bytes, limits.open_files) == (known, limit_bytes, 1024)
+    assert (limits.memlock_known, limits.memlock_bytes, limits.open_files) == (is_known, limit_bytes, 1024)
     assert limits.capabilities == ("CAP_IPC_LOCK",)
 
 
 def test_container_hints_name_their_source(tmp_path: Path) -> None:
     assert host.container_hints(host.HostTree(tmp_path)) == ()
-    tree = write(tmp_path, {".dockerenv": "", "proc/1/cgroup": "0::/kubepods/burstable/pod1\n"})
+    tree = write_tree(tmp_path, {".dockerenv": "", "proc/1/cgroup": "0::/kubepods/burstable/pod1\n"})
     assert host.container_hints(tree) == ("docker (/.dockerenv)", "kubepods (/proc/1/cgroup)")
 
 
@@ -170,14 +174,14 @@ def test_empty_tree_has_no_devices_and_no_errors(tmp_path: Path) -> None:
     assert tree.unreadable == ()
 
 
-def cache(entries: list[tuple[str, str]]) -> bytes:
+def cache_bytes(entries: list[tuple[str, str]]) -> bytes:
     """Return an /etc/ld.so.cache with these names and paths (glibc, sysdeps/generic/dl-cache.h)."""
-    begin = 48 + 24 * len(entries)
+    strings_offset = 48 + 24 * len(entries)
     strings, table = b"", b""
     for name, path in entries:
-        name_at = begin + len(strings)
+        name_offset = strings_offset + len(strings)
         strings += name.encode() + b"\0"
-        table += struct.pack("<iIIIQ", 0x303, name_at, begin + len(strings), 0, 0)
+        table += struct.pack("<iIIIQ", 0x303, name_offset, strings_offset + len(strings), 0, 0)
         strings += path.encode() + b"\0"
     header = struct.pack("<20sIIB3xI3I", b"glibc-ld.so.cache1.1", len(entries), len(strings), 2, 0, 0, 0, 0)
     return header + table + strings
@@ -185,9 +189,9 @@ def cache(entries: list[tuple[str, str]]) -> bytes:
 
 def test_cache_of_the_loader_is_read_in_order(tmp_path: Path) -> None:
     paths = ["/opt/mlnx/libibverbs.so.1", "/usr/lib/libibverbs.so.1"]
-    tree = write(tmp_path, {path.lstrip("/"): "" for path in paths} | {"home/me/libibverbs.so.1": ""})
+    tree = write_tree(tmp_path, {path.lstrip("/"): "" for path in paths} | {"home/me/libibverbs.so.1": ""})
     (tmp_path / "etc").mkdir()
-    (tmp_path / "etc" / "ld.so.cache").write_bytes(cache([("libibverbs.so.1", path) for path in paths]))
+    (tmp_path / "etc" / "ld.so.cache").write_bytes(cache_bytes([("libibverbs.so.1", path) for path in paths]))
     assert host.cached_libraries(tree) == {"libibverbs.so.1": tuple(paths)}
     assert host.find_library(tree, "libibverbs.so.1") == paths[0]
     assert host.find_library(tree, "libibverbs.so.1", search_path=["", "/home/me"]) == "/home/me/libibverbs.so.1"
@@ -195,30 +199,30 @@ def test_cache_of_the_loader_is_read_in_order(tmp_path: Path) -> None:
 
 
 def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> None:
-    whole = cache([("liba.so", "/a"), ("libb.so", "/b")])
+    complete_cache = cache_bytes([("liba.so", "/a"), ("libb.so", "/b")])
     (tmp_path / "etc").mkdir()
-    for size in range(len(whole)):
-        (tmp_path / "etc" / "ld.so.cache").write_bytes(whole[:size])
+    for size in range(len(complete_cache)):
+        (tmp_path / "etc" / "ld.so.cache").write_bytes(complete_cache[:size])
         libraries = host.cached_libraries(host.HostTree(tmp_path))
         assert libraries.items() <= {"liba.so": ("/a",), "libb.so": ("/b",)}.items()
 
 
 def test_overridden_hardware_is_named(tmp_path: Path) -> None:
-    tree = write(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
+    tree = write_tree(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
     line = launch.overridden_hardware(launch.Launch(software=launch.TWINNED), tree)
     assert line is not None
     assert "verbs" in line
     assert "mlx5_0" in line
     assert "an NVIDIA driver" in line
-    only = launch.overridden_hardware(launch.Launch(software=frozenset({Api.CUDA})), tree)
-    assert only is not None
-    assert "mlx5_0" not in only
+    cuda_only_line = launch.overridden_hardware(launch.Launch(software=frozenset({Api.CUDA})), tree)
+    assert cuda_only_line is not None
+    assert "mlx5_0" not in cuda_only_line
     assert launch.overridden_hardware(launch.Launch(), tree) is None
 
 
 def test_habana_accelerators_are_hardware_of_hl_thunk(tmp_path: Path) -> None:
     folder = "sys/bus/pci/devices/0000:33:00.0"
-    tree = write(
+    tree = write_tree(
         tmp_path, {f"{folder}/vendor": "0x1da3\n", f"{folder}/device": "0x1020\n", f"{folder}/class": "0x120000\n"}
     )
     (accelerator,) = host.habana_accelerators(tree)

@@ -15,17 +15,18 @@ from support.fuzz import run_fuzzer
 from gdrkit.errors import Reason, UsageError
 from gdrkit.harness.needs import host, needs
 from gdrkit.host import HostTree, config_space, pci_devices, pci_path
-from gdrkit.inventory import CapturedFiles, diagnose, parse_capture, read_capture, replayed, rule_of, topology
+from gdrkit.inventory import CapturedFiles, captured_machine, diagnose, parse_capture, read_capture, rule_of, topology
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-REAL = needs(host.captures)
+NEEDS_CAPTURES = needs(host.captures)
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "1"))
 
-# Switch 1a has a GPU and a NIC, switch 1b a GPU; the second CPU has a GPU behind two switches.
-XML = b"""
+# Below the first CPU, switch 1a has a GPU and a NIC, and switch 1b has a GPU. Below the second CPU, a GPU is below two
+# switches.
+TOPOLOGY_XML = b"""
 <system version="1">
   <cpu numaid="0">
     <pci busid="0000:1a:00.0" class="0x060400" vendor="0x1000" link_speed="32.0 GT/s PCIe" link_width="16">
@@ -47,7 +48,7 @@ XML = b"""
   </cpu>
 </system>
 """
-TEXT = """\
+LSPCI_OUTPUT = """\
 00:01.0 PCI bridge: Intel Corporation Device 352a (rev 30) (prog-if 00 [Normal decode])
 \tNUMA node: 0
 \tIOMMU group: 4
@@ -72,8 +73,8 @@ TEXT = """\
 
 
 def test_nccl_topology_has_its_distances() -> None:
-    tree = topology(replayed(parse_capture(XML)))
-    assert [(device.name, device.numa_node) for device in tree.places] == [
+    pci_topology = topology(captured_machine(parse_capture(TOPOLOGY_XML)))
+    assert [(device.name, device.numa_node) for device in pci_topology.places] == [
         ("GPU0", 0),
         ("GPU1", 0),
         ("GPU2", 1),
@@ -85,18 +86,18 @@ def test_nccl_topology_has_its_distances() -> None:
         ("GPU2", "mlx5_0"): "SYS",
         ("GPU0", "GPU1"): "PHB",
     }
-    assert {pair: tree.distance(*pair).name for pair in expected} == expected
+    assert {pair: pci_topology.distance(*pair).name for pair in expected} == expected
 
 
 def test_unstated_hardware_is_not_reported_as_missing() -> None:
-    diagnosis = diagnose(replayed(parse_capture(XML)))
+    diagnosis = diagnose(captured_machine(parse_capture(TOPOLOGY_XML)))
     assert diagnosis.missing == ()
     checked = {finding.code for finding in diagnosis.findings if finding.verdict is not Verdict.NOT_RUN}
     assert checked == {"far-apart"}
 
 
 def test_lspci_output_has_functions_bridges_and_registers() -> None:
-    tree = HostTree.of(CapturedFiles(parse_capture(TEXT.encode()).answers))
+    tree = HostTree.of(CapturedFiles(parse_capture(LSPCI_OUTPUT.encode()).answers))
     bridge, gpu, nic = pci_devices(tree)
     assert (bridge.class_code, bridge.driver, bridge.numa_node, bridge.iommu_group) == (0x060400, "pcieport", 0, "4")
     assert (bridge.link_width, bridge.link_width_max, bridge.link_speed) == ("8", "16", "32 GT/s PCIe")
@@ -108,12 +109,12 @@ def test_lspci_output_has_functions_bridges_and_registers() -> None:
     assert space.acs is not None
     assert (str(space.acs), space.acs.redirects) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", True)
     assert space.max_read_request_bytes == 512
-    translation = config_space(tree, "0000:01:00.0")
-    assert translation is not None
-    assert (translation.acs, translation.ats_enabled) == (None, False)
-    denied = config_space(tree, "0000:02:00.0")
-    assert denied is not None
-    assert not denied.is_whole
+    space_with_ats = config_space(tree, "0000:01:00.0")
+    assert space_with_ats is not None
+    assert (space_with_ats.acs, space_with_ats.ats_enabled) == (None, False)
+    space_without_access = config_space(tree, "0000:02:00.0")
+    assert space_without_access is not None
+    assert not space_without_access.is_whole
 
 
 def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None
     (tmp_path / "secret").write_text("secret")
     (port / "phys_state").symlink_to(tmp_path / "secret")
     (port / "link_layer").symlink_to("../../../../secret")
-    machine = replayed(read_capture(tmp_path / "copy"))
+    machine = captured_machine(read_capture(tmp_path / "copy"))
     (device,) = machine.facts.rdma_devices
     (active,) = device.ports
     assert (active.state, active.rate, active.physical_state, active.link_layer) == (
@@ -135,15 +136,15 @@ def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None
     )
 
 
-def chain(count: int) -> bytes:
-    opened = b"".join(b'<pci busid="0000:%02x:00.0">' % bus for bus in range(count))
-    return b'<system><cpu numaid="0">' + opened + b"</pci>" * count + b"</cpu></system>"
+def chain_of_bridges(count: int) -> bytes:
+    bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0">' % bus for bus in range(count))
+    return b'<system><cpu numaid="0">' + bridge_elements + b"</pci>" * count + b"</cpu></system>"
 
 
 ENTITY_BOMB = b"""<?xml version="1.0"?><!DOCTYPE system [<!ENTITY a "aaaaaaaaaa">
 <!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;&a;&a;">]><system><cpu numaid="0">&b;</cpu></system>"""
-BAD_XML = {
-    "cut off": XML[:200],
+BAD_TOPOLOGIES = {
+    "cut off": TOPOLOGY_XML[:200],
     "empty": b"<system></system>",
     "another root": b"<topology/>",
     "an entity bomb": ENTITY_BOMB,
@@ -153,30 +154,30 @@ BAD_XML = {
     "twice": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0"/><pci busid="0000:1a:00.0"/></cpu></system>',
     "no class": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0" class="gpu"/></cpu></system>',
     "a name with a path": b'<system><cpu><pci busid="0000:1a:00.0"><nic><net name="../a"/></nic></pci></cpu></system>',
-    "too deep": chain(100),
+    "too deep": chain_of_bridges(100),
     "not UTF-8": b"<\xff\xfe\x00",
 }
-LOOP = (
+BUSES_THAT_LOOP = (
     "01:00.0 PCI bridge: a\n\tBus: primary=02, secondary=02,\n02:00.0 PCI bridge: b\n\tBus: primary=01, secondary=01,\n"
 )
-BAD_TEXT = {
+BAD_LSPCI_OUTPUTS = {
     "twice": "01:00.0 Bridge: a\n01:00.0 Bridge: b\n",
-    "buses that loop": LOOP,
+    "buses that loop": BUSES_THAT_LOOP,
     "its own bus": "01:00.0 PCI bridge: a\n\tBus: primary=01, secondary=01,\n",
 }
 
 
-@pytest.mark.parametrize("name", BAD_XML)
+@pytest.mark.parametrize("name", BAD_TOPOLOGIES)
 def test_bad_topology_is_one_clear_error(name: str) -> None:
     with pytest.raises(UsageError, match="NCCL topology: ") as caught:
-        parse_capture(BAD_XML[name])
+        parse_capture(BAD_TOPOLOGIES[name])
     assert caught.value.reason is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("name", BAD_TEXT)
+@pytest.mark.parametrize("name", BAD_LSPCI_OUTPUTS)
 def test_bad_lspci_output_is_one_clear_error(name: str) -> None:
     with pytest.raises(UsageError, match="lspci: ") as caught:
-        parse_capture(BAD_TEXT[name].encode())
+        parse_capture(BAD_LSPCI_OUTPUTS[name].encode())
     assert caught.value.reason is Reason.MALFORMED
 
 
@@ -190,52 +191,56 @@ def test_bad_copied_tree_is_one_clear_error(tmp_path: Path) -> None:
     assert caught.value.reason is Reason.MALFORMED
 
 
-@REAL
+@NEEDS_CAPTURES
 def test_h100_topology_has_the_expected_distances(captures: Path) -> None:
-    tree = topology(replayed(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
-    # According to the file, every GPU shares a switch with one dual-port NIC, and each CPU has four of both.
+    pci_topology = topology(captured_machine(read_capture(captures / "oci-hpc" / "H100-topology.xml")))
+    # In this file each GPU shares a switch with one dual-port NIC, and each CPU has four such pairs.
     ports = ["0 1", "3 4", "5 6", "7 8", "9 10", "12 13", "14 15", "16 17"]
-    nics = [[f"mlx5_{number}" for number in pair.split()] for pair in ports]
-    names = [device.name for device in tree.places if device.kind == "gpu"]
-    assert names == [f"GPU{number}" for number in range(8)]
-    assert {device.name for device in tree.places if device.kind == "nic"} == set(itertools.chain(*nics))
-    for gpu, of_nic in itertools.product(range(8), range(8)):
-        expected = "PIX" if gpu == of_nic else "PHB" if gpu // 4 == of_nic // 4 else "SYS"
-        assert {tree.distance(f"GPU{gpu}", name).name for name in nics[of_nic]} == {expected}
+    nics = [[f"mlx5_{index}" for index in pair.split()] for pair in ports]
+    names = [device.name for device in pci_topology.places if device.kind == "gpu"]
+    assert names == [f"GPU{index}" for index in range(8)]
+    assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(itertools.chain(*nics))
+    for gpu, nic_index in itertools.product(range(8), range(8)):
+        expected = "PIX" if gpu == nic_index else "PHB" if gpu // 4 == nic_index // 4 else "SYS"
+        assert {pci_topology.distance(f"GPU{gpu}", name).name for name in nics[nic_index]} == {expected}
 
 
-@REAL
+@NEEDS_CAPTURES
 def test_virtual_machine_topology_pairs_gpus_and_nics(captures: Path) -> None:
-    tree = topology(replayed(read_capture(captures / "azhpc-images" / "ndv5-topo.xml")))
-    gpus, nics = ([device for device in tree.places if device.kind == kind] for kind in ("gpu", "nic"))
+    pci_topology = topology(captured_machine(read_capture(captures / "azhpc-images" / "ndv5-topo.xml")))
+    gpus, nics = ([device for device in pci_topology.places if device.kind == kind] for kind in ("gpu", "nic"))
     assert (len(gpus), len(nics)) == (8, 8)
     for gpu in gpus:
-        assert [tree.distance(gpu.name, nic.name).name for nic in nics].count("PIX") == 1
+        assert [pci_topology.distance(gpu.name, nic.name).name for nic in nics].count("PIX") == 1
 
 
-@REAL
+@NEEDS_CAPTURES
 def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
     captures: Path,
 ) -> None:
-    machine = replayed(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
+    machine = captured_machine(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
     tree = HostTree.of(machine.files)
-    spaces = {one.address: config_space(tree, one.address) for one in machine.functions}
-    controls = {address: space.acs for address, space in spaces.items() if space and space.acs}
-    assert (len(machine.functions), len(controls)) == (517, 55)
-    redirecting = {address for address, control in controls.items() if control.redirects}
-    assert redirecting == {f"0000:82:0{number}.0" for number in range(4)}
-    below = {one.address for one in machine.functions if redirecting & set(pci_path(tree, one.address)[:-1])}
-    assert below == {f"0000:8{number}:00.0" for number in (3, 4, 5, 6)}
-    assert {one.class_code >> 8 for one in machine.functions if one.address in below} == {0x0680}
+    space_of_address = {function.address: config_space(tree, function.address) for function in machine.functions}
+    acs_of_address = {address: space.acs for address, space in space_of_address.items() if space and space.acs}
+    assert (len(machine.functions), len(acs_of_address)) == (517, 55)
+    redirecting = {address for address, control in acs_of_address.items() if control.redirects}
+    assert redirecting == {f"0000:82:0{index}.0" for index in range(4)}
+    addresses_below = {
+        function.address for function in machine.functions if redirecting & set(pci_path(tree, function.address)[:-1])
+    }
+    assert addresses_below == {f"0000:8{index}:00.0" for index in (3, 4, 5, 6)}
+    assert {function.class_code >> 8 for function in machine.functions if function.address in addresses_below} == {
+        0x0680
+    }
     finding = rule_of("acs-redirect").apply(machine)
     assert finding.verdict is Verdict.PASS, finding.text
 
 
-@REAL
+@NEEDS_CAPTURES
 def test_infiniband_tree_has_ports_and_rates(captures: Path) -> None:
-    machine = replayed(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0"))
-    ndr = ("400 Gb/sec (4X NDR)", "InfiniBand", "28.41.1000")
-    expected = {f"mlx5_{number}": ndr for number in (0, 1, 4, 5, 6, 7, 8, 9)}
+    machine = captured_machine(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0"))
+    ndr_port = ("400 Gb/sec (4X NDR)", "InfiniBand", "28.41.1000")
+    expected = {f"mlx5_{index}": ndr_port for index in (0, 1, 4, 5, 6, 7, 8, 9)}
     expected["mlx5_bond_0"] = ("200 Gb/sec (2X NDR)", "Ethernet", "32.38.3056")
     ports = {}
     for device in machine.facts.rdma_devices:

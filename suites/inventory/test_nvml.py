@@ -1,4 +1,4 @@
-"""Errors of NVML: each file in place of libnvidia-ml.so.1 gives the errno and the reason that other libraries give."""
+"""A wrong file in place of libnvidia-ml.so.1 causes an error with the same errno and reason as for other libraries."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ try:
 except SetupMissing as error:
     print(json.dumps([error.api.value, error.operation, error.status_name, error.errno, error.reason.value]))
 """
-LOADED_LIBRARIES = Path("/proc/self/maps")
+MEMORY_MAP = Path("/proc/self/maps")
 
 
 def query_nvml(folder: Path) -> list[object]:
-    """Query NVML in a process whose loader searches `folder` first, and return the fields of the error."""
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    """Query NVML in a process whose dynamic loader searches `folder` first, and return the fields of the error."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
     result = subprocess.run(
-        [sys.executable, "-c", QUERY], env=environ, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", QUERY], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    fields: list[object] = json.loads(result.stdout)
-    return fields
+    error_fields: list[object] = json.loads(result.stdout)
+    return error_fields
 
 
 def libm_path() -> Path:
-    """Return the path of a library that any process can load, and that has no function of NVML."""
+    """Return the path of libm, a library that every process can load and that has no function of NVML."""
     ctypes.CDLL(ctypes.util.find_library("m"))
-    paths = (line.split()[-1] for line in LOADED_LIBRARIES.read_text().splitlines())
+    paths = (line.split()[-1] for line in MEMORY_MAP.read_text().splitlines())
     return next(Path(path) for path in paths if "/libm.so" in path or "/libm-" in path)
 
 
 @pytest.mark.parametrize(
-    ("content", "status_name", "number", "reason"),
+    ("content", "status_name", "errno_number", "reason"),
     [
         (b"", "ENOEXEC", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
         (b"no library" * 100, "ENOEXEC", errno.ENOEXEC, Reason.LIBRARY_DAMAGED),
@@ -52,16 +52,16 @@ def libm_path() -> Path:
     ],
     ids=["empty", "text", "program"],
 )
-def test_file_that_is_no_library(
-    tmp_path: Path, content: bytes | Path, status_name: str, number: int, reason: Reason
+def test_file_that_is_not_a_library_is_refused(
+    tmp_path: Path, content: bytes | Path, status_name: str, errno_number: int, reason: Reason
 ) -> None:
     data = content.read_bytes() if isinstance(content, Path) else content
     (tmp_path / "libnvidia-ml.so.1").write_bytes(data)
-    expected = ["loader", "dlopen libnvidia-ml.so.1", status_name, number, reason.value]
+    expected = ["loader", "dlopen libnvidia-ml.so.1", status_name, errno_number, reason.value]
     assert query_nvml(tmp_path) == expected
 
 
-def test_library_without_the_functions_of_nvml(tmp_path: Path) -> None:
+def test_library_without_nvml_functions_is_refused(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(libm_path().read_bytes())
     expected = ["nvml", "nvmlInit", "NVML_ERROR_FUNCTION_NOT_FOUND", None, Reason.NOT_SUPPORTED.value]
     assert query_nvml(tmp_path) == expected

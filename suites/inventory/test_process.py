@@ -1,4 +1,4 @@
-"""Detection whether the owner of a handle still runs, with trees of procfs and with real processes."""
+"""Detection whether the process that owns a handle still runs, with written files of procfs and with real processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from gdrkit.host import HostTree, ProcessIdentity, is_running, starved_s, this_p
 if TYPE_CHECKING:
     from pathlib import Path
 
-BOOT = uuid.UUID("11111111-2222-3333-4444-555555555555")
-OWNER = ProcessIdentity(boot_id=BOOT.bytes, process_id=77, namespace=4026531836, started_ticks=1234)
-# The program name contains brackets and spaces, which a simple parser of the line misreads.
+BOOT_ID = uuid.UUID("11111111-2222-3333-4444-555555555555")
+OWNER = ProcessIdentity(boot_id=BOOT_ID.bytes, process_id=77, namespace=4026531836, started_ticks=1234)
+# The program name contains parentheses and spaces. A parser that splits the line at spaces would misread it.
 STAT = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {started} 1000 10"
 
 
-def tree(root: Path, *, boot: str = str(BOOT), namespace: int = 4026531836, stat: str | None = None) -> HostTree:
+def write_proc(
+    root: Path, *, boot_id: str = str(BOOT_ID), namespace: int = 4026531836, stat: str | None = None
+) -> HostTree:
     (root / "proc/sys/kernel/random").mkdir(parents=True)
-    (root / "proc/sys/kernel/random/boot_id").write_text(f"{boot}\n")
+    (root / "proc/sys/kernel/random/boot_id").write_text(f"{boot_id}\n")
     (root / "proc/self/ns").mkdir(parents=True)
     (root / "proc/self/ns/pid").symlink_to(f"pid:[{namespace}]")
     if stat is not None:
@@ -41,18 +43,18 @@ def test_process_is_identified_by_id_and_start_time(
     started: int,
     running: bool,  # noqa: FBT001
 ) -> None:
-    assert is_running(OWNER, tree(tmp_path, stat=STAT.format(state=state, started=started))) is running
+    assert is_running(OWNER, write_proc(tmp_path, stat=STAT.format(state=state, started=started))) is running
 
 
 def test_process_of_an_earlier_boot_is_not_running(tmp_path: Path) -> None:
-    later = tree(tmp_path, boot=str(uuid.UUID(int=1)), stat=STAT.format(state="S", started=1234))
-    assert is_running(OWNER, later) is False
+    tree_after_reboot = write_proc(tmp_path, boot_id=str(uuid.UUID(int=1)), stat=STAT.format(state="S", started=1234))
+    assert is_running(OWNER, tree_after_reboot) is False
 
 
 def test_process_in_another_container_is_unknown(tmp_path: Path) -> None:
-    other = tree(tmp_path, namespace=4026531999)
-    assert is_running(OWNER, other) is None
-    assert is_running(replace(OWNER, namespace=0), other) is None
+    tree_of_container = write_proc(tmp_path, namespace=4026531999)
+    assert is_running(OWNER, tree_of_container) is None
+    assert is_running(replace(OWNER, namespace=0), tree_of_container) is None
 
 
 def test_real_process_is_running_until_it_ends() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from inventory.healthy_machine import machine
-from inventory.rule_examples import FAILING, PASSING
+from inventory.rule_examples import FAILING_EXAMPLES, PASSING_EXAMPLES
 
 from gdrkit.inventory import RULES, Finding, diagnose, rule_of
 from gdrkit.verdict import Verdict
@@ -14,10 +14,11 @@ from gdrkit.verdict import Verdict
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Fault plans in test_experiments.py cover these rules.
+# test_experiments.py tests these rules with fault plans.
 WITH_EXPERIMENT = {"p2p-one-way", "stale-key", "missing-flush"}
 CODES = [rule.code for rule in RULES if rule.code not in WITH_EXPERIMENT]
-# These rules do not apply to the correct host. PASSING has a variant on which each of them passes.
+# These rules do not apply to the correct host. For each of them, PASSING_EXAMPLES has a variant of the host on which
+# the rule passes.
 NOT_APPLICABLE = {"ats-off-in-vm", "driver-open"}
 
 
@@ -33,15 +34,15 @@ def test_rule_passes_on_the_correct_host(tmp_path: Path, code: str) -> None:
     assert finding.read
 
 
-@pytest.mark.parametrize(("code", "name"), PASSING)
+@pytest.mark.parametrize(("code", "name"), PASSING_EXAMPLES)
 def test_rule_passes_on_a_variant(tmp_path: Path, code: str, name: str) -> None:
-    finding = apply_rule(tmp_path, code, PASSING[code, name])
+    finding = apply_rule(tmp_path, code, PASSING_EXAMPLES[code, name])
     assert finding.verdict is Verdict.PASS, finding.text
 
 
-@pytest.mark.parametrize(("code", "name"), FAILING)
+@pytest.mark.parametrize(("code", "name"), FAILING_EXAMPLES)
 def test_rule_fails_on_a_variant(tmp_path: Path, code: str, name: str) -> None:
-    finding = apply_rule(tmp_path, code, FAILING[code, name])
+    finding = apply_rule(tmp_path, code, FAILING_EXAMPLES[code, name])
     assert finding.verdict is Verdict.FAIL, finding.text
     assert finding.what_to_do == rule_of(code).remedy
     assert finding.read or finding.text
@@ -49,21 +50,21 @@ def test_rule_fails_on_a_variant(tmp_path: Path, code: str, name: str) -> None:
 
 def test_smallest_pool_of_bounce_buffers_counts(tmp_path: Path) -> None:
     """With these defaults, cuFile 1.15 waited for ever in a batch of 65 reads of 64 KiB."""
-    numbers = '{"properties": {"io_batchsize": 128, "posix_pool_slab_count": [128, 64, 64]}}'
-    finding = apply_rule(tmp_path, "pool-starved", {"files": {"/etc/cufile.json": numbers}})
+    cufile_json = '{"properties": {"io_batchsize": 128, "posix_pool_slab_count": [128, 64, 64]}}'
+    finding = apply_rule(tmp_path, "pool-starved", {"files": {"/etc/cufile.json": cufile_json}})
     assert (finding.verdict, "64 bounce buffers of one size" in finding.text) == (Verdict.UNPROVEN, True)
 
 
 def test_missing_proc_modules_is_named(tmp_path: Path) -> None:
     """Without /proc/modules, cuFileDriverOpen of 1.15 to 1.20 did not return, with and without libcuda."""
-    finding = apply_rule(tmp_path, "driver-open", FAILING["driver-open", "hangs"])
+    finding = apply_rule(tmp_path, "driver-open", FAILING_EXAMPLES["driver-open", "hangs"])
     assert "there is no /proc/modules" in finding.text
     assert ("/proc/modules", "does not exist") in {(reading.where, reading.what) for reading in finding.read}
 
 
 def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    passing = {code for code, _ in PASSING} | (set(CODES) - NOT_APPLICABLE)
-    failing = {code for code, _ in FAILING}
+    passing = {code for code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
+    failing = {code for code, _ in FAILING_EXAMPLES}
     with capsys.disabled():
         print("\npassing trees:", *sorted(passing))  # noqa: T201 - for the reader of the log.
         print("failing trees:", *sorted(failing))  # noqa: T201
@@ -82,23 +83,25 @@ def test_machine_without_devices_has_no_cause(tmp_path: Path) -> None:
     from gdrkit.inventory import Machine, probe
 
     facts = probe(HostTree(tmp_path), environment={}, query_apis=False)
-    bare = Machine(files=DiskFiles(tmp_path), facts=facts, kernel_log=KernelLog((), None), environment={})
-    diagnosis = diagnose(bare)
+    machine_without_devices = Machine(
+        files=DiskFiles(tmp_path), facts=facts, kernel_log=KernelLog((), None), environment={}
+    )
+    diagnosis = diagnose(machine_without_devices)
     assert {finding.verdict for finding in diagnosis.findings} == {Verdict.NOT_RUN}
     assert len(diagnosis.missing) == 6
 
 
 def test_unreadable_files_are_reported_and_not_judged(tmp_path: Path) -> None:
     root = tmp_path / "host"
-    host = machine(root)
+    healthy_host = machine(root)
     for port in ("0000:02:00.0", "0000:02:01.0", "0000:02:02.0"):
         # An ordinary user can read only the header.
         config = root / f"sys/bus/pci/devices/{port}/config"
         config.write_bytes(config.read_bytes()[:64])
     (root / "run/udev/data/b259:1").unlink()
     (root / "run/udev/data/b259:1").mkdir()
-    finding = rule_of("acs-redirect").apply(host)
+    finding = rule_of("acs-redirect").apply(healthy_host)
     assert finding.verdict is Verdict.NOT_RUN
     assert "cannot be read" in finding.text
     assert rule_of("acs-redirect").privilege
-    assert "/run/udev/data/b259:1" in {item.path for item in diagnose(host).unreadable}
+    assert "/run/udev/data/b259:1" in {item.path for item in diagnose(healthy_host).unreadable}

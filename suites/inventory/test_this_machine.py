@@ -1,4 +1,4 @@
-"""Facts, topology and doctor of the machine of the case, without twins. The record contains them."""
+"""Facts, topology and doctor of the machine on which the case runs, without twins. The record contains the results."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ NIC_CAUSES = {
     "stale-key",
     "missing-flush",
 }
-# Texts about missing parts, and the path of each part.
-PATHS = {
+# For each text of the doctor about a missing part, the path that does not exist then.
+PATH_OF_MISSING_PART = {
     "no NVIDIA driver": "/proc/driver/nvidia/version",
     "no RDMA device": "/sys/class/infiniband",
     "no nvidia-fs": "/proc/driver/nvidia-fs",
@@ -44,38 +44,41 @@ PATHS = {
 
 
 # One process examines the machine, so that the APIs are queried once.
-PROGRAM = """
+EXAMINE_MACHINE = """
 import json
 from gdrkit import inventory
 machine = inventory.this_machine()
 results = (machine.facts, inventory.topology(machine), inventory.diagnose(machine))
-print(json.dumps([json.loads(each.to_json()) for each in results]))
+print(json.dumps([json.loads(result.to_json()) for result in results]))
 """
 
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[tuple[dict[str, Any], ...]]:
-    """Facts, topology and diagnosis with the real libraries of this machine, which the case does not change."""
+    """Return facts, topology and diagnosis of this machine, with its real libraries."""
     environment = launch.environment(launch.Launch(software=frozenset()))
-    command = [sys.executable, "-c", PROGRAM]
-    with udev.unchanged():
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
-        assert done.returncode == 0, done.stderr
-        yield tuple(json.loads(_without_mount_points(done.stdout)))
+    command = [sys.executable, "-c", EXAMINE_MACHINE]
+    with udev.entries_unchanged():
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
+        assert process.returncode == 0, process.stderr
+        yield tuple(json.loads(_without_mount_points(process.stdout)))
 
 
 def _without_mount_points(text: str) -> str:
     """Replace the mount points of this machine, because a record must not reveal them."""
     paths = {mount.mount_point for mount in mounts(HostTree())}
-    # These folders exist on every machine, and findings are about them.
-    common = ("/proc", "/sys", "/dev", "/run", "/etc")
-    private = sorted((path for path in paths if path != "/" and not path.startswith(common)), key=len, reverse=True)
-    for number, path in enumerate(private, start=1):
-        text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"/mount-{number}")
+    # Findings name these folders, which exist on every machine.
+    common_folders = ("/proc", "/sys", "/dev", "/run", "/etc")
+    private_paths = sorted(
+        (path for path in paths if path != "/" and not path.startswith(common_folders)), key=len, reverse=True
+    )
+    for index, path in enumerate(private_paths, start=1):
+        text = text.replace(json.dumps(path, ensure_ascii=False)[1:-1], f"/mount-{index}")
     return text
 
 
 def is_present(path: str) -> bool:
+    """Return whether a file exists, or a folder exists and is not empty."""
     file = Path(path)
     return any(file.iterdir()) if file.is_dir() else file.exists()
 
@@ -99,7 +102,9 @@ def test_topology_has_every_gpu(results: tuple[dict[str, Any], ...], evidence: E
     evidence["topology"] = data
     gpus = [place["address"] for place in data["places"] if place["kind"] == "gpu"]
     assert {gpu["address"] for gpu in facts["gpus"]} <= set(gpus)
-    assert all(len(row) == len(data["places"]) - 1 for row in data["distances"].values())
+    assert all(
+        len(distances_of_device) == len(data["places"]) - 1 for distances_of_device in data["distances"].values()
+    )
 
 
 def test_doctor_raises_no_false_alarm(results: tuple[dict[str, Any], ...], evidence: Evidence) -> None:
@@ -108,7 +113,7 @@ def test_doctor_raises_no_false_alarm(results: tuple[dict[str, Any], ...], evide
     failed = {finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"}
     evidence["causes that are here"] = sorted(failed)
     evidence["missing"] = data["missing"]
-    for text, path in PATHS.items():
+    for text, path in PATH_OF_MISSING_PART.items():
         assert (text in data["missing"]) == (not is_present(path)), text
     if "no RDMA device" in data["missing"]:
         assert not failed & NIC_CAUSES

@@ -1,6 +1,7 @@
-"""Generator of docs/architecture.md from the imports of the code.
+"""Generator of docs/architecture.md, whose picture shows the imports between the packages of gdrkit.
 
-``python -m meta.architecture`` with suites/ on the path prints the document. test_architecture.py compares it.
+``python -m meta.architecture`` with suites/ on PYTHONPATH prints the document. test_architecture.py checks that the
+committed document is the same.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import sys
 from pathlib import Path
 
 from meta.checks import cross_package_imports
-from meta.levels import LEVELS
+from meta.levels import IMPORT_LEVELS
 
 __all__ = ["DOCUMENT", "render"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "architecture.md"
+# Packages below this level are omitted, because nearly all others use them.
 LOWEST_DRAWN_LEVEL = 2
 
 _HEAD = """\
@@ -45,26 +47,26 @@ _TAIL = """\
 
 def render(root: Path = ROOT) -> str:
     """Return the text of docs/architecture.md for the tree at `root`."""
-    drawn = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+    drawn = {package: level for level, packages in enumerate(IMPORT_LEVELS) for package in packages}
     drawn = {package: level for package, level in drawn.items() if level >= LOWEST_DRAWN_LEVEL}
-    # The command line is drawn as one box, whatever the number of its modules.
+    # All modules of the command line are drawn as one box.
     names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in drawn}
     edges = {
-        (names[package], names[other])
-        for _, package, other in cross_package_imports(root)
-        if package in drawn and other in drawn and names[package] != names[other]
+        (names[package], names[imported])
+        for _, package, imported in cross_package_imports(root)
+        if package in drawn and imported in drawn and names[package] != names[imported]
     }
     lines = ["flowchart TD"]
-    for level in reversed(range(LOWEST_DRAWN_LEVEL, len(LEVELS))):
+    for level in reversed(range(LOWEST_DRAWN_LEVEL, len(IMPORT_LEVELS))):
         lines.append(f'  subgraph level{level}["level {level}"]')
-        lines += [f"    {name}" for name in sorted({names[it] for it in drawn if drawn[it] == level})]
+        lines += [f"    {name}" for name in sorted({names[package] for package in drawn if drawn[package] == level})]
         lines.append("  end")
     lines += [f"  {start} --> {end}" for start, end in sorted(_without_shortcuts(edges))]
     return _HEAD + "\n".join(lines) + "\n" + _TAIL
 
 
 def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the edges whose two ends no longer path connects."""
+    """Return the edges whose start and end are not also connected by a path of several edges."""
     successors: dict[str, set[str]] = {}
     for start, end in edges:
         successors.setdefault(start, set()).add(end)

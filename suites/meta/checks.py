@@ -1,6 +1,6 @@
-"""The checks of the rules. Each yields one line for every violation in a source tree.
+"""Checks of the project's rules in a source tree, one public function for each rule of rules.py.
 
-Sources are parsed and never imported.
+Each function yields one line for every violation in the tree at ``root``. It parses the sources and never imports them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from meta.levels import IMPORT_CIRCLES, LEVELS, SAME_LEVEL, SEAMS
+from meta.levels import IMPORT_CIRCLES, IMPORT_LEVELS, IMPORTS_WITHIN_A_LEVEL, SEAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CATCH_ALL_FILES",
-    "RECEIVER",
-    "SUBSTRATE",
+    "RECEIVER_FILE",
+    "SUBSTRATE_FILE",
     "cross_package_imports",
+    "descriptor_receivers_elsewhere",
     "import_circles",
     "imports_outside_seams",
     "imports_within_level",
     "locked_finalizers",
     "machine_paths",
-    "missing_introductions",
+    "missing_docstrings_and_all",
     "missing_readmes",
-    "other_receivers",
     "packages_without_level",
-    "replaced_apis",
+    "replaced_functions",
     "skips_outside_harness",
     "sleeping_cases",
     "stand_in_words",
@@ -38,18 +38,34 @@ __all__ = [
     "upward_imports",
 ]
 
-# These files catch every exception so that all actions of a list run, and raise or pass on what they caught.
+# These files may catch every exception: they run all actions of a list, and then raise or pass on what they caught.
 CATCH_ALL_FILES: frozenset[str] = frozenset({"gdrkit/handles.py"})
 
-_IMPORTERS = {"__import__", "find_spec", "import_module", "import_native"}
+# Functions that import the module that their first argument names.
+_IMPORT_FUNCTIONS = {"__import__", "find_spec", "import_module", "import_native"}
 
 # Only report/substrate.py may determine whether a library is a stand-in.
 _STAND_IN_WORDS = re.compile(r"(?<![a-z])(mock|fake|stub|simulat)\w*", re.IGNORECASE)
-SUBSTRATE = "gdrkit/report/substrate.py"
-RECEIVER = "gdrkit/scm_rights.py"
+SUBSTRATE_FILE = "gdrkit/report/substrate.py"
+# Only this file may receive file descriptors.
+RECEIVER_FILE = "gdrkit/scm_rights.py"
 
-_SOURCES = (".py", ".cpp", ".hpp", ".h", ".md", ".toml", ".ini", ".sh", ".txt", ".yaml", ".yml", ".cmake", ".html")
-# The words are split, so that this file does not violate the rule.
+_SUFFIXES = (
+    ".py",
+    ".cpp",
+    ".hpp",
+    ".h",
+    ".md",
+    ".toml",
+    ".ini",
+    ".sh",
+    ".txt",
+    ".yaml",
+    ".yml",
+    ".cmake",
+    ".html",
+)
+# The words are written in two parts, so that this file does not violate the rule.
 _UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
 # Paths below these folders exist only on one machine, or for one user.
@@ -66,13 +82,13 @@ def _modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and full dotted name of every import of a module, at any position and also by importlib."""
+    """Yield line and full dotted name of every import, also inside functions and by importlib."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{node.module or ''}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and _function_name(node) in _IMPORTERS and node.args:
+        elif isinstance(node, ast.Call) and _function_name(node) in _IMPORT_FUNCTIONS and node.args:
             first = node.args[0]
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield node.lineno, first.value
@@ -96,40 +112,44 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _package(path: str) -> str:
-    """Return ``cuda`` for gdrkit/cuda/device.py, ``errors`` for gdrkit/errors.py."""
+    """Return the package of a file: ``cuda`` for gdrkit/cuda/device.py, ``errors`` for gdrkit/errors.py."""
     return path.split("/")[1].removesuffix(".py")
 
 
 def _level(package: str) -> int | None:
-    return next((level for level, packages in enumerate(LEVELS) if package in packages), None)
+    """Return the level of a package in levels.py, or None if it has none."""
+    return next((level for level, packages in enumerate(IMPORT_LEVELS) if package in packages), None)
 
 
 def cross_package_imports(root: Path) -> Iterator[tuple[str, str, str]]:
     """Yield location, importing package and imported package of every import between two packages."""
     for path, tree in _modules(root, "gdrkit"):
         for line, name in _imports(tree):
-            package, _, rest = name.partition(".")
-            other = rest.partition(".")[0]
-            if package == "gdrkit" and other and other not in {_package(path), "__version__"}:
-                yield f"{path}:{line}", _package(path), other
+            top_level, _, submodule = name.partition(".")
+            imported = submodule.partition(".")[0]
+            if top_level == "gdrkit" and imported and imported not in {_package(path), "__version__"}:
+                yield f"{path}:{line}", _package(path), imported
 
 
 def packages_without_level(root: Path) -> Iterator[str]:
+    """Yield the packages and modules of gdrkit that levels.py does not list."""
     for path, _ in _modules(root, "gdrkit"):
         if _level(_package(path)) is None:
             yield f"{path}: {_package(path)} has no level; give it one in suites/meta/levels.py"
 
 
 def upward_imports(root: Path) -> Iterator[str]:
+    """Yield the imports of packages of a higher level."""
     for location, package, imported in cross_package_imports(root):
-        above, below = _level(package), _level(imported)
-        if above is None or below is None or below > above:
-            yield f"{location} (level {above}) imports gdrkit.{imported} (level {below})"
+        level, imported_level = _level(package), _level(imported)
+        if level is None or imported_level is None or imported_level > level:
+            yield f"{location} (level {level}) imports gdrkit.{imported} (level {imported_level})"
 
 
 def imports_within_level(root: Path) -> Iterator[str]:
+    """Yield the imports of packages of the same level that levels.py does not permit."""
     for location, package, imported in cross_package_imports(root):
-        if _level(package) == _level(imported) and (package, imported) not in SAME_LEVEL:
+        if _level(package) == _level(imported) and (package, imported) not in IMPORTS_WITHIN_A_LEVEL:
             yield f"{location} imports gdrkit.{imported}, a package of the same level {_level(package)}"
 
 
@@ -147,27 +167,27 @@ def _imported_modules(root: Path) -> dict[str, set[str]]:
     return imported
 
 
-def _reached(module: str, imported: Mapping[str, set[str]]) -> set[str]:
+def _transitive_imports(module: str, imported: Mapping[str, set[str]]) -> set[str]:
     """Return the modules that a module imports, directly or through others."""
-    reached, waiting = set[str](), [module]
-    while waiting:
-        new = imported[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    return reached
+    visited, unvisited = set[str](), [module]
+    while unvisited:
+        new = imported[unvisited.pop()] - visited
+        visited |= new
+        unvisited += new
+    return visited
 
 
 def import_circles(root: Path) -> Iterator[str]:
-    """Yield the circles of imports inside packages, and the exceptions in levels.py that no longer have a circle.
+    """Yield the import circles inside packages, and the circles that levels.py permits but that no longer exist.
 
     An import inside a function or below ``TYPE_CHECKING`` counts, because both modules still depend on each other.
     """
     imported = _imported_modules(root)
-    reached = {module: _reached(module, imported) for module in imported}
+    transitive = {module: _transitive_imports(module, imported) for module in imported}
     circles = {
-        frozenset(other for other in reached[module] if module in reached[other])
+        frozenset(other for other in transitive[module] if module in transitive[other])
         for module in imported
-        if module in reached[module]
+        if module in transitive[module]
     }
     yield from (f"{', '.join(sorted(circle))} import each other" for circle in circles - IMPORT_CIRCLES)
     for circle in IMPORT_CIRCLES - circles:
@@ -176,6 +196,7 @@ def import_circles(root: Path) -> Iterator[str]:
 
 
 def imports_outside_seams(root: Path) -> Iterator[str]:
+    """Yield the imports of foreign libraries in files that levels.py does not permit."""
     for path, tree in _modules(root, "gdrkit"):
         for line, name in _imports(tree):
             allowed = next((files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None)
@@ -184,14 +205,16 @@ def imports_outside_seams(root: Path) -> Iterator[str]:
 
 
 def stand_in_words(root: Path) -> Iterator[str]:
+    """Yield words such as mock and simulated in the product."""
     for path in sorted((root / "gdrkit").rglob("*.py")):
         where = path.relative_to(root).as_posix()
-        if where != SUBSTRATE:
+        if where != SUBSTRATE_FILE:
             for number, line in enumerate(path.read_text().splitlines(), start=1):
                 yield from (f"{where}:{number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line))
 
 
-def replaced_apis(root: Path) -> Iterator[str]:
+def replaced_functions(root: Path) -> Iterator[str]:
+    """Yield the uses of mock libraries and of ``monkeypatch.setattr``."""
     for path, tree in _modules(root, "suites", "gdrkit"):
         if path.startswith("suites/meta/defects/"):
             continue
@@ -204,6 +227,7 @@ def replaced_apis(root: Path) -> Iterator[str]:
 
 
 def skips_outside_harness(root: Path) -> Iterator[str]:
+    """Yield the skips of cases outside of the harness."""
     banned = {"pytest.skip", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"}
     for path, tree in _modules(root, "suites", "gdrkit"):
         if path.startswith("gdrkit/harness/"):
@@ -222,30 +246,32 @@ def _raises_or_exits(node: ast.AST) -> bool:
 
 
 def swallowed_errors(root: Path) -> Iterator[str]:
-    everything = {"Exception", "BaseException"}
+    """Yield the handlers that catch every exception and raise none."""
+    catch_all_types = {"Exception", "BaseException"}
     for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         for node in ast.walk(tree) if path not in CATCH_ALL_FILES else ():
             if isinstance(node, ast.ExceptHandler):
                 types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-                catches_all = any(each is None or _dotted(each) in everything for each in types)
+                catches_all = any(caught is None or _dotted(caught) in catch_all_types for caught in types)
                 if catches_all and not any(map(_raises_or_exits, ast.walk(node))):
                     yield f"{path}:{node.lineno} catches every exception and raises none"
             elif isinstance(node, ast.Call) and _function_name(node) == "suppress":
-                suppressed = everything & set(map(_dotted, node.args))
+                suppressed = catch_all_types & set(map(_dotted, node.args))
                 yield from (f"{path}:{node.lineno} suppresses {name}" for name in suppressed)
 
 
-_LOCKING = {"acquire", "join", "wait", "wait_for"}
+# Methods that can wait for a lock or for another thread.
+_LOCKING_METHODS = {"acquire", "join", "wait", "wait_for"}
 
 
 def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """Return every function and method of a module by its name. A class is represented by its constructor."""
+    """Return the definitions of functions and methods of a module by name. The name of a class has its constructor."""
     functions: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             functions.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
-            constructors = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            constructors = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
             functions.setdefault(node.name, []).extend(constructors)
     return functions
 
@@ -262,11 +288,12 @@ def _finalizers(tree: ast.Module) -> Iterator[str]:
                 yield _dotted(node.args[index]).rpartition(".")[2]
 
 
-def _locks(node: ast.AST) -> bool:
+def _takes_lock(node: ast.AST) -> bool:
+    """Return whether the node is a ``with`` statement on a lock, or a call that can wait for one."""
     if isinstance(node, ast.With):
         names = [_dotted(item.context_expr).rpartition(".")[2] for item in node.items]
         return any(re.search(r"lock|condition|_changed", name, re.IGNORECASE) for name in names)
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING_METHODS
 
 
 def _callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
@@ -288,32 +315,38 @@ def locked_finalizers(root: Path) -> Iterator[str]:
         functions, unvisited, visited = _callable_functions(tree, trees), list(_finalizers(tree)), set[str]()
         while unvisited:
             name = unvisited.pop()
-            nodes = () if name in visited else [node for each in functions.get(name, ()) for node in ast.walk(each)]
+            definitions = () if name in visited else functions.get(name, ())
+            nodes = [node for definition in definitions for node in ast.walk(definition)]
             visited.add(name)
             unvisited += (_function_name(node) for node in nodes if isinstance(node, ast.Call))
-            yield from (f"{path}: a finalizer calls {name}(), which waits for a lock" for _ in filter(_locks, nodes))
+            yield from (
+                f"{path}: a finalizer calls {name}(), which waits for a lock" for _ in filter(_takes_lock, nodes)
+            )
 
 
-def other_receivers(root: Path) -> Iterator[str]:
+def descriptor_receivers_elsewhere(root: Path) -> Iterator[str]:
+    """Yield the calls that receive file descriptors outside of `RECEIVER_FILE`."""
     for path, tree in _modules(root, "gdrkit"):
-        for node in ast.walk(tree) if path != RECEIVER else ():
+        for node in ast.walk(tree) if path != RECEIVER_FILE else ():
             if isinstance(node, ast.Call) and _function_name(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
                 yield f"{path}:{node.lineno} calls {_function_name(node)}"
 
 
 def sleeping_cases(root: Path) -> Iterator[str]:
+    """Yield the calls of sleep() in the suites."""
     for path, tree in _modules(root, "suites"):
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _function_name(node) == "sleep":
                 yield f"{path}:{node.lineno} sleeps"
 
 
-def missing_introductions(root: Path) -> Iterator[str]:
+def missing_docstrings_and_all(root: Path) -> Iterator[str]:
+    """Yield the modules without a docstring, and those of the product without ``__all__``."""
     for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         if not ast.get_docstring(tree):
             yield f"{path} has no docstring"
-        product = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path
-        if product and not any(
+        is_product = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path
+        if is_product and not any(
             isinstance(target, ast.Name) and target.id == "__all__"
             for node in tree.body
             if isinstance(node, ast.Assign | ast.AnnAssign)
@@ -323,25 +356,27 @@ def missing_introductions(root: Path) -> Iterator[str]:
 
 
 def unfinished_work(root: Path) -> Iterator[str]:
-    generated = {"build", "reports/runs"}
+    """Yield the notes about unfinished work in the sources."""
+    generated = ("build/", "reports/runs/")
     for path in sorted(root.rglob("*")):
         where = path.relative_to(root).as_posix()
-        if path.suffix not in _SOURCES or where.startswith((".", *(f"{folder}/" for folder in generated))):
+        if path.suffix not in _SUFFIXES or where.startswith((".", *generated)):
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             yield from (f"{where}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
 
 
 def machine_paths(root: Path) -> Iterator[str]:
-    """Yield machine-specific paths in records and in the pages that are made of them."""
-    generated = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
-    for path in sorted(path for path in generated if path.is_file()):
-        found = dict.fromkeys(_MACHINE_PATHS.findall(path.read_text()))
-        yield from (f"{path.relative_to(root)} contains {each}" for each in found)
+    """Yield machine-specific paths in records and in the pages that are made from records."""
+    generated_files = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
+    for path in sorted(path for path in generated_files if path.is_file()):
+        machine_specific = dict.fromkeys(_MACHINE_PATHS.findall(path.read_text()))
+        yield from (f"{path.relative_to(root)} contains {text}" for text in machine_specific)
 
 
 def missing_readmes(root: Path) -> Iterator[str]:
-    generated = {"__pycache__", "build", "dist"}
+    """Yield the top-level folders without a README."""
+    generated_folders = {"__pycache__", "build", "dist"}
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        if folder.name not in generated and not (folder / "README.md").is_file():
+        if folder.name not in generated_folders and not (folder / "README.md").is_file():
             yield f"{folder.name}/ has no README.md"

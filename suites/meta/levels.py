@@ -1,4 +1,4 @@
-"""The tables that the rules of the project read: levels, exceptions, and the files that may name a foreign library."""
+"""Tables for the rules of the project: levels of packages, exceptions, and the files that import a foreign library."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["IMPORT_CIRCLES", "LEVELS", "SAME_LEVEL", "SEAMS", "SIBLINGS_LEVEL"]
+__all__ = ["IMPORTS_WITHIN_A_LEVEL", "IMPORT_CIRCLES", "IMPORT_LEVELS", "REAL_API_LEVEL", "SEAMS"]
 
-# These are the packages of gdrkit/ by level. Imports only go down.
-LEVELS: tuple[frozenset[str], ...] = (
+# The packages and modules of gdrkit/ by level, level 0 first. A package imports only from lower levels.
+IMPORT_LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__init__", "errors", "exit_code", "install_paths", "text", "units", "verdict"}),
     frozenset(
         {"buffers", "children", "faultplan", "forks", "handles", "loader", "pattern", "scm_rights", "serialization"}
@@ -23,9 +23,9 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"__main__", "cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers", "harness"}),
 )
 
-# These pairs may import a package of their own level. Packages of level 2 are never listed: they are the real APIs and
-# do not know each other.
-SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
+# In each pair, the first package may import the second, although both have the same level. Packages of level 2 are
+# never listed: each wraps one real API, and they do not know each other.
+IMPORTS_WITHIN_A_LEVEL: frozenset[tuple[str, str]] = frozenset(
     {
         ("__main__", "cli"),
         ("buffers", "handles"),
@@ -37,20 +37,21 @@ SAME_LEVEL: frozenset[tuple[str, str]] = frozenset(
     }
 )
 
-SIBLINGS_LEVEL = 2
+# The level of the packages that wrap one real API each.
+REAL_API_LEVEL = 2
 
-# The modules of these sets still import each other, in a circle. A set is removed with its circle, and none is added.
+# The modules of each set import each other in a circle. Remove a set when its circle is gone, and add no further set.
 IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
     {
         frozenset({"gdrkit.storage.batch", "gdrkit.storage.client", "gdrkit.storage.file"}),
     }
 )
 
-# These files may name a foreign module, or a native module of the project, which has no types either. ctypes can open
-# any library, so only seams may use it.
+# For each foreign module, and each native module of the project: the files that may import it. Such a module has no
+# types, so one file wraps it. ctypes can open any library, so only these files may use it.
 SEAMS: Mapping[str, frozenset[str]] = {
     "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
-    # This entry precedes that of the package that contains the module, because the first matching name decides.
+    # This entry stands before `cuda`, because the first entry that matches decides.
     "cuda.bindings.cufile": frozenset({"gdrkit/cufile/_cufile.py"}),
     "cuda": frozenset({"gdrkit/cuda/_driver.py"}),
     "kvikio": frozenset({"gdrkit/cufile/_kvikio.py"}),

@@ -1,7 +1,7 @@
 """The rules of the project that are checked automatically.
 
-Each rule has a reason, a small tree that violates it and one that does not. The cases use these trees to show that the
-rule can fail. The tables are in levels.py, the checks in checks.py and language.py.
+``nox -s meta`` checks them. Each rule has a reason, a small tree that violates the rule and one that follows it. The
+cases use these trees to show that the check can fail. levels.py has the tables, checks.py and language.py the checks.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ __all__ = ["RULES", "Rule"]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule, and its check.
+    """A rule, and the function that checks it.
 
     Attributes
     ----------
     name : str
         What the rule requires.
     why : str
-        Its reason.
-    breaches : callable
-        The check: it yields one line for each violation in the tree at a path.
+        The reason for the rule.
+    violations : callable
+        The check. It yields one line for each violation in the tree at the given path.
     must_fail, must_pass : Mapping of str to str
-        A tree that violates the rule, and one that does not: the text of each file by its path.
+        A tree that violates the rule, and one that follows it: the text of each file by its path.
     """
 
     name: str
     why: str
-    breaches: Callable[[Path], Iterator[str]]
+    violations: Callable[[Path], Iterator[str]]
     must_fail: Mapping[str, str]
     must_pass: Mapping[str, str]
 
@@ -47,22 +47,22 @@ class Rule:
 RULES = (
     Rule(
         name="imports only go down the levels",
-        why="A package can be understood and tested with only the packages below it.",
-        breaches=checks.upward_imports,
+        why="A reader understands and tests a package with only the packages below it.",
+        violations=checks.upward_imports,
         must_fail={"gdrkit/errors.py": "def late():\n    from gdrkit import cuda\n"},
         must_pass={"gdrkit/registration/__init__.py": "from gdrkit import verbs\nfrom gdrkit.cuda import device\n"},
     ),
     Rule(
         name="packages of one level do not import each other",
         why="CUDA exports a DmabufRange and verbs imports one; only registration knows both.",
-        breaches=checks.imports_within_level,
+        violations=checks.imports_within_level,
         must_fail={"gdrkit/verbs/region.py": "from gdrkit.cuda import memory\n"},
         must_pass={"gdrkit/verbs/region.py": "from gdrkit.verbs import nic\nfrom gdrkit.buffers import DmabufRange\n"},
     ),
     Rule(
         name="modules of one package do not import each other in a circle",
         why="A module can be read and changed with only the modules below it.",
-        breaches=checks.import_circles,
+        violations=checks.import_circles,
         must_fail={
             "gdrkit/verbs/nic.py": "def region(self):\n    from gdrkit.verbs.region import Region\n",
             "gdrkit/verbs/region.py": "from typing import TYPE_CHECKING\n"
@@ -78,28 +78,28 @@ RULES = (
     Rule(
         name="every package has a level",
         why="A package without a level could import any other.",
-        breaches=checks.packages_without_level,
+        violations=checks.packages_without_level,
         must_fail={"gdrkit/unlisted.py": ""},
         must_pass={"gdrkit/units.py": ""},
     ),
     Rule(
         name="only its seam names a foreign library",
         why="Only that file depends on the version of the library, and only there its types and errors appear.",
-        breaches=checks.imports_outside_seams,
+        violations=checks.imports_outside_seams,
         must_fail={"gdrkit/inventory/probe.py": "import importlib\nimportlib.import_module('pyverbs.device')\n"},
         must_pass={"gdrkit/verbs/_pyverbs.py": "import ctypes\nimport pyverbs.device\n"},
     ),
     Rule(
         name="the product has no code for stand-ins",
-        why="There is one code path. With a branch for software, the cases would test only that branch.",
-        breaches=checks.stand_in_words,
+        why="Twins and hardware use one code path. With a branch for twins, the cases would test only that branch.",
+        violations=checks.stand_in_words,
         must_fail={"gdrkit/verbs/nic.py": "is_simulated = False\n"},
-        must_pass={checks.SUBSTRATE: "WORD = 'simulated'\n", "gdrkit/verbs/nic.py": "name = 'mlx5_0'\n"},
+        must_pass={checks.SUBSTRATE_FILE: "WORD = 'simulated'\n", "gdrkit/verbs/nic.py": "name = 'mlx5_0'\n"},
     ),
     Rule(
         name="no case replaces functions",
         why="A case that replaces a function of the real API tests the replacement, not the API.",
-        breaches=checks.replaced_apis,
+        violations=checks.replaced_functions,
         must_fail={"suites/rdma/test_a.py": "def test(monkeypatch):\n    monkeypatch.setattr('a.b', 1)\n"},
         must_pass={
             "suites/rdma/test_a.py": "def test(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n",
@@ -110,28 +110,28 @@ RULES = (
         name="only the harness skips cases",
         why="A case declares its needs by @needs before its body, and the harness reports each unmet one. A skip in "
         "the body hides the reason.",
-        breaches=checks.skips_outside_harness,
+        violations=checks.skips_outside_harness,
         must_fail={"suites/rdma/test_a.py": "import pytest\n@pytest.mark.skipif(True, reason='')\ndef test(): ...\n"},
         must_pass={"gdrkit/harness/plugin.py": "import pytest\ndef run():\n    pytest.skip('reason')\n"},
     ),
     Rule(
         name="no failure is swallowed",
         why="Code that catches every exception also catches unexpected ones, and reports success.",
-        breaches=checks.swallowed_errors,
+        violations=checks.swallowed_errors,
         must_fail={"gdrkit/units.py": "try:\n    f()\nexcept Exception:\n    pass\n"},
         must_pass={"gdrkit/units.py": "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error\n"},
     ),
     Rule(
         name="no finalizer takes a lock",
-        why="The garbage collector runs finalizers in any allocation, also in the thread that holds the lock.",
-        breaches=checks.locked_finalizers,
+        why="The garbage collector can run a finalizer at any allocation, also in the thread that holds the lock.",
+        violations=checks.locked_finalizers,
         must_fail={
             "gdrkit/handles.py": "class Handle:\n    def release(self):\n        with _lock:\n            pass\n",
             "gdrkit/buffers.py": "from gdrkit.handles import Handle\nclass Range:\n    def close(self):\n"
             "        self.handle.release()\n    def __del__(self):\n        self.close()\n",
         },
         must_pass={
-            "gdrkit/handles.py": "class Handle:\n    def release(self):\n        _live.pop(self.number, None)\n"
+            "gdrkit/handles.py": "class Handle:\n    def release(self):\n        _open_kinds.pop(self.id, None)\n"
             "    def __del__(self):\n        self.release()\n    def other(self):\n        with _lock:\n"
             "            pass\n",
         },
@@ -140,28 +140,28 @@ RULES = (
         name="only one module receives descriptors",
         why="Without MSG_CMSG_CLOEXEC, child programs inherit the descriptors. Without a check of MSG_CTRUNC, a "
         "truncated message is accepted.",
-        breaches=checks.other_receivers,
+        violations=checks.descriptor_receivers_elsewhere,
         must_fail={"gdrkit/storage/connection.py": "import socket\nsocket.recv_fds(end, 4096, 4)\n"},
-        must_pass={checks.RECEIVER: "connection.recvmsg(1, 1, 1)\n"},
+        must_pass={checks.RECEIVER_FILE: "connection.recvmsg(1, 1, 1)\n"},
     ),
     Rule(
         name="no case sleeps",
         why="A sleep is too short on a slow machine and too long on all others. A case waits for an event.",
-        breaches=checks.sleeping_cases,
+        violations=checks.sleeping_cases,
         must_fail={"suites/rdma/test_a.py": "from time import sleep\nsleep(1)\n"},
         must_pass={"suites/rdma/test_a.py": "import time\ntime.monotonic()\n"},
     ),
     Rule(
         name="a module has a docstring and an __all__",
         why="A newcomer reads the docstring first. A name that is not in __all__ may change.",
-        breaches=checks.missing_introductions,
+        violations=checks.missing_docstrings_and_all,
         must_fail={"gdrkit/units.py": "'''Sizes.'''\nKIB = 1024\n"},
         must_pass={"gdrkit/units.py": "'''Sizes.'''\n__all__ = ['KIB']\nKIB = 1024\n"},
     ),
     Rule(
         name="the sources contain no notes about unfinished work",
         why="Missing work is described in an issue, where the maintainers see it.",
-        breaches=checks.unfinished_work,
+        violations=checks.unfinished_work,
         must_fail={"native/a.cpp": "// FIX" + "ME later\n"},
         must_pass={"native/a.cpp": "// The kernel fixes the address.\n"},
     ),
@@ -169,35 +169,35 @@ RULES = (
         name="no record and no page contains a path of the machine that made it",
         why="A library is identified by its name, its build id and its path in an environment. A full path is of no "
         "use to readers, and may reveal who made the record.",
-        breaches=checks.machine_paths,
+        violations=checks.machine_paths,
         must_fail={"reports/baselines/bare/a.jsonl": '{"path": "/home/me/lib/libcuda.so.1"}\n'},
         must_pass={"reports/baselines/bare/a.jsonl": '{"path": "{python}/opt/a.so", "soname": "/usr/lib/a.so"}\n'},
     ),
     Rule(
         name="every top-level folder has a README",
         why="A newcomer reads there what the folder contains.",
-        breaches=checks.missing_readmes,
+        violations=checks.missing_readmes,
         must_fail={"extra/old.py": ""},
         must_pass={"docs/README.md": "# docs\n", ".git/config": "", "build/a": ""},
     ),
     Rule(
         name="replaced words are not used again",
         why="Readers search for the terms of rdma-core, CUDA and the manuals. Half of them are not native speakers.",
-        breaches=language.gone_words,
+        violations=language.gone_words,
         must_fail={"automation/a.py": "# The hou" + "se is cleaned.\n"},
         must_pass={"automation/a.py": "# The project is checked by the CI; there is room for two more.\n"},
     ),
     Rule(
         name="comments and docstrings have a subject and a verb",
         why="A clause that begins with who, what or of has to be read twice.",
-        breaches=language.headless_openings,
+        violations=language.headless_openings,
         must_fail={"automation/a.py": "# What is leased when the cache closes.\n"},
         must_pass={"automation/a.py": "# A lease that is held, and\n# what it covers, stays.\n# Why? See cache.py.\n"},
     ),
     Rule(
         name="the name of a case has at most 60 characters",
         why="Reports and terminals show the names in one line.",
-        breaches=language.long_test_names,
+        violations=language.long_test_names,
         must_fail={"automation/test_a.py": f"def test_{'x' * 60}():\n"},
         must_pass={"automation/test_a.py": f"def test_{'x' * 55}():\n"},
     ),

@@ -1,4 +1,4 @@
-"""docs/architecture.md shows the imports of the code."""
+"""docs/architecture.md is up to date: its picture shows the imports between packages."""
 
 from __future__ import annotations
 

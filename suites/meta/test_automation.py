@@ -14,13 +14,14 @@ from automation.gdrkit_commands import suite_folders
 from automation.side_by_side import Part, call_side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
+# Lines that `apt-get --simulate install` prints: a new package, an update, and replacements from other archives.
 ADDED = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
 UPDATED = "Inst libc6 [2.36-9] (2.36-10 Debian:12.4/stable [amd64])"
 FOREIGN = "Inst libibverbs1 [2307mlnx47-1] (44.0-2 Debian:12.4/stable [amd64])"
 THIRD_PARTY = "Inst libc6 [2.36-9] (2.40-1 example.com:stable [amd64])"
 
 
-def program(folder: Path, name: str, text: str) -> None:
+def write_program(folder: Path, name: str, text: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -34,7 +35,7 @@ def install_with(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_added_package_is_no_replacement() -> None:
+def test_added_package_is_not_a_replacement() -> None:
     assert not system_packages.is_replacement(ADDED)
     assert system_packages.is_replacement(UPDATED)
 
@@ -46,8 +47,8 @@ def test_replacement_is_allowed_within_the_release_only(change: str, allowed: bo
 
 def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
     called = tmp_path / "called"
-    program(tmp_path, "ofed_info", "")
-    program(tmp_path, "apt-get", f"echo >{called}")
+    write_program(tmp_path, "ofed_info", "")
+    write_program(tmp_path, "apt-get", f"echo >{called}")
     result = install_with(tmp_path)
     assert (result.returncode, called.exists()) == (3, False)
     assert "ofed_info is installed" in result.stdout
@@ -56,8 +57,8 @@ def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
 def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> None:
     called = tmp_path / "called"
     # The RDMA libraries, if this machine has any, come from the distribution.
-    program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
-    program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{called};; esac')
+    write_program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
+    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{called};; esac')
     result = install_with(tmp_path)
     assert (result.returncode, called.exists()) == (3, False)
     if os.geteuid() == 0:
@@ -70,14 +71,14 @@ def test_machine_without_apt_is_told_what_to_install(tmp_path: Path) -> None:
     assert "xfsprogs" in result.stdout
 
 
-def test_program_that_is_no_python_has_version_zero(tmp_path: Path) -> None:
-    program(tmp_path, "python3", "echo three")
+def test_program_that_is_not_python_has_version_zero(tmp_path: Path) -> None:
+    write_program(tmp_path, "python3", "echo three")
     assert machine.python_version(str(tmp_path / "python3")) == (0,)
     assert machine.python_version(str(tmp_path / "missing")) == (0,)
     assert machine.python_version(sys.executable) == sys.version_info[:2]
 
 
-def test_digest_changes_with_words_and_with_contents(tmp_path: Path) -> None:
+def test_digest_changes_with_arguments_and_contents(tmp_path: Path) -> None:
     source = tmp_path / "pyproject.toml"
     source.write_text("a")
     before = environments.digest(["pip"], [source])
@@ -87,15 +88,15 @@ def test_digest_changes_with_words_and_with_contents(tmp_path: Path) -> None:
     assert environments.digest(["pip"], [source]) != before
 
 
-def shell(name: str, text: str) -> Part:
+def shell_part(name: str, text: str) -> Part:
     return Part(name, ("sh", "-c", text))
 
 
-def test_side_by_side_output_is_whole_and_codes_are_kept(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # Each command waits for a file that the other one creates, so both end only if they run at the same time.
     wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
     parts = [
-        shell(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
+        shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
         for name, other, code in (("first", "second", 0), ("second", "first", 3))
     ]
     assert call_side_by_side(parts, jobs=2) == {"first": 0, "second": 3}
@@ -107,7 +108,7 @@ def test_side_by_side_output_is_whole_and_codes_are_kept(capfd: pytest.CaptureFi
 def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
     # mkdir fails if another command runs at the same time.
     alone = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
-    codes = call_side_by_side([shell(str(number), alone) for number in range(5)], jobs=1)
+    codes = call_side_by_side([shell_part(str(number), alone) for number in range(5)], jobs=1)
     assert codes == dict.fromkeys(map(str, range(5)), 0)
 
 

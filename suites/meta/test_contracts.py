@@ -1,4 +1,7 @@
-"""The contracts of the twins list the functions that the installed clients import. A changed client fails here."""
+"""The software twins export the functions that the installed client libraries import.
+
+native/twins/contracts/ lists the functions of each twin. A new version of a client that needs more fails here.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ IMPORTED = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
 # cuda-bindings passes these names to cuGetProcAddress_v2. They are C strings in its module.
 CUDA_NAME = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
 CUFILE_NAME = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
+# The bindings find this function by dlsym(3), and the other functions by calling it.
 FOUND_BY_DLSYM = {"cuGetProcAddress_v2"}
 
 
-def contract(name: str) -> set[str]:
+def contract_symbols(name: str) -> set[str]:
     lines = (CONTRACTS / name).read_text().splitlines()
     return {line.split()[0].replace("@@", "@") for line in lines if line and not line.startswith("#")}
 
@@ -37,7 +41,7 @@ def test_verbs_twin_exports_the_imports_of_its_clients() -> None:
     command = ["readelf", "--wide", "--dyn-syms", *map(str, clients)]
     imported = set(IMPORTED.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert len(imported) > 50
-    assert imported - contract("ibverbs.symbols") == set()
+    assert imported - contract_symbols("ibverbs.symbols") == set()
 
 
 def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
@@ -46,7 +50,7 @@ def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
     assert bindings.origin is not None
     (module,) = Path(bindings.origin).parent.glob("_internal/driver.*.so")
     requested = {name.decode() for name in CUDA_NAME.findall(module.read_bytes())}
-    assert requested - FOUND_BY_DLSYM == contract("cuda.symbols")
+    assert requested - FOUND_BY_DLSYM == contract_symbols("cuda.symbols")
 
 
 # The seam of hl-thunk has a table of the functions that it loads, by name.
@@ -57,7 +61,7 @@ def test_hlthunk_twin_exports_the_functions_of_the_seam() -> None:
     seam = (CONTRACTS.parents[2] / "gdrkit" / "gaudi" / "_hlthunk.py").read_text()
     requested = {*HLTHUNK_NAME.findall(seam), "hlthunk_device_memory_alloc", "hlthunk_get_dev_memalloc_page_orders"}
     assert len(requested) > 12
-    assert requested - contract("hlthunk.conventions") == set()
+    assert requested - contract_symbols("hlthunk.conventions") == set()
 
 
 def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
@@ -66,9 +70,9 @@ def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
     assert bindings.origin is not None
     (module,) = Path(bindings.origin).parent.glob("_internal/cufile.*.so")
     requested = {name.decode() for name in CUFILE_NAME.findall(module.read_bytes())}
-    assert requested == contract("cufile.symbols")
-    assert requested <= contract("cufile.conventions")
+    assert requested == contract_symbols("cufile.symbols")
+    assert requested <= contract_symbols("cufile.conventions")
 
 
 def test_every_symbol_has_a_convention() -> None:
-    assert contract("ibverbs.symbols") == contract("ibverbs.conventions")
+    assert contract_symbols("ibverbs.symbols") == contract_symbols("ibverbs.conventions")

@@ -28,8 +28,8 @@ def record(verdict: Verdict, *texts: str) -> Record:
 
 
 def test_every_finding_has_a_case() -> None:
-    assert {finding.number for finding in FINDINGS} == {*"123456", *"abcdefghijklmno"}
-    assert {defect.finding for defect in DEFECTS.values()} == {finding.number for finding in FINDINGS}
+    assert {finding.identifier for finding in FINDINGS} == {*"123456", *"abcdefghijklmno"}
+    assert {defect.finding for defect in DEFECTS.values()} == {finding.identifier for finding in FINDINGS}
     assert len(DEFECTS) >= DEFECTS_MIN
 
 

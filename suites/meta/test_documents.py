@@ -1,4 +1,4 @@
-"""The programs in docs/ (cufile, gds, storage, tiers, usrbio) behave as the documents state."""
+"""The programs and commands in docs/*.md run on the software twins and print what the documents state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# The script runs on the twins. A service is a simple command, so that $! is its process. It is ready when it prints its
-# first line. The exit code of the script is that of the service.
+# Start of every script. AGENT and SERVE start a service in the background: $! is its process, and it is ready when it
+# has printed its first line. TERMINATE ends the service, and its exit code is the exit code of the script.
 SHELL = """
 set -e
 python() { "$PYTHON" "$@"; }
@@ -30,13 +30,13 @@ TERMINATE = "kill $!; wait $!\n"
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """Return the code blocks of a document that are in a language."""
+    """Return the code blocks of a document in this language."""
     blocks = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
     return [text for block_language, text in blocks if block_language == language]
 
 
 def is_in_document(output: str, document: str) -> bool:
-    """Return whether a document shows this output as an indented block."""
+    """Return whether a document shows exactly this output as an indented block."""
     block = "".join(f"    {line}\n" for line in output.splitlines())
     return block in (PROJECT_ROOT / "docs" / document).read_text()
 
@@ -52,10 +52,10 @@ def run_on_twins(script: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "output"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
+    ("block_index", "output"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
 )
-def test_python_programs_of_usrbio_run(tmp_path: Path, number: int, output: str) -> None:
-    (tmp_path / "program.py").write_text(blocks("usrbio.md", "python")[number])
+def test_python_programs_of_usrbio_run(tmp_path: Path, block_index: int, output: str) -> None:
+    (tmp_path / "program.py").write_text(blocks("usrbio.md", "python")[block_index])
     (tmp_path / "data").write_bytes(b"0123456789abcdef" * 65536)
     script = f"mv data store\n{AGENT}python program.py store store/data\n{TERMINATE}"
     assert output in run_on_twins(script, tmp_path)
@@ -66,16 +66,16 @@ def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
     (tmp_path / "copy.c").write_text(source)
     text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
     (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", text, re.MULTILINE)
-    fill = "head -c 3000001 /dev/urandom > store/data\n"
-    copy = "./copy store store/data store/copy\ncmp store/data store/copy\n"
-    assert "3000001 bytes" in run_on_twins(f"{compile_line}\n{fill}{AGENT}{copy}{TERMINATE}", tmp_path)
+    create_data = "head -c 3000001 /dev/urandom > store/data\n"
+    copy_data = "./copy store store/data store/copy\ncmp store/data store/copy\n"
+    assert "3000001 bytes" in run_on_twins(f"{compile_line}\n{create_data}{AGENT}{copy_data}{TERMINATE}", tmp_path)
 
 
 def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
     (program,) = blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
-    run = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
-    assert is_in_document(run_on_twins(f"{SERVE}{run}{TERMINATE}", tmp_path), "storage.md")
+    run_program = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
+    assert is_in_document(run_on_twins(f"{SERVE}{run_program}{TERMINATE}", tmp_path), "storage.md")
 
 
 @pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
@@ -87,8 +87,7 @@ def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
 def run_in_two_shells(document: str, service: str, client: str, folder: Path) -> str:
     """Run the service and the client of a document in two shells, and return the output of the client.
 
-    Each command is as in the document, after the prefix that the document requires. DIR is replaced by the folder
-    `store`.
+    Each command has the prefix that the document requires. DIR is replaced by the folder `store`.
     """
     text = (PROJECT_ROOT / "docs" / document).read_text()
     (prefix,) = re.findall(r"put\s+`([^`]+ --)`\s+before\s+each\s+command", text)
@@ -97,15 +96,25 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
     # The document names one fixed port. The case uses a free one.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    first, second = (f"{prefix} {each}".replace("DIR", "store").replace("7070", port) for each in (service, client))
+    in_first_shell, in_second_shell = (
+        f"{prefix} {command}".replace("DIR", "store").replace("7070", port) for command in (service, client)
+    )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GDRKIT_TWINS_DOMAIN")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    with subprocess.Popen(["bash", "-c", f"exec {first}"], cwd=folder, env=environ, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {in_first_shell}"], cwd=folder, env=environ, stdout=subprocess.PIPE
+    ) as server:
         try:
             assert server.stdout is not None
             assert server.stdout.readline()
             done = subprocess.run(
-                ["bash", "-c", second], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=60
+                ["bash", "-c", in_second_shell],
+                cwd=folder,
+                env=environ,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
             )
         finally:
             server.terminate()
@@ -114,7 +123,7 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
     return done.stdout
 
 
-def test_commands_of_storage_meet_in_two_shells(tmp_path: Path) -> None:
+def test_storage_commands_work_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store.py").write_text(blocks("storage.md", "python")[0])
     server = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
@@ -122,7 +131,7 @@ def test_commands_of_storage_meet_in_two_shells(tmp_path: Path) -> None:
     assert is_in_document(run_in_two_shells("storage.md", server, client, tmp_path), "storage.md")
 
 
-def test_commands_of_usrbio_meet_in_two_shells(tmp_path: Path) -> None:
+def test_usrbio_commands_work_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "input").write_bytes(b"0123456789abcdef" * 65536)
     (tmp_path / "read.py").write_text(blocks("usrbio.md", "python")[0])
@@ -163,5 +172,5 @@ def test_tiers_configuration_is_valid(tmp_path: Path) -> None:
     (tmp_path / "tiers.toml").write_text(text)
     command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    # A valid configuration gets as far as the check of the mounts, which are missing here.
+    # With a valid configuration, the command fails only at the check of the mounts, which are missing here.
     assert (done.returncode, "mount it" in done.stderr) == (3, True), done.stderr

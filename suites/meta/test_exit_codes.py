@@ -1,4 +1,4 @@
-"""The nox process has the exit code of its command. nox itself would replace every failing code by 1."""
+"""A nox session ends with the exit code of the command that it runs. Without the noxfile, nox would end with 1."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-CODE = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
+# A row of the table of exit codes in README.md.
+CODE_ROW = re.compile(r"^\| (\d) \| (.+) \|$", re.MULTILINE)
 
 
-def nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+def run_nox(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nox", "-f", str(PROJECT_ROOT / "noxfile.py"), *arguments]
     environ = {**os.environ, "PATH": path or os.environ["PATH"]}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
 
 
 @pytest.fixture
-def vendor_machine(tmp_path: Path) -> str:
-    """A PATH that has a vendor's RDMA stack and no C++ compiler."""
+def path_of_vendor_machine(tmp_path: Path) -> str:
+    """Value of PATH for a machine that has a vendor's RDMA stack (ofed_info) and no C++ compiler."""
     for name in ("bash", "dpkg-query", "git"):
         program = shutil.which(name)
         if program:
@@ -35,26 +36,26 @@ def vendor_machine(tmp_path: Path) -> str:
 
 
 def test_wrong_usage_of_gdrkit_is_2() -> None:
-    assert nox("-s", "qualify", "--", "--no-such-option").returncode == 2
+    assert run_nox("-s", "qualify", "--", "--no-such-option").returncode == 2
 
 
 def test_wrong_usage_of_pytest_is_2() -> None:
-    assert nox("-s", "suites", "--", "--no-such-option", "suites/meta").returncode == 2
+    assert run_nox("-s", "suites", "--", "--no-such-option", "suites/meta").returncode == 2
 
 
 def test_selection_without_cases_is_2() -> None:
-    assert nox("-s", "meta", "--", "-k", "there_is_no_such_case").returncode == 2
+    assert run_nox("-s", "meta", "--", "-k", "there_is_no_such_case").returncode == 2
 
 
-def test_missing_tools_beside_a_vendor_stack_are_3(vendor_machine: str) -> None:
-    result = nox("-s", "native", path=vendor_machine)
+def test_missing_tools_beside_a_vendor_stack_are_3(path_of_vendor_machine: str) -> None:
+    result = run_nox("-s", "native", path=path_of_vendor_machine)
     assert result.returncode == 3
     assert "ofed_info" in result.stdout
     assert "g++" in result.stdout
 
 
 def test_readme_and_help_agree_on_exit_codes() -> None:
-    codes = dict(CODE.findall((PROJECT_ROOT / "README.md").read_text()))
+    codes = dict(CODE_ROW.findall((PROJECT_ROOT / "README.md").read_text()))
     assert list(codes) == ["0", "1", "2", "3", "4"]
     command = [sys.executable, "-m", "gdrkit", "qualify", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -14,30 +14,30 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = PROJECT_ROOT / "docs" / "add-a-device.md"
 WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
 
-# For each file below gdrkit/, the maximum number of lines with such a word, and their purpose.
+# For each file below gdrkit/ that may mention Gaudi: the maximum number of such lines, and what they are for.
 ALLOWED = {
     "errors.py": (1, "the name of the API in errors"),
-    "buffers.py": (4, "the kind of memory, and three sentences"),
+    "buffers.py": (4, "the memory kind, and comments"),
     "host/__init__.py": (2, "reads the PCI bus"),
     "host/kernel.py": (1, "kernel modules that matter to transfers"),
     "host/pci.py": (5, "reads the PCI bus"),
     "launch.py": (4, "the twin, and the hardware that it emulates"),
-    "registration/policy.py": (1, "the registration routes of Gaudi memory: dma-buf alone"),
-    "inventory/gaudi.py": (99, "the facts, and their query"),
-    "inventory/facts.py": (11, "the fields that keep the facts"),
-    "inventory/api_query.py": (2, "the child process that queries them"),
-    "inventory/probe.py": (14, "the condition for a query"),
-    "inventory/profile.py": (6, "profiles that describe such machines"),
-    "report/describe.py": (6, "facts as text"),
-    "report/substrate.py": (7, "hardware or twin"),
-    "report/view.py": (5, "the API in a report"),
-    "report/unproven.py": (2, "the hardware that meets its needs"),
-    "harness/needs/gaudi.py": (99, "the need"),
-    "harness/needs/__init__.py": (3, "the need, and the API that it queries"),
+    "registration/policy.py": (2, "the registration routes of Gaudi memory: dma-buf alone"),
+    "inventory/gaudi.py": (99, "the facts about Gaudi devices, and their query"),
+    "inventory/facts.py": (12, "the fields for these facts"),
+    "inventory/api_query.py": (3, "the child process that queries the devices"),
+    "inventory/probe.py": (14, "the decision whether to query the devices"),
+    "inventory/profile.py": (7, "the profiles of machines with Gaudi"),
+    "report/describe.py": (6, "these facts as text"),
+    "report/substrate.py": (7, "whether Gaudi was hardware or a twin"),
+    "report/view.py": (6, "the API in a report"),
+    "report/unproven.py": (2, "the name of the hardware that a case needs"),
+    "harness/needs/gaudi.py": (99, "the needs of cases with Gaudi"),
+    "harness/needs/__init__.py": (3, "these needs, and the API behind them"),
     "harness/fixtures.py": (7, "the fixture of suites"),
-    "harness/leaks.py": (4, "the handles that are open before a case"),
+    "harness/leaks.py": (4, "the first use of a device, before leaks are counted"),
     "faultplan.py": (2, "functions that a fault plan may name"),
-    "harness/session.py": (1, "the substrate that a run may demand"),
+    "harness/session.py": (1, "the substrate of hl-thunk in a run"),
 }
 # These modules handle memory of any device and must not depend on its vendor.
 VENDOR_INDEPENDENT = (
@@ -52,7 +52,7 @@ VENDOR_INDEPENDENT = (
 
 
 def mentions() -> dict[str, int]:
-    """Return the number of lines with such a word by file, without the package gaudi itself."""
+    """Return the number of lines that mention Gaudi, by file, without the package gaudi itself."""
     root = PROJECT_ROOT / "gdrkit"
     counts = {}
     for path in sorted(root.rglob("*.py")):

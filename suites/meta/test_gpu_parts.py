@@ -1,4 +1,4 @@
-"""The parts of `gpu.py`, which runs the cases on a machine with GPUs: they exist, have a time limit, and are packed."""
+"""The parts of hardware/gpu/run.py, which runs cases on a machine with GPUs: their cases, time limits and records."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_part_has_its_cases_and_is_in_the_readme(name: str) -> None:
 
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
     in_parts = {case for part in run.PARTS.values() for case in part.cases}
-    benches = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
+    benchmarks = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
     # The results of these cases are recorded on a machine without hardware.
-    assert benches - in_parts == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
+    assert benchmarks - in_parts == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
 
 
 def test_wrong_usage_and_empty_folder_are_reported(tmp_path: Path) -> None:
@@ -62,8 +62,10 @@ def test_part_that_hangs_is_killed(tmp_path: Path) -> None:
 def test_records_are_packed_into_one_archive(tmp_path: Path) -> None:
     (tmp_path / "out" / "h200-1").mkdir(parents=True)
     (tmp_path / "out" / "h200-1" / "cost.jsonl").write_text("{}\n")
+    archive = tmp_path / "back" / "all.tar.gz"
+    # The second call replaces the archive of the first.
     for _ in range(2):
-        run.pack(tmp_path / "out", tmp_path / "back" / "all.tar.gz")
-    with tarfile.open(tmp_path / "back" / "all.tar.gz") as packed:
+        run.pack(tmp_path / "out", archive)
+    with tarfile.open(archive) as packed:
         assert "records/h200-1/cost.jsonl" in packed.getnames()
-    assert [path.name for path in (tmp_path / "back").iterdir()] == ["all.tar.gz"]
+    assert [path.name for path in archive.parent.iterdir()] == ["all.tar.gz"]

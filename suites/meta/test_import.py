@@ -1,4 +1,4 @@
-"""`import gdrkit` and short commands open no real API and import no module that they do not need."""
+"""`import gdrkit` and short commands load no library of a real API and import only the modules that they need."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from meta.levels import LEVELS
+from meta.levels import IMPORT_LEVELS
 
-# The program prints only libraries that the import maps, because the interpreter itself maps some.
+# This program prints only the libraries that the import adds, because the interpreter has some already.
 PRINT_IMPORTED = """
 import json, sys
 def mapped():
@@ -19,7 +19,7 @@ before = mapped()
 import gdrkit
 print(json.dumps({"mapped": sorted(mapped() - before), "modules": sorted(sys.modules)}))
 """
-# The program runs a command and then prints all imported modules.
+# This program runs a command of gdrkit and then prints all imported modules.
 RUN_COMMAND = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps(sorted(sys.modules)), file=sys.stderr))
@@ -28,8 +28,8 @@ main(sys.argv[1:])
 """
 FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
 FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
-# A command may import these before it does anything: the command line itself, and the modules of the lowest levels.
-LIGHT_MODULES = {"cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers"}.union(*LEVELS[:2])
+# Every command may import these modules: those of the command line, and those of the two lowest levels.
+LIGHT_MODULES = {"cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers"}.union(*IMPORT_LEVELS[:2])
 LIGHT_PACKAGES = {"click", "gdrkit"}
 
 

@@ -1,4 +1,7 @@
-"""A lab that cannot run prints one sentence and ends in time with exit code 3. Scripts replace its programs."""
+"""The lab (a virtual machine with the kernel's RDMA stack) reports in one sentence why it cannot run, with exit code 3.
+
+Shell scripts replace the programs that the lab calls, e.g. QEMU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from gdrkit.inventory import load_profile
 from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.lab.machine import Limits, Machine, can_virtualize
-from hardware.lab.pairs import Pair, compare, table, without_refusal
+from hardware.lab.pairs import Pair, compare, find_missing_refusals, format_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +38,7 @@ def write_script(path: Path, text: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def lab_folder(tmp_path: Path) -> Path:
     """A folder `bin` in which every program of the lab does nothing and succeeds, and a kernel in `kernel`."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -52,16 +55,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lab(folder: Path) -> RunLab:
-    """A function that runs the lab with the programs of `folder` only."""
+def run_lab(lab_folder: Path) -> RunLab:
+    """A function that runs the lab with the programs of `lab_folder` only."""
 
     def run(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hardware.lab", f"--tools={folder / 'bin'}", f"--cache={folder / 'kernel'}"]
+        command = [
+            sys.executable,
+            "-m",
+            "hardware.lab",
+            f"--tools={lab_folder / 'bin'}",
+            f"--cache={lab_folder / 'kernel'}",
+        ]
         pythonpath = os.pathsep.join([str(PROJECT_ROOT), *sys.path])
-        environ = {**os.environ, "PATH": str(folder / "bin"), "PYTHONPATH": pythonpath}
+        environ = {**os.environ, "PATH": str(lab_folder / "bin"), "PYTHONPATH": pythonpath}
         return subprocess.run(
-            # A few quick cases are sufficient, because the errors here occur before or after the cases.
-            [*command, f"--output={folder / 'run'}", *options, SOME_CASES, "-k", "first-byte"],
+            # A few quick cases are sufficient, because the errors in these tests occur before or after the cases.
+            [*command, f"--output={lab_folder / 'run'}", *options, SOME_CASES, "-k", "first-byte"],
             cwd=PROJECT_ROOT,
             env=environ,
             capture_output=True,
@@ -83,39 +92,39 @@ def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
-def test_missing_qemu_is_reported(folder: Path, lab: RunLab) -> None:
-    (folder / "bin" / "qemu-system-x86_64").unlink()
-    assert "qemu-system-x86" in sentence_of(lab())
+def test_missing_qemu_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    (lab_folder / "bin" / "qemu-system-x86_64").unlink()
+    assert "qemu-system-x86" in sentence_of(run_lab())
 
 
-def test_missing_virtme_is_reported(folder: Path, lab: RunLab) -> None:
-    (folder / "bin" / "vng").unlink()
-    assert "virtme-ng" in sentence_of(lab())
+def test_missing_virtme_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    (lab_folder / "bin" / "vng").unlink()
+    assert "virtme-ng" in sentence_of(run_lab())
 
 
-def test_missing_kernel_without_apt_is_reported(folder: Path, lab: RunLab) -> None:
-    (folder / "kernel" / "ready").unlink()
-    assert "apt is missing" in sentence_of(lab())
+def test_missing_kernel_without_apt_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    (lab_folder / "kernel" / "ready").unlink()
+    assert "apt is missing" in sentence_of(run_lab())
 
 
-def test_apt_without_kernel_package_is_reported(folder: Path, lab: RunLab) -> None:
-    (folder / "kernel" / "ready").unlink()
+def test_apt_without_kernel_package_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    (lab_folder / "kernel" / "ready").unlink()
     for name in ("apt-get", "apt-cache"):
-        write_script(folder / "bin" / name, "exit 1")
-    assert "apt has no kernel package" in sentence_of(lab())
+        write_script(lab_folder / "bin" / name, "exit 1")
+    assert "apt has no kernel package" in sentence_of(run_lab())
 
 
-def test_failed_kernel_download_is_reported(folder: Path, lab: RunLab) -> None:
-    (folder / "kernel" / "ready").unlink()
-    write_script(folder / "bin" / "apt-cache", 'echo "  Depends: linux-image-9.9-amd64"')
-    write_script(folder / "bin" / "apt-get", 'echo "E: Failed to fetch it" >&2; exit 100')
-    assert "apt-get download failed: E: Failed to fetch it" in sentence_of(lab())
+def test_failed_kernel_download_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    (lab_folder / "kernel" / "ready").unlink()
+    write_script(lab_folder / "bin" / "apt-cache", 'echo "  Depends: linux-image-9.9-amd64"')
+    write_script(lab_folder / "bin" / "apt-get", 'echo "E: Failed to fetch it" >&2; exit 100')
+    assert "apt-get download failed: E: Failed to fetch it" in sentence_of(run_lab())
 
 
-def test_broken_kvm_is_reported(folder: Path, lab: RunLab) -> None:
-    (folder / "cpuinfo").write_text("flags\t\t: fpu vmx sse\n")
-    (folder / "kvm").touch()
-    sentence = sentence_of(lab(f"--cpuinfo={folder / 'cpuinfo'}", f"--kvm={folder / 'kvm'}"))
+def test_broken_kvm_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    (lab_folder / "cpuinfo").write_text("flags\t\t: fpu vmx sse\n")
+    (lab_folder / "kvm").touch()
+    sentence = sentence_of(run_lab(f"--cpuinfo={lab_folder / 'cpuinfo'}", f"--kvm={lab_folder / 'kvm'}"))
     assert "KVM_GET_API_VERSION) failed: " in sentence
     assert "--tcg" in sentence
 
@@ -127,10 +136,10 @@ def test_kvm_device_without_cpu_flags_is_not_used(tmp_path: Path, flags: str) ->
     assert not can_virtualize(cpuinfo=tmp_path / "cpuinfo", device=tmp_path / "kvm")
 
 
-def test_guest_that_does_not_boot_is_reported(folder: Path, lab: RunLab) -> None:
-    write_script(folder / "bin" / "vng", "exec sleep 1000")
+def test_guest_that_does_not_boot_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    write_script(lab_folder / "bin" / "vng", "exec sleep 1000")
     started = time.monotonic()
-    assert "did not boot within 1 s" in sentence_of(lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
+    assert "did not boot within 1 s" in sentence_of(run_lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
     assert time.monotonic() - started < 60
 
 
@@ -142,19 +151,19 @@ def test_guest_that_does_not_boot_is_reported(folder: Path, lab: RunLab) -> None
         pytest.param('trap "" TERM; : >booted; while :; do sleep 1; done', id="guest"),
     ],
 )
-def test_guest_that_hangs_is_killed_with_its_children(folder: Path, guest: str) -> None:
-    write_script(folder / "bin" / "vng", guest)
-    machine = Machine(image=folder / "kernel" / "boot" / "vmlinuz-1", tools=folder / "bin", kvm=False)
+def test_guest_that_hangs_is_killed_with_its_children(lab_folder: Path, guest: str) -> None:
+    write_script(lab_folder / "bin" / "vng", guest)
+    machine = Machine(image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools=lab_folder / "bin", use_kvm=False)
     started = time.monotonic()
     with pytest.raises(LabError, match="did not end within 1 s"):
-        machine.run(folder / "no_script", output=folder, limits=Limits(boot_s=30, run_s=1))
+        machine.run(lab_folder / "no_script", output=lab_folder, limits=Limits(boot_s=30, run_s=1))
     # run() returns only after every process that could write to the output has ended.
     assert time.monotonic() - started < 60
 
 
-def test_guest_without_result_is_reported(folder: Path, lab: RunLab) -> None:
-    write_script(folder / "bin" / "vng", "exit 7")
-    assert "exit code of vng: 7" in sentence_of(lab("--tcg"))
+def test_guest_without_result_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
+    write_script(lab_folder / "bin" / "vng", "exit 7")
+    assert "exit code of vng: 7" in sentence_of(run_lab("--tcg"))
 
 
 def test_pair_agrees_only_if_it_passes_on_both() -> None:
@@ -171,7 +180,7 @@ def test_pair_agrees_only_if_it_passes_on_both() -> None:
     assert [pair.case for pair in pairs if pair.agrees] == ["a"]
     assert [pair.case for pair in pairs if pair.refused] == ["f"]
     assert [pair.case for pair in pairs if pair.differs] == ["b", "e", "g", "h"]
-    marked = [line.split()[0] for line in table(pairs).splitlines() if line.endswith("DIFFERS")]
+    marked = [line.split()[0] for line in format_table(pairs).splitlines() if line.endswith("DIFFERS")]
     assert marked == ["b", "e", "g", "h"]
 
 
@@ -192,5 +201,5 @@ def test_refusal_differs_from_a_case_that_did_not_run(tmp_path: Path) -> None:
     assert [name for name, pair in pairs.items() if pair.refused] == ["refused"]
     assert [name for name, pair in pairs.items() if pair.agrees] == ["host"]
     assert [name for name, pair in pairs.items() if pair.differs] == ["another error"]
-    assert without_refusal(kernel, load_profile("lab")) == ("not tried had to be refused but did not run",)
-    assert without_refusal(kernel, load_profile("bare")) == ()
+    assert find_missing_refusals(kernel, load_profile("lab")) == ("not tried had to be refused but did not run",)
+    assert find_missing_refusals(kernel, load_profile("bare")) == ()

@@ -12,7 +12,7 @@ import pytest
 from meta.mutants.modules import CASES, MODULES
 from meta.mutants.mutant import Mutant, MutantOutcome, PatchMismatch, Result, changed_lines, equivalents
 from meta.mutants.patches import PATCHES, Patch, mutant_of
-from meta.mutants.run import draw, score, try_all, write_records
+from meta.mutants.run import draw, recorded_kills, score, try_all, write_records
 from meta.mutants.worker import BaselineFailed, Worker
 from support.json_schema import JSONSCHEMA, problems
 
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 TREE = Path(__file__).resolve().parents[2]
 OPERATORS = TREE / ".nox" / "mutants" / "bin" / "python"
+# The module that these cases mutate.
 OUTCOME = "gdrkit/qualify/outcome.py"
-# A text of the module that no case can depend on.
-DOCSTRING = '"""Return the failed outcome if cases did not run although they had to; else None."""'
+# A docstring of that module. No case can depend on it.
+DOCSTRING = '"""Return a failed outcome if cases that the profile requires did not run, else None."""'
 CASE = ("suites/qualify/test_outcome.py", "-k", "test_exit_code_follows_from_the_records")
 
 
-def changed(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
+def mutant_with(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
     return dataclasses.replace(mutant_of(Patch("by-hand", file, before, after), TREE), cases=cases)
 
 
@@ -44,7 +45,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
-    mutant = changed("    if failed is not None:\n        return failed\n", "")
+    mutant = mutant_with("    if failed_outcome is not None:\n        return failed_outcome\n", "")
     (result,) = try_all([mutant], [worker], {})
     assert result.outcome is MutantOutcome.KILLED
     assert "test_outcome.py::test_exit_code_follows_from_the_records" in result.killed_by
@@ -52,22 +53,24 @@ def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
 
 
 def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
-    mutant = changed(DOCSTRING, '"""."""')
+    mutant = mutant_with(DOCSTRING, '"""."""')
     (result,) = try_all([mutant], [worker], {})
     assert (result.outcome, result.killed_by) == (MutantOutcome.SURVIVED, "")
 
 
 def test_tree_in_use_is_not_changed(worker: Worker) -> None:
     before = (TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns
-    try_all([changed(DOCSTRING, '"""."""')], [worker], {})
+    try_all([mutant_with(DOCSTRING, '"""."""')], [worker], {})
     assert before == ((TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns)
 
 
 def test_baseline_that_fails_is_refused(worker: Worker) -> None:
     broken = worker.tree / "suites" / "qualify" / "test_broken.py"
     broken.write_text("def test_that_fails() -> None:\n    assert False\n")
-    mutant = changed(
-        "    if failed is not None:\n        return failed\n", "", cases=("suites/qualify/test_broken.py",)
+    mutant = mutant_with(
+        "    if failed_outcome is not None:\n        return failed_outcome\n",
+        "",
+        cases=("suites/qualify/test_broken.py",),
     )
     try:
         with pytest.raises(BaselineFailed, match="test_that_fails"):
@@ -77,35 +80,35 @@ def test_baseline_that_fails_is_refused(worker: Worker) -> None:
 
 
 def test_baseline_without_cases_is_refused(worker: Worker) -> None:
-    mutant = changed(DOCSTRING, '"""."""', cases=(*CASE[:2], "no_such_case"))
+    mutant = mutant_with(DOCSTRING, '"""."""', cases=(*CASE[:2], "no_such_case"))
     with pytest.raises(BaselineFailed):
         try_all([mutant], [worker], {})
 
 
-def test_case_that_fails_once_is_no_kill(worker: Worker) -> None:
-    flaky = worker.tree / "suites" / "qualify" / "test_flaky.py"
-    count = worker.tree / "count"
+def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
+    flaky_file = worker.tree / "suites" / "qualify" / "test_flaky.py"
+    count_file = worker.tree / "count"
     # The case passes as the baseline, fails in the first run with the mutant, and passes from then on.
-    flaky.write_text(
+    flaky_file.write_text(
         "from pathlib import Path\n\n"
         "def test_flaky() -> None:\n"
-        f"    count = Path({str(count)!r})\n"
+        f"    count = Path({str(count_file)!r})\n"
         "    runs = int(count.read_text()) + 1 if count.exists() else 1\n"
         "    count.write_text(str(runs))\n"
         "    assert runs != 2\n"
     )
-    mutant = changed(DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
+    mutant = mutant_with(DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
     try:
         (result,) = try_all([mutant], [worker], {})
     finally:
-        flaky.unlink()
-        count.unlink()
+        flaky_file.unlink()
+        count_file.unlink()
     assert result.outcome is MutantOutcome.SURVIVED
     assert "test_flaky failed once" in result.note
 
 
 def test_equivalent_mutant_is_not_run() -> None:
-    mutant = changed(DOCSTRING, '"""."""')
+    mutant = mutant_with(DOCSTRING, '"""."""')
     (result,) = try_all([mutant], [], {mutant.content: "a docstring"})
     assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
 
@@ -134,7 +137,7 @@ def test_committed_patch_fits_the_code(patch: Patch) -> None:
     assert mutant.before != mutant.after
 
 
-def test_patch_that_fits_no_more_is_an_error(tmp_path: Path) -> None:
+def test_patch_that_no_longer_fits_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one\none\n")
     for text in ("two", "one"):
         with pytest.raises(PatchMismatch, match="adapt the patch"):
@@ -163,6 +166,22 @@ def test_equivalent_mutants_do_not_count() -> None:
 
 
 @JSONSCHEMA
+def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
+    killed, survivor, path = mutant_of(PATCHES[0], TREE), mutant_of(PATCHES[1], TREE), tmp_path / "mutants.jsonl"
+    first = [
+        Result(killed, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0, baseline_s=2.0, limit_s=90.0),
+        Result(survivor, MutantOutcome.SURVIVED),
+    ]
+    write_records(path, first, seed="1", command="x", duration_s=9.0)
+    kills = recorded_kills(path, [killed, survivor])
+    # Without a worker, no case can run.
+    (again,) = try_all([killed], [], {}, kills)
+    assert dataclasses.replace(again, note="") == first[0]
+    assert kills.keys() == {killed.content}
+    changed = dataclasses.replace(killed, after="other lines")
+    assert not recorded_kills(path, [changed])
+
+
 def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
     mutant, path = mutant_of(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
     killed = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)

@@ -1,4 +1,4 @@
-"""All nox sessions that run cases treat their arguments in the same way."""
+"""The nox sessions that run cases add their default cases only if the arguments name no cases."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ NAMED = [
 
 @pytest.mark.parametrize("named", NAMED)
 def test_named_cases_replace_the_default(named: str) -> None:
-    for given in ([named], [*OPTIONS, named], [named, *OPTIONS]):
-        assert cases(given, *DEFAULT) == given
+    for arguments in ([named], [*OPTIONS, named], [named, *OPTIONS]):
+        assert cases(arguments, *DEFAULT) == arguments
 
 
 def exit_code_of_collection(session: str, *arguments: str) -> int:

@@ -1,4 +1,4 @@
-"""A qualification covers every folder of the suites that is about transfers or about the machine."""
+"""Every folder of the suites that is about transfers or about the machine has a case in a qualification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""suites/README.md lists exactly the cases of a qualification and the folders."""
+"""suites/README.md lists all folders of the suites, and exactly the cases of a qualification."""
 
 from __future__ import annotations
 

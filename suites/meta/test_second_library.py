@@ -46,13 +46,13 @@ with AgentProcess(mount) as agent:
             assert error.errno == errno.ENOTSUP, error
         else:
             raise AssertionError("a library without the extension accepted device memory")
-    assert agent.terminate() == 0, agent.errors
+    assert agent.terminate() == 0, agent.error_output
 """
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The client library as ENABLE_GDR=OFF configures it, built without CMake."""
+    """Path of the usrbio client library without the GPU extension (CMake: ENABLE_GDR=OFF), built without CMake."""
     path = tmp_path_factory.mktemp("second") / "libhf3fs_api_shared.so"
     native = PROJECT_ROOT / "native"
     sources = sorted(map(str, [*native.glob("usrbio/client/*.cpp"), *native.glob("usrbio/ring/*.cpp")]))

@@ -13,7 +13,9 @@ from gdrkit.registration.handle import LAYOUT, SHARE_HANDLE_BYTES, ShareKind
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "sharing.md"
 
+# Text in the document for each CUresult.
 RESULTS = {0: "works", 1: "refused (1)", 801: "refused (801)"}
+# Text in the document for each value of ExportRow.part except "whole".
 PARTS = {
     "page": "from its second page on",
     "odd_address": "at an odd address",
@@ -35,7 +37,7 @@ def export_table() -> str:
     for memory in dict.fromkeys(row.memory for row in EXPORTS):
         cells = []
         for kind in ShareKind:
-            rows = [row for row in EXPORTS if (row.memory, row.way, row.part) == (memory, kind, "whole")]
+            rows = [row for row in EXPORTS if (row.memory, row.method, row.part) == (memory, kind, "whole")]
             cells.append(RESULTS[rows[0].status] if rows else "has no chunks")
         lines.append(f"| {memory.value} | {' | '.join(cells)} |")
     lines += ["", "| dma-buf of cuMemAlloc memory | |", "|---|---|"]

@@ -28,8 +28,9 @@ def test_changelog_has_the_version() -> None:
 
 
 def test_local_build_tools_include_those_of_pip() -> None:
-    (tools,) = re.findall(r"^BUILD = (\(.*\))$", (PROJECT_ROOT / "automation" / "builds.py").read_text(), re.MULTILINE)
-    required = {each for pyproject in PYPROJECTS for each in pyproject["build-system"]["requires"]}
+    source = (PROJECT_ROOT / "automation" / "builds.py").read_text()
+    (tools,) = re.findall(r"^BUILD_REQUIREMENTS = (\(.*\))$", source, re.MULTILINE)
+    required = {tool for pyproject in PYPROJECTS for tool in pyproject["build-system"]["requires"]}
     assert required <= set(ast.literal_eval(tools))
 
 

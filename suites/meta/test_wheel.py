@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-# The noxfile makes these wheels for this run. The wheel of the twins is the one that it installed.
+# nox -s meta builds the wheel of gdrkit into this folder, and copies the installed wheel of the twins into it.
 WHEELS = PROJECT_ROOT / "build" / "wheels"
-DATA = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
+DATA_FOLDERS = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 PRINT_DEVICES = """
 import json
 from gdrkit import cuda, verbs
@@ -29,7 +29,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def succeed(command: list[str], folder: Path) -> str:
+def run_successfully(command: list[str], folder: Path) -> str:
     result = run(command, folder)
     assert result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout
@@ -45,17 +45,19 @@ def wheel() -> Path:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of a virtual environment that has only the wheels, in an empty folder."""
     folder = tmp_path_factory.mktemp("empty")
-    succeed([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
-    # pip needs a file name with extras in this form.
+    run_successfully([sys.executable, "-m", "virtualenv", "--quiet", str(folder / "venv")], folder)
+    # pip accepts a file with extras only in this form.
     product = f"gdrkit[qualify,software] @ {wheel.as_uri()}"
-    find = ["--find-links", str(WHEELS)]
-    succeed([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find, product], folder)
+    find_links = ["--find-links", str(WHEELS)]
+    run_successfully([str(folder / "venv" / "bin" / "pip"), "install", "--quiet", *find_links, product], folder)
     return folder / "venv" / "bin"
 
 
 def test_wheel_has_the_files_of_a_qualification(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert [part for part in DATA if not any(name.startswith(f"gdrkit/_data/{part}") for name in names)] == []
+    assert [
+        folder for folder in DATA_FOLDERS if not any(name.startswith(f"gdrkit/_data/{folder}") for name in names)
+    ] == []
     assert [name for name in names if name.endswith(".pyc") or "/suites/meta/" in name] == []
 
 
@@ -77,14 +79,16 @@ def test_wheel_has_exactly_the_native_parts_of_this_tree(wheel: Path) -> None:
 
 def test_wheel_runs_programs_on_the_twins(environment: Path, tmp_path: Path) -> None:
     command = [str(environment / "gdrkit"), "run", "--software", "--"]
-    output = succeed([*command, str(environment / "python"), "-c", PRINT_DEVICES], tmp_path)
+    output = run_successfully([*command, str(environment / "python"), "-c", PRINT_DEVICES], tmp_path)
     devices = json.loads(output.splitlines()[-1])
     assert devices["nics"] > 0
     assert devices["gpus"] > 0
 
 
 def test_wheel_qualifies_on_the_twins(environment: Path, tmp_path: Path) -> None:
-    succeed([str(environment / "gdrkit"), "qualify", "--software", "--output", str(tmp_path / "report")], tmp_path)
+    run_successfully(
+        [str(environment / "gdrkit"), "qualify", "--software", "--output", str(tmp_path / "report")], tmp_path
+    )
     assert {"records.jsonl", "junit.xml", "summary.md", "index.html"} <= {
         path.name for path in (tmp_path / "report").iterdir()
     }
@@ -103,7 +107,7 @@ def test_plugin_document_works_in_an_empty_project(environment: Path, tmp_path: 
     (tmp_path / "pyproject.toml").write_text(settings[1])
     (tmp_path / "test_transfer.py").write_text(program[1])
     path = f"{environment}{os.pathsep}{os.environ['PATH']}"
-    ended = subprocess.run(
+    result = subprocess.run(
         ["bash", "-ec", shell[1]],
         cwd=tmp_path,
         env={**os.environ, "PATH": path},
@@ -111,8 +115,8 @@ def test_plugin_document_works_in_an_empty_project(environment: Path, tmp_path: 
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert output[1].strip() in ended.stdout
-    assert "1 passed, 1 not run" in ended.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert output[1].strip() in result.stdout
+    assert "1 passed, 1 not run" in result.stdout
     records = (tmp_path / "records.jsonl").read_text().splitlines()
     assert [json.loads(line)["verdict"] for line in records] == ["pass", "not_run"]

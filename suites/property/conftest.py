@@ -1,7 +1,7 @@
-"""The fixture that gives these cases host memory or device memory."""
+"""The fixture `allocator`: it allocates the memory of a case, host memory or device memory."""
 
 from __future__ import annotations
 
-from support.reach import space
+from support.memory_kinds import allocator
 
-__all__ = ["space"]
+__all__ = ["allocator"]

@@ -8,25 +8,31 @@ import hashlib
 from support import fuzz
 
 from gdrkit.host import ProcessIdentity
-from gdrkit.registration.gdr_handle import GdrHandle
+from gdrkit.registration.gdr_handle import GDR_HANDLE_BYTES, GdrHandle
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
 
 __all__ = ["TARGET"]
 
-_BODY_BYTES = SHARE_HANDLE_BYTES - 16
+# A share handle is a body and the first 16 bytes of its SHA-256.
+_CHECKSUM_BYTES = 16
+_BODY_BYTES = SHARE_HANDLE_BYTES - _CHECKSUM_BYTES
 
 
 def _check(data: bytes) -> None:
-    """Parse the data as each kind of handle, also with a valid checksum and with a valid length."""
-    # A fuzzer cannot guess a SHA-256. With a valid one, it also reaches the code after its check.
+    """Parse the data as a share handle and as a GDR handle.
+
+    The share handle is parsed as it is and with a valid checksum, the GDR handle as it is and with a valid length.
+    """
+    # A fuzzer cannot guess a SHA-256. With a valid SHA-256, it also reaches the code after the check of the SHA-256.
     body = data[:_BODY_BYTES].ljust(_BODY_BYTES, b"\0")
-    for candidate in (data, body + hashlib.sha256(body).digest()[:16]):
+    for candidate in (data, body + hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]):
         fuzz.parse_or_malformed(lambda packed: ShareHandle.parse(packed).pack(), candidate)
-    for candidate in (data, data[:80].ljust(80, b"\0")):
+    for candidate in (data, data[:GDR_HANDLE_BYTES].ljust(GDR_HANDLE_BYTES, b"\0")):
         fuzz.parse_or_malformed(lambda packed: GdrHandle.parse(packed).pack(), candidate)
 
 
 def _valid_handles() -> list[bytes]:
+    """Return a packed share handle of each kind."""
     ipc = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=1 << 20,

@@ -1,4 +1,4 @@
-"""Valid handles round-trip, and all other bytes are refused with one typed error."""
+"""Valid memory handles round-trip, and the parsers refuse all other bytes with UsageError(MALFORMED)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gdrkit.host import ProcessIdentity
 from gdrkit.registration.gdr_handle import GDR_HANDLE_BYTES, GdrHandle
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES, ShareHandle, ShareKind
 
-EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
+EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 # 20 s detect regressions. Five minutes (nox -s long) search for unknown defects.
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "20"))
-PAGE = 4096
-SIZE_MAX = (1 << 63) - 1
+PAGE_BYTES = 4096
+LENGTH_BYTES_MAX = (1 << 63) - 1
 
 
 @st.composite
 def handles(draw: st.DrawFn) -> ShareHandle:
-    """Return any valid handle."""
+    """Draw a valid share handle of any kind."""
     kind = draw(st.sampled_from(ShareKind))
     owner = ProcessIdentity(
         boot_id=draw(st.binary(min_size=16, max_size=16)),
@@ -34,30 +34,30 @@ def handles(draw: st.DrawFn) -> ShareHandle:
     )
     uuid = draw(st.binary(min_size=16, max_size=16).filter(any))
     if kind is ShareKind.VMM:
-        count, chunk = draw(st.integers(1, 253)), PAGE * draw(st.integers(1, 1 << 40))
-        begin = draw(st.integers(0, chunk - 1))
-        end = draw(st.integers(max(begin, chunk * (count - 1)) + 1, chunk * count))
+        count, chunk_bytes = draw(st.integers(1, 253)), PAGE_BYTES * draw(st.integers(1, 1 << 40))
+        begin = draw(st.integers(0, chunk_bytes - 1))
+        end = draw(st.integers(max(begin, chunk_bytes * (count - 1)) + 1, chunk_bytes * count))
         return ShareHandle(
             kind=kind,
-            allocation_bytes=chunk * count,
+            allocation_bytes=chunk_bytes * count,
             offset_bytes=begin,
             length_bytes=end - begin,
-            chunk_bytes=chunk,
+            chunk_bytes=chunk_bytes,
             descriptor_count=count,
             device_uuid=uuid,
             owner=owner,
         )
-    size = draw(st.integers(1, SIZE_MAX))
-    begin = draw(st.integers(0, size - 1))
-    length = draw(st.integers(1, size - begin))
+    allocation_bytes = draw(st.integers(1, LENGTH_BYTES_MAX))
+    begin = draw(st.integers(0, allocation_bytes - 1))
+    length_bytes = draw(st.integers(1, allocation_bytes - begin))
     is_ipc = kind is ShareKind.IPC
-    page_max = ((1 << 64) - length - begin % PAGE) // PAGE
-    address = 0 if is_ipc else PAGE * draw(st.integers(1, page_max)) + begin % PAGE
+    page_max = ((1 << 64) - length_bytes - begin % PAGE_BYTES) // PAGE_BYTES
+    address = 0 if is_ipc else PAGE_BYTES * draw(st.integers(1, page_max)) + begin % PAGE_BYTES
     return ShareHandle(
         kind=kind,
-        allocation_bytes=size,
+        allocation_bytes=allocation_bytes,
         offset_bytes=begin,
-        length_bytes=length,
+        length_bytes=length_bytes,
         address=address,
         descriptor_count=0 if is_ipc else 1,
         ipc=draw(st.binary(min_size=64, max_size=64).filter(any)) if is_ipc else bytes(64),
@@ -66,14 +66,15 @@ def handles(draw: st.DrawFn) -> ShareHandle:
     )
 
 
-def refused(data: bytes) -> None:
+def check_refused(data: bytes) -> None:
+    """Require that the parser refuses the data."""
     with pytest.raises(UsageError) as raised:
         ShareHandle.parse(data)
     assert type(raised.value) is UsageError
     assert raised.value.reason is Reason.MALFORMED
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES_COUNT, deadline=None)
 @given(handles())
 def test_handle_round_trips(handle: ShareHandle) -> None:
     data = handle.pack()
@@ -81,38 +82,42 @@ def test_handle_round_trips(handle: ShareHandle) -> None:
     assert ShareHandle.parse(data) == handle
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES_COUNT, deadline=None)
 @given(handles(), st.data())
 def test_changed_handle_is_refused(handle: ShareHandle, data: st.DataObject) -> None:
     valid = handle.pack()
-    at = data.draw(st.integers(0, SHARE_HANDLE_BYTES - 1))
-    put = data.draw(st.binary(min_size=1, max_size=32))
-    changed = valid[:at] + put + valid[at + len(put) :]
-    refused(valid[:at])
-    refused(valid[:at] + put + valid[at:])
+    offset = data.draw(st.integers(0, SHARE_HANDLE_BYTES - 1))
+    inserted = data.draw(st.binary(min_size=1, max_size=32))
+    changed = valid[:offset] + inserted + valid[offset + len(inserted) :]
+    check_refused(valid[:offset])
+    check_refused(valid[:offset] + inserted + valid[offset:])
     if changed != valid:
-        refused(changed)
+        check_refused(changed)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES_COUNT, deadline=None)
 @given(st.binary(max_size=2 * SHARE_HANDLE_BYTES))
 def test_random_bytes_are_refused(data: bytes) -> None:
-    refused(data)
+    check_refused(data)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES_COUNT, deadline=None)
 @given(
     st.one_of(
         st.binary(min_size=GDR_HANDLE_BYTES - 1, max_size=GDR_HANDLE_BYTES + 1),
-        # Almost valid handles, which random bytes never are.
+        # Almost valid handles. Random bytes are never close to a valid handle.
         st.builds(
             struct.Struct("<64sQQ").pack, st.binary(max_size=64), st.integers(0, 1 << 63), st.integers(0, 1 << 31)
         ),
     )
 )
 def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
-    ipc, length, device = data[:64], int.from_bytes(data[64:72], "little"), int.from_bytes(data[72:], "little")
-    if len(data) == GDR_HANDLE_BYTES and any(ipc) and 0 < length <= SIZE_MAX and device < 1 << 31:
+    ipc, length_bytes, device_index = (
+        data[:64],
+        int.from_bytes(data[64:72], "little"),
+        int.from_bytes(data[72:], "little"),
+    )
+    if len(data) == GDR_HANDLE_BYTES and any(ipc) and 0 < length_bytes <= LENGTH_BYTES_MAX and device_index < 1 << 31:
         assert GdrHandle.parse(data).pack() == data
         return
     with pytest.raises(UsageError) as raised:
@@ -123,4 +128,4 @@ def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
 @pytest.mark.timeout(FUZZ_S + 120)
 def test_fuzzer_finds_no_crash_in_the_parsers() -> None:
     """Fuzz for GDRKIT_FUZZ_S seconds, guided by coverage if atheris is installed, else with random changes."""
-    print(run_fuzzer("property.fuzz_handles", seconds=FUZZ_S))  # noqa: T201 - the number of inputs.
+    print(run_fuzzer("property.fuzz_handles", seconds=FUZZ_S))  # noqa: T201 - shows the number of inputs.

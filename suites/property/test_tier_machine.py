@@ -1,6 +1,6 @@
-"""Files in tiers match a model dictionary after random operations, by Hypothesis.
+"""State machine test (Hypothesis) of storage tiers: after random operations, the files match a model dictionary.
 
-Readers and writers hold files open or open them during a migration, processes are killed, and the catalogue is lost.
+The operations also keep files open, open files during a migration, kill migrating processes, and delete the catalogue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from hypothesis import strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.tier_campaign import Mover
-from support.tier_world import NAMES, configuration_of, contents
+from support.tier_world import TIER_NAMES, configuration_of, contents
 
 from gdrkit import handles, pattern
 from gdrkit.errors import ApiError, Reason
@@ -29,23 +29,31 @@ from gdrkit.tiers import FindingKind, Phase, TieredFile, TierManager
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FILES = ("a", "b", "folder/c", "folder/d")
-SIZE_MAX = 20_000
+FILE_NAMES = ("a", "b", "folder/c", "folder/d")
+FILE_BYTES_MAX = 20_000
 DAY_S = 86400.0
-EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "12"))
+EXAMPLES_COUNT = int(os.environ.get("GDRKIT_EXAMPLES", "12"))
 
-names = strategies.sampled_from(FILES)
-tiers = strategies.sampled_from(NAMES)
+# Strategies of the arguments of the rules.
+names = strategies.sampled_from(FILE_NAMES)
+tiers = strategies.sampled_from(TIER_NAMES)
 phases = strategies.sampled_from(list(Phase))
 seeds = strategies.integers(0, 1000)
-sizes = strategies.integers(0, SIZE_MAX)
+sizes = strategies.integers(0, FILE_BYTES_MAX)
 
 
 @dataclass(eq=False)
 class OpenFile:
     """An open file.
 
-    `frozen` is the content that an open reader keeps seeing after the file was moved or removed; None before that.
+    Attributes
+    ----------
+    name : str
+        Name of the file.
+    file : TieredFile
+        The open file.
+    frozen : bytes, optional
+        What an open reader reads after the file was moved or removed: its contents at that time. None before that.
     """
 
     name: str
@@ -54,39 +62,40 @@ class OpenFile:
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The state machine of tiers and the model dictionary. Subclasses set the process that migrates."""
+    """The state machine of the tiers and the model dictionary. A subclass sets `mover`, the process that migrates."""
 
     mover: ClassVar[Mover]
 
     def __init__(self) -> None:
         super().__init__()
-        # All tiers are in memory, so that nothing waits for a device. suites/tiers has cases with devices.
+        # All tiers are in memory, so that no operation waits for a disk. suites/tiers has cases with disks.
         self.root = Path(tempfile.mkdtemp(prefix="gdrkit-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: PTH112, S108
         self.configuration = configuration_of(self.root, half_life_s=DAY_S)
         self.now_s = 1_800_000_000.0
+        # The expected contents of each file.
         self.model: dict[str, bytes] = {}
         self.pins: dict[str, str] = {}
         self.readers: list[OpenFile] = []
         self.writers: list[OpenFile] = []
-        self.manager = self._manager()
+        self.manager = self._open_manager()
 
-    def _manager(self) -> TierManager:
+    def _open_manager(self) -> TierManager:
         return TierManager(self.configuration, clock=lambda: self.now_s)
 
-    def _is_written(self, name: str) -> bool:
-        return any(each.name == name for each in self.writers)
+    def _has_writer(self, name: str) -> bool:
+        return any(writer.name == name for writer in self.writers)
 
     def _freeze_readers(self, name: str) -> None:
-        """Save the current content for the open readers, whose descriptors keep the old file."""
-        for each in self.readers:
-            if each.name == name and each.frozen is None:
-                each.frozen = self.model[name]
+        """Save the current contents for the open readers, whose descriptors refer to the old file."""
+        for reader in self.readers:
+            if reader.name == name and reader.frozen is None:
+                reader.frozen = self.model[name]
 
     def _write(self, file: TieredFile, name: str, offset: int, seed: int) -> None:
-        part = pattern.payload(500, seed=seed)
-        assert os.pwrite(file.fileno(), part, offset) == len(part)
+        new_data = pattern.payload(500, seed=seed)
+        assert os.pwrite(file.fileno(), new_data, offset) == len(new_data)
         old = self.model[name].ljust(offset, b"\0")
-        self.model[name] = old[:offset] + part + old[offset + len(part) :]
+        self.model[name] = old[:offset] + new_data + old[offset + len(new_data) :]
 
     # ------------------------------------------------------------------------------------------------------- files
 
@@ -100,7 +109,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def remove(self, name: str) -> None:
-        if self._is_written(name):
+        if self._has_writer(name):
             with pytest.raises(ApiError) as raised:
                 self.manager.remove(name)
             assert raised.value.reason is Reason.BUSY
@@ -158,7 +167,7 @@ class TierMachine(RuleBasedStateMachine):
         if name not in self.model:
             return
         source = self.manager.find(name).tier
-        if self._is_written(name) and source != to:
+        if self._has_writer(name) and source != to:
             self._check_move_is_refused(name, to)
         else:
             self._freeze_if_moved(name, source, to)
@@ -166,61 +175,62 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(name=names, to=tiers, phase=phases)
     def move_with_a_reader(self, name: str, to: str, phase: Phase) -> None:
-        """Open and read the file during the migration: the reader sees its whole content."""
-        if name not in self.model or self._is_written(name):
+        """Open and read the file during the migration: the reader gets all its bytes."""
+        if name not in self.model or self._has_writer(name):
             return
 
-        def read(reached: Phase, _name: str, _offset: int) -> None:
-            if reached is phase:
+        def read_in_phase(current: Phase, _name: str, _offset: int) -> None:
+            if current is phase:
                 assert contents(self.manager, name) == self.model[name]
 
         self._freeze_if_moved(name, self.manager.find(name).tier, to)
-        self.manager.move(name, to, observe=read)
+        self.manager.move(name, to, observe=read_in_phase)
 
     @rule(name=names, to=tiers, phase=phases, offset=sizes, seed=seeds)
     def move_with_a_writer(self, name: str, to: str, phase: Phase, offset: int, seed: int) -> None:
         """Open and write the file during the migration: the write succeeds whether or not the migration completes."""
-        if name not in self.model or self._is_written(name):
+        if name not in self.model or self._has_writer(name):
             return
         threads: list[threading.Thread] = []
-        before, source = self.model[name], self.manager.find(name).tier
+        old_contents, source = self.model[name], self.manager.find(name).tier
 
         def write() -> None:
             with self.manager.open(name, "r+") as file:
                 self._write(file, name, offset, seed)
 
-        def start_writer(reached: Phase, _name: str, _offset: int) -> None:
-            if reached is phase and not threads:
+        def start_writer(current: Phase, _name: str, _offset: int) -> None:
+            if current is phase and not threads:
                 threads.append(threading.Thread(target=write))
                 threads[0].start()
 
         has_moved = self._try_move(name, to, start_writer)
         for thread in threads:
             thread.join()
-        for each in self.readers if has_moved and source != to else ():
-            if each.name == name and each.frozen is None:
-                each.frozen = before
+        for reader in self.readers if has_moved and source != to else ():
+            if reader.name == name and reader.frozen is None:
+                reader.frozen = old_contents
 
     @rule(name=names, to=tiers, phase=phases)
     def kill_a_move(self, name: str, to: str, phase: Phase) -> None:
         if name not in self.model:
             return
         source = self.manager.find(name).tier
-        self.mover.start(self.configuration, name, to, phase=phase.value, how="kill")
-        ended = self.mover.migration_code()
-        assert ended == (0 if source == to else 1 if self._is_written(name) else -signal.SIGKILL)
-        if ended == -signal.SIGKILL:
+        self.mover.start(self.configuration, name, to, phase=phase.value, signal_name="kill")
+        exit_code = self.mover.wait_for_exit_code()
+        # 0: the file is already in the tier. 1: the file is busy.
+        assert exit_code == (0 if source == to else 1 if self._has_writer(name) else -signal.SIGKILL)
+        if exit_code == -signal.SIGKILL:
             self.manager.check(repair=True)
             self._freeze_if_moved(name, source, self.manager.find(name).tier)
 
     @rule()
     def migrate(self) -> None:
-        before = {name: self.manager.find(name).tier for name in self.model}
+        tiers_before = {name: self.manager.find(name).tier for name in self.model}
         report = self.manager.migrate()
-        assert {each.name for each in report.refused} <= {each.name for each in self.writers}
-        for name, source in before.items():
+        assert {refused.name for refused in report.refused} <= {writer.name for writer in self.writers}
+        for name, source in tiers_before.items():
             self._freeze_if_moved(name, source, self.manager.find(name).tier)
-            if name in self.pins and not self._is_written(name):
+            if name in self.pins and not self._has_writer(name):
                 assert self.manager.find(name).tier == self.pins[name]
 
     @rule(name=names, tier=tiers)
@@ -262,13 +272,13 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.manager.close()
-        self.manager = self._manager()
+        self.manager = self._open_manager()
 
     @rule()
     def lose_the_catalogue(self) -> None:
         self.manager.close()
         shutil.rmtree(self.configuration.catalogue)
-        self.manager = self._manager()
+        self.manager = self._open_manager()
 
     @rule(name=names)
     def append_without_gdrkit(self, name: str) -> None:
@@ -280,9 +290,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_disks_have_each_file_once(self) -> None:
-        seen = list(self._on_disk())
-        assert sorted(name for name, _tier, _data in seen) == sorted(self.model)
-        for name, tier, data in seen:
+        files = list(self._files_on_disk())
+        assert sorted(name for name, _tier, _data in files) == sorted(self.model)
+        for name, tier, data in files:
             assert data == self.model[name], name
             entry = self.manager.catalogue.find(name)
             assert entry is not None
@@ -290,22 +300,22 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def open_readers_read_the_expected_bytes(self) -> None:
-        for each in self.readers:
-            expected = self.model[each.name] if each.frozen is None else each.frozen
-            assert os.pread(each.file.fileno(), 2 * SIZE_MAX, 0) == expected
+        for reader in self.readers:
+            expected = self.model[reader.name] if reader.frozen is None else reader.frozen
+            assert os.pread(reader.file.fileno(), 2 * FILE_BYTES_MAX, 0) == expected
 
-    def _on_disk(self) -> Iterator[tuple[str, str, bytes]]:
-        for tier, name in itertools.product(self.configuration.tiers, FILES):
+    def _files_on_disk(self) -> Iterator[tuple[str, str, bytes]]:
+        for tier, name in itertools.product(self.configuration.tiers, FILE_NAMES):
             path = tier.directory / name
             if path.exists():
                 yield name, tier.name, path.read_bytes()
 
     def teardown(self) -> None:
-        for each in (*self.readers, *self.writers):
-            each.file.close()
+        for open_file in (*self.readers, *self.writers):
+            open_file.file.close()
         try:
-            # A writer that outlived its manager has not recorded the new size of the file.
-            assert {each.kind for each in self.manager.check(repair=True)} <= {FindingKind.CHANGED}
+            # A writer that was opened before a restart does not record the new size of the file in the catalogue.
+            assert {finding.kind for finding in self.manager.check(repair=True)} <= {FindingKind.CHANGED}
             assert not self.manager.check()
         finally:
             self.manager.close()
@@ -315,7 +325,7 @@ class TierMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(3600)
 def test_tier_files_match_a_model_dictionary(seed: int) -> None:
     settings = hypothesis.settings(
-        max_examples=EXAMPLES,
+        max_examples=EXAMPLES_COUNT,
         stateful_step_count=30,
         deadline=None,
         database=None,
@@ -328,6 +338,6 @@ def test_tier_files_match_a_model_dictionary(seed: int) -> None:
             pass
 
         Machine.mover = mover
-        before = handles.live()
+        handles_before = handles.live()
         run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=settings)
-        assert handles.live() == before
+        assert handles.live() == handles_before

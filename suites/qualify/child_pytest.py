@@ -1,4 +1,4 @@
-"""A child process in which pytest runs cases that the caller writes."""
+"""Runs cases whose source the caller gives, by pytest with the plugin of gdrkit.harness in a child process."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class ChildRun:
     """The exit code and the output of the child, and its records by the name of the case."""
 
     code: int
-    printed: str
+    output: str
     records: dict[str, Record]
 
 
 def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
-    """Run the cases in `source` with the harness and these options. The harness uses `facts` instead of a query."""
+    """Run the cases in `source` with these options of pytest. The harness uses `facts` and queries no API."""
     (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
     records = folder / "records.jsonl"
     (folder / "facts.json").write_text(facts.to_json(), encoding="utf-8")
     options = (f"--facts={folder / 'facts.json'}", *options)
     command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.plugin", f"--records={records}", *options]
-    ended = subprocess.run(
+    process = subprocess.run(
         [*command, str(folder)],
         cwd=folder,
         # Other installed plugins are not tested here, and their import takes time.
@@ -46,5 +46,7 @@ def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRu
         text=True,
         check=False,
     )
-    by_name = {record.case.partition("::")[2]: record for record in (read_records(records) if records.exists() else ())}
-    return ChildRun(code=ended.returncode, printed=ended.stdout + ended.stderr, records=by_name)
+    record_of_case = {
+        record.case.partition("::")[2]: record for record in (read_records(records) if records.exists() else ())
+    }
+    return ChildRun(code=process.returncode, output=process.stdout + process.stderr, records=record_of_case)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device())
-PASSING = '''
+NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device())
+PASSING_CASES = '''
 import pytest
 @pytest.mark.qualify
 def test_passes():
@@ -32,7 +32,7 @@ def test_passes():
 def test_without_the_mark():
     raise AssertionError
 '''
-FAILING = """
+FAILING_CASES = """
 import os, pytest
 pytestmark = pytest.mark.qualify
 def test_before(): ...
@@ -42,7 +42,7 @@ def test_after(): ...
 def test_fails():
     assert [1] == [2]
 """
-SLOW = """
+SLOW_CASE = """
 import pathlib, subprocess, sys, time, pytest
 HERE = pathlib.Path(__file__).parent
 @pytest.fixture
@@ -56,13 +56,14 @@ def test_slow(cleaned_up):
     child += "; fifo.write('.'); fifo.flush(); signal.alarm(60); signal.pause()"
     subprocess.Popen([sys.executable, "-c", child, HERE / "alive"]).wait()
 """
-TRACED = """
+TRACED_CASE = """
 import ctypes, pathlib, subprocess, sys, pytest
 HERE = pathlib.Path(__file__).parent
 @pytest.mark.qualify
 def test_traced():
-    # A tracer of this process in its own session. The kernel reports the end of a traced process to the tracer first,
-    # so the parent cannot collect it while the tracer lives. 0x4206 is PTRACE_SEIZE, 0x59616D61 is PR_SET_PTRACER.
+    # The case starts a process in a new session that traces the process of the case. The kernel reports the end of a
+    # traced process to the tracer first. While the tracer lives, the parent of the traced process cannot wait for it.
+    # 0x4206 is PTRACE_SEIZE, 0x59616D61 is PR_SET_PTRACER.
     tracer = "import ctypes, os, signal, sys; library = ctypes.CDLL(None, use_errno=True); traced = os.getppid()"
     tracer += "; failed = library.ptrace(0x4206, traced, None, None); signal.alarm(120)"
     tracer += "; open(sys.argv[1], 'w').write('!' if failed else '.'); open(sys.argv[1]).read()"
@@ -71,7 +72,7 @@ def test_traced():
     command = [sys.executable, "-c", tracer, HERE / "alive", HERE / "end"]
     subprocess.Popen(command, start_new_session=True).wait()
 """
-FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
+REPORT_FILES = {"facts.json", "index.html", "junit.xml", "plan.json", "records.jsonl", "run.json", "summary.md"}
 
 
 def qualify_command(folder: Path, source: str) -> list[str]:
@@ -81,33 +82,33 @@ def qualify_command(folder: Path, source: str) -> list[str]:
     return [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(suites), "--output", str(folder / "report")]
 
 
-def qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [*qualify_command(folder, source), *options]
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
-@TWINS
+@NEEDS_TWINS
 def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, PASSING, "--software", "--seed", "3", "--json")
-    assert ended.returncode == 0, ended.stderr
-    output = json.loads(ended.stdout)
+    process = run_qualify(tmp_path, PASSING_CASES, "--software", "--seed", "3", "--json")
+    assert process.returncode == 0, process.stderr
+    output = json.loads(process.stdout)
     assert output["run"]["verdict"] == "The code passed on software twins"
     assert {status["state"] for status in output["routes"]} <= {"unproven", "not_possible"}
-    assert ended.stderr.splitlines()[0] == "software twins: this proves the code, not this machine"
+    assert process.stderr.splitlines()[0] == "software twins: this proves the code, not this machine"
     report = tmp_path / "report"
-    assert {path.name for path in report.iterdir()} >= FILES
+    assert {path.name for path in report.iterdir()} >= REPORT_FILES
     (record,) = read_records(report / "records.jsonl")
     assert (record.case, record.title, record.seed) == ("test_cases.py::test_passes", "Passes.", 3)
     assert record.command.startswith("gdrkit qualify --suites")
     assert (report / "summary.md").read_text().startswith("software twins: this proves the code, not this machine\n")
 
 
-@TWINS
+@NEEDS_TWINS
 def test_case_that_aborts_fails_and_the_others_still_run(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, FAILING, "--software")
-    assert ended.returncode == 1, ended.stdout
-    assert ended.stdout.splitlines()[0] == "software twins: this proves the code, not this machine"
-    assert "2 of 4 cases failed" in ended.stdout
+    process = run_qualify(tmp_path, FAILING_CASES, "--software")
+    assert process.returncode == 1, process.stdout
+    assert process.stdout.splitlines()[0] == "software twins: this proves the code, not this machine"
+    assert "2 of 4 cases failed" in process.stdout
     records = {record.case.partition("::")[2]: record for record in read_records(tmp_path / "report" / "records.jsonl")}
     assert [record.verdict for record in records.values()] == [
         Verdict.PASS,
@@ -118,36 +119,36 @@ def test_case_that_aborts_fails_and_the_others_still_run(tmp_path: Path) -> None
     assert "ended by SIGABRT" in records["test_aborts"].reasons[0].text
 
 
-@TWINS
+@NEEDS_TWINS
 def test_passing_run_without_a_route_proves_nothing(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, PASSING)
-    assert ended.returncode == 4, ended.stdout + ended.stderr
-    assert "Nothing was proven on hardware" in ended.stdout
-    assert "To do: run it where a GPU and an RDMA NIC are" in ended.stdout
+    process = run_qualify(tmp_path, PASSING_CASES)
+    assert process.returncode == 4, process.stdout + process.stderr
+    assert "Nothing was proven on hardware" in process.stdout
+    assert "To do: run it where a GPU and an RDMA NIC are" in process.stdout
 
 
 @pytest.mark.parametrize(
     "options",
     [
         *(["--profile", "never"], ["--seed", "-1"], ["--suites", "/never"], ["more"], ["-k", "("]),
-        # The cases of a job are its pairs.
+        # --mpi runs no cases, so it cannot be combined with -k, --json or --suites, which run_qualify() always adds.
         *(["--mpi", "-k", "passes"], ["--mpi", "--json"], ["--mpi"]),
     ],
 )
 def test_usage_error_exits_with_2(tmp_path: Path, options: list[str]) -> None:
-    ended = qualify(tmp_path, PASSING, *options)
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
+    process = run_qualify(tmp_path, PASSING_CASES, *options)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
 
 
 def test_missing_twins_exit_with_3(tmp_path: Path) -> None:
-    ended = qualify(tmp_path, PASSING, "--software", GDRKIT_TWINS_LIB=str(tmp_path))
-    assert ended.returncode == 3
-    assert ended.stderr.strip().endswith("To do: pip install 'gdrkit[software]'")
-    assert len(ended.stderr.splitlines()) == 1
+    process = run_qualify(tmp_path, PASSING_CASES, "--software", GDRKIT_TWINS_LIB=str(tmp_path))
+    assert process.returncode == 3
+    assert process.stderr.strip().endswith("To do: pip install 'gdrkit[software]'")
+    assert len(process.stderr.splitlines()) == 1
 
 
-@TWINS
+@NEEDS_TWINS
 def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
     twins = {
         "ibverbs": "libibverbs.so.1",
@@ -159,126 +160,130 @@ def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
         (tmp_path / "lib" / folder).mkdir(parents=True)
         (tmp_path / "lib" / folder / name).write_bytes(b"\x7fELF")
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path / "lib"), "LD_LIBRARY_PATH": ""}
-    ended = qualify(tmp_path, PASSING, "--software", "--profile", "any", **variables)
-    assert ended.returncode == 3, ended.stdout + ended.stderr
-    assert "The set-up of this machine is not complete" in ended.stdout
+    process = run_qualify(tmp_path, PASSING_CASES, "--software", "--profile", "any", **variables)
+    assert process.returncode == 3, process.stdout + process.stderr
+    assert "The set-up of this machine is not complete" in process.stdout
     assert (tmp_path / "report" / "index.html").exists()
 
 
 @pytest.fixture
 def default_signal(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """Restore the default action of a signal, which nohup and background shells set to ignore; children inherit it."""
-    before = signal.getsignal(request.param)
-    if before is signal.SIG_IGN:
+    """Set a signal to its default action, which child processes inherit. nohup and background shells ignore signals."""
+    old_handler = signal.getsignal(request.param)
+    if old_handler is signal.SIG_IGN:
         signal.signal(request.param, signal.SIG_DFL)
     yield request.param
-    signal.signal(request.param, before)
+    signal.signal(request.param, old_handler)
 
 
 @pytest.fixture
-def background() -> Iterator[None]:
+def ignored_sigint() -> Iterator[None]:
     """Ignore SIGINT in this process and its children, as a shell does for background processes."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    old_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, old_handler)
 
 
-def check_signal_ends_all(tmp_path: Path, number: signal.Signals) -> None:
-    """Send a signal to a run. The case must clean up, and its child, which ignores SIGINT, must end as well.
+def check_signal_ends_all(tmp_path: Path, signal_number: signal.Signals) -> None:
+    """Send a signal to a run, and check that its case cleans up and that the child process of the case ends.
 
-    The child has the FIFO open as long as it lives.
+    The child ignores SIGINT, and has a FIFO open as long as it lives.
     """
-    command = [*qualify_command(tmp_path, SLOW), "--software"]
+    command = [*qualify_command(tmp_path, SLOW_CASE), "--software"]
     os.mkfifo(tmp_path / "suites" / "alive")
     with (
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
         # Opening a FIFO waits until the child opens the other end.
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
     ):
         assert alive.read(1) == b"."
-        running.send_signal(number)
-        assert running.wait(60) == 128 + number
+        process.send_signal(signal_number)
+        assert process.wait(60) == 128 + signal_number
         assert (tmp_path / "suites" / "cleaned-up").exists()
         assert select.select([alive], [], [], 10)[0], "the child of the case still lives"
         assert alive.read(1) == b""
 
 
-@TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
 def test_signal_ends_the_case_and_its_children(tmp_path: Path, default_signal: signal.Signals) -> None:
     check_signal_ends_all(tmp_path, default_signal)
 
 
-@TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT, signal.SIGTERM], indirect=True)
 def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_signal: signal.Signals) -> None:
-    command = [*qualify_command(tmp_path, PASSING + SLOW), "--software", "--seed", "3"]
+    command = [*qualify_command(tmp_path, PASSING_CASES + SLOW_CASE), "--software", "--seed", "3"]
     os.mkfifo(tmp_path / "suites" / "alive")
     earliest = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process,
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
     ):
         assert alive.read(1) == b"."
-        running.send_signal(default_signal)
-        output, _ = running.communicate(timeout=60)
+        process.send_signal(default_signal)
+        output, _ = process.communicate(timeout=60)
     report = [sys.executable, "-m", "gdrkit", "report"]
-    # The last line of the output has a command that makes the report.
+    # The last line of the output contains the command that writes the report.
     *_, command_name, argument = output.splitlines()[-1].rpartition("gdrkit report ")
     assert (command_name, argument) == ("gdrkit report ", str(tmp_path / "report"))
     subprocess.run([*report, *shlex.split(argument)], check=True, capture_output=True)
-    made = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert (made["state"], made["exit_code"], made["verdict"]) == ("interrupted", 1, "The run did not end")
-    assert (made["seed"], made["profile"] != "", made["host"]) == (3, True, os.uname().nodename)
-    assert earliest <= made["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    assert any("of 2 cases have no record" in cause for cause in made["causes"]) or made["counts"]["fail"] == 1
+    report_data = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert (report_data["state"], report_data["exit_code"]) == ("interrupted", 1)
+    assert report_data["verdict"] == "The run did not end"
+    assert (report_data["seed"], report_data["profile"] != "", report_data["host"]) == (3, True, os.uname().nodename)
+    assert earliest <= report_data["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert (
+        any("of 2 cases have no record" in cause for cause in report_data["causes"])
+        or report_data["counts"]["fail"] == 1
+    )
     subprocess.run([*report, "--fleet", str(tmp_path)], check=True, capture_output=True)
     assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {"interrupted": 1}
 
 
-@TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
 def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """A traced process stays a zombie, like a process that hangs in a driver (state D) stays."""
-    command = [*qualify_command(tmp_path, TRACED), "--software"]
+    """The case makes its process traced, so that it stays a zombie, as a process that hangs in a driver stays."""
+    command = [*qualify_command(tmp_path, TRACED_CASE), "--software"]
     for name in ("alive", "end"):
         os.mkfifo(tmp_path / "suites" / name)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert (tmp_path / "suites" / "alive").read_text() == "."
         (tmp_path / "suites" / "alive").write_text("")
-        running.send_signal(default_signal)
+        process.send_signal(default_signal)
         try:
-            output, _ = running.communicate(timeout=60)
+            output, _ = process.communicate(timeout=60)
         finally:
             (tmp_path / "suites" / "end").write_text("")
-    assert running.returncode == 128 + default_signal
+    assert process.returncode == 128 + default_signal
     assert re.search(r"process \d+ did not end within 5 s of SIGKILL \(state Z\) and was left behind", output)
 
 
-@TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGINT], indirect=True)
 def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """An interrupted collection has only some of the cases, and -k was not evaluated yet, so it must not be a plan."""
-    command = [*qualify_command(tmp_path, PASSING), "--software"]
+    """An interrupted collection has only some of the cases, and -k is not applied yet. It must not become a plan."""
+    command = [*qualify_command(tmp_path, PASSING_CASES), "--software"]
     alive = tmp_path / "suites" / "alive"
     os.mkfifo(alive)
-    blocked = f"open({str(alive)!r}, 'w').write('.')\nopen({str(alive)!r}).read()"
-    (tmp_path / "suites" / "test_later.py").write_text(blocked)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        with alive.open("rb", buffering=0) as opened:
-            assert opened.read(1) == b"."
-        running.send_signal(default_signal)
-        assert running.wait(60) == 128 + default_signal
+    blocking_module = f"open({str(alive)!r}, 'w').write('.')\nopen({str(alive)!r}).read()"
+    (tmp_path / "suites" / "test_later.py").write_text(blocking_module)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with alive.open("rb", buffering=0) as fifo:
+            assert fifo.read(1) == b"."
+        process.send_signal(default_signal)
+        assert process.wait(60) == 128 + default_signal
     assert not (tmp_path / "report" / "plan.json").exists()
     command = [sys.executable, "-m", "gdrkit", "report", str(tmp_path / "report")]
     subprocess.run(command, check=True, capture_output=True)
-    made = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert made["causes"] == ["its process ended before all cases had completed"]
-    assert made["started"] > "2026"
+    report_data = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report_data["causes"] == ["its process ended before all cases had completed"]
+    assert report_data["started"] > "2026"
 
 
-@TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
-@pytest.mark.usefixtures("background")
+@pytest.mark.usefixtures("ignored_sigint")
 def test_signal_ends_all_processes_of_a_background_run(tmp_path: Path, default_signal: signal.Signals) -> None:
     check_signal_ends_all(tmp_path, default_signal)

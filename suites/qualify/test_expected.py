@@ -31,14 +31,16 @@ from gdrkit.verdict import Verdict
 if TYPE_CHECKING:
     from pathlib import Path
 
-COPY = "throughput/test_copies.py::test_pinned_copy[host_to_device-256MiB]"
-RATE = "rate_gb_per_s_median"
+COPY_CASE = "throughput/test_copies.py::test_pinned_copy[host_to_device-256MiB]"
+RATE_NAME = "rate_gb_per_s_median"
 PROFILE_START = "schema_version = 1\nabout = 'a machine'\n[[expected]]\ncase = '*'\nnumber = 'a_us'\n"
 
 
-@pytest.mark.parametrize(("found", "verdict"), [(49.8, Verdict.PASS), (49.7, Verdict.FAIL), (80.0, Verdict.PASS)])
-def test_copy_rate_may_be_below_its_expectation_by_10_percent(found: float, verdict: Verdict) -> None:
-    (check,) = check_numbers(COPY, {RATE: found, "rounds_count": 15}, profile=load_profile("h200-1"), limits={})
+@pytest.mark.parametrize(("rate", "verdict"), [(49.8, Verdict.PASS), (49.7, Verdict.FAIL), (80.0, Verdict.PASS)])
+def test_copy_rate_may_be_below_its_expectation_by_10_percent(rate: float, verdict: Verdict) -> None:
+    (check,) = check_numbers(
+        COPY_CASE, {RATE_NAME: rate, "rounds_count": 15}, profile=load_profile("h200-1"), limits={}
+    )
     assert check.verdict is verdict
     assert "expected 55.3, tolerance 10 % (measured on one H200" in check.text
 
@@ -47,68 +49,77 @@ def test_latency_above_its_tolerance_fails() -> None:
     expected = ExpectedNumber(case="*", number="latency_us_p50", source="a paper", value=2.0, better="less")
     profile = Profile(schema_version=1, name="a", about="", expected=(expected,))
     verdicts = [
-        check_numbers("x", {"latency_us_p50": us}, profile=profile, limits={})[0].verdict for us in (1.0, 2.2, 2.3)
+        check_numbers("x", {"latency_us_p50": latency_us}, profile=profile, limits={})[0].verdict
+        for latency_us in (1.0, 2.2, 2.3)
     ]
     assert verdicts == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
 
 
-def machine(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
+def topology_and_facts(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
     gpu = TopologyDevice("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
     nic = TopologyDevice("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
     topology = Topology(1, (gpu, nic), {}, {}, virtual_machine)
     return topology, replace(probe(query_apis=False), rdma_devices=())
 
 
-def test_path_limit_is_that_of_its_slowest_link() -> None:
-    topology, facts = machine()
+def test_path_limit_is_the_limit_of_its_slowest_link() -> None:
+    topology, facts = topology_and_facts()
     gpu, gpu_and_nic = path_limit(topology, facts, ["GPU0"]), path_limit(topology, facts, ["GPU0", "mlx5_0"])
     assert gpu is not None
     assert gpu_and_nic is not None
     assert (round(gpu.gb_per_s, 2), round(gpu_and_nic.gb_per_s, 2)) == (63.02, 7.88)
     assert "mlx5_0" in gpu_and_nic.why
+
+
+def test_path_limit_is_unknown_for_an_unknown_device() -> None:
+    topology, facts = topology_and_facts()
     assert path_limit(topology, facts, ["GPU7"]) is None
-    topology, facts = machine(virtual_machine="kvm")
+
+
+def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
+    topology, facts = topology_and_facts(virtual_machine="kvm")
     assert path_limit(topology, facts, ["GPU0"]) is None
 
 
 @pytest.mark.parametrize(
-    ("found", "verdicts"),
+    # Verdicts of two checks: the rate is not above the limit of the link, and it is not far below it (profile "any").
+    ("rate", "expected_verdicts"),
     [
         (56.0, [Verdict.PASS, Verdict.PASS]),
         (40.0, [Verdict.PASS, Verdict.FAIL]),
-        # More than the link can transfer, so the data did not take this path.
+        # This rate is above that of the link, so the data did not take this path.
         (70.0, [Verdict.FAIL, Verdict.PASS]),
     ],
 )
-def test_rate_without_an_expectation_is_checked_by_link_limits(found: float, verdicts: list[Verdict]) -> None:
-    topology, facts = machine()
+def test_rate_without_an_expectation_is_checked_by_link_limits(rate: float, expected_verdicts: list[Verdict]) -> None:
+    topology, facts = topology_and_facts()
     limit = path_limit(topology, facts, ["GPU0"])
     assert limit is not None
-    checks = check_numbers(COPY, {RATE: found}, profile=load_profile("any"), limits={"rate": limit})
-    assert [each.verdict for each in checks] == verdicts
+    checks = check_numbers(COPY_CASE, {RATE_NAME: rate}, profile=load_profile("any"), limits={"rate": limit})
+    assert [check.verdict for check in checks] == expected_verdicts
 
 
 @pytest.mark.parametrize("substrate", [Substrate.TWIN, Substrate.HARDWARE])
-def test_slow_number_fails_its_case_on_hardware_only(substrate: Substrate) -> None:
+def test_rate_below_its_expectation_fails_only_on_hardware(substrate: Substrate) -> None:
     evidence, session = Evidence(), SimpleNamespace(substrate={"cuda": substrate}, profile=load_profile("h200-1"))
     session.facts = probe(query_apis=False)
-    item = SimpleNamespace(nodeid=COPY, stash={CASE: SimpleNamespace(evidence=evidence)})
+    item = SimpleNamespace(nodeid=COPY_CASE, stash={CASE: SimpleNamespace(evidence=evidence)})
     item.config = SimpleNamespace(stash={SESSION: session})
     evidence["measured_apis"] = ["cuda"]
-    evidence.number(RATE, 20.0)
+    evidence.number(RATE_NAME, 20.0)
     if substrate is Substrate.TWIN:
         check_expected_numbers(cast("Any", item))
         assert "judged" not in evidence.values
     else:
         with pytest.raises(AssertionError, match=r"is 20; expected 55\.3"):
             check_expected_numbers(cast("Any", item))
-        assert [each["verdict"] for each in cast("Any", evidence["judged"])] == ["fail"]
+        assert [check["verdict"] for check in cast("Any", evidence["judged"])] == ["fail"]
 
 
 def test_expectations_of_all_profiles_have_a_source() -> None:
-    expected = [each for profile in load_profiles() for each in profile.expected]
-    assert len(expected) >= 5
-    assert all(each.source for each in expected)
+    expected_numbers = [number for profile in load_profiles() for number in profile.expected]
+    assert len(expected_numbers) >= 5
+    assert all(number.source for number in expected_numbers)
 
 
 @pytest.mark.parametrize(

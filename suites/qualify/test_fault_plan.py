@@ -1,4 +1,4 @@
-"""The grammar of fault plans: that of gdrkit, which checks a plan before a command starts, and that of the twins."""
+"""The grammar of fault plans. gdrkit checks a plan before a command starts. The twins must accept the same plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gdrkit.harness.needs import needs, software
 
 HEADER = "gdrkit-faults 1\n"
 
-VALID = {
+VALID_PLANS = {
     "empty": "",
     "comments": "# a comment\n\n   \nibv_reg_mr call=1 errno=14 # why\n",
     "by name": "ibv_reg_dmabuf_mr  call=2     errno=EOPNOTSUPP\n",
@@ -28,7 +28,7 @@ VALID = {
     "after the transfer": "wc.rdma_read.landed call=1 status=12\n",
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
 }
-MALFORMED = {
+MALFORMED_PLANS = {
     "code missing": ("ibv_reg_mr call=1\n", 2),
     "call missing": ("ibv_reg_mr errno=14\n", 2),
     "call zero": ("ibv_reg_mr call=0 errno=14\n", 2),
@@ -55,16 +55,16 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", VALID)
+@pytest.mark.parametrize("name", VALID_PLANS)
 def test_valid_plan_is_accepted(name: str) -> None:
-    parse_plan(HEADER + VALID[name])
+    parse_plan(HEADER + VALID_PLANS[name])
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", MALFORMED_PLANS)
 def test_malformed_plan_is_an_error_with_its_line(name: str) -> None:
-    text, line = MALFORMED[name]
+    rules, line = MALFORMED_PLANS[name]
     with pytest.raises(ApiError) as caught:
-        parse_plan(HEADER + text)
+        parse_plan(HEADER + rules)
     error = caught.value
     assert (error.api, error.operation, error.errno) == (Api.TWINS, "read fault plan", errno.EINVAL)
     assert error.reason is Reason.MALFORMED
@@ -72,14 +72,14 @@ def test_malformed_plan_is_an_error_with_its_line(name: str) -> None:
     assert f"line {line}" in error.what_to_do
 
 
-@pytest.mark.parametrize("text", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"])
-def test_plan_without_its_version_is_refused(text: str) -> None:
+@pytest.mark.parametrize("rules", ["", "# only a comment\n", "gdrkit-faults 2\n", "ibv_reg_mr call=1 errno=14\n", "\0"])
+def test_plan_without_its_version_is_refused(rules: str) -> None:
     with pytest.raises(ApiError, match="gdrkit-faults 1"):
-        parse_plan(text)
+        parse_plan(rules)
 
 
 def test_function_without_a_twin_is_refused() -> None:
-    """No twin reads a rule for malloc, so only gdrkit can refuse it."""
+    """No twin uses a rule for malloc, so only gdrkit can refuse the rule."""
     with pytest.raises(ApiError, match="malloc"):
         parse_plan(HEADER + "malloc call=1 errno=12\n")
 
@@ -89,7 +89,7 @@ def test_function_without_a_twin_is_refused() -> None:
     [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
 )
 def test_status_limits_are_those_in_the_error(point: str, minimum: int, maximum: int) -> None:
-    """Issue 15, B: the error named 4095 as the maximum of cuFile, whose CUfileOpError ends at 5050."""
+    """An earlier error text named 4095 as the maximum for cuFile, but the values of CUfileOpError go up to 5050."""
     for status in (minimum, maximum):
         assert parse_plan(f"{HEADER}{point} call=1 status={status}\n")[0].code == status
     for status in (minimum - 1, maximum + 1):
@@ -111,17 +111,17 @@ def test_unreadable_plan_has_the_errno_of_the_kernel() -> None:
 
 
 @needs(software(Api.VERBS))
-@pytest.mark.parametrize("name", [*VALID, *MALFORMED])
+@pytest.mark.parametrize("name", [*VALID_PLANS, *MALFORMED_PLANS])
 def test_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     from gdrkit import verbs
 
-    verbs.list_nics()  # Loads the twin.
-    if name in VALID:
-        launch.twin_control().set_faults("verbs", HEADER + VALID[name])
+    verbs.list_nics()  # This call loads the twin.
+    if name in VALID_PLANS:
+        launch.twin_control().set_faults("verbs", HEADER + VALID_PLANS[name])
         launch.twin_control().set_faults("verbs", HEADER)
         return
-    text, line = MALFORMED[name]
+    rules, line = MALFORMED_PLANS[name]
     with pytest.raises(OSError, match="malformed") as caught:
-        launch.twin_control().set_faults("verbs", HEADER + text)
+        launch.twin_control().set_faults("verbs", HEADER + rules)
     assert caught.value.errno == errno.EINVAL
     assert f"line {line}" in capfd.readouterr().err

@@ -1,6 +1,6 @@
-"""Attacks on the evidence of hardware: twins without their ELF note, and files that claim that devices exist.
+"""Attempts to fake hardware evidence: twins without their ELF note, and files that claim that devices exist.
 
-Each attack runs in its own user and mount namespace, where any user may mount over /proc, /sys and /dev.
+Each attempt runs in a new user and mount namespace, in which any user may mount over /proc, /sys and /dev.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gdrkit.harness.needs import cuda, host, needs, software, verbs
 if TYPE_CHECKING:
     from pathlib import Path
 
-ATTACK = needs(
+NEEDS_NAMESPACES = needs(
     *(software(Api.VERBS), software(Api.CUDA), verbs.nic(), cuda.device()),
     host.program("unshare", "--user", "--map-root-user", "--mount", "echo", "allowed"),
     host.program("mount", "--version"),
 )
-NAMES = {Api.VERBS: "libibverbs.so.1", Api.CUDA: "libcuda.so.1"}
-VERSION = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Wed Nov 12 07:33:02 UTC 2026"
-ROUTES = """
+SONAME_OF_API = {Api.VERBS: "libibverbs.so.1", Api.CUDA: "libcuda.so.1"}
+DRIVER_VERSION_LINE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Wed Nov 12 07:33:02 UTC 2026"
+CASE_WITH_ROUTES = """
 import pytest
 from gdrkit import cuda, registration, verbs
 @pytest.mark.qualify
@@ -39,14 +39,14 @@ def test_every_route(evidence):
                     registration.register(memory, [nic]).close()
                 evidence.route(device=index, nic=info.name, way="dmabuf")
 """
-EVIDENCE = """
+PRINT_EVIDENCE = """
 import json
 from gdrkit import serialization, evidence
 print(json.dumps(serialization.to_json_data(evidence.kernel_evidence())))
 """
 
 
-def in_namespaces(script: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def run_in_namespaces(script: str, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a shell script that mounts files, and then a command, as root of a new user and mount namespace."""
     commands = f"set -e\n{script}\nexec {shlex.join(command)}\n"
     return subprocess.run(
@@ -60,9 +60,10 @@ def in_namespaces(script: str, command: list[str], **variables: str) -> subproce
 
 def twins_without_notes(folder: Path) -> str:
     """Copy the twins, remove the ELF notes that identify them, and return the library path of the copies."""
-    twins = launch.environment(launch.Launch(software=frozenset(NAMES)), base={})["LD_LIBRARY_PATH"].split(os.pathsep)
+    environment = launch.environment(launch.Launch(software=frozenset(SONAME_OF_API)), base={})
+    twin_folders = environment["LD_LIBRARY_PATH"].split(os.pathsep)
     copies: list[str] = []
-    for original in twins:
+    for original in twin_folders:
         copy = folder / f"lib{len(copies)}"
         shutil.copytree(original, copy)
         for file in (path for path in copy.rglob("*.so*") if path.is_file() and not path.is_symlink()):
@@ -73,55 +74,56 @@ def twins_without_notes(folder: Path) -> str:
 
 def mount_fake_devices(root: Path) -> str:
     """Return shell commands that mount files of an NVIDIA driver and of two NICs over those of the kernel."""
-    lines = ["mount -t tmpfs none /proc/driver", "mkdir -p /proc/driver/nvidia"]
-    lines += [f"echo {shlex.quote(VERSION)} > /proc/driver/nvidia/version"]
-    pci = root / "pci"
-    (pci / "driver" / "mlx5_core").mkdir(parents=True)
-    lines += ["mount -t tmpfs none /sys/class"]
-    for number in range(2):
-        function = pci / f"0000:1{number}:00.0"
+    shell_lines = ["mount -t tmpfs none /proc/driver", "mkdir -p /proc/driver/nvidia"]
+    shell_lines += [f"echo {shlex.quote(DRIVER_VERSION_LINE)} > /proc/driver/nvidia/version"]
+    pci_folder = root / "pci"
+    (pci_folder / "driver" / "mlx5_core").mkdir(parents=True)
+    shell_lines += ["mount -t tmpfs none /sys/class"]
+    for index in range(2):
+        function = pci_folder / f"0000:1{index}:00.0"
         function.mkdir()
-        (function / "driver").symlink_to(pci / "driver" / "mlx5_core")
+        (function / "driver").symlink_to(pci_folder / "driver" / "mlx5_core")
         (function / "vendor").write_text("0x15b3\n")
-        folder = f"/sys/class/infiniband/twin{number}"
-        lines += [f"mkdir -p {folder}/ports/1", f"ln -s {function} {folder}/device"]
-        lines += [f"echo b83f:d203:00a1:7c5{number} > {folder}/node_guid"]
-    return "\n".join(lines)
+        folder = f"/sys/class/infiniband/twin{index}"
+        shell_lines += [f"mkdir -p {folder}/ports/1", f"ln -s {function} {folder}/device"]
+        shell_lines += [f"echo b83f:d203:00a1:7c5{index} > {folder}/node_guid"]
+    return "\n".join(shell_lines)
 
 
-@ATTACK
+@NEEDS_NAMESPACES
 def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
-    """Up to 0.1.0 this exited with 0 and "Every required route is proven on hardware"."""
+    """In gdrkit 0.1.0 this run exited with 0 and the verdict "Every required route is proven on hardware"."""
     (tmp_path / "suites").mkdir()
-    (tmp_path / "suites" / "test_routes.py").write_text(ROUTES)
+    (tmp_path / "suites" / "test_routes.py").write_text(CASE_WITH_ROUTES)
     output = tmp_path / "report"
     command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(tmp_path / "suites")]
     command += ["--profile", "any", "--output", str(output)]
-    ended = in_namespaces(mount_fake_devices(tmp_path), command, LD_LIBRARY_PATH=twins_without_notes(tmp_path))
+    process = run_in_namespaces(mount_fake_devices(tmp_path), command, LD_LIBRARY_PATH=twins_without_notes(tmp_path))
     run = json.loads((output / "run.json").read_text())
-    # The attack itself succeeded: the copied libraries were loaded, and the case passed.
+    # The copied libraries were loaded, and the case passed.
     (record,) = (json.loads(line) for line in (output / "records.jsonl").read_text().splitlines())
-    assert (record["verdict"], len(record["routes"]) > 0) == ("pass", True), ended.stdout + ended.stderr
+    assert (record["verdict"], len(record["routes"]) > 0) == ("pass", True), process.stdout + process.stderr
     assert not [note for library in record["libraries"] for note in library["notes"] if note["owner"] == "GDRKIT"]
     assert record["substrate"] == {"cuda": "unknown", "verbs": "unknown"}
-    assert (ended.returncode, run["verdict"]) == (4, "Nothing was proven on hardware")
+    assert (process.returncode, run["verdict"]) == (4, "Nothing was proven on hardware")
     assert run["substrate"]["cuda"] == run["substrate"]["verbs"] == "unknown"
 
 
 def evidence_after(script: str) -> dict[str, Any]:
-    ended = in_namespaces(script, [sys.executable, "-c", EVIDENCE])
-    assert ended.returncode == 0, ended.stderr
-    evidence: dict[str, Any] = json.loads(ended.stdout)
+    """Return the kernel evidence as JSON data, in new namespaces in which a shell script has mounted files."""
+    process = run_in_namespaces(script, [sys.executable, "-c", PRINT_EVIDENCE])
+    assert process.returncode == 0, process.stderr
+    evidence: dict[str, Any] = json.loads(process.stdout)
     return evidence
 
 
-@ATTACK
+@NEEDS_NAMESPACES
 def test_device_file_of_another_type_is_not_a_gpu() -> None:
     for commands, error in (
         ("touch /dev/nvidiactl", "/dev/nvidiactl is not a character device"),
         (
             "touch /dev/nvidiactl; mount --bind /old/null /dev/nvidiactl",
-            "/dev/nvidiactl has major number 1, which /proc/devices lists for no nvidia",
+            "/dev/nvidiactl has major number 1, which /proc/devices does not list for nvidia",
         ),
     ):
         script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
@@ -131,7 +133,7 @@ def test_device_file_of_another_type_is_not_a_gpu() -> None:
         assert error in evidence["nvidia_missing"][0]
 
 
-@ATTACK
+@NEEDS_NAMESPACES
 def test_device_list_outside_procfs_is_not_evidence(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
     evidence = evidence_after(f"mount --bind {tmp_path / 'devices'} /proc/devices")

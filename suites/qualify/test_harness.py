@@ -1,4 +1,4 @@
-"""The verdicts of the harness: a child pytest runs cases that pass, fail, leak and break the rules."""
+"""The verdicts of the harness. A child pytest runs the cases in CASES, which pass, fail, leak and break rules."""
 
 from __future__ import annotations
 
@@ -131,19 +131,21 @@ def test_kills_its_peer(peer):
     with pytest.raises(BrokenResource):
         peer.open_nic()
 '''
-ONLY_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic())
+NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic())
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
+    """The run of all cases in CASES."""
     return run_cases(tmp_path_factory.mktemp("harness"), facts, CASES, "--seed=11", "--profile=any")
 
 
 def reason_texts(run: ChildRun, name: str) -> list[str]:
+    """Return the reasons in the record of a case."""
     return [reason.text for reason in run.records[name].reasons]
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 @JSONSCHEMA
 def test_case_has_one_record_that_conforms_to_the_schema(run: ChildRun) -> None:
     assert len(run.records) == CASES.count("\ndef test_")
@@ -154,7 +156,7 @@ def test_case_has_one_record_that_conforms_to_the_schema(run: ChildRun) -> None:
         assert record.facts_digest == run.records["test_pass"].facts_digest
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_record_of_a_passed_case_has_its_evidence(run: ChildRun) -> None:
     record = run.records["test_pass"]
     assert record.verdict is Verdict.PASS
@@ -163,7 +165,7 @@ def test_record_of_a_passed_case_has_its_evidence(run: ChildRun) -> None:
     assert record.numbers == {"write_us_p50": 3.5, "moved_bytes": 7.0}
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_record_of_a_failed_case_has_the_reason_and_no_numbers(run: ChildRun) -> None:
     record = run.records["test_fail"]
     assert record.verdict is Verdict.FAIL
@@ -173,30 +175,30 @@ def test_record_of_a_failed_case_has_the_reason_and_no_numbers(run: ChildRun) ->
     assert run.code == 1
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_case_that_declares_itself_unproven_is_unproven(run: ChildRun) -> None:
     assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
     assert reason_texts(run, "test_unproven") == ["no counter moved"]
-    assert "1 unproven" in run.printed
+    assert "1 unproven" in run.output
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_record_names_the_apis_that_its_case_needs(run: ChildRun) -> None:
     assert run.records["test_records_routes"].uses == ("verbs",)
     assert run.records["test_uses_a_gaudi"].uses == ("hlthunk",)
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_record_has_all_unmet_needs_of_its_case(run: ChildRun) -> None:
     record = run.records["test_all_unmet_needs_are_collected"]
     assert record.verdict is Verdict.NOT_RUN
     assert [reason.need for reason in record.reasons] == ["verbs.nic(count_min=99)", "cuda.device(count_min=99)"]
     assert all(reason.foreseen for reason in record.reasons)
     assert record.substrate == {}
-    assert "99 CUDA devices needed, 2 found" in run.printed
+    assert "99 CUDA devices needed, 2 found" in run.output
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -222,25 +224,25 @@ def test_case_that_breaks_a_rule_fails(run: ChildRun, name: str, text: str) -> N
     assert text in reason_texts(run, name)[0]
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize("name", ["test_follows_a_leaking_case", "test_uses_a_module_fixture"])
 def test_leak_fails_only_the_case_that_leaked(run: ChildRun, name: str) -> None:
     assert run.records[name].verdict is Verdict.PASS
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_leak_is_also_detected_by_the_ledger_of_the_twin(run: ChildRun) -> None:
     assert "verbs twin: ibv_context" in reason_texts(run, "test_leaks_a_nic")[0]
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_record_has_the_routes_of_its_case(run: ChildRun) -> None:
     direct, fallback = run.records["test_records_routes"].routes
     assert (direct.device_index, direct.nic, direct.way, direct.fell_back) == (0, "twin0", "dmabuf", None)
     assert fallback.fell_back == "copied through the host"
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_record_has_the_libraries_of_all_its_processes(run: ChildRun) -> None:
     record = run.records["test_uses_a_peer"]
     twins = [library for library in record.libraries if library.soname == "libibverbs.so.1"]
@@ -256,15 +258,15 @@ def test_record_has_the_libraries_of_all_its_processes(run: ChildRun) -> None:
 
 
 def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    system = "/usr/lib/x86_64-linux-gnu"
-    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/lib/:{system}:")
+    system_folder = "/usr/lib/x86_64-linux-gnu"
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/lib/:{system_folder}:")
     monkeypatch.setenv("HOME", f"{tmp_path}/me")
     monkeypatch.syspath_prepend(tmp_path / "packages")
     names = {
         f"{tmp_path}/packages/a/b.so": "{site}/a/b.so",
         f"{tmp_path}/lib/libcuda.so.1": "{library_path}/libcuda.so.1",
         f"{tmp_path}/me/libcuda.so.1": "{home}/libcuda.so.1",
-        f"{system}/libcuda.so.1": f"{system}/libcuda.so.1",
+        f"{system_folder}/libcuda.so.1": f"{system_folder}/libcuda.so.1",
         f"{install_paths().root}/gdrkit/_a.so": "gdrkit/_a.so"
         if install_paths().is_checkout
         else f"{install_paths().root}/gdrkit/_a.so",
@@ -272,12 +274,12 @@ def test_machine_specific_path_gets_a_portable_name(tmp_path: Path, monkeypatch:
     assert {path: install_paths().portable(path) for path in names} == names
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_killed_peer_does_not_fail_its_case(run: ChildRun) -> None:
     assert run.records["test_kills_its_peer"].verdict is Verdict.PASS
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Facts) -> None:
     source = """
     from gdrkit.harness.needs import needs, verbs
@@ -289,14 +291,14 @@ def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Fa
     assert run.code == 1
     assert run.records["test_many"].verdict is Verdict.NOT_RUN
     assert run.records["test_many"].is_failure
-    assert "NOT FORESEEN by profile bare" in run.printed
+    assert "NOT FORESEEN by profile bare" in run.output
 
 
-@ONLY_TWINS
+@NEEDS_TWINS
 def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
     assert run.code == 4
-    assert "verbs must run on hardware, but runs on twin" in run.printed
+    assert "verbs must run on hardware, but runs on twin" in run.output
     assert run.records == {}
 
 
@@ -311,14 +313,14 @@ def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts
 def test_invalid_option_is_an_error_and_runs_no_case(tmp_path: Path, facts: Facts, option: str, text: str) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", option)
     assert run.code == 4
-    assert text in run.printed
+    assert text in run.output
     assert run.records == {}
 
 
 def test_module_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
     assert run.code != 0
-    assert "skips itself at its import" in run.printed
+    assert "skips itself at its import" in run.output
 
 
 def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> None:
@@ -336,5 +338,5 @@ def test_plan_is_written_without_running_cases(tmp_path: Path, facts: Facts) -> 
     assert plan["cases"][0]["title"] == "Title."
     assert plan["cases"][0]["unmet"][0]["need"] == "verbs.nic(count_min=99)"
     (tmp_path / "selected").write_text("test_cases.py::test_one\n")
-    selected = run_cases(tmp_path, facts, source, f"--cases={tmp_path}/selected", "--profile=any")
-    assert list(selected.records) == ["test_one"]
+    selected_run = run_cases(tmp_path, facts, source, f"--cases={tmp_path}/selected", "--profile=any")
+    assert list(selected_run.records) == ["test_one"]

@@ -1,4 +1,4 @@
-"""The command `gdrkit run`, and the environment that selects the substrate of a child process."""
+"""The command `gdrkit run`, and the environment with which a child process runs on twins."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gdrkit import launch
 from gdrkit.errors import Api, SetupMissing, UsageError
 from gdrkit.harness.needs import needs, software
 
-BOTH = needs(software(Api.VERBS), software(Api.CUDA))
+NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 PRINT_ENVIRONMENT = "import os; print(os.environ.get('LD_LIBRARY_PATH', ''), os.environ['GDRKIT_TWINS_SEED'])"
 
 
-def gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, **variables}
+def run_gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
     return subprocess.run(
-        [sys.executable, "-m", "gdrkit", *arguments], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gdrkit", *arguments], env=environment, capture_output=True, text=True, check=False
     )
 
 
-@BOTH
+@NEEDS_TWINS
 def test_library_path_begins_with_the_selected_twins() -> None:
     with_all = launch.environment(launch.Launch(software=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"})
     folders = with_all["LD_LIBRARY_PATH"].split(":")
@@ -38,14 +38,14 @@ def test_library_path_begins_with_the_selected_twins() -> None:
     assert "LD_LIBRARY_PATH" not in launch.environment(launch.Launch(), base={})
 
 
-@BOTH
+@NEEDS_TWINS
 def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
     shared = launch.Launch(software=launch.TWINNED)
     assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(shared, base={})
-    joined = launch.environment(shared, base={"GDRKIT_TWINS_DOMAIN": "lab"})
-    assert joined["GDRKIT_TWINS_DOMAIN"] == "lab"
-    named = launch.Launch(software=launch.TWINNED, domain="job")
-    assert launch.environment(named, base={})["GDRKIT_TWINS_DOMAIN"] == "job"
+    environment_with_domain = launch.environment(shared, base={"GDRKIT_TWINS_DOMAIN": "lab"})
+    assert environment_with_domain["GDRKIT_TWINS_DOMAIN"] == "lab"
+    launch_with_domain = launch.Launch(software=launch.TWINNED, domain="job")
+    assert launch.environment(launch_with_domain, base={})["GDRKIT_TWINS_DOMAIN"] == "job"
     isolated = launch.Launch(software=launch.TWINNED, isolated=True)
     domains = {
         launch.environment(isolated, base={"GDRKIT_TWINS_DOMAIN": "lab"})["GDRKIT_TWINS_DOMAIN"] for _ in range(3)
@@ -56,7 +56,7 @@ def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
         launch.environment(launch.Launch(software=launch.TWINNED, domain="lab", isolated=True), base={})
 
 
-@BOTH
+@NEEDS_TWINS
 def test_seed_is_random_unless_it_is_given() -> None:
     with_seed = launch.Launch(software=launch.TWINNED, seed=7)
     assert launch.environment(with_seed, base={})["GDRKIT_TWINS_SEED"] == "7"
@@ -66,11 +66,11 @@ def test_seed_is_random_unless_it_is_given() -> None:
         launch.environment(launch.Launch(software=launch.TWINNED, seed=2**64), base={})
 
 
-@BOTH
+@NEEDS_TWINS
 def test_sanitizer_runtime_is_preloaded_first() -> None:
     base = {"GDRKIT_TWINS_PRELOAD": "/usr/lib/libasan.so.8", "LD_PRELOAD": "/usr/lib/other.so"}
-    child = launch.environment(launch.Launch(software=launch.TWINNED), base=base)
-    assert child["LD_PRELOAD"] == "/usr/lib/libasan.so.8:/usr/lib/other.so"
+    environment = launch.environment(launch.Launch(software=launch.TWINNED), base=base)
+    assert environment["LD_PRELOAD"] == "/usr/lib/libasan.so.8:/usr/lib/other.so"
     assert launch.environment(launch.Launch(), base=base)["LD_PRELOAD"] == "/usr/lib/other.so"
 
 
@@ -87,18 +87,18 @@ def test_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypatc
         launch.environment(launch.Launch(software=launch.TWINNED), base={})
 
 
-@BOTH
+@NEEDS_TWINS
 def test_run_executes_the_command_with_the_twins() -> None:
-    ended = gdrkit(
+    process = run_gdrkit(
         "run", "--software", "--seed", "5", "--", sys.executable, "-c", PRINT_ENVIRONMENT, LD_LIBRARY_PATH=""
     )
-    path, seed = ended.stdout.split()
+    path, seed = process.stdout.split()
     assert seed == "5"
     assert path.count(":") == len(launch.TWINNED) - 1
-    assert ended.returncode == 0
+    assert process.returncode == 0
 
 
-@BOTH
+@NEEDS_TWINS
 @pytest.mark.parametrize(
     ("command", "code", "error"),
     [
@@ -109,21 +109,21 @@ def test_run_executes_the_command_with_the_twins() -> None:
     ],
 )
 def test_exit_code_is_that_of_the_command(command: list[str], code: int, error: str) -> None:
-    ended = gdrkit("run", "--software", "--", *command)
-    assert ended.returncode == code
-    assert error in ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if "leaves" not in line]
+    process = run_gdrkit("run", "--software", "--", *command)
+    assert process.returncode == code
+    assert error in process.stderr
+    lines = [line for line in process.stderr.splitlines() if "leaves" not in line]
     assert len(lines) == (1 if error else 0)
 
 
 def test_malformed_fault_plan_is_refused_before_the_command_runs(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("gdrkit-faults 1\nibv_reg_mr call=maybe errno=EFAULT\n")
-    ended = gdrkit("run", "--software", "--faults", str(plan), "--", "sh", "-c", f"touch {tmp_path}/ran")
-    assert ended.returncode == 2
-    error = ended.stderr.strip().splitlines()[-1]
-    for part in ("twins: read fault plan", "Invalid argument (EINVAL)", "line=2", "call=maybe", "To do: fix line 2"):
-        assert part in error
+    process = run_gdrkit("run", "--software", "--faults", str(plan), "--", "sh", "-c", f"touch {tmp_path}/ran")
+    assert process.returncode == 2
+    error = process.stderr.strip().splitlines()[-1]
+    for text in ("twins: read fault plan", "Invalid argument (EINVAL)", "line=2", "call=maybe", "To do: fix line 2"):
+        assert text in error
     assert not (tmp_path / "ran").exists()
 
 
@@ -133,21 +133,21 @@ def test_malformed_fault_plan_is_refused_before_the_command_runs(tmp_path: Path)
     ids=" ".join,
 )
 def test_usage_error_exits_with_2_and_the_reason(arguments: list[str]) -> None:
-    ended = gdrkit(*arguments)
-    assert ended.returncode == 2
-    assert ended.stderr
-    assert "Traceback" not in ended.stderr
+    process = run_gdrkit(*arguments)
+    assert process.returncode == 2
+    assert process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_missing_twins_exit_with_3(tmp_path: Path) -> None:
-    ended = gdrkit("run", "--software", "--", "true", GDRKIT_TWINS_LIB=str(tmp_path))
-    assert ended.returncode == 3
-    assert "To do: pip install" in ended.stderr
+    process = run_gdrkit("run", "--software", "--", "true", GDRKIT_TWINS_LIB=str(tmp_path))
+    assert process.returncode == 3
+    assert "To do: pip install" in process.stderr
 
 
 def test_traceback_is_printed_on_request(tmp_path: Path) -> None:
     variables = {"GDRKIT_TWINS_LIB": str(tmp_path), "GDRKIT_TRACEBACK": "1"}
-    assert "Traceback" in gdrkit("run", "--software", "--", "true", **variables).stderr
+    assert "Traceback" in run_gdrkit("run", "--software", "--", "true", **variables).stderr
 
 
 FAILING_COMMAND = """
@@ -165,13 +165,13 @@ cli.main(["fail"])
 def test_error_with_epipe_is_printed(traceback: str) -> None:
     variables = {**os.environ, "GDRKIT_TRACEBACK": traceback}
     command = [sys.executable, "-c", FAILING_COMMAND]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("kernel: read() failed: Broken pipe (EPIPE)\n")
-    assert ("Traceback" in ended.stderr) == bool(traceback)
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert process.returncode == 1
+    assert process.stderr.endswith("kernel: read() failed: Broken pipe (EPIPE)\n")
+    assert ("Traceback" in process.stderr) == bool(traceback)
 
 
 def test_facts_and_version_print_their_output() -> None:
-    assert gdrkit("version").stdout.startswith("gdrkit 0.")
-    assert '"schema_version": 1' in gdrkit("facts", "--no-apis", "--json").stdout
-    assert "Kernel" in gdrkit("facts", "--no-apis").stdout
+    assert run_gdrkit("version").stdout.startswith("gdrkit 0.")
+    assert '"schema_version": 1' in run_gdrkit("facts", "--no-apis", "--json").stdout
+    assert "Kernel" in run_gdrkit("facts", "--no-apis").stdout

@@ -1,4 +1,4 @@
-"""Derivation of substrate, route states and exit code from facts and records, which the cases construct."""
+"""Substrates, route states and exit codes follow from facts and records. The cases construct the facts and records."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report import Record
 
-HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
-ANY = Profile(schema_version=1, name="any", about="", foreseen=(ForeseenAbsence("*", "*"),), routes=(RequiredRoute(),))
-BARE = Profile(schema_version=1, name="bare", about="", cases_min=2)
+HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
+ANY_PROFILE = Profile(
+    schema_version=1, name="any", about="", foreseen=(ForeseenAbsence("*", "*"),), routes=(RequiredRoute(),)
+)
+BARE_PROFILE = Profile(schema_version=1, name="bare", about="", cases_min=2)
 VENDOR_LIBRARIES = [library("libibverbs.so.1"), library("libcuda.so.1")]
-DIRECT = ClaimedRoute(0, "mlx5_0", "dmabuf")
+DIRECT_ROUTE = ClaimedRoute(0, "mlx5_0", "dmabuf")
 
-MACHINE = facts_of_hardware()
-CUFILE = library("libcufile.so.0")
+HARDWARE_FACTS = facts_of_hardware()
+CUFILE_LIBRARY = library("libcufile.so.0")
 
 
 def with_nic(**fields: object) -> Facts:
-    """Facts of hardware with other values of its NIC in the evidence of the kernel."""
+    """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the NIC differ."""
     (nic,) = EVIDENCE.rdma
     changed = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
     return facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, rdma=(changed,)))
 
 
 def with_gpu(**fields: object) -> Facts:
-    """Facts of hardware with other values of its GPU in the evidence of the kernel."""
+    """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the GPU differ."""
     (gpu,) = EVIDENCE.gpus
     changed = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
     return facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, gpus=(changed,)))
@@ -57,17 +59,21 @@ def with_gpu(**fields: object) -> Facts:
 @pytest.mark.parametrize(
     ("libraries", "facts", "expected"),
     [
-        ([*VENDOR_LIBRARIES, CUFILE], MACHINE, {"verbs": "hardware", "cuda": "hardware", "cufile": "hardware"}),
-        ([TWIN, VENDOR_LIBRARIES[1]], MACHINE, {"verbs": "twin", "cuda": "hardware"}),
-        ([library("libc.so.6")], MACHINE, {}),
-        ([library("libibverbs.so.1", error="cut off")], MACHINE, {"verbs": "unknown"}),
-        # A twin and a library of the vendor, in either order.
-        ([TWIN, VENDOR_LIBRARIES[0]], MACHINE, {"verbs": "unknown"}),
-        ([VENDOR_LIBRARIES[0], TWIN], MACHINE, {"verbs": "unknown"}),
-        # Files claim that the devices exist, without evidence of the kernel.
+        (
+            [*VENDOR_LIBRARIES, CUFILE_LIBRARY],
+            HARDWARE_FACTS,
+            {"verbs": "hardware", "cuda": "hardware", "cufile": "hardware"},
+        ),
+        ([TWIN, VENDOR_LIBRARIES[1]], HARDWARE_FACTS, {"verbs": "twin", "cuda": "hardware"}),
+        ([library("libc.so.6")], HARDWARE_FACTS, {}),
+        ([library("libibverbs.so.1", error="cut off")], HARDWARE_FACTS, {"verbs": "unknown"}),
+        # The process has loaded a twin and a library of the vendor.
+        ([TWIN, VENDOR_LIBRARIES[0]], HARDWARE_FACTS, {"verbs": "unknown"}),
+        ([VENDOR_LIBRARIES[0], TWIN], HARDWARE_FACTS, {"verbs": "unknown"}),
+        # Files claim that the devices exist, but there is no evidence from the kernel.
         (VENDOR_LIBRARIES, facts_of(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, facts_of_hardware(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
-        # The kernel has neither device.
+        # The kernel has neither a GPU nor a NIC.
         (VENDOR_LIBRARIES, facts_of_hardware(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
         # The devices exist, but the library had none of them open.
         (VENDOR_LIBRARIES, facts_of_hardware(cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
@@ -87,17 +93,17 @@ def with_gpu(**fields: object) -> Facts:
             facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, nvidia_missing=("versions differ",))),
             {"cuda": "unknown"},
         ),
-        ([library("libhl-thunk.so")], MACHINE, {"hlthunk": "unknown"}),
+        ([library("libhl-thunk.so")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
         # A damaged file has no SONAME, so its file name determines the API.
-        ([library("libcuda.so.580.159.04", error="cut off")], MACHINE, {"cuda": "unknown"}),
-        ([VENDOR_LIBRARIES[1], library("libcuda.so.1", error="cut off")], MACHINE, {"cuda": "unknown"}),
-        ([library("libcufile.so.1.15.1", error="cut off")], MACHINE, {"cufile": "unknown"}),
-        ([library("libhl-thunk.so", error="cut off")], MACHINE, {"hlthunk": "unknown"}),
-        ([library("libhlthunk.so", error="cut off")], MACHINE, {"hlthunk": "unknown"}),
-        ([library("libcudart.so.12", error="cut off")], MACHINE, {}),
+        ([library("libcuda.so.580.159.04", error="cut off")], HARDWARE_FACTS, {"cuda": "unknown"}),
+        ([VENDOR_LIBRARIES[1], library("libcuda.so.1", error="cut off")], HARDWARE_FACTS, {"cuda": "unknown"}),
+        ([library("libcufile.so.1.15.1", error="cut off")], HARDWARE_FACTS, {"cufile": "unknown"}),
+        ([library("libhl-thunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
+        ([library("libhlthunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
+        ([library("libcudart.so.12", error="cut off")], HARDWARE_FACTS, {}),
         # An intact file without a SONAME is not a library of an API, whatever its file name is.
-        ([dataclasses.replace(VENDOR_LIBRARIES[1], soname=None)], MACHINE, {}),
-        ([dataclasses.replace(VENDOR_LIBRARIES[0], soname="libother.so.1")], MACHINE, {}),
+        ([dataclasses.replace(VENDOR_LIBRARIES[1], soname=None)], HARDWARE_FACTS, {}),
+        ([dataclasses.replace(VENDOR_LIBRARIES[0], soname="libother.so.1")], HARDWARE_FACTS, {}),
     ],
     ids=range(30),
 )
@@ -109,21 +115,25 @@ def test_substrate_follows_from_libraries_and_kernel_evidence(
 
 
 def test_substrate_of_a_nic_unknown_to_the_kernel_is_unknown() -> None:
-    assert substrate_of(VENDOR_LIBRARIES[:1], MACHINE, nics=["mlx5_0"]) == {"verbs": Substrate.HARDWARE}
-    assert substrate_of(VENDOR_LIBRARIES[:1], MACHINE, nics=["mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
-    assert substrate_of(VENDOR_LIBRARIES[:1], MACHINE, nics=["mlx5_0", "mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+    assert substrate_of(VENDOR_LIBRARIES[:1], HARDWARE_FACTS, nics=["mlx5_0"]) == {"verbs": Substrate.HARDWARE}
+    assert substrate_of(VENDOR_LIBRARIES[:1], HARDWARE_FACTS, nics=["mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
+    assert substrate_of(VENDOR_LIBRARIES[:1], HARDWARE_FACTS, nics=["mlx5_0", "mlx5_9"]) == {"verbs": Substrate.UNKNOWN}
 
 
 def test_substrate_of_facts_has_the_apis_with_libraries() -> None:
-    assert MACHINE.cuda is not None
-    with_cuda = dataclasses.replace(MACHINE, cuda=dataclasses.replace(MACHINE.cuda, libraries=(VENDOR_LIBRARIES[1],)))
+    assert HARDWARE_FACTS.cuda is not None
+    with_cuda = dataclasses.replace(
+        HARDWARE_FACTS, cuda=dataclasses.replace(HARDWARE_FACTS.cuda, libraries=(VENDOR_LIBRARIES[1],))
+    )
     assert substrates_of_facts(with_cuda) == {"cuda": Substrate.HARDWARE}
-    assert substrates_of_facts(MACHINE) == {}
+    assert substrates_of_facts(HARDWARE_FACTS) == {}
 
 
 def test_open_devices_of_a_process_precede_those_of_facts() -> None:
-    assert substrate_of(VENDOR_LIBRARIES, MACHINE, nodes=()) == dict.fromkeys(("verbs", "cuda"), Substrate.UNKNOWN)
-    without_cuda = dataclasses.replace(MACHINE, cuda=None)
+    assert substrate_of(VENDOR_LIBRARIES, HARDWARE_FACTS, nodes=()) == dict.fromkeys(
+        ("verbs", "cuda"), Substrate.UNKNOWN
+    )
+    without_cuda = dataclasses.replace(HARDWARE_FACTS, cuda=None)
     assert substrate_of(VENDOR_LIBRARIES[1:], without_cuda) == {"cuda": Substrate.UNKNOWN}
     assert substrate_of(VENDOR_LIBRARIES[1:], without_cuda, nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {
         "cuda": Substrate.HARDWARE
@@ -141,36 +151,43 @@ def test_combined_substrate_is_the_weakest() -> None:
 @pytest.mark.parametrize(
     ("record", "state", "cause"),
     [
-        (record_of(routes=(DIRECT,), substrate=HARDWARE), RouteOutcome.PROVEN, ""),
+        (record_of(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES), RouteOutcome.PROVEN, ""),
         (
-            record_of(routes=(DIRECT,), substrate={"verbs": "twin", "cuda": "twin"}),
+            record_of(routes=(DIRECT_ROUTE,), substrate={"verbs": "twin", "cuda": "twin"}),
             RouteOutcome.UNPROVEN,
             "ran on software twins",
         ),
         (
-            record_of(routes=(DIRECT,), substrate={"verbs": "kernel_software", "cuda": "hardware"}),
+            record_of(routes=(DIRECT_ROUTE,), substrate={"verbs": "kernel_software", "cuda": "hardware"}),
             RouteOutcome.UNPROVEN,
             "verbs ran on software in the kernel",
         ),
         (
-            record_of(routes=(DIRECT,), substrate={"verbs": "hardware"}),
+            record_of(routes=(DIRECT_ROUTE,), substrate={"verbs": "hardware"}),
             RouteOutcome.UNPROVEN,
             "the substrate of cuda is unknown",
         ),
         (
             record_of(
-                Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),), routes=(DIRECT,), substrate=HARDWARE
+                Verdict.UNPROVEN,
+                reasons=(CaseReason("no counter moved"),),
+                routes=(DIRECT_ROUTE,),
+                substrate=HARDWARE_SUBSTRATES,
             ),
             RouteOutcome.UNPROVEN,
             "no counter moved",
         ),
         (
-            record_of(Verdict.FAIL, reasons=(CaseReason("differs"),), routes=(DIRECT,), substrate=HARDWARE),
+            record_of(
+                Verdict.FAIL, reasons=(CaseReason("differs"),), routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES
+            ),
             RouteOutcome.UNPROVEN,
             "failed: suite/test_a.py::test_a",
         ),
         (
-            record_of(routes=(dataclasses.replace(DIRECT, fell_back="through the host"),), substrate=HARDWARE),
+            record_of(
+                routes=(dataclasses.replace(DIRECT_ROUTE, fell_back="through the host"),), substrate=HARDWARE_SUBSTRATES
+            ),
             RouteOutcome.FELL_BACK,
             "through the host (suite/test_a.py::test_a)",
         ),
@@ -185,8 +202,10 @@ def test_route_is_proven_only_by_a_case_that_passed_on_hardware(
 
 
 def test_failed_case_outweighs_a_passed_one() -> None:
-    passed = record_of(routes=(DIRECT,), substrate=HARDWARE)
-    failed = record_of(Verdict.FAIL, reasons=(CaseReason("x"),), routes=(DIRECT,), substrate=HARDWARE, case="b.py::t")
+    passed = record_of(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
+    failed = record_of(
+        Verdict.FAIL, reasons=(CaseReason("x"),), routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES, case="b.py::t"
+    )
     (status,) = route_statuses(facts_of(), [passed, failed])
     assert (status.state, status.cases) == (RouteOutcome.UNPROVEN, ("suite/test_a.py::test_a", "b.py::t"))
 
@@ -204,7 +223,7 @@ def test_unknown_registration_method_keeps_its_name() -> None:
     assert route_name(3, "mlx5_1", "carrier pigeon") == "GPU 3 <- NIC mlx5_1 by carrier pigeon"
 
 
-FAILURE = ApiFailure(
+API_FAILURE = ApiFailure(
     api="loader",
     operation="dlopen libcuda.so.1",
     status=2,
@@ -214,43 +233,66 @@ FAILURE = ApiFailure(
     message="loader: dlopen libcuda.so.1() failed: No such file or directory (ENOENT)",
     what_to_do="install the driver",
 )
-PASSED = record_of(substrate=HARDWARE)
-PROVEN = record_of(routes=(DIRECT,), substrate=HARDWARE)
-FAILED = record_of(Verdict.FAIL, reasons=(CaseReason("differs"),))
-MISSED = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
-FORESEEN = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),))
-FALLBACK = record_of(routes=(dataclasses.replace(DIRECT, fell_back="through the host"),), substrate=HARDWARE)
-OTHER_ROUTE = facts_of(routes=[route("peer_memory")])
+PASSED_RECORD = record_of(substrate=HARDWARE_SUBSTRATES)
+PROVEN_RECORD = record_of(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
+FAILED_RECORD = record_of(Verdict.FAIL, reasons=(CaseReason("differs"),))
+MISSED_RECORD = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
+FORESEEN_RECORD = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),))
+FALLBACK_RECORD = record_of(
+    routes=(dataclasses.replace(DIRECT_ROUTE, fell_back="through the host"),), substrate=HARDWARE_SUBSTRATES
+)
+FACTS_WITH_PEER_MEMORY = facts_of(routes=[route("peer_memory")])
 
 
 @pytest.mark.parametrize(
     ("profile", "records", "facts", "software", "code", "verdict"),
     [
-        (ANY, [PROVEN], facts_of(), False, 0, "Every required route is proven on hardware"),
-        (BARE, [PASSED, PASSED], facts_of(), True, 0, "The code passed on software twins"),
-        (BARE, [PASSED, PASSED, FORESEEN], facts_of(), True, 0, "The code passed on software twins"),
-        (BARE, [PASSED, FAILED], facts_of(), True, 1, "1 of 2 cases failed"),
-        (ANY, [PROVEN, FAILED], facts_of(), False, 1, "1 of 2 cases failed"),
-        (ANY, [FALLBACK], facts_of(), False, 1, "A route fell back where direct was required"),
-        (BARE, [FALLBACK, PASSED], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (ANY_PROFILE, [PROVEN_RECORD], facts_of(), False, 0, "Every required route is proven on hardware"),
+        (BARE_PROFILE, [PASSED_RECORD, PASSED_RECORD], facts_of(), True, 0, "The code passed on software twins"),
         (
-            BARE,
-            [PASSED, PASSED, MISSED],
+            BARE_PROFILE,
+            [PASSED_RECORD, PASSED_RECORD, FORESEEN_RECORD],
+            facts_of(),
+            True,
+            0,
+            "The code passed on software twins",
+        ),
+        (BARE_PROFILE, [PASSED_RECORD, FAILED_RECORD], facts_of(), True, 1, "1 of 2 cases failed"),
+        (ANY_PROFILE, [PROVEN_RECORD, FAILED_RECORD], facts_of(), False, 1, "1 of 2 cases failed"),
+        (ANY_PROFILE, [FALLBACK_RECORD], facts_of(), False, 1, "A route fell back where direct was required"),
+        (BARE_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (
+            BARE_PROFILE,
+            [PASSED_RECORD, PASSED_RECORD, MISSED_RECORD],
             facts_of(),
             True,
             1,
             "1 case did not run, and profile bare does not foresee that",
         ),
-        (BARE, [PASSED], facts_of(), True, 1, "Only 1 case ran; profile bare requires 2"),
-        (BARE, [FORESEEN, FORESEEN], facts_of(), True, 1, "Only 0 cases ran; profile bare requires 2"),
-        (ANY, [PROVEN], OTHER_ROUTE, False, 1, "1 required route not proven"),
-        (ANY, [PROVEN], facts_of(failure=FAILURE), False, 3, "The set-up of this machine is not complete"),
-        (ANY, [FAILED], facts_of(failure=FAILURE), False, 1, "1 of 1 case failed"),
-        (ANY, [PASSED], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (BARE_PROFILE, [PASSED_RECORD], facts_of(), True, 1, "Only 1 case ran; profile bare requires 2"),
         (
-            ANY,
-            [PASSED],
-            facts_of(failure=dataclasses.replace(FAILURE, reason=Reason.NO_DEVICE)),
+            BARE_PROFILE,
+            [FORESEEN_RECORD, FORESEEN_RECORD],
+            facts_of(),
+            True,
+            1,
+            "Only 0 cases ran; profile bare requires 2",
+        ),
+        (ANY_PROFILE, [PROVEN_RECORD], FACTS_WITH_PEER_MEMORY, False, 1, "1 required route not proven"),
+        (
+            ANY_PROFILE,
+            [PROVEN_RECORD],
+            facts_of(failure=API_FAILURE),
+            False,
+            3,
+            "The set-up of this machine is not complete",
+        ),
+        (ANY_PROFILE, [FAILED_RECORD], facts_of(failure=API_FAILURE), False, 1, "1 of 1 case failed"),
+        (ANY_PROFILE, [PASSED_RECORD], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (
+            ANY_PROFILE,
+            [PASSED_RECORD],
+            facts_of(failure=dataclasses.replace(API_FAILURE, reason=Reason.NO_DEVICE)),
             False,
             4,
             "Nothing was",
@@ -267,18 +309,18 @@ def test_exit_code_follows_from_the_records(
 
 
 def test_profile_may_require_one_route_for_each_device() -> None:
-    profile = dataclasses.replace(ANY, routes=(RequiredRoute(enough="device"),))
-    assert decide(OTHER_ROUTE, profile, [PROVEN], software_asked=False).code is ExitCode.PROVEN
-    second = facts_of(routes=[dataclasses.replace(route("dmabuf"), device_index=1)])
-    outcome = decide(second, profile, [PROVEN], software_asked=False)
+    profile = dataclasses.replace(ANY_PROFILE, routes=(RequiredRoute(enough="device"),))
+    assert decide(FACTS_WITH_PEER_MEMORY, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
+    facts_with_gpu_1 = facts_of(routes=[dataclasses.replace(route("dmabuf"), device_index=1)])
+    outcome = decide(facts_with_gpu_1, profile, [PROVEN_RECORD], software_asked=False)
     assert outcome.causes == ("no route to GPU 1 is proven",)
 
 
 def test_missing_set_up_has_the_advice_of_its_failure() -> None:
-    outcome = decide(facts_of(failure=FAILURE), ANY, [PASSED], software_asked=False)
+    outcome = decide(facts_of(failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.to_do == ("install the driver",)
 
 
 def test_selected_cases_need_not_reach_the_minimum() -> None:
-    assert decide(facts_of(), BARE, [PASSED], software_asked=True, is_part=True).code is ExitCode.PROVEN
-    assert decide(facts_of(), BARE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
+    assert decide(facts_of(), BARE_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code is ExitCode.PROVEN
+    assert decide(facts_of(), BARE_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED

@@ -1,4 +1,4 @@
-"""The causes that an outcome lists: selection, number and text. The cases construct the records."""
+"""The causes that an outcome lists: which ones, how many, and their texts. The cases construct the records."""
 
 from __future__ import annotations
 
@@ -17,69 +17,73 @@ from gdrkit.report import CaseReason, ClaimedRoute, Verdict
 if TYPE_CHECKING:
     from gdrkit.report import Record
 
-HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
-BARE = Profile(schema_version=1, name="bare", about="")
-STRICT = dataclasses.replace(BARE, name="strict", routes=(RequiredRoute(),))
-PASSED = record_of(substrate=HARDWARE)
-PROVEN_BY_PEER = record_of(routes=(ClaimedRoute(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE)
+HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
+BARE_PROFILE = Profile(schema_version=1, name="bare", about="")
+STRICT_PROFILE = dataclasses.replace(BARE_PROFILE, name="strict", routes=(RequiredRoute(),))
+PASSED_RECORD = record_of(substrate=HARDWARE_SUBSTRATES)
+PROVEN_BY_PEER = record_of(routes=(ClaimedRoute(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
+# An outcome lists at most this number of causes.
 CAUSES_MAX = 5
 
 
-def fallback(index: int) -> Record:
+def fallback_record(index: int) -> Record:
     claimed = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
-    return record_of(routes=(claimed,), substrate=HARDWARE, case=f"a.py::test_{index}")
+    return record_of(routes=(claimed,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
 
 
-def missed(need: str) -> Record:
+def missed_record(need: str) -> Record:
     return record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need=need, foreseen=False),))
 
 
-def failed(index: int) -> Record:
+def failed_record(index: int) -> Record:
     return record_of(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
 
 
 def test_unproven_route_is_listed_with_its_cause() -> None:
-    outcome = decide(facts_of(routes=[route("dmabuf")]), BARE, [PASSED], software_asked=False)
+    outcome = decide(facts_of(routes=[route("dmabuf")]), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route",)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_routes_with_one_cause_are_listed_once(count: int) -> None:
     routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(count)]
-    outcome = decide(facts_of(routes=routes), BARE, [PASSED], software_asked=False)
+    outcome = decide(facts_of(routes=routes), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case used this route",)
 
 
 def test_machine_without_routes_has_a_cause_and_advice() -> None:
-    outcome = decide(facts_of(), BARE, [PASSED], software_asked=False)
+    outcome = decide(facts_of(), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
     assert (outcome.code, outcome.causes) == (ExitCode.NOTHING_PROVEN, ("there is no pair of a device and a NIC",))
     assert len(outcome.to_do) == 1
     assert "--software" in outcome.to_do[0]
 
 
 def test_failed_cases_are_listed_with_their_reason() -> None:
-    outcome = decide(facts_of(), BARE, [PASSED, failed(0)], software_asked=True)
+    outcome = decide(facts_of(), BARE_PROFILE, [PASSED_RECORD, failed_record(0)], software_asked=True)
     assert outcome.verdict == "1 of 2 cases failed"
     assert outcome.causes == ("a.py::test_0: differs 0",)
 
 
 def test_failed_case_without_a_reason_is_listed_by_name() -> None:
-    outcome = decide(facts_of(), BARE, [record_of(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
+    outcome = decide(facts_of(), BARE_PROFILE, [record_of(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
     assert outcome.causes == ("a.py::test_a",)
 
 
 def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
     foreseen = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
-    assert decide(facts_of(), BARE, [failed(0), PASSED, foreseen], software_asked=True).verdict == "1 of 2 cases failed"
+    assert (
+        decide(facts_of(), BARE_PROFILE, [failed_record(0), PASSED_RECORD, foreseen], software_asked=True).verdict
+        == "1 of 2 cases failed"
+    )
 
 
 def test_first_five_failures_are_listed() -> None:
-    outcome = decide(facts_of(), BARE, [failed(index) for index in range(7)], software_asked=True)
+    outcome = decide(facts_of(), BARE_PROFILE, [failed_record(index) for index in range(7)], software_asked=True)
     assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(CAUSES_MAX))
 
 
 def test_first_five_fallbacks_are_listed() -> None:
-    outcome = decide(facts_of(), STRICT, [fallback(index) for index in range(7)], software_asked=False)
+    outcome = decide(facts_of(), STRICT_PROFILE, [fallback_record(index) for index in range(7)], software_asked=False)
     assert outcome.code is ExitCode.FAILED
     assert outcome.causes == tuple(
         f"GPU {index} <- NIC mlx5_0 by dma-buf: through the host (a.py::test_{index})" for index in range(CAUSES_MAX)
@@ -87,39 +91,41 @@ def test_first_five_fallbacks_are_listed() -> None:
 
 
 def test_fallback_fails_a_software_run() -> None:
-    outcome = decide(facts_of(), BARE, [fallback(0)], software_asked=True)
+    outcome = decide(facts_of(), BARE_PROFILE, [fallback_record(0)], software_asked=True)
     assert outcome.verdict == "A route fell back where direct was required"
 
 
 def test_fallback_on_a_route_not_required_is_no_failure() -> None:
-    outcome = decide(facts_of(), BARE, [fallback(0), PASSED], software_asked=False)
+    outcome = decide(facts_of(), BARE_PROFILE, [fallback_record(0), PASSED_RECORD], software_asked=False)
     assert outcome.code is ExitCode.NOTHING_PROVEN
 
 
 def test_unforeseen_needs_are_listed_once_each() -> None:
-    records = [PASSED, *(missed(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
-    outcome = decide(facts_of(), BARE, records, software_asked=True)
+    records = [PASSED_RECORD, *(missed_record(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
+    outcome = decide(facts_of(), BARE_PROFILE, records, software_asked=True)
     assert outcome.verdict == "7 cases did not run, and profile bare does not foresee that"
     assert outcome.causes == ("a: none", "b: none", "c: none", "d: none", "e: none")
 
 
 def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
     reasons = (CaseReason("none", need="a", foreseen=True), CaseReason("none", need="b", foreseen=False))
-    outcome = decide(facts_of(), BARE, [PASSED, record_of(Verdict.NOT_RUN, reasons=reasons)], software_asked=True)
+    outcome = decide(
+        facts_of(), BARE_PROFILE, [PASSED_RECORD, record_of(Verdict.NOT_RUN, reasons=reasons)], software_asked=True
+    )
     assert outcome.causes == ("b: none",)
 
 
 def test_required_routes_are_listed_as_causes_and_kept() -> None:
-    proven = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
+    proven = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE_SUBSTRATES)
     routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
-    outcome = decide(facts_of(routes=routes), STRICT, [proven], software_asked=False)
+    outcome = decide(facts_of(routes=routes), STRICT_PROFILE, [proven], software_asked=False)
     assert outcome.verdict == "6 required routes not proven"
     assert len(outcome.required) == 6
     assert outcome.causes == outcome.required[:CAUSES_MAX]
 
 
 def test_run_on_software_requires_no_route() -> None:
-    outcome = decide(facts_of(routes=[route("dmabuf")]), STRICT, [PASSED], software_asked=True)
+    outcome = decide(facts_of(routes=[route("dmabuf")]), STRICT_PROFILE, [PASSED_RECORD], software_asked=True)
     assert (outcome.code, outcome.required) == (ExitCode.PROVEN, ())
 
 
@@ -144,13 +150,13 @@ def test_set_up_that_can_be_completed_exits_with_3(reason: Reason) -> None:
         message="dlopen failed",
         what_to_do="",
     )
-    outcome = decide(facts_of(failure=failure), STRICT, [PASSED], software_asked=False)
+    outcome = decide(facts_of(failure=failure), STRICT_PROFILE, [PASSED_RECORD], software_asked=False)
     assert (outcome.code, outcome.causes, outcome.to_do) == (ExitCode.SETUP_MISSING, ("dlopen failed",), ())
     assert len(outcome.required) == 1
 
 
-REQUIRED = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
-MISSING = ApiFailure(
+REQUIRED_ROUTE_TEXT = "GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route"
+LIBRARY_MISSING_FAILURE = ApiFailure(
     api="loader",
     operation="dlopen",
     status=2,
@@ -166,11 +172,11 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
 @pytest.mark.parametrize(
     ("records", "routes", "failure", "software", "expected"),
     [
-        ([PASSED], [], None, True, Outcome(ExitCode.PROVEN, "The code passed on software twins", (), (), ())),
+        ([PASSED_RECORD], [], None, True, Outcome(ExitCode.PROVEN, "The code passed on software twins", (), (), ())),
         (
-            [PASSED],
+            [PASSED_RECORD],
             ["dmabuf"],
-            MISSING,
+            LIBRARY_MISSING_FAILURE,
             True,
             Outcome(
                 ExitCode.SETUP_MISSING,
@@ -181,31 +187,37 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             ),
         ),
         (
-            [PASSED],
+            [PASSED_RECORD],
             ["dmabuf"],
-            MISSING,
+            LIBRARY_MISSING_FAILURE,
             False,
             Outcome(
                 ExitCode.SETUP_MISSING,
                 "The set-up of this machine is not complete",
                 ("dlopen failed",),
                 ("install the driver",),
-                (REQUIRED,),
+                (REQUIRED_ROUTE_TEXT,),
             ),
         ),
         (
-            [PASSED],
+            [PASSED_RECORD],
             ["dmabuf"],
             None,
             False,
-            Outcome(ExitCode.NOTHING_PROVEN, "Nothing was proven on hardware", (REQUIRED,), (ADVICE,), (REQUIRED,)),
+            Outcome(
+                ExitCode.NOTHING_PROVEN,
+                "Nothing was proven on hardware",
+                (REQUIRED_ROUTE_TEXT,),
+                (ADVICE,),
+                (REQUIRED_ROUTE_TEXT,),
+            ),
         ),
         (
             [PROVEN_BY_PEER],
             ["dmabuf"],
             None,
             False,
-            Outcome(ExitCode.FAILED, "1 required route not proven", (REQUIRED,), (), (REQUIRED,)),
+            Outcome(ExitCode.FAILED, "1 required route not proven", (REQUIRED_ROUTE_TEXT,), (), (REQUIRED_ROUTE_TEXT,)),
         ),
         (
             [PROVEN_BY_PEER],
@@ -215,14 +227,14 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             Outcome(ExitCode.PROVEN, "Every required route is proven on hardware", (), (), ()),
         ),
         (
-            [failed(0)],
+            [failed_record(0)],
             ["dmabuf"],
             None,
             False,
             Outcome(ExitCode.FAILED, "1 of 1 case failed", ("a.py::test_0: differs 0",), (), ()),
         ),
         (
-            [fallback(0)],
+            [fallback_record(0)],
             [],
             None,
             False,
@@ -235,7 +247,7 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             ),
         ),
         (
-            [missed("a")],
+            [missed_record("a")],
             [],
             None,
             False,
@@ -254,7 +266,7 @@ def test_outcome_has_every_field(
     records: list[Record], routes: list[str], failure: ApiFailure | None, *, software: bool, expected: Outcome
 ) -> None:
     facts = facts_of(routes=[route(method) for method in routes], failure=failure)
-    profile = dataclasses.replace(STRICT, cases_min=1)
+    profile = dataclasses.replace(STRICT_PROFILE, cases_min=1)
     assert decide(facts, profile, records, software_asked=software) == expected
 
 
@@ -266,11 +278,11 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
             case=f"a.py::test_{index}",
             reasons=(CaseReason(f"no counter of GPU {index} moved"),),
             routes=(ClaimedRoute(index, "mlx5_0", "dmabuf"),),
-            substrate=HARDWARE,
+            substrate=HARDWARE_SUBSTRATES,
         )
         for index in range(7)
     ]
-    outcome = decide(facts_of(routes=routes), BARE, records, software_asked=False)
+    outcome = decide(facts_of(routes=routes), BARE_PROFILE, records, software_asked=False)
     assert outcome.causes == tuple(
         f"GPU {index} <- NIC mlx5_0 by dma-buf: no counter of GPU {index} moved" for index in range(CAUSES_MAX)
     )
@@ -278,7 +290,7 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
 
 @pytest.mark.parametrize(("count", "passes"), [(1, False), (2, True), (3, True)])
 def test_minimum_number_of_cases_counts(count: int, *, passes: bool) -> None:
-    profile = dataclasses.replace(BARE, cases_min=2)
+    profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
     foreseen = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
-    outcome = decide(facts_of(), profile, [PASSED] * count + [foreseen] * 2, software_asked=True)
+    outcome = decide(facts_of(), profile, [PASSED_RECORD] * count + [foreseen] * 2, software_asked=True)
     assert (outcome.code is ExitCode.PROVEN) == passes

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import Nic
 
-FIELDS = {
+API_ERROR_FIELDS = {
     "api": Api.VERBS,
     "operation": "ibv_reg_mr",
     "status": 14,
@@ -49,16 +49,16 @@ FIELDS = {
     "detail": "detail",
 }
 ERRORS: list[GdrkitError] = [
-    ApiError(**FIELDS),  # type: ignore[arg-type]
-    Unsupported(**FIELDS),  # type: ignore[arg-type]
-    SetupMissing(**FIELDS),  # type: ignore[arg-type]
+    ApiError(**API_ERROR_FIELDS),  # type: ignore[arg-type]
+    Unsupported(**API_ERROR_FIELDS),  # type: ignore[arg-type]
+    SetupMissing(**API_ERROR_FIELDS),  # type: ignore[arg-type]
     UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="advice"),
     ClosedResource("queue pair"),
     BrokenResource("gone", reason=Reason.PEER_GONE),
     DataMismatch(first_offset_bytes=3, expected=b"\1", actual=b"\2", length_bytes=9),
     RegistrationFailed(
         "refused",
-        causes=(Unsupported(**FIELDS), UsageError("wrong")),  # type: ignore[arg-type]
+        causes=(Unsupported(**API_ERROR_FIELDS), UsageError("wrong")),  # type: ignore[arg-type]
         reason=Reason.NO_ROUTE,
     ),
     GdrkitError("plain", reason=Reason.OTHER),
@@ -67,25 +67,26 @@ ERRORS: list[GdrkitError] = [
 
 @pytest.fixture
 def channels() -> Iterator[tuple[Channel, Channel]]:
-    left, right = (Channel(end) for end in socket.socketpair())
+    """Two channels that are connected to each other."""
+    left, right = (Channel(connected) for connected in socket.socketpair())
     yield left, right
     left.close()
     right.close()
 
 
 def fields_of(error: BaseException) -> dict[str, object]:
-    """Return the class, the text and every field of an error, and those of its causes."""
+    """Return the class, the text and every field of an error, and the same of each of its causes."""
     causes = [fields_of(cause) for cause in getattr(error, "causes", ())]
     return {**vars(error), "causes": causes, "class": type(error), "text": str(error)}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_error_keeps_its_class_and_its_fields(error: GdrkitError) -> None:
-    with_note = error.clone()
-    with_note.add_note("a note")
-    for each in (error, with_note):
-        restored = error_from_json_data(json.loads(json.dumps(error_to_json_data(each))))
-        assert fields_of(restored) == fields_of(each)
+    error_with_note = error.clone()
+    error_with_note.add_note("a note")
+    for original in (error, error_with_note):
+        restored = error_from_json_data(json.loads(json.dumps(error_to_json_data(original))))
+        assert fields_of(restored) == fields_of(original)
 
 
 def test_error_of_an_unknown_class_keeps_its_text() -> None:
@@ -99,23 +100,23 @@ def test_error_of_an_unknown_class_keeps_its_text() -> None:
 
 def test_arguments_of_an_error_become_json_data() -> None:
     values = {"none": None, "flag": True, "count": 3, "share": 0.5, "name": "x", "bytes": b"\0", "list": [1]}
-    plain = error_to_json_data(
+    json_data = error_to_json_data(
         ApiError(api=Api.VERBS, operation="f", status=None, status_name="none", arguments=values)
     )
-    assert json.loads(json.dumps(plain))["arguments"] == values | {"bytes": "b'\\x00'", "list": "[1]"}
+    assert json.loads(json.dumps(json_data))["arguments"] == values | {"bytes": "b'\\x00'", "list": "[1]"}
 
 
 def test_messages_that_arrive_together_are_received_in_order(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
-    for number in range(3):
-        left.send({"id": number})
+    for index in range(3):
+        left.send({"id": index})
     assert [right.receive(timeout_s=5) for _ in range(3)] == [{"id": 0}, {"id": 1}, {"id": 2}]
 
 
 @pytest.mark.parametrize("text", [b"[]\n", b"7\n", b"null\n"])
 def test_message_that_is_not_an_object_is_refused(text: bytes) -> None:
-    left, end = socket.socketpair()
-    with left, contextlib.closing(Channel(end)) as right:
+    left, right_socket = socket.socketpair()
+    with left, contextlib.closing(Channel(right_socket)) as right:
         left.sendall(text + b'{"id": 1}\n')
         with pytest.raises(UsageError) as caught:
             right.receive(timeout_s=5)
@@ -138,12 +139,12 @@ def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channe
         with pytest.raises(UsageError) as caught:
             right.take_descriptors(count + 1)
         assert caught.value.reason is Reason.MALFORMED
-        taken = right.take_descriptors(count - 1)
-        assert all(os.path.sameopenfile(each, file.fileno()) for each in taken)
-        for each in taken:
-            os.close(each)
-        (last,) = right.take_descriptors(1)
-        os.close(last)
+        descriptors = right.take_descriptors(count - 1)
+        assert all(os.path.sameopenfile(descriptor, file.fileno()) for descriptor in descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        (last_descriptor,) = right.take_descriptors(1)
+        os.close(last_descriptor)
         assert right.take_descriptors(0) == []
 
 
@@ -155,9 +156,9 @@ def test_descriptors_of_several_messages_keep_their_order(channels: tuple[Channe
         left.send({}, descriptors=(second.fileno(),))
         assert right.receive(timeout_s=5) == {}
         for file in (first, second):
-            (taken,) = right.take_descriptors(1)
-            assert os.path.sameopenfile(taken, file.fileno())
-            os.close(taken)
+            (descriptor,) = right.take_descriptors(1)
+            assert os.path.sameopenfile(descriptor, file.fileno())
+            os.close(descriptor)
 
 
 def test_close_closes_descriptors_that_were_not_taken(channels: tuple[Channel, Channel]) -> None:
@@ -174,7 +175,7 @@ def test_close_closes_descriptors_that_were_not_taken(channels: tuple[Channel, C
 def test_receive_after_a_close_with_unread_data_is_none(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     right.send({"id": 1})
-    # The kernel reports ECONNRESET to the other end of a socket that is closed with unread data.
+    # If one end of a socket is closed with unread data, the kernel reports ECONNRESET at the other end.
     left.close()
     assert right.receive(timeout_s=5) is None
 
@@ -190,9 +191,9 @@ def test_messages_and_descriptors_arrive_complete_and_in_order(channels: tuple[C
     assert os.read(pipe[0], 7) == b"message"
     for descriptor in (*pipe, read_end, write_end):
         os.close(descriptor)
-    answer = right.receive(timeout_s=5)
-    assert answer is not None
-    assert len(answer["text"]) == 100_000
+    long_message = right.receive(timeout_s=5)
+    assert long_message is not None
+    assert len(long_message["text"]) == 100_000
     with pytest.raises(UsageError):
         right.take_descriptors(1)
 
@@ -270,21 +271,21 @@ def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, s
     data = bytearray(1000)
     with (
         nic.register_host(data) as region,
-        nic.completion_queue() as queue,
-        nic.queue_pair(queue) as ours,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as local_queue_pair,
     ):
-        theirs = peer.queue_pair()
-        theirs.join(ours)
-        assert theirs.state == "RTS"
-        theirs.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
-        theirs.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
+        peer_queue_pair = peer.queue_pair()
+        peer_queue_pair.join(local_queue_pair)
+        assert peer_queue_pair.state == "RTS"
+        peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
+        peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
         with pytest.raises(DataMismatch):
-            theirs.read(region.remote(), seed=seed)
+            peer_queue_pair.read(region.remote(), seed=seed)
         buffer = peer.buffer(1000)
-        theirs.receive(buffer)
-        ours.post_send(region, work_id=1, immediate=9)
-        ours.wait(5000).expect()
-        assert theirs.wait_received().expect().immediate == 9
+        peer_queue_pair.receive(buffer)
+        local_queue_pair.post_send(region, work_id=1, immediate=9)
+        local_queue_pair.wait(5000).expect()
+        assert peer_queue_pair.wait_received().expect().immediate == 9
         assert bytes(data) == buffer.contents()
 
 

@@ -1,4 +1,4 @@
-"""The measuring child of a rank: one timeout covers its start and its reply, and it ends with the rank."""
+"""The child process in which a rank measures: one timeout covers its start and its reply. It ends with the rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gdrkit.qualify.ranks.rank import MeasuringChild
 
 LONG_S = 60.0
 # Programs that the child runs first, as its sitecustomize module.
-SLOW = "import time; time.sleep(30)"
+SLOW_START = "import time; time.sleep(30)"
 INVALID_REPLY = (
     "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'not JSON\\n'); os.read(0, 1)"
 )
-RANK = """
+RANK_PROGRAM = """
 import os, signal
 from gdrkit.qualify.ranks.rank import MeasuringChild
 child = MeasuringChild(os.environ)
@@ -37,13 +37,13 @@ def environment_with(folder: Path, source: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def children() -> set[int]:
+def children_of_this_process() -> set[int]:
     """Return the process ids of the children that the main thread has started."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 def request_once(child: MeasuringChild, *, timeout_s: float) -> dict[str, object]:
-    """Send a request that uses no device, and end the child."""
+    """Send a request that uses no device, close the child, and return the reply."""
     try:
         return child.request({"do": "libraries", "with": {}}, timeout_s=timeout_s)
     finally:
@@ -52,7 +52,7 @@ def request_once(child: MeasuringChild, *, timeout_s: float) -> dict[str, object
 
 def test_timeout_of_a_step_includes_the_start_of_the_child(tmp_path: Path) -> None:
     start_s = time.monotonic()
-    reply = request_once(MeasuringChild(environment_with(tmp_path, SLOW)), timeout_s=1.0)
+    reply = request_once(MeasuringChild(environment_with(tmp_path, SLOW_START)), timeout_s=1.0)
     assert time.monotonic() - start_s < 10
     assert reply == {"lost": "it did not reply within 1 s and was killed"}
 
@@ -63,13 +63,15 @@ def test_child_with_an_invalid_reply_is_killed(tmp_path: Path) -> None:
 
 
 def test_child_that_hangs_ends_with_its_rank() -> None:
-    with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as rank:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK_PROGRAM], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline() == b"ready\n"
         (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
         pidfd = os.pidfd_open(child)
         try:
-            # A stopped process does not notice the end of its parent, like one that hangs in a driver.
+            # A stopped process cannot notice the end of its parent, just as a process that hangs in a driver.
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
             rank.kill()
             rank.wait()
@@ -81,11 +83,11 @@ def test_child_that_hangs_ends_with_its_rank() -> None:
 
 
 def test_child_that_outlives_sigkill_is_abandoned(tmp_path: Path) -> None:
-    """The rank continues, and its reply states that the child was left behind, as for one that hangs in a driver."""
-    before = children()
+    """A traced child stays after SIGKILL, like a child that hangs in a driver. The rank reports this and continues."""
+    earlier_children = children_of_this_process()
     child = MeasuringChild(environment_with(tmp_path, "import signal; signal.alarm(100)"))
     assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=LONG_S)
-    (process_id,) = children() - before
+    (process_id,) = children_of_this_process() - earlier_children
     with traced(process_id):
         start_s = time.monotonic()
         os.kill(process_id, signal.SIGSTOP)

@@ -22,6 +22,7 @@ SHORT_S = 0.05
 
 @pytest.fixture
 def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The socket of rank 0 and the socket of the rank that is connected to it."""
     local, remote = socket.socketpair()
     with local, remote:
         yield local, remote
@@ -76,7 +77,7 @@ def test_invalid_reply_is_an_error_that_names_the_rank(
     remote.sendall(json.dumps(reply).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
     with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("run", {})
-    # After that, also valid replies are refused.
+    # After an invalid reply, valid replies are refused too.
     with pytest.raises(StepFailed, match=r"^close on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("close", {})
     remote.recv(1 << 16)
@@ -126,7 +127,7 @@ def test_message_may_arrive_in_parts(sockets: tuple[socket.socket, socket.socket
 
 
 def test_connection_is_closed_after_a_message_was_cut_off(sockets: tuple[socket.socket, socket.socket]) -> None:
-    """The peer would read the next message as the rest of the one that was sent in part before the timeout."""
+    """Before the timeout, a part of the message was sent. The peer would take the next message for the missing part."""
     local, _ = sockets
     sender = MessageSocket(local)
     with pytest.raises(TimeoutError):

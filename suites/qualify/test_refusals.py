@@ -1,7 +1,8 @@
-"""Expected refusals: a case whose need a profile declares as refused must end with that refusal, or it fails.
+"""Expected refusals: a profile can state that a registration is refused if a need is unmet, and with which errors.
 
-A child pytest runs the cases. Its facts are those of a machine with Soft-RoCE, so that the profile `lab` fits. A fault
-plan makes the verbs twin return the errors of such a kernel, or others.
+A case with such an unmet need runs nevertheless. It must end with exactly these errors, otherwise it fails. A child
+pytest runs the cases in CASES. Its facts are those of a machine with Soft-RoCE, so that the profile `lab` fits. A fault
+plan makes the verbs twin return the errors that such a kernel returns, or other errors.
 """
 
 from __future__ import annotations
@@ -238,6 +239,7 @@ def soft_roce_facts(facts: Facts) -> Facts:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
+    """The run of all cases in CASES with the profile `lab`."""
     return run_cases(tmp_path_factory.mktemp("refusals"), soft_roce_facts(facts), CASES, "--seed=11", "--profile=lab")
 
 
@@ -245,15 +247,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
 def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> None:
     record = run.records[name]
     assert (record.verdict, record.refused, record.is_failure) == (Verdict.NOT_RUN, True, False)
-    refusals = record.evidence["refused"]
-    assert isinstance(refusals, list)
-    assert refusals == [{"reason": "no_route", "causes": CAUSES}] * len(refusals)
-    assert len(refusals) == (2 if name == "test_manager_of_every_gpu" else 1)
+    recorded_refusals = record.evidence["refused"]
+    assert isinstance(recorded_refusals, list)
+    assert recorded_refusals == [{"reason": "no_route", "causes": CAUSES}] * len(recorded_refusals)
+    assert len(recorded_refusals) == (2 if name == "test_manager_of_every_gpu" else 1)
     # The first reason is the need that is not met, the second is the refusal.
     assert record.reasons[0].need in {"verbs.dmabuf_region", "verbs.peer_memory"}
     assert "failed: EOPNOTSUPP (95), ibv_reg_mr failed: EFAULT (14)" in record.reasons[1].text
     assert all(reason.foreseen for reason in record.reasons)
-    # The case did run, so its libraries are known. It proves no route and has no number.
+    # The case has run, so its libraries are known. It proves no route and has no number.
     assert record.libraries
     assert (record.routes, record.numbers) == ((), {})
 
@@ -304,17 +306,17 @@ def test_case_with_another_unmet_need_does_not_run(run: ChildRun) -> None:
 def test_refused_cases_are_counted_separately(run: ChildRun) -> None:
     assert run.records["test_lacks_no_need"].verdict is Verdict.PASS
     # Two more cases were refused but failed in their tear-down.
-    assert f"{len(REFUSED) + 2} refused as expected" in run.printed
-    assert "1 not run" in run.printed
+    assert f"{len(REFUSED) + 2} refused as expected" in run.output
+    assert "1 not run" in run.output
 
 
 def test_expected_refusals_do_not_fail_a_run(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED))
     assert {name for name, record in run.records.items() if record.refused} >= set(REFUSED)
-    only = run_cases(
+    selected_run = run_cases(
         tmp_path, soft_roce_facts(facts), CASES, "--profile=lab", "-k", "lease_of_a_cache or manager_of_every_gpu"
     )
-    assert only.code == 0
+    assert selected_run.code == 0
 
 
 def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts) -> None:
@@ -322,10 +324,10 @@ def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts)
         tmp_path, soft_roce_facts(facts), CASES, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=lab"
     )
     plan = json.loads((tmp_path / "plan.json").read_text())
-    planned = {case["case"].partition("::")[2]: case for case in plan["cases"]}
-    assert planned["test_register"]["refused"]
-    assert not planned["test_lacks_another_need_as_well"]["refused"]
-    assert not planned["test_lacks_no_need"]["refused"]
+    case_of_name = {case["case"].partition("::")[2]: case for case in plan["cases"]}
+    assert case_of_name["test_register"]["refused"]
+    assert not case_of_name["test_lacks_another_need_as_well"]["refused"]
+    assert not case_of_name["test_lacks_no_need"]["refused"]
 
 
 def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:

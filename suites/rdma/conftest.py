@@ -1,20 +1,20 @@
-"""The fixture that gives these cases registered memory of the host or of a device."""
+"""The fixture `memory_kind`: the kind of memory that a case registers, host memory or device memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import Reach
+from support.memory_kinds import RdmaMemoryKind
 
 if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
-__all__ = ["reach"]
+__all__ = ["memory_kind"]
 
 
 @pytest.fixture
-def reach(request: pytest.FixtureRequest, nic: Nic) -> Reach:
-    """Return the memory kind of the parameter; see ``support.reach.KINDS``."""
+def memory_kind(request: pytest.FixtureRequest, nic: Nic) -> RdmaMemoryKind:
+    """Return the memory kind of the parameter; see ``support.memory_kinds.MEMORY_KINDS``."""
     device = None if request.param is None else request.getfixturevalue("device")
-    return Reach(nic=nic, device=device, route=request.param)
+    return RdmaMemoryKind(nic=nic, device=device, route=request.param)

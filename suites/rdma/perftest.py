@@ -1,4 +1,4 @@
-"""Runs of perftest (``ib_write_bw``, ``ib_read_bw``) between two processes on one NIC of this machine."""
+"""Run perftest (``ib_write_bw``, ``ib_read_bw``) between two processes on one NIC, and parse its output."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["PROGRAMS", "PerftestResult", "measure", "parse"]
 
 PROGRAMS = {Direction.WRITE: "ib_write_bw", Direction.READ: "ib_read_bw"}
-_LIMIT_S = 60
-# Bytes of the units in the output. Older versions write MB for MiB.
-_UNITS = {"MB/sec": 2**20, "MiB/sec": 2**20}
-_HEAD = re.compile(r"^\s*#bytes\s+#iterations\s+BW peak\[(\S+)\]\s+BW average\[(\S+)\]", re.MULTILINE)
+_TIMEOUT_S = 60
+# Number of bytes of each unit in the output. Older versions write MB for MiB.
+_UNIT_BYTES = {"MB/sec": 2**20, "MiB/sec": 2**20}
+# The header of the table of results, and its rows.
+_HEADER = re.compile(r"^\s*#bytes\s+#iterations\s+BW peak\[(\S+)\]\s+BW average\[(\S+)\]", re.MULTILINE)
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+)\s+([\d.]+)(?:\s+[\d.]+)*\s*$", re.MULTILINE)
-_LISTENING = "0A"
+# State of a listener (TCP_LISTEN) in /proc/net/tcp.
+_LISTEN_STATE = "0A"
 
 
 @dataclass(frozen=True)
 class PerftestResult:
-    """The result of one run.
+    """The result of one run of perftest.
 
     Attributes
     ----------
@@ -64,16 +66,16 @@ def parse(text: str) -> PerftestResult:
     Raises
     ------
     ValueError
-        The output has no result. The text has its last line.
+        The output has no result. The message has the last line of the output.
     """
-    head = _HEAD.search(text)
-    rows = list(_ROW.finditer(text, head.end())) if head else []
-    if head is None or len(rows) != 1 or head[2] not in _UNITS:
+    header = _HEADER.search(text)
+    rows = list(_ROW.finditer(text, header.end())) if header else []
+    if header is None or len(rows) != 1 or header[2] not in _UNIT_BYTES:
         lines = [line for line in text.splitlines() if line.strip("-* ")]
         message = f"perftest printed no result; its last line is {lines[-1] if lines else ''!r}"
         raise ValueError(message)
     length_bytes, operations, _peak, average = rows[0].groups()
-    return PerftestResult(int(length_bytes), int(operations), float(average) * _UNITS[head[2]])
+    return PerftestResult(int(length_bytes), int(operations), float(average) * _UNIT_BYTES[header[2]])
 
 
 def measure(
@@ -90,17 +92,17 @@ def measure(
     port = _free_port()
     command = [PROGRAMS[direction], "-F", "-d", nic.name, "-i", str(nic.port.number), "-x", str(nic.gid_index)]
     command += ["-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
-    # The timeout for an acknowledgement is a second, because software on a busy processor may send it late.
+    # -u 18 sets the timeout for an acknowledgement to one second, because software RDMA on a busy processor is slow.
     command += ["-u", "18"]
     command += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
     with _running(command) as passive:
-        wait_until(lambda: passive.poll() is not None or _is_listening(port), "perftest to wait for its peer")
+        wait_until(lambda: passive.poll() is not None or _is_listening(port), "perftest listens for its peer")
         begin_s = time.monotonic()
         with _running([*command, "127.0.0.1"]) as active:
-            output, _ = active.communicate(timeout=_LIMIT_S)
+            output, _ = active.communicate(timeout=_TIMEOUT_S)
         process_s = time.monotonic() - begin_s
         # If the passive process did not start, its output has the reason.
-        passive_output, _ = passive.communicate(timeout=_LIMIT_S)
+        passive_output, _ = passive.communicate(timeout=_TIMEOUT_S)
     assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"
     return replace(parse(output), process_s=process_s)
 
@@ -122,7 +124,10 @@ def _free_port() -> int:
 
 
 def _is_listening(port: int) -> bool:
-    """Return whether the kernel lists a listener on the port. perftest would take a connection for its peer."""
+    """Return whether the kernel lists a listener on the port.
+
+    A test connection is not possible, because perftest would take it for its peer.
+    """
     tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    return any(row[1].endswith(f":{port:04X}") and row[3] == _LISTENING for row in rows)
+    return any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows)

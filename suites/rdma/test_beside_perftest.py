@@ -1,6 +1,7 @@
-"""The native initiator and perftest on the same NIC, in turn: both transfer the same bytes.
+"""The native initiator and perftest run in turn on the same NIC: both must transfer all bytes.
 
-The record has the ratio of their throughputs. The cases do not check it, because a busy machine would fail.
+The record has the ratio of their throughputs. The cases do not assert the ratio, because they would fail on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rdma import perftest
-from support.passive import initiating
+from support.initiators import connected_initiator
 
 from gdrkit import evidence, pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 LENGTH_BYTES, OPERATIONS, DEPTH, LIST_LENGTH = 64 * KIB, 256, 64, 16
-# The numbers of rounds with --benchmark-enable and without.
-ROUNDS, FEW_ROUNDS = 40, 2
-DRIVEN = [
+# Number of rounds with --benchmark-enable, and without it.
+MEASURED_ROUNDS, UNMEASURED_ROUNDS = 40, 2
+DIRECTIONS = [
     pytest.param(direction, id=direction.value, marks=needs(host.program(program, "-V")))
     for direction, program in perftest.PROGRAMS.items()
 ]
 # Output of perftest 4.5 (6.06) on rxe.
-PRINTED = """\
+PERFTEST_OUTPUT = """\
 ---------------------------------------------------------------------------------------
 Post List requested - CQ moderation will be the size of the post list
 ---------------------------------------------------------------------------------------
@@ -49,7 +50,7 @@ Post List requested - CQ moderation will be the size of the post list
 
 
 def sent_packets(nic: Nic) -> int | None:
-    """Return the packets that the port has sent, or None if its driver has no counter."""
+    """Return the number of packets that the port has sent, or None if its driver does not count them."""
     return next(
         (
             port.sent_packets
@@ -61,54 +62,54 @@ def sent_packets(nic: Nic) -> int | None:
 
 
 @needs(verbs.nic())
-@pytest.mark.parametrize("direction", DRIVEN)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.timeout(1200)
 def test_initiator_and_perftest_transfer_all_bytes(
     nic: Nic, seed: int, evidence: Evidence, request: pytest.FixtureRequest, direction: Direction
 ) -> None:
-    rounds = ROUNDS if request.config.getoption("--benchmark-enable") else FEW_ROUNDS
+    rounds = MEASURED_ROUNDS if request.config.getoption("--benchmark-enable") else UNMEASURED_ROUNDS
     shape = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
-    data, other = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
+    data, zeros = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
     is_write = direction is Direction.WRITE
-    ours: list[float] = []
-    theirs: list[float] = []
+    # Rates in GB/s. The first of each list is not compared.
+    initiator_rates: list[float] = []
+    perftest_rates: list[float] = []
     memory = bytearray(LENGTH_BYTES)
     with (
         nic.register_host(memory) as region,
-        initiating(nic, memory_bytes=LENGTH_BYTES) as initiator,
+        connected_initiator(nic, memory_bytes=LENGTH_BYTES) as initiator,
     ):
-        # The first round of each is not compared.
         for _ in range(rounds + 1):
-            initiator.write(data if is_write else other)
-            memory[:] = other if is_write else data
+            initiator.write(data if is_write else zeros)
+            memory[:] = zeros if is_write else data
             burst = initiator.run(direction, region.remote(), **shape)
             pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
-            ours.append(burst.moved_bytes / burst.elapsed_ns)
-            before = sent_packets(nic)
+            initiator_rates.append(burst.moved_bytes / burst.elapsed_ns)
+            packets_before = sent_packets(nic)
             measured = perftest.measure(nic, direction, reads_max=initiator.reads_max, **shape)
-            after = sent_packets(nic)
+            packets_after = sent_packets(nic)
             assert (measured.length_bytes, measured.operations) == (LENGTH_BYTES, OPERATIONS)
-            # A misread number would mean more bytes than the process can have transferred in its lifetime.
+            # The rate exceeds the mean rate over the lifetime of the process, unless the output was parsed wrongly.
             assert measured.bytes_per_s * measured.process_s > measured.moved_bytes or not measured.bytes_per_s
-            if before is not None and after is not None and nic.port.mtu_bytes:
-                assert after - before >= measured.moved_bytes // nic.port.mtu_bytes
-            theirs.append(measured.bytes_per_s / 1e9)
+            if packets_before is not None and packets_after is not None and nic.port.mtu_bytes:
+                assert packets_after - packets_before >= measured.moved_bytes // nic.port.mtu_bytes
+            perftest_rates.append(measured.bytes_per_s / 1e9)
     evidence["operations"] = {**shape, "rounds": rounds}
-    evidence["in_turn_gb_per_s"] = {"initiator": ours, "perftest": theirs}
+    evidence["in_turn_gb_per_s"] = {"initiator": initiator_rates, "perftest": perftest_rates}
     # perftest prints 0 if it cannot determine the frequency of the processor.
-    perftest_rates = [rate for rate in theirs[1:] if rate]
-    if perftest_rates:
-        evidence.number("rounds_count", len(perftest_rates))
-        initiator_median, perftest_median = statistics.median(ours[1:]), statistics.median(perftest_rates)
+    valid_rates = [rate for rate in perftest_rates[1:] if rate]
+    if valid_rates:
+        evidence.number("rounds_count", len(valid_rates))
+        initiator_median, perftest_median = statistics.median(initiator_rates[1:]), statistics.median(valid_rates)
         evidence.number("initiator_gb_per_s_median", initiator_median)
         evidence.number("perftest_gb_per_s_median", perftest_median)
         evidence.number("initiator_over_perftest_ratio", initiator_median / perftest_median)
 
 
 def test_perftest_output_is_parsed() -> None:
-    # The unit MB of perftest is MiB.
-    parsed = perftest.parse(PRINTED)
-    assert (parsed.length_bytes, parsed.operations, round(parsed.bytes_per_s)) == (65536, 512, 31845253)
+    # perftest writes MB/sec for MiB/s.
+    result = perftest.parse(PERFTEST_OUTPUT)
+    assert (result.length_bytes, result.operations, round(result.bytes_per_s)) == (65536, 512, 31845253)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Another process writes to memory and reads from it by RDMA, and every byte is checked on both sides.
+"""A peer process writes to memory and reads from it by RDMA, and every byte is checked on both sides.
 
-This process allocates and registers the memory. It checks device memory by the device's own copy call. The peer, a
-spawned process, has only an address and a key.
+This process allocates and registers the memory. It reads device memory with a copy call of the CUDA driver. The peer
+is a spawned process that has only an address and a key.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import KINDS, ROUTES, SIZES, joined, reachable
+from support.memory_kinds import LENGTHS_AND_OFFSETS, MEMORY_KINDS, ROUTES, peer_queue_pair, registered_device_memory
 
 from gdrkit import pattern
 from gdrkit.units import KIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
-    from support.reach import Reach
+    from support.memory_kinds import RdmaMemoryKind
 
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
@@ -26,52 +26,53 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.qualify
 
+# Number of bytes after the written range, which must not change.
 MARGIN_BYTES = 4096
-# A kernel that transfers 64 MiB in software, on a shared virtual processor, may take longer than 10 s.
+# Software RDMA in the kernel may take longer than 10 s for 64 MiB on a shared virtual processor.
 TIMEOUT_MS = 60_000.0
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
-@pytest.mark.parametrize(("length_bytes", "offset_bytes"), SIZES)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
+@pytest.mark.parametrize(("length_bytes", "offset_bytes"), LENGTHS_AND_OFFSETS)
 def test_remote_write_arrives_in_memory(
     nic: Nic,
     peer: Peer,
     evidence: Evidence,
     seed: int,
-    reach: Reach,
+    memory_kind: RdmaMemoryKind,
     length_bytes: int,
     offset_bytes: int,
 ) -> None:
-    whole_bytes = offset_bytes + length_bytes + MARGIN_BYTES
-    with reach.memory(length_bytes=whole_bytes) as memory, joined(nic, peer) as theirs:
+    memory_bytes = offset_bytes + length_bytes + MARGIN_BYTES
+    with memory_kind.memory(length_bytes=memory_bytes) as memory, peer_queue_pair(nic, peer) as peer_pair:
         remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        theirs.write(remote, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
+        peer_pair.write(remote, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
-    # The byte before the range and the bytes after it are unchanged.
+    # All bytes before the range and after it are unchanged.
     assert data[:offset_bytes] == b"\xa5" * offset_bytes
     assert data[offset_bytes + length_bytes :] == b"\xa5" * MARGIN_BYTES
-    reach.claim(evidence)
+    memory_kind.claim(evidence)
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
-@pytest.mark.parametrize(("length_bytes", "offset_bytes"), SIZES)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
+@pytest.mark.parametrize(("length_bytes", "offset_bytes"), LENGTHS_AND_OFFSETS)
 def test_remote_read_returns_memory(
     nic: Nic,
     peer: Peer,
     evidence: Evidence,
     seed: int,
-    reach: Reach,
+    memory_kind: RdmaMemoryKind,
     length_bytes: int,
     offset_bytes: int,
 ) -> None:
-    whole_bytes = offset_bytes + length_bytes
-    with reach.memory(length_bytes=whole_bytes) as memory, joined(nic, peer) as theirs:
+    memory_bytes = offset_bytes + length_bytes
+    with memory_kind.memory(length_bytes=memory_bytes) as memory, peer_queue_pair(nic, peer) as peer_pair:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
         remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        # The peer compares the received bytes with the stream of the seed.
-        theirs.read(remote, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
-    reach.claim(evidence)
+        # The peer compares the received bytes with the pattern of the seed.
+        peer_pair.read(remote, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
+    memory_kind.claim(evidence)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -85,9 +86,12 @@ def test_every_nic_accesses_every_device(
 ) -> None:
     for device in devices:
         for nic in nics:
-            with reachable(device, nic, route) as (memory, registration), joined(nic, peer) as theirs:
+            with (
+                registered_device_memory(device, nic, route) as (memory, registration),
+                peer_queue_pair(nic, peer) as peer_pair,
+            ):
                 remote = registration.remote(nic, offset_bytes=77, length_bytes=64 * KIB)
-                theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+                peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
                 pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
-                theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+                peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
             evidence.route(device=device, nic=nic, way=route)

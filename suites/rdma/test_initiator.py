@@ -1,4 +1,7 @@
-"""The native initiator: right bytes, errors with their status, and transfers without the interpreter lock."""
+"""The native initiator, a C++ loop that posts RDMA requests for benchmarks.
+
+It transfers the right bytes, reports errors with their status, and does not hold the interpreter lock.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from support.passive import initiating
-from support.reach import KINDS
+from support.initiators import connected_initiator
+from support.memory_kinds import MEMORY_KINDS
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
@@ -16,10 +19,11 @@ from gdrkit.units import KIB
 from gdrkit.verbs import Access, Direction, Initiator, RemoteRange, Status
 
 if TYPE_CHECKING:
-    from support.reach import Reach
+    from support.memory_kinds import RdmaMemoryKind
 
     from gdrkit.verbs import Nic
 
+# Slots of the memory, operations, queue depth, and requests per posted list.
 BURSTS = [
     pytest.param(1, 7, 1, 1, id="one_after_the_other"),
     pytest.param(16, 100, 16, 4, id="lists"),
@@ -27,16 +31,20 @@ BURSTS = [
 ]
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(("slots", "operations", "depth", "list_length"), BURSTS)
 def test_burst_of_writes_fills_every_slot_and_nothing_else(
-    nic: Nic, reach: Reach, seed: int, slots: int, operations: int, depth: int, list_length: int
+    nic: Nic, memory_kind: RdmaMemoryKind, seed: int, slots: int, operations: int, depth: int, list_length: int
 ) -> None:
+    # An odd length.
     length_bytes = 1021
-    whole = slots * length_bytes
-    with reach.memory(length_bytes=whole + 64) as memory, initiating(nic, memory_bytes=whole) as initiator:
-        initiator.write(pattern.payload(whole, seed=seed))
-        remote = memory.remote(length_bytes=whole)
+    memory_bytes = slots * length_bytes
+    with (
+        memory_kind.memory(length_bytes=memory_bytes + 64) as memory,
+        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+    ):
+        initiator.write(pattern.payload(memory_bytes, seed=seed))
+        remote = memory.remote(length_bytes=memory_bytes)
         burst = initiator.run(
             Direction.WRITE,
             remote,
@@ -46,36 +54,41 @@ def test_burst_of_writes_fills_every_slot_and_nothing_else(
             list_length=list_length,
         )
         assert (burst.moved_bytes, burst.elapsed_ns > 0) == (operations * length_bytes, True)
-        touched = min(operations, slots) * length_bytes
+        written_bytes = min(operations, slots) * length_bytes
         data = memory.read()
-    pattern.check(data[:touched], seed=seed)
-    assert data[touched:] == b"\xa5" * (len(data) - touched)
+    pattern.check(data[:written_bytes], seed=seed)
+    assert data[written_bytes:] == b"\xa5" * (len(data) - written_bytes)
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
-def test_burst_of_reads_by_queue_pairs_reads_every_slot(nic: Nic, reach: Reach, seed: int) -> None:
-    whole = 32 * 4 * KIB
-    with reach.memory(length_bytes=whole) as memory, initiating(nic, memory_bytes=whole, queue_pairs=3) as initiator:
-        memory.write(pattern.payload(whole, seed=seed))
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
+def test_burst_of_reads_by_several_queue_pairs_reads_every_slot(
+    nic: Nic, memory_kind: RdmaMemoryKind, seed: int
+) -> None:
+    memory_bytes = 32 * 4 * KIB
+    with (
+        memory_kind.memory(length_bytes=memory_bytes) as memory,
+        connected_initiator(nic, memory_bytes=memory_bytes, queue_pairs=3) as initiator,
+    ):
+        memory.write(pattern.payload(memory_bytes, seed=seed))
         initiator.run(Direction.READ, memory.remote(), length_bytes=4 * KIB, operations=64, depth=24, list_length=2)
         pattern.check(initiator.read(), seed=seed)
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
-def test_single_operations_are_timed_one_by_one(nic: Nic, reach: Reach, direction: Direction) -> None:
-    with reach.memory(length_bytes=64) as memory, initiating(nic, memory_bytes=64) as initiator:
+def test_single_operations_are_timed_one_by_one(nic: Nic, memory_kind: RdmaMemoryKind, direction: Direction) -> None:
+    with memory_kind.memory(length_bytes=64) as memory, connected_initiator(nic, memory_bytes=64) as initiator:
         latencies = initiator.run_singly(direction, memory.remote(), length_bytes=8, operations=20)
     assert len(latencies.times_ns) == 20
     assert min(latencies.times_ns) > 0
 
 
 @needs(verbs.nic())
-def test_refused_operation_has_its_completion_status(nic: Nic) -> None:
+def test_refused_operation_raises_its_completion_status(nic: Nic) -> None:
     data = bytearray(64)
     with (
         nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as region,
-        initiating(nic, memory_bytes=64) as initiator,
+        connected_initiator(nic, memory_bytes=64) as initiator,
     ):
         with pytest.raises(ApiError) as caught:
             initiator.run(Direction.WRITE, region.remote(), length_bytes=64, operations=4, depth=2)
@@ -86,40 +99,41 @@ def test_refused_operation_has_its_completion_status(nic: Nic) -> None:
 
 @needs(verbs.nic())
 def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
-    ended: list[ApiError] = []
-    with initiating(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
+    errors: list[ApiError] = []
+    with connected_initiator(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
         remote = region.remote()
 
-        def burst() -> None:
+        def run_endless_burst() -> None:
             try:
                 initiator.run(Direction.READ, remote, length_bytes=8, operations=2**40, depth=4)
             except ApiError as error:
-                ended.append(error)
+                errors.append(error)
 
-        thread = threading.Thread(target=burst)
+        thread = threading.Thread(target=run_endless_burst)
         thread.start()
         # If the burst held the interpreter lock, this thread would never continue.
+        # The close of the region ends the burst with an error.
         region.close()
         thread.join()
-    assert [error.status for error in ended] == [Status.REM_ACCESS_ERR]
+    assert [error.status for error in errors] == [Status.REM_ACCESS_ERR]
 
 
 @needs(verbs.nic())
 def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> None:
     data = bytearray(4096)
-    with nic.register_host(data) as region, initiating(nic, memory_bytes=4096, depth_max=8) as initiator:
+    with nic.register_host(data) as region, connected_initiator(nic, memory_bytes=4096, depth_max=8) as initiator:
         remote = region.remote()
-        for wrong in (
+        for invalid in (
             {"length_bytes": 0, "operations": 1},
             {"length_bytes": 4097, "operations": 1},
             {"length_bytes": 8, "operations": 0},
             {"length_bytes": 8, "operations": 1, "depth": 0},
         ):
             with pytest.raises(UsageError):
-                initiator.run(Direction.WRITE, remote, **wrong)
-        for wrong in ({"depth": 9}, {"depth": 4, "list_length": 5}):
+                initiator.run(Direction.WRITE, remote, **invalid)
+        for invalid in ({"depth": 9}, {"depth": 4, "list_length": 5}):
             with pytest.raises(ApiError) as caught:
-                initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, **wrong)
+                initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, **invalid)
             assert caught.value.reason is Reason.BAD_ARGUMENT
         with pytest.raises(UsageError):
             initiator.write(bytes(4097))
@@ -129,7 +143,7 @@ def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> Non
 
 
 @needs(verbs.nic())
-def test_error_of_a_missing_device_has_its_name(nic: Nic) -> None:
+def test_error_names_the_missing_device(nic: Nic) -> None:
     with pytest.raises(ApiError) as caught:
         Initiator(f"{nic.name}_not", memory_bytes=64)
     assert caught.value.reason is Reason.NO_DEVICE

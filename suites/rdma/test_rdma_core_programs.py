@@ -21,6 +21,6 @@ from gdrkit.harness.needs import host, needs, software, verbs
 )
 def test_rdma_core_program_lists_the_twins(command: list[str]) -> None:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--"]
-    done = subprocess.run([*launcher, *command], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(name in done.stdout for name in ("twin0", "twin1"))
+    completed = subprocess.run([*launcher, *command], capture_output=True, text=True, check=False, timeout=60)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert all(name in completed.stdout for name in ("twin0", "twin1"))

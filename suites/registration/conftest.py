@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.reach import space
+from support.memory_kinds import allocator
 
-__all__ = ["space"]
+__all__ = ["allocator"]

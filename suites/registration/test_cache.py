@@ -10,49 +10,52 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import faults
 from support.ledger import calls
+from support.memory_kinds import DMABUF, peer_queue_pair, registration_call
 from support.raw_cuda import RawMemory, remap_chunk
-from support.reach import DMABUF, joined, registering
 
 from gdrkit import cuda, handles, pattern
 from gdrkit.cuda import VmmMemory
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
 from gdrkit.harness.needs import cuda as cuda_needs
-from gdrkit.harness.needs import needs, software
+from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.registration import RegionCache
 from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
-    from support.reach import Space
+    from support.memory_kinds import AnyAllocator
 
     from gdrkit.cuda import Device, DeviceMemory
     from gdrkit.harness.peer import Peer
     from gdrkit.host import HostMemory
     from gdrkit.verbs import Nic
 
-LEDGER = needs(software(Api.VERBS))
+# For cases that read the call counters of the libibverbs twin, or make its calls fail.
+NEEDS_VERBS_TWIN = needs(software(Api.VERBS))
 
 
-def test_second_lookup_is_a_hit_and_its_key_is_valid(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
-    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        with cache.lease(memory) as first:
-            assert first.length_bytes == memory.length_bytes
-        with cache.lease(memory) as second:
-            theirs.write(second.remote(nic), seed=seed).expect(Status.SUCCESS)
+def test_second_lookup_is_a_hit_and_its_key_is_valid(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
+    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+        with cache.lease(memory) as first_lease:
+            assert first_lease.length_bytes == memory.length_bytes
+        with cache.lease(memory) as second_lease:
+            peer_pair.write(second_lease.remote(nic), seed=seed).expect(Status.SUCCESS)
         assert (cache.statistics().hits, cache.statistics().misses, cache.statistics().regions) == (1, 1, 1)
         pattern.check(memory.read(), seed=seed)
         memory.close()
         assert cache.statistics().registered_bytes == 0
 
 
-def test_interior_range_is_a_hit_with_the_right_address(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
-    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+def test_interior_range_is_a_hit_with_the_right_address(
+    allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int
+) -> None:
+    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
         memory.fill(0xA5)
         cache.lease(memory).close()
         with cache.lease(memory, offset_bytes=4097, length_bytes=1000) as lease:
             remote = lease.remote(nic)
             assert (remote.length_bytes, lease.address) == (1000, memory.address + 4097)
-            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+            peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
             with pytest.raises(UsageError):
                 lease.remote(nic, offset_bytes=999, length_bytes=2)
         assert cache.statistics().registrations == 1
@@ -64,39 +67,46 @@ def test_interior_range_is_a_hit_with_the_right_address(space: Space, nic: Nic, 
 
 @DMABUF
 def test_other_part_of_a_registered_allocation_is_a_hit(device: Device, nic: Nic) -> None:
-    # Tensors of a caching allocator lie like this: several borrowed parts in the middle of one allocation.
+    # A caching allocator places its tensors like this: several borrowed parts in the middle of one allocation.
     with device.allocate(MIB) as memory, RegionCache([nic]) as cache:
         with (
-            cuda.borrow(device, memory.address + 300 * KIB, length_bytes=KIB) as one,
-            cuda.borrow(device, memory.address + 700 * KIB, length_bytes=KIB) as other,
+            cuda.borrow(device, memory.address + 300 * KIB, length_bytes=KIB) as first_part,
+            cuda.borrow(device, memory.address + 700 * KIB, length_bytes=KIB) as second_part,
         ):
-            cache.lease(one).close()
-            cache.lease(other).close()
+            cache.lease(first_part).close()
+            cache.lease(second_part).close()
         cache.lease(memory).close()
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.hits, statistics.registered_bytes) == (1, 2, MIB)
 
 
-@LEDGER
-def test_hit_makes_no_verbs_call(space: Space, nic: Nic) -> None:
-    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
+@NEEDS_VERBS_TWIN
+def test_hit_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        before = calls(Api.VERBS)
+        calls_before = calls(Api.VERBS)
         for offset_bytes in range(0, 256 * KIB, 4 * KIB):
             with cache.lease(memory, offset_bytes=offset_bytes) as lease:
                 assert lease.remote(nic).length_bytes == 256 * KIB - offset_bytes
-        assert calls(Api.VERBS) == before
+        assert calls(Api.VERBS) == calls_before
 
 
 @DMABUF
 def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    with RawMemory(device, 2 * MIB) as first, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        with cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
-            stale = old.remote(nic, length_bytes=4 * KIB)
-        first.free()
-        with RawMemory(device, 2 * MIB) as again:
-            assert again.address == first.address
-            with cuda.borrow(device, again.address, length_bytes=2 * MIB) as memory:
+    with (
+        RawMemory(device, 2 * MIB) as old_allocation,
+        RegionCache([nic]) as cache,
+        peer_queue_pair(nic, peer) as peer_pair,
+    ):
+        with (
+            cuda.borrow(device, old_allocation.address, length_bytes=2 * MIB) as memory,
+            cache.lease(memory) as old_lease,
+        ):
+            old_remote = old_lease.remote(nic, length_bytes=4 * KIB)
+        old_allocation.free()
+        with RawMemory(device, 2 * MIB) as new_allocation:
+            assert new_allocation.address == old_allocation.address
+            with cuda.borrow(device, new_allocation.address, length_bytes=2 * MIB) as memory:
                 memory.fill(0x5A)
                 with cache.lease(memory) as lease:
                     statistics = cache.statistics()
@@ -106,9 +116,9 @@ def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Ni
                         1,
                         1,
                     )
-                    theirs.write(lease.remote(nic, length_bytes=4 * KIB), seed=seed).expect(Status.SUCCESS)
+                    peer_pair.write(lease.remote(nic, length_bytes=4 * KIB), seed=seed).expect(Status.SUCCESS)
                     pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
-                theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+                peer_pair.write(old_remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
 
 
@@ -118,36 +128,36 @@ def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, pee
     with (
         VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory,
         RegionCache([nic]) as cache,
-        joined(nic, peer) as theirs,
+        peer_queue_pair(nic, peer) as peer_pair,
     ):
         with cache.lease(memory) as lease:
-            stale = lease.remote(nic, offset_bytes=2 * MIB, length_bytes=4 * KIB)
+            old_remote = lease.remote(nic, offset_bytes=2 * MIB, length_bytes=4 * KIB)
         remap_chunk(device, memory.address + 2 * MIB, length_bytes=2 * MIB)
         with cache.lease(memory, length_bytes=KIB) as lease:
             assert (cache.statistics().hits, cache.statistics().invalidations) == (0, 1)
         with cache.lease(memory) as lease:
             # The peer writes into the first, the new second and the third chunk.
             remote = lease.remote(nic, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10)
-            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+            peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=2 * MIB + 10), seed=seed)
-        theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+        peer_pair.write(old_remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
 
 
-def test_free_by_gdrkit_removes_the_entry_first(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
-    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        memory = space.allocate(256 * KIB)
+def test_free_by_gdrkit_removes_the_entry_first(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
+    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+        memory = allocator.allocate(256 * KIB)
         with cache.lease(memory) as lease:
             remote = lease.remote(nic, length_bytes=KIB)
         memory.close()
         assert (cache.statistics().regions, cache.statistics().registered_bytes) == (0, 0)
-        with space.allocate(256 * KIB) as successor:
+        with allocator.allocate(256 * KIB) as successor:
             successor.fill(0x5A)
-            theirs.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
+            peer_pair.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
             assert successor.read() == b"\x5a" * (256 * KIB)
 
 
-def test_free_of_leased_memory_is_refused_until_lease_ends(space: Space, nic: Nic) -> None:
-    with RegionCache([nic]) as cache, space.allocate(256 * KIB) as memory:
+def test_free_of_leased_memory_is_refused_until_lease_ends(allocator: AnyAllocator, nic: Nic) -> None:
+    with RegionCache([nic]) as cache, allocator.allocate(256 * KIB) as memory:
         with cache.lease(memory) as lease:
             with pytest.raises(UsageError) as raised:
                 memory.close()
@@ -162,87 +172,90 @@ def test_free_of_leased_memory_is_refused_until_lease_ends(space: Space, nic: Ni
             cache.lease(memory)
 
 
-def test_invalidated_entry_is_deregistered_with_its_last_lease(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
-    with space.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        with cache.lease(memory) as one, cache.lease(memory) as two:
-            remote = one.remote(nic, length_bytes=KIB)
+def test_invalidated_entry_is_deregistered_with_its_last_lease(
+    allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int
+) -> None:
+    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+        with cache.lease(memory) as first_lease, cache.lease(memory) as second_lease:
+            remote = first_lease.remote(nic, length_bytes=KIB)
             assert cache.invalidate(memory.address + 5, length_bytes=1) == 1
-            with cache.lease(memory) as fresh:
-                assert fresh.remote(nic).rkey != remote.rkey
-            one.close()
-            theirs.write(two.remote(nic, length_bytes=KIB), seed=seed).expect(Status.SUCCESS)
-        theirs.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+            with cache.lease(memory) as new_lease:
+                assert new_lease.remote(nic).rkey != remote.rkey
+            first_lease.close()
+            peer_pair.write(second_lease.remote(nic, length_bytes=KIB), seed=seed).expect(Status.SUCCESS)
+        peer_pair.write(remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
         assert cache.statistics().registered_bytes == 256 * KIB
         assert cache.invalidate(memory.address, length_bytes=1) == 1
         assert cache.invalidate(memory.address, length_bytes=1) == 0
 
 
-def test_eviction_by_count_is_lru_and_skips_leased_entries(space: Space, nic: Nic) -> None:
+def test_eviction_by_count_is_lru_and_skips_leased_entries(allocator: AnyAllocator, nic: Nic) -> None:
     with contextlib.ExitStack() as stack, RegionCache([nic], regions_max=2) as cache:
-        # The cache is closed before the memories.
-        memories: list[DeviceMemory | HostMemory] = [space.allocate(64 * KIB) for _ in range(4)]
+        # The stack closes these memories after the cache is closed.
+        memories: list[DeviceMemory | HostMemory] = [allocator.allocate(64 * KIB) for _ in range(4)]
         for memory in memories:
             stack.callback(memory.close)
-        first = cache.lease(memories[0])
+        first_lease = cache.lease(memories[0])
         for memory in memories[1:]:
             cache.lease(memory).close()
-        # The first one is leased, so the others were evicted one after the other.
+        # The first memory is leased. So only entries of the other memories were evicted.
         statistics = cache.statistics()
         assert (statistics.regions, statistics.evictions, statistics.registered_bytes) == (2, 2, 128 * KIB)
-        first.close()
+        first_lease.close()
         cache.lease(memories[3]).close()
         cache.lease(memories[0]).close()
-        cache.lease(memories[1]).close()  # The fourth was used before the first, so it is evicted.
-        before = cache.statistics()
+        # The least recently used entry is that of the fourth memory, so this lease evicts it.
+        cache.lease(memories[1]).close()
+        statistics_before = cache.statistics()
         cache.lease(memories[0]).close()
-        assert cache.statistics().hits == before.hits + 1
+        assert cache.statistics().hits == statistics_before.hits + 1
         cache.lease(memories[3]).close()
-        assert cache.statistics().misses == before.misses + 1
+        assert cache.statistics().misses == statistics_before.misses + 1
 
 
-def test_byte_limit_evicts_and_excludes_large_allocations(space: Space, nic: Nic) -> None:
+def test_byte_limit_evicts_and_excludes_large_allocations(allocator: AnyAllocator, nic: Nic) -> None:
     with (
-        space.allocate(128 * KIB) as one,
-        space.allocate(128 * KIB) as other,
-        space.allocate(MIB) as large,
+        allocator.allocate(128 * KIB) as first_memory,
+        allocator.allocate(128 * KIB) as second_memory,
+        allocator.allocate(MIB) as large_memory,
         RegionCache([nic], bytes_max=200 * KIB) as cache,
     ):
-        cache.lease(one).close()
-        cache.lease(other).close()
+        cache.lease(first_memory).close()
+        cache.lease(second_memory).close()
         assert (cache.statistics().registered_bytes, cache.statistics().evictions) == (128 * KIB, 1)
-        with cache.lease(large):
+        with cache.lease(large_memory):
             assert cache.statistics().registered_bytes == MIB + 128 * KIB
         assert (cache.statistics().registered_bytes, cache.statistics().regions) == (128 * KIB, 1)
 
 
-def test_statistics_are_a_frozen_copy(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
-        before = cache.statistics()
+def test_statistics_are_a_frozen_copy(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        statistics_before = cache.statistics()
         cache.lease(memory).close()
-        assert before.misses == 0
+        assert statistics_before.misses == 0
         assert cache.statistics().misses == 1
         with pytest.raises(dataclasses.FrozenInstanceError):
-            before.hits = 1  # type: ignore[misc]
+            statistics_before.hits = 1  # type: ignore[misc]
 
 
-@LEDGER
-def test_failed_registration_is_not_cached(space: Space, nic: Nic) -> None:
+@NEEDS_VERBS_TWIN
+def test_failed_registration_is_not_cached(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
-        before = handles.live()
-        with faults(Api.VERBS, f"{registering(space)} call=1 errno=ENOMEM"):
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        handles_before = handles.live()
+        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 errno=ENOMEM"):
             with pytest.raises(ApiError) as raised:
                 cache.lease(memory)
             assert raised.value.errno == errno.ENOMEM
-            assert handles.live() == before
+            assert handles.live() == handles_before
             assert (cache.statistics().regions, cache.statistics().in_flight) == (0, 0)
             cache.lease(memory).close()
         assert (cache.statistics().misses, cache.statistics().registrations) == (2, 1)
 
 
-def test_close_with_open_leases_is_refused_and_cache_stays_open(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_close_with_open_leases_is_refused_and_cache_stays_open(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
         for timeout_ms in (0, 1):
             with pytest.raises(UsageError) as raised:
@@ -259,15 +272,15 @@ def test_close_with_open_leases_is_refused_and_cache_stays_open(space: Space, ni
             lease.remote(nic)
 
 
-@LEDGER
-def test_failed_deregistration_is_counted_and_retried(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+@NEEDS_VERBS_TWIN
+def test_failed_deregistration_is_counted_and_retried(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
             cache.invalidate(memory.address, length_bytes=1)
         assert raised.value.errno == errno.EBUSY
         assert (cache.statistics().regions, cache.statistics().not_deregistered) == (0, 1)
-        # The free first retries the deregistration, so the memory is never freed while it is registered.
+        # Before the free, gdrkit tries the deregistration again. So the memory is never freed while it is registered.
         with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
             memory.close()
         assert not memory.closed
@@ -275,8 +288,24 @@ def test_failed_deregistration_is_counted_and_retried(space: Space, nic: Nic) ->
         assert cache.statistics().not_deregistered == 0
 
 
-def test_invalid_range_or_limit_is_refused(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+@needs(verbs.nic())
+def test_attribute_error_of_a_buffer_is_raised_unchanged(nic: Nic) -> None:
+    class BrokenBuffer:
+        """A buffer that passes as a DeviceBuffer, and whose length cannot be read."""
+
+        before_release = None
+
+        @property
+        def length_bytes(self) -> int:
+            message = "the length is unknown"
+            raise AttributeError(message)
+
+    with RegionCache([nic]) as cache, pytest.raises(AttributeError, match="the length is unknown"):
+        cache.lease(BrokenBuffer())  # type: ignore[arg-type]
+
+
+def test_invalid_range_or_limit_is_refused(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         for offset_bytes, length_bytes in ((-1, 1), (0, 0), (0, 64 * KIB + 1), (64 * KIB, None), (1 << 63, 1 << 63)):
             with pytest.raises(UsageError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import faults
-from support.reach import registering
+from support.memory_kinds import registration_call
 
 from gdrkit.errors import Api, UsageError
 from gdrkit.harness.needs import needs, software, verbs
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from support.reach import Space
+    from support.memory_kinds import AnyAllocator
 
     from gdrkit.verbs import Nic
 
 
-class Stopped(BaseException):
-    """The exception that the signal handler of a case raises, like KeyboardInterrupt of Python's own handler."""
+class SignalReceived(BaseException):
+    """The exception that the signal handler of a case raises, like KeyboardInterrupt for SIGINT."""
 
 
 @pytest.fixture
-def _own_handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGUSR1)
+def _restored_signal_handler() -> Iterator[None]:
+    handler_before = signal.getsignal(signal.SIGUSR1)
     yield
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, handler_before)
 
 
 @needs(verbs.nic())
 def test_cache_uses_only_the_given_route(nic: Nic) -> None:
-    wrong = RegistrationRoute.PEER_MEMORY
-    with HostAllocator().allocate(64 * KIB) as memory, RegionCache([nic], route=wrong) as cache:
+    wrong_route = RegistrationRoute.PEER_MEMORY
+    with HostAllocator().allocate(64 * KIB) as memory, RegionCache([nic], route=wrong_route) as cache:
         with pytest.raises(UsageError):
             cache.lease(memory)
         assert cache.statistics().in_flight == 0
@@ -53,8 +53,8 @@ def test_cache_with_a_zero_limit_is_refused(nic: Nic, limits: dict[str, int]) ->
         RegionCache([nic], regions_max=limits.get("regions_max", 1), bytes_max=limits.get("bytes_max", 1))
 
 
-def test_cache_of_one_region_is_accepted(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic], regions_max=1, bytes_max=1) as cache:
+def test_cache_of_one_region_is_accepted(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic], regions_max=1, bytes_max=1) as cache:
         cache.lease(memory).close()
 
 
@@ -62,8 +62,8 @@ def test_route_values_are_those_of_records() -> None:
     assert [route.value for route in RegistrationRoute] == ["dmabuf", "peer_memory", "host"]
 
 
-def test_representation_names_the_nics_and_the_state(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory:
+def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory:
         with register(memory, [nic]) as registration:
             assert repr(registration) == f"Registration({registration.route.value}, {nic.name})"
         assert repr(registration) == f"Registration({registration.route.value}, {nic.name}, closed)"
@@ -74,36 +74,37 @@ def test_representation_names_the_nics_and_the_state(space: Space, nic: Nic) -> 
 
 
 @needs(software(Api.VERBS))
-@pytest.mark.usefixtures("_own_handler")
-@pytest.mark.parametrize("after", [False, True], ids=["while it is registered", "once it is registered"])
-def test_interrupted_waiter_keeps_no_lease(space: Space, nic: Nic, *, after: bool) -> None:
+@pytest.mark.usefixtures("_restored_signal_handler")
+@pytest.mark.parametrize("is_registered", [False, True], ids=["while it is registered", "once it is registered"])
+def test_interrupted_waiter_keeps_no_lease(allocator: AnyAllocator, nic: Nic, *, is_registered: bool) -> None:
     assert nic.supports_dmabuf()
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
-        main = threading.get_ident()
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+        main_thread = threading.get_ident()
 
-        def stop(_number: int, _frame: FrameType | None) -> None:
-            while after and owner.is_alive() and cache.statistics().in_flight:
+        def raise_in_the_waiter(_number: int, _frame: FrameType | None) -> None:
+            # If is_registered is true, the handler raises only after the registration is complete.
+            while is_registered and registering_thread.is_alive() and cache.statistics().in_flight:
                 pass
-            raise Stopped
+            raise SignalReceived
 
-        def stop_the_waiter() -> None:
-            # The signal must arrive during the wait. Before it, there would be nothing to undo.
-            while not (cache.statistics().waiting and sys._current_frames()[main].f_code.co_name == "wait"):  # noqa: SLF001
-                assert owner.is_alive()
-            signal.pthread_kill(main, signal.SIGUSR1)
+        def interrupt_the_waiter() -> None:
+            # The signal must arrive while the main thread waits. Earlier it would have nothing to undo.
+            while not (cache.statistics().waiting and sys._current_frames()[main_thread].f_code.co_name == "wait"):  # noqa: SLF001
+                assert registering_thread.is_alive()
+            signal.pthread_kill(main_thread, signal.SIGUSR1)
 
-        signal.signal(signal.SIGUSR1, stop)
-        owner = threading.Thread(target=lambda: cache.lease(memory).close())
-        stopper = threading.Thread(target=stop_the_waiter)
-        with faults(Api.VERBS, f"{registering(space)} call=1 delay_us=1000000"):
-            owner.start()
+        signal.signal(signal.SIGUSR1, raise_in_the_waiter)
+        registering_thread = threading.Thread(target=lambda: cache.lease(memory).close())
+        interrupting_thread = threading.Thread(target=interrupt_the_waiter)
+        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 delay_us=1000000"):
+            registering_thread.start()
             while not cache.statistics().in_flight:
-                assert owner.is_alive()
-            stopper.start()
-            with pytest.raises(Stopped):
+                assert registering_thread.is_alive()
+            interrupting_thread.start()
+            with pytest.raises(SignalReceived):
                 cache.lease(memory)
-            owner.join(30)
-            stopper.join(30)
+            registering_thread.join(30)
+            interrupting_thread.join(30)
         statistics = cache.statistics()
         assert (statistics.leases, statistics.waiting, statistics.in_flight) == (0, 0, 0)
         cache.lease(memory).close()

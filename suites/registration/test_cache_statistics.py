@@ -1,4 +1,4 @@
-"""The counters of a region cache, all of them after each kind of event, and the two kinds of a close."""
+"""The counters of a region cache after each event, its close, and registrations of host memory without a cache."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-SIZE = 64 * KIB
-NOTHING = CacheStatistics(
+LENGTH_BYTES = 64 * KIB
+ALL_ZERO = CacheStatistics(
     hits=0,
     misses=0,
     registrations=0,
@@ -40,82 +40,97 @@ NOTHING = CacheStatistics(
 )
 
 
-def counted(**counters: int) -> CacheStatistics:
-    """Return counters that are 0 but for the given ones."""
-    return dataclasses.replace(NOTHING, **counters)
+def statistics_with(**counters: int) -> CacheStatistics:
+    """Return statistics with these counters. All other counters are 0."""
+    return dataclasses.replace(ALL_ZERO, **counters)
 
 
-def lease_for_ever(cache: RegionCache, memory: HostMemory) -> None:
+def lease_until_refused(cache: RegionCache, memory: HostMemory) -> None:
     """Lease memory again and again, until the cache refuses it."""
     while True:
         cache.lease(memory).close()
 
 
 def test_lookups_and_leases_are_counted(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory, RegionCache([nic]) as cache:
-        assert cache.statistics() == NOTHING
-        kept = {"misses": 1, "registrations": 1, "regions": 1, "registered_bytes": SIZE}
+    with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
+        assert cache.statistics() == ALL_ZERO
+        unchanged = {"misses": 1, "registrations": 1, "regions": 1, "registered_bytes": LENGTH_BYTES}
         with cache.lease(memory):
-            assert cache.statistics() == counted(**kept, leases=1)
+            assert cache.statistics() == statistics_with(**unchanged, leases=1)
             with cache.lease(memory, offset_bytes=1):
-                assert cache.statistics() == counted(**kept, hits=1, leases=2)
-        assert cache.statistics() == counted(**kept, hits=1)
+                assert cache.statistics() == statistics_with(**unchanged, hits=1, leases=2)
+        assert cache.statistics() == statistics_with(**unchanged, hits=1)
 
 
 def test_invalidated_entries_are_counted(nic: Nic) -> None:
     with contextlib.ExitStack() as stack, RegionCache([nic]) as cache:
-        memories = [stack.enter_context(HostMemory(SIZE)) for _ in range(3)]
+        memories = [stack.enter_context(HostMemory(LENGTH_BYTES)) for _ in range(3)]
         for memory in memories:
             cache.lease(memory).close()
         begin = min(memory.address for memory in memories)
         end = max(memory.address + memory.length_bytes for memory in memories)
-        made = {"misses": 3, "registrations": 3}
+        unchanged = {"misses": 3, "registrations": 3}
         with cache.lease(memories[1]):
             assert cache.invalidate(begin, length_bytes=end - begin) == 3
-            # The leased one stays registered until its lease ends.
-            assert cache.statistics() == counted(**made, hits=1, invalidations=3, registered_bytes=SIZE, leases=1)
-        assert cache.statistics() == counted(**made, hits=1, invalidations=3)
+            # The leased entry stays registered until its lease ends.
+            assert cache.statistics() == statistics_with(
+                **unchanged, hits=1, invalidations=3, registered_bytes=LENGTH_BYTES, leases=1
+            )
+        assert cache.statistics() == statistics_with(**unchanged, hits=1, invalidations=3)
         assert cache.invalidate(begin, length_bytes=end - begin) == 0
-        assert cache.statistics() == counted(**made, hits=1, invalidations=3)
+        assert cache.statistics() == statistics_with(**unchanged, hits=1, invalidations=3)
 
 
-@pytest.mark.parametrize(("offset_bytes", "count"), [(-1, 0), (0, 1), (SIZE - 1, 1), (SIZE, 0)])
-def test_invalidation_reaches_what_it_overlaps(nic: Nic, offset_bytes: int, count: int) -> None:
-    with HostMemory(SIZE) as memory, RegionCache([nic]) as cache:
+@pytest.mark.parametrize(("offset_bytes", "removed_count"), [(-1, 0), (0, 1), (LENGTH_BYTES - 1, 1), (LENGTH_BYTES, 0)])
+def test_invalidation_removes_overlapping_entries(nic: Nic, offset_bytes: int, removed_count: int) -> None:
+    with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        assert cache.invalidate(memory.address + offset_bytes, length_bytes=1) == count
-        assert cache.statistics().regions == 1 - count
+        assert cache.invalidate(memory.address + offset_bytes, length_bytes=1) == removed_count
+        assert cache.statistics().regions == 1 - removed_count
 
 
 def test_free_is_an_invalidation(nic: Nic) -> None:
     with RegionCache([nic]) as cache:
-        memory = HostMemory(SIZE)
+        memory = HostMemory(LENGTH_BYTES)
         cache.lease(memory).close()
         memory.close()
-        assert cache.statistics() == counted(misses=1, registrations=1, invalidations=1)
+        assert cache.statistics() == statistics_with(misses=1, registrations=1, invalidations=1)
         with pytest.raises(ClosedResource):
             cache.lease(memory)
-        assert cache.statistics() == counted(misses=1, registrations=1, invalidations=1)
+        assert cache.statistics() == statistics_with(misses=1, registrations=1, invalidations=1)
 
 
 def test_evictions_are_counted(nic: Nic) -> None:
-    with HostMemory(SIZE) as one, HostMemory(SIZE) as other, RegionCache([nic], regions_max=1) as cache:
-        with cache.lease(one), cache.lease(other):
+    with (
+        HostMemory(LENGTH_BYTES) as first_memory,
+        HostMemory(LENGTH_BYTES) as second_memory,
+        RegionCache([nic], regions_max=1) as cache,
+    ):
+        with cache.lease(first_memory), cache.lease(second_memory):
             # Leased entries are not evicted. They exceed the limit until a lease ends.
-            kept = {"misses": 2, "registrations": 2}
-            assert cache.statistics() == counted(**kept, regions=2, registered_bytes=2 * SIZE, leases=2)
-        assert cache.statistics() == counted(**kept, evictions=1, regions=1, registered_bytes=SIZE)
+            unchanged = {"misses": 2, "registrations": 2}
+            assert cache.statistics() == statistics_with(
+                **unchanged, regions=2, registered_bytes=2 * LENGTH_BYTES, leases=2
+            )
+        assert cache.statistics() == statistics_with(**unchanged, evictions=1, regions=1, registered_bytes=LENGTH_BYTES)
 
 
-@pytest.mark.parametrize(("bytes_max", "regions"), [(2 * SIZE, 2), (2 * SIZE - 1, 1), (SIZE, 1), (SIZE - 1, 0)])
-def test_limit_of_bytes_counts_from_both_sides(nic: Nic, bytes_max: int, regions: int) -> None:
-    with HostMemory(SIZE) as one, HostMemory(SIZE) as other, RegionCache([nic], bytes_max=bytes_max) as cache:
-        for memory in (one, other):
+@pytest.mark.parametrize(
+    ("bytes_max", "region_count"),
+    [(2 * LENGTH_BYTES, 2), (2 * LENGTH_BYTES - 1, 1), (LENGTH_BYTES, 1), (LENGTH_BYTES - 1, 0)],
+)
+def test_byte_limit_is_exact_to_the_byte(nic: Nic, bytes_max: int, region_count: int) -> None:
+    with (
+        HostMemory(LENGTH_BYTES) as first_memory,
+        HostMemory(LENGTH_BYTES) as second_memory,
+        RegionCache([nic], bytes_max=bytes_max) as cache,
+    ):
+        for memory in (first_memory, second_memory):
             cache.lease(memory).close()
         statistics = cache.statistics()
-        assert (statistics.regions, statistics.registered_bytes) == (regions, regions * SIZE)
-        # Memory that is larger than the limit is registered for its lease only, which is no eviction.
-        assert statistics.evictions == (2 - regions if regions else 0)
+        assert (statistics.regions, statistics.registered_bytes) == (region_count, region_count * LENGTH_BYTES)
+        # Memory that is larger than the limit is registered for its lease only. This does not count as an eviction.
+        assert statistics.evictions == (2 - region_count if region_count else 0)
 
 
 def test_cache_without_arguments_has_the_documented_limits(nic: Nic) -> None:
@@ -125,7 +140,7 @@ def test_cache_without_arguments_has_the_documented_limits(nic: Nic) -> None:
 
 
 def test_close_without_a_timeout_fails_at_once(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory, RegionCache([nic]) as cache:
+    with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory):
             with pytest.raises(UsageError) as raised:
                 cache.close()
@@ -137,61 +152,63 @@ def test_close_without_a_timeout_fails_at_once(nic: Nic) -> None:
 
 
 def test_close_without_a_limit_waits_for_the_leases(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory, RegionCache([nic]) as cache:
+    with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
-        closing = threading.Thread(target=cache.close, kwargs={"timeout_ms": None})
-        closing.start()
+        closing_thread = threading.Thread(target=cache.close, kwargs={"timeout_ms": None})
+        closing_thread.start()
         try:
-            # A lease is refused from the moment on at which the close waits.
+            # While close() waits, the cache refuses new leases.
             with pytest.raises(ClosedResource):
-                lease_for_ever(cache, memory)
-            assert closing.is_alive()
+                lease_until_refused(cache, memory)
+            assert closing_thread.is_alive()
         finally:
             lease.close()
-            closing.join()
+            closing_thread.join()
         assert cache.closed
 
 
 @needs(software(Api.VERBS))
 def test_close_that_fails_is_tried_again(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory, RegionCache([nic]) as cache:
+    with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
             cache.close()
         assert not cache.closed
-        assert cache.statistics() == counted(misses=1, registrations=1, registered_bytes=SIZE, not_deregistered=1)
+        assert cache.statistics() == statistics_with(
+            misses=1, registrations=1, registered_bytes=LENGTH_BYTES, not_deregistered=1
+        )
         cache.close()
         assert cache.closed
         assert cache.statistics().not_deregistered == 0
 
 
 def test_registration_names_its_nics_and_refuses_others(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory, type(nic).open(nic.name) as other:
+    with HostMemory(LENGTH_BYTES) as memory, type(nic).open(nic.name) as other_nic:
         with register(memory, [nic]) as registration:
             assert (registration.memory, registration.route) == (memory, RegistrationRoute.HOST)
             assert (registration.refusals, registration.nics, registration.closed) == ((), (nic,), False)
             with pytest.raises(UsageError) as raised:
-                registration.region(other)
+                registration.region(other_nic)
             assert raised.value.reason is Reason.BAD_ARGUMENT
             part = registration.remote(nic, offset_bytes=5, length_bytes=7)
             assert (part.address, part.length_bytes) == (memory.address + 5, 7)
-            assert registration.remote(nic).length_bytes == SIZE
+            assert registration.remote(nic).length_bytes == LENGTH_BYTES
         assert registration.closed
         registration.close()
-        for refused in (registration.region, registration.remote):
+        for method in (registration.region, registration.remote):
             with pytest.raises(ClosedResource):
-                refused(nic)
+                method(nic)
 
 
 def test_closed_memory_is_refused(nic: Nic) -> None:
-    memory = HostMemory(SIZE)
+    memory = HostMemory(LENGTH_BYTES)
     memory.close()
     with pytest.raises(ClosedResource):
         register(memory, [nic])
 
 
 def test_host_memory_has_one_route(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory:
+    with HostMemory(LENGTH_BYTES) as memory:
         with pytest.raises(UsageError) as raised:
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
         assert raised.value.reason is Reason.BAD_ARGUMENT
@@ -203,8 +220,8 @@ def test_host_memory_has_one_route(nic: Nic) -> None:
 
 
 @needs(cuda.device())
-def test_device_memory_is_no_host_memory(nic: Nic, device: Device) -> None:
-    with device.allocate(SIZE) as memory:
+def test_device_memory_as_host_memory_is_refused(nic: Nic, device: Device) -> None:
+    with device.allocate(LENGTH_BYTES) as memory:
         with pytest.raises(UsageError) as raised:
             register(memory, [nic], route=RegistrationRoute.HOST)
         assert raised.value.reason is Reason.BAD_ARGUMENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import DMABUF, joined
+from support.memory_kinds import DMABUF, peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.buffers import Allocator, DeviceBuffer, MemoryKind
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-NIC = needs(verbs.nic())
-SIZE = 64 * KIB
+NEEDS_NIC = needs(verbs.nic())
+LENGTH_BYTES = 64 * KIB
 
 
 def test_host_memory_has_the_interface_of_device_memory() -> None:
@@ -39,104 +39,108 @@ def test_host_memory_has_the_interface_of_device_memory() -> None:
         memory.fill(0x5A, offset_bytes=1, length_bytes=2)
         assert memory.read(length_bytes=4) == b"\0\x5a\x5a\0"
         assert memory.read(offset_bytes=4997) == b"abc"
-        with memory.allocation() as whole:
-            assert (whole.address, whole.length_bytes, whole.owned) == (memory.address, 2 * HOST_PAGE_BYTES, False)
-            assert whole.allocation_key() == memory.allocation_key()
+        with memory.allocation() as allocation:
+            assert (allocation.address, allocation.length_bytes, allocation.owned) == (
+                memory.address,
+                2 * HOST_PAGE_BYTES,
+                False,
+            )
+            assert allocation.allocation_key() == memory.allocation_key()
 
 
 def test_new_mapping_at_the_same_address_is_a_miss() -> None:
-    numbers, addresses = set(), set()
+    mapping_ids, addresses = set(), set()
     for _ in range(20):
-        with HostMemory(SIZE) as memory:
+        with HostMemory(LENGTH_BYTES) as memory:
             key = memory.allocation_key()
             assert memory.presence(key)()
-            ((base, length_bytes, number),) = key
-            assert (base, length_bytes) == (memory.address, SIZE)
-            numbers.add(number)
+            ((base, length_bytes, mapping_id),) = key
+            assert (base, length_bytes) == (memory.address, LENGTH_BYTES)
+            mapping_ids.add(mapping_id)
             addresses.add(base)
         assert not memory.presence(key)()
-    assert len(numbers) == 20
+    assert len(mapping_ids) == 20
     # The kernel reuses the address that was just unmapped, so the address alone does not identify the memory.
     assert len(addresses) < 20
 
 
-@NIC
+@NEEDS_NIC
 def test_old_key_never_accesses_the_next_mapping(nic: Nic, peer: Peer, seed: int) -> None:
-    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        with HostMemory(SIZE) as memory:
+    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+        with HostMemory(LENGTH_BYTES) as memory:
             with cache.lease(memory) as lease:
                 assert lease.route is RegistrationRoute.HOST
-                stale = lease.remote(nic)
-                theirs.write(stale, seed=seed).expect(Status.SUCCESS)
+                old_remote = lease.remote(nic)
+                peer_pair.write(old_remote, seed=seed).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed)
             address = memory.address
-        with HostMemory(SIZE) as successor:
+        with HostMemory(LENGTH_BYTES) as successor:
             assert successor.address == address
             with cache.lease(successor) as lease:
-                assert lease.remote(nic).rkey != stale.rkey
+                assert lease.remote(nic).rkey != old_remote.rkey
                 assert (cache.statistics().hits, cache.statistics().misses) == (0, 2)
-            theirs.write(stale, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
-            assert successor.read() == bytes(SIZE)
+            peer_pair.write(old_remote, seed=seed + 1).expect(Status.REM_ACCESS_ERR)
+            assert successor.read() == bytes(LENGTH_BYTES)
 
 
-@NIC
+@NEEDS_NIC
 def test_free_deregisters_host_memory_from_all_nics(nics: tuple[Nic, ...]) -> None:
-    before = handles.live()
-    memory = HostMemory(SIZE)
+    handles_before = handles.live()
+    memory = HostMemory(LENGTH_BYTES)
     registration = register(memory, nics)
     assert (registration.route, registration.nics, registration.refusals) == (RegistrationRoute.HOST, nics, ())
     assert {registration.region(nic).remote_address for nic in nics} == {memory.address}
     memory.close()
     assert registration.closed
-    assert handles.live() == before
+    assert handles.live() == handles_before
 
 
-@NIC
+@NEEDS_NIC
 def test_mapped_file_is_registered_and_shared(nic: Nic, peer: Peer, tmp_path: Path, seed: int) -> None:
     path = tmp_path / "shared"
-    path.write_bytes(bytes(SIZE + 1))
-    with path.open("r+b") as file, MappedFile(file.fileno(), length_bytes=SIZE + 1) as memory:
+    path.write_bytes(bytes(LENGTH_BYTES + 1))
+    with path.open("r+b") as file, MappedFile(file.fileno(), length_bytes=LENGTH_BYTES + 1) as memory:
         assert isinstance(memory, DeviceBuffer)
-        with register(memory, [nic]) as registration, joined(nic, peer) as theirs:
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
             assert registration.route is RegistrationRoute.HOST
-            theirs.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
+            peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(path.read_bytes(), seed=seed)
-        memory.write(b"end", offset_bytes=SIZE - 2)
+        memory.write(b"end", offset_bytes=LENGTH_BYTES - 2)
         assert path.read_bytes().endswith(b"end")
-        assert len(path.read_bytes()) == SIZE + 1
+        assert len(path.read_bytes()) == LENGTH_BYTES + 1
 
 
 def test_mapping_longer_than_its_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shared").write_bytes(b"x")
-    before = handles.live()
+    handles_before = handles.live()
     with (tmp_path / "shared").open("r+b") as file:
         for length_bytes in (0, -1, 2):
             with pytest.raises(UsageError) as raised:
                 MappedFile(file.fileno(), length_bytes=length_bytes)
             assert raised.value.reason is Reason.BAD_ARGUMENT
-    assert handles.live() == before
+    assert handles.live() == handles_before
 
 
-@NIC
+@NEEDS_NIC
 def test_borrowed_host_memory_stays_mapped(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory:
-        whole = memory.allocation()
-        registration = register(whole, [nic])
+    with HostMemory(LENGTH_BYTES) as memory:
+        allocation = memory.allocation()
+        registration = register(allocation, [nic])
         with pytest.raises(UsageError) as raised:
             memory.close()
         assert raised.value.reason is Reason.BUSY
         assert not memory.closed
         assert not registration.closed
-        whole.close()
+        allocation.close()
         assert registration.closed
     with pytest.raises(ClosedResource):
         memory.allocation()
 
 
-@NIC
+@NEEDS_NIC
 def test_host_memory_has_neither_peer_memory_nor_dmabuf(nic: Nic) -> None:
-    with HostMemory(SIZE) as memory:
-        before = handles.live()
+    with HostMemory(LENGTH_BYTES) as memory:
+        handles_before = handles.live()
         with pytest.raises(UsageError):
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
         with pytest.raises(RegistrationFailed) as raised:
@@ -146,28 +150,28 @@ def test_host_memory_has_neither_peer_memory_nor_dmabuf(nic: Nic) -> None:
         assert cause.reason in {Reason.DMABUF_EXPORT_UNSUPPORTED, Reason.DMABUF_REGION_UNSUPPORTED}
         with pytest.raises(Unsupported):
             memory.export_dmabuf()
-        for address, length_bytes in ((0, SIZE), (memory.address, 0)):
+        for address, length_bytes in ((0, LENGTH_BYTES), (memory.address, 0)):
             with pytest.raises(UsageError):
                 nic.register_pages(address, length_bytes=length_bytes)
-        assert handles.live() == before
+        assert handles.live() == handles_before
 
 
 @DMABUF
 def test_device_memory_is_not_registered_as_host_memory(device: Device, nic: Nic) -> None:
-    with device.allocate(SIZE) as memory:
+    with device.allocate(LENGTH_BYTES) as memory:
         register(memory, [nic]).close()
         with pytest.raises(UsageError):
             register(memory, [nic], route=RegistrationRoute.HOST)
 
 
 def test_invalid_host_memory_arguments_are_refused() -> None:
-    before = handles.live()
+    handles_before = handles.live()
     for length_bytes in (0, -1, 1 << 62, 1 << 80):
         with pytest.raises(UsageError):
             HostMemory(length_bytes)
-    assert handles.live() == before
+    assert handles.live() == handles_before
     with HostMemory(10) as memory:
-        for use in (
+        for invalid_call in (
             lambda: memory.read(offset_bytes=-1),
             lambda: memory.read(length_bytes=11),
             lambda: memory.write(b"ab", offset_bytes=9),
@@ -176,10 +180,10 @@ def test_invalid_host_memory_arguments_are_refused() -> None:
             lambda: memory.fill(1, offset_bytes=11, length_bytes=0),
         ):
             with pytest.raises(UsageError):
-                use()
+                invalid_call()
         assert memory.read() == bytes(10)
-    closed: tuple[Callable[[], object], ...] = (memory.read, memory.allocation_key, memory.allocation)
-    for call in (*closed, memory.export_dmabuf):
+    calls_on_closed_memory: tuple[Callable[[], object], ...] = (memory.read, memory.allocation_key, memory.allocation)
+    for call in (*calls_on_closed_memory, memory.export_dmabuf):
         with pytest.raises(ClosedResource):
             call()
     memory.close()

@@ -1,4 +1,4 @@
-"""Memory of other libraries is wrapped and never freed, and gdrkit's memory can be passed to them."""
+"""Memory of other libraries is wrapped and never freed, and memory of gdrkit can be passed to other libraries."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.memory_kinds import DMABUF, peer_queue_pair
 from support.raw_cuda import raw_allocate_managed, raw_free
-from support.reach import DMABUF, joined
 
 from gdrkit import cuda, pattern
 from gdrkit.buffers import MemoryKind
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cuda_needs.device())
 
-SIZE = 64 * KIB
+LENGTH_BYTES = 64 * KIB
 
 
-class Array:
-    """An array of another library, with ``__cuda_array_interface__``."""
+class ArrayWithInterface:
+    """An array of another library, with ``__cuda_array_interface__``.
+
+    `fields` replace fields of the interface. A field with the value "absent" is left out.
+    """
 
     def __init__(self, memory: DeviceMemory, **fields: object) -> None:
         offset_bytes = fields.pop("offset_bytes", 0)
@@ -49,18 +52,18 @@ class Array:
         return {name: value for name, value in self.interface.items() if value != "absent"}
 
 
-class OnlyDlpack:
-    """An array of a library that supports only DLPack. It passes on the capsule of the memory."""
+class DlpackArray:
+    """An array of a library that supports only DLPack. It returns the capsule of the memory."""
 
-    def __init__(self, memory: DeviceMemory, **more: Any) -> None:  # noqa: ANN401 - the arguments of __dlpack__.
+    def __init__(self, memory: DeviceMemory, **dlpack_arguments: Any) -> None:  # noqa: ANN401
         self.memory = memory
-        self.more = more
+        self.dlpack_arguments = dlpack_arguments
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.memory.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None) -> object:
-        return self.memory.__dlpack__(stream=stream, **self.more)
+        return self.memory.__dlpack__(stream=stream, **self.dlpack_arguments)
 
 
 @DMABUF
@@ -80,15 +83,19 @@ class OnlyDlpack:
 def test_wrapped_array_is_registered_and_not_freed(
     device: Device, nic: Nic, peer: Peer, seed: int, fields: dict[str, object]
 ) -> None:
-    with device.allocate(SIZE) as memory:
+    with device.allocate(LENGTH_BYTES) as memory:
         with (
-            cuda.wrap(Array(memory, **fields), device=device) as wrapped,
+            cuda.wrap(ArrayWithInterface(memory, **fields), device=device) as wrapped,
             RegionCache([nic]) as cache,
-            joined(nic, peer) as theirs,
+            peer_queue_pair(nic, peer) as peer_pair,
         ):
-            assert (wrapped.address, wrapped.length_bytes, wrapped.kind) == (memory.address, SIZE, MemoryKind.CUDA)
+            assert (wrapped.address, wrapped.length_bytes, wrapped.kind) == (
+                memory.address,
+                LENGTH_BYTES,
+                MemoryKind.CUDA,
+            )
             with cache.lease(wrapped) as lease:
-                theirs.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
+                peer_pair.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=seed)
 
 
@@ -115,14 +122,14 @@ def test_wrapped_array_is_registered_and_not_freed(
     ids=str,
 )
 def test_malformed_array_interface_is_refused(device: Device, fields: dict[str, object], reason: Reason) -> None:
-    with device.allocate(SIZE) as memory, pytest.raises(UsageError) as raised:
-        cuda.wrap(Array(memory, **fields), device=device)
+    with device.allocate(LENGTH_BYTES) as memory, pytest.raises(UsageError) as raised:
+        cuda.wrap(ArrayWithInterface(memory, **fields), device=device)
     assert raised.value.reason is reason
 
 
 def test_read_only_array_needs_read_only_argument(device: Device) -> None:
-    with device.allocate(SIZE) as memory:
-        array = Array(memory, data=(memory.address, True))
+    with device.allocate(LENGTH_BYTES) as memory:
+        array = ArrayWithInterface(memory, data=(memory.address, True))
         with pytest.raises(UsageError):
             cuda.wrap(array, device=device)
         cuda.wrap(array, device=device, read_only=True).close()
@@ -134,10 +141,10 @@ def test_object_without_a_protocol_is_refused(device: Device) -> None:
 
 
 def test_managed_memory_is_refused_with_advice(device: Device) -> None:
-    address = raw_allocate_managed(device, SIZE)
+    address = raw_allocate_managed(device, LENGTH_BYTES)
     try:
-        with device.allocate(SIZE) as memory, pytest.raises(Unsupported) as raised:
-            cuda.wrap(Array(memory, data=(address, False)), device=device)
+        with device.allocate(LENGTH_BYTES) as memory, pytest.raises(Unsupported) as raised:
+            cuda.wrap(ArrayWithInterface(memory, data=(address, False)), device=device)
     finally:
         raw_free(device, address)
     assert raised.value.reason is Reason.NOT_SUPPORTED
@@ -146,26 +153,27 @@ def test_managed_memory_is_refused_with_advice(device: Device) -> None:
 
 
 def test_managed_and_host_memory_by_dlpack_are_refused(device: Device) -> None:
-    class Elsewhere(OnlyDlpack):
+    class ArrayOnOtherDevice(DlpackArray):
         def __dlpack_device__(self) -> tuple[int, int]:
-            return kind, 0
+            return device_type, 0
 
-    with device.allocate(SIZE) as memory:
-        kind = 13  # kDLCUDAManaged
+    with device.allocate(LENGTH_BYTES) as memory:
+        device_type = 13  # kDLCUDAManaged
         with pytest.raises(Unsupported) as raised:
-            cuda.wrap(Elsewhere(memory), device=device)
+            cuda.wrap(ArrayOnOtherDevice(memory), device=device)
         assert raised.value.status_name == "kDLCUDAManaged"
-        for kind in (1, 3, 10):  # noqa: B007 - the class above reads it.
-            with pytest.raises(UsageError) as refused:
-                cuda.wrap(Elsewhere(memory), device=device)
-            assert refused.value.reason is Reason.NOT_DEVICE_MEMORY
+        # kDLCPU, kDLCUDAHost and kDLROCM.
+        for device_type in (1, 3, 10):  # noqa: B007 - the class above reads it.
+            with pytest.raises(UsageError) as raised_for_host:
+                cuda.wrap(ArrayOnOtherDevice(memory), device=device)
+            assert raised_for_host.value.reason is Reason.NOT_DEVICE_MEMORY
 
 
 @pytest.mark.parametrize("max_version", [None, (1, 0), (0, 8)], ids=str)
 def test_dlpack_export_and_import_keep_the_address(device: Device, max_version: tuple[int, int] | None) -> None:
-    memory = device.allocate(SIZE - 100)
-    with cuda.wrap(OnlyDlpack(memory, max_version=max_version), device=device) as wrapped:
-        assert (wrapped.address, wrapped.length_bytes) == (memory.address, SIZE - 100)
+    memory = device.allocate(LENGTH_BYTES - 100)
+    with cuda.wrap(DlpackArray(memory, max_version=max_version), device=device) as wrapped:
+        assert (wrapped.address, wrapped.length_bytes) == (memory.address, LENGTH_BYTES - 100)
         # The consumer still uses the tensor.
         with pytest.raises(UsageError) as raised:
             memory.close()
@@ -175,7 +183,7 @@ def test_dlpack_export_and_import_keep_the_address(device: Device, max_version: 
 
 
 def test_unconsumed_capsule_releases_the_memory(device: Device) -> None:
-    with device.allocate(SIZE) as memory:
+    with device.allocate(LENGTH_BYTES) as memory:
         capsule = memory.__dlpack__(max_version=(1, 3))
         with pytest.raises(UsageError):
             memory.close()
@@ -184,23 +192,23 @@ def test_unconsumed_capsule_releases_the_memory(device: Device) -> None:
 
 
 def test_capsule_can_be_consumed_once(device: Device) -> None:
-    class Again(OnlyDlpack):
+    class ArrayOfCapsule(DlpackArray):
         def __dlpack__(self, *, stream: int | None = None) -> object:
             return capsule
 
-    with device.allocate(SIZE) as memory:
+    with device.allocate(LENGTH_BYTES) as memory:
         capsule = memory.__dlpack__()
-        with cuda.wrap(Again(memory), device=device), pytest.raises(UsageError) as raised:
-            cuda.wrap(Again(memory), device=device)
+        with cuda.wrap(ArrayOfCapsule(memory), device=device), pytest.raises(UsageError) as raised:
+            cuda.wrap(ArrayOfCapsule(memory), device=device)
         assert raised.value.reason is Reason.MALFORMED
         capsule = object()
         with pytest.raises(UsageError) as raised:
-            cuda.wrap(Again(memory), device=device)
+            cuda.wrap(ArrayOfCapsule(memory), device=device)
         assert raised.value.reason is Reason.MALFORMED
 
 
 def test_dlpack_copy_or_other_device_raises_buffer_error(device: Device) -> None:
-    with device.allocate(SIZE) as memory:
+    with device.allocate(LENGTH_BYTES) as memory:
         with pytest.raises(BufferError):
             memory.__dlpack__(copy=True)
         with pytest.raises(BufferError):
@@ -217,14 +225,14 @@ def test_memory_has_a_cuda_array_interface(device: Device) -> None:
 
 
 def test_wrapper_keeps_the_array_until_it_is_closed(device: Device) -> None:
-    with device.allocate(SIZE) as memory:
-        array = Array(memory)
-        seen = weakref.ref(array)
+    with device.allocate(LENGTH_BYTES) as memory:
+        array = ArrayWithInterface(memory)
+        array_reference = weakref.ref(array)
         wrapped = cuda.wrap(array, device=device)
         del array
         gc.collect()
-        assert seen() is not None
+        assert array_reference() is not None
         wrapped.close()
         del wrapped
         gc.collect()
-        assert seen() is None
+        assert array_reference() is None

@@ -1,4 +1,7 @@
-"""Deregistration at the end of the last lease, which takes no lock, beside frees and closes in other threads."""
+"""The end of the last lease deregisters an invalidated entry.
+
+In these cases, other threads invalidate or evict the entry, free its memory or close the cache at the same time.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from support.reach import Space
+    from support.memory_kinds import AnyAllocator
 
     from gdrkit.verbs import Nic
 
@@ -27,22 +30,22 @@ pytestmark = needs(software(Api.VERBS))
 DEREGISTER = "ibv_dereg_mr"
 
 
-def test_leases_ending_during_invalidate_deregister_once(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         for round_index in range(200):
             leases = [cache.lease(memory) for _ in range(3)]
-            before = calls(Api.VERBS).get(DEREGISTER, 0)
+            calls_before = calls(Api.VERBS).get(DEREGISTER, 0)
             barrier = threading.Barrier(4)
 
-            def begin(action: Callable[[], object], barrier: threading.Barrier = barrier) -> None:
+            def run_at_once(action: Callable[[], object], barrier: threading.Barrier = barrier) -> None:
                 barrier.wait(30)
                 action()
 
             actions: list[Callable[[], object]] = [lease.close for lease in leases]
             actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
             with ThreadPoolExecutor(4) as threads:
-                list(threads.map(begin, actions))
-            assert calls(Api.VERBS).get(DEREGISTER, 0) == before + 1
+                list(threads.map(run_at_once, actions))
+            assert calls(Api.VERBS).get(DEREGISTER, 0) == calls_before + 1
             statistics = cache.statistics()
             assert (
                 statistics.leases,
@@ -52,36 +55,36 @@ def test_leases_ending_during_invalidate_deregister_once(space: Space, nic: Nic)
             ) == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("who", ["free", "close"])
-def test_free_and_close_wait_for_a_running_deregistration(space: Space, nic: Nic, who: str) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+@pytest.mark.parametrize("operation", ["free", "close"])
+def test_free_and_close_wait_for_a_running_deregistration(allocator: AnyAllocator, nic: Nic, operation: str) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         with faults(Api.VERBS, f"{DEREGISTER} call=1 delay_us=300000"), ThreadPoolExecutor(1) as threads:
-            going = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            invalidation = threads.submit(cache.invalidate, memory.address, length_bytes=1)
             while not delayed_at_once(Api.VERBS).get(DEREGISTER):
-                assert not going.done()
-            (memory if who == "free" else cache).close()
+                assert not invalidation.done()
+            (memory if operation == "free" else cache).close()
             assert cache.statistics().registered_bytes == 0
-            assert going.result(30) == 1
+            assert invalidation.result(30) == 1
 
 
-def test_free_retries_a_failed_deregistration(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_free_retries_a_failed_deregistration(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         rule = f"{DEREGISTER} call=1 delay_us=300000 errno=EBUSY"
         with faults(Api.VERBS, rule), ThreadPoolExecutor(1) as threads:
-            going = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            invalidation = threads.submit(cache.invalidate, memory.address, length_bytes=1)
             while not delayed_at_once(Api.VERBS).get(DEREGISTER):
-                assert not going.done()
+                assert not invalidation.done()
             memory.close()
             with pytest.raises(ApiError):
-                going.result(30)
+                invalidation.result(30)
         statistics = cache.statistics()
         assert (statistics.registered_bytes, statistics.not_deregistered) == (0, 0)
 
 
-def test_free_with_an_unlinked_lease_is_refused_at_once(space: Space, nic: Nic) -> None:
-    with space.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
+def test_free_with_an_unlinked_lease_is_refused_at_once(allocator: AnyAllocator, nic: Nic) -> None:
+    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory):
             cache.invalidate(memory.address, length_bytes=1)
             with pytest.raises(UsageError) as raised:
@@ -90,17 +93,17 @@ def test_free_with_an_unlinked_lease_is_refused_at_once(space: Space, nic: Nic) 
         memory.close()
 
 
-def test_frees_and_evictions_of_the_same_memory_in_two_threads(space: Space, nic: Nic) -> None:
-    with RegionCache([nic], regions_max=1) as cache, space.allocate(64 * KIB) as other:
+def test_concurrent_free_and_eviction_leave_one_region(allocator: AnyAllocator, nic: Nic) -> None:
+    with RegionCache([nic], regions_max=1) as cache, allocator.allocate(64 * KIB) as other_memory:
 
         def evict() -> None:
-            cache.lease(other).close()
+            cache.lease(other_memory).close()
 
         for _ in range(50):
-            with space.allocate(64 * KIB) as memory:
+            with allocator.allocate(64 * KIB) as memory:
                 cache.lease(memory).close()
                 with ThreadPoolExecutor(2) as threads:
-                    for done in (threads.submit(memory.close), threads.submit(evict)):
-                        done.result(30)
+                    for future in (threads.submit(memory.close), threads.submit(evict)):
+                        future.result(30)
         statistics = cache.statistics()
         assert (statistics.regions, statistics.registered_bytes, statistics.not_deregistered) == (1, 64 * KIB, 0)

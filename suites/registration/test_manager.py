@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import faults
 from support.ledger import calls
-from support.reach import DMABUF, joined
+from support.memory_kinds import DMABUF, peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, RegistrationFailed, UsageError
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
 
-TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 
 
 @DMABUF
 def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> None:
     with GdrManager() as manager:
-        # This raises an error with every cause if no GPU's memory can be registered.
+        # If no GPU's memory can be registered, device() raises an error with every cause.
         assert manager.device(0).index == 0
         assert manager.state.available
         assert not manager.state.obstacles
@@ -36,8 +36,8 @@ def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> No
         with manager.device(0).allocate(64 * KIB) as memory:
             with manager.lease(memory) as lease:
                 nic, remote = manager.remote(lease, gpu_index=0)
-                with joined(nic, peer) as theirs:
-                    theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+                with peer_queue_pair(nic, peer) as peer_pair:
+                    peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed)
 
 
@@ -54,14 +54,15 @@ def test_gpus_have_separate_caches_and_current_device_is_kept(devices: tuple[Dev
 
 
 def current_device() -> int:
+    """Return the number of the device whose context is current on this thread."""
     from cuda.bindings import driver
 
-    result, number = driver.cuCtxGetDevice()
+    result, device_index = driver.cuCtxGetDevice()
     assert int(result) == 0
-    return int(number)
+    return int(device_index)
 
 
-@TWINS
+@NEEDS_TWINS
 @pytest.mark.parametrize(
     ("api", "rules", "reason"),
     [
@@ -78,20 +79,20 @@ def current_device() -> int:
 )
 @DMABUF
 def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
-    before = handles.live()
+    handles_before = handles.live()
     with faults(api, *rules), GdrManager(gpu_indices=None) as manager:
         assert not manager.state.available
-        assert {**handles.live(), "registration.manager": 0} == {**before, "registration.manager": 0}
+        assert {**handles.live(), "registration.manager": 0} == {**handles_before, "registration.manager": 0}
         (obstacle,) = manager.state.obstacles
         assert obstacle.reason is reason
-        for use in (lambda: manager.nics, lambda: manager.device(0), lambda: manager.nearest_nic(0)):
+        for method_call in (lambda: manager.nics, lambda: manager.device(0), lambda: manager.nearest_nic(0)):
             with pytest.raises(RegistrationFailed) as raised:
-                use()
+                method_call()
             assert raised.value.causes
             assert raised.value.reason is reason
 
 
-@TWINS
+@NEEDS_TWINS
 @needs(cuda_needs.device(count_min=2))
 @DMABUF
 def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
@@ -119,11 +120,11 @@ def test_gpu_that_was_not_requested_is_refused() -> None:
         with pytest.raises(UsageError) as raised:
             manager.device(77)
         assert raised.value.reason is Reason.NO_DEVICE
-    before = handles.live()
+    handles_before = handles.live()
     with pytest.raises(UsageError) as raised:
         GdrManager(nic_names=["no-such-nic"])
     assert raised.value.reason is Reason.NO_DEVICE
-    assert handles.live() == before
+    assert handles.live() == handles_before
 
 
 @DMABUF
@@ -140,20 +141,20 @@ def test_close_is_refused_until_the_lease_ends() -> None:
         manager.close()
     # The close of the device closed the memory.
     assert memory.closed
-    for use in (lambda: manager.nics, lambda: manager.cache(0)):
+    for method_call in (lambda: manager.nics, lambda: manager.cache(0)):
         with pytest.raises(ClosedResource):
-            use()
+            method_call()
 
 
-@TWINS
+@NEEDS_TWINS
 @DMABUF
 def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
     ordering = Ordering.of(device)
     assert ordering.flush_options & FlushOption.HOST
     assert ordering.visibility in set(WriteVisibility)
-    before = calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+    calls_before = calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
     assert ordering.make_visible(device) is ordering.needs_flush
-    assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == before + ordering.needs_flush
+    assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == calls_before + ordering.needs_flush
 
 
 @needs(cuda_needs.device())

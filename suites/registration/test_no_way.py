@@ -1,4 +1,4 @@
-"""A NIC without any route to device memory: one error with both causes for every kind of memory, and nothing is left.
+"""A NIC without any route to device memory: a registration raises one error with both causes and leaves nothing open.
 
 On a kernel whose RDMA devices register neither a dma-buf nor a device address (rxe), the errors are the kernel's own.
 A fault plan makes a twin of verbs return the same errors.
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.no_way_to_devices, verbs.nic(), cuda.device(), cuda.dmabuf_export)
 
-DMABUF = ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
-ADDRESS = ("ibv_reg_mr", errno.EFAULT)
+DMABUF_CAUSE = ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
+ADDRESS_CAUSE = ("ibv_reg_mr", errno.EFAULT)
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Make a twin refuse both routes, like a kernel that supports neither."""
+def both_routes_refused() -> Iterator[None]:
+    """Make the libibverbs twin refuse both routes, like a kernel that supports neither. Without a twin, do nothing."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
-            rules = [f"{name} call=* errno={number}" for name, number in (DMABUF, ADDRESS)]
+            rules = [f"{name} call=* errno={error_number}" for name, error_number in (DMABUF_CAUSE, ADDRESS_CAUSE)]
             stack.enter_context(faults(Api.VERBS, *rules))
         yield
 
 
-def causes(
+def causes_of_refusal(
     memory: CudaMemory, nics: tuple[Nic, ...], *, route: RegistrationRoute | None = None, access: Access | None = None
 ) -> list[tuple[str, int | None]]:
-    """Return the function and the errno of each cause of the error."""
+    """Register memory, which must fail. Return the function and the errno of each cause of the error."""
     options = {} if access is None else {"access": access}
-    with refusing():
-        before = handles.live()
+    with both_routes_refused():
+        handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, nics, route=route, **options)
-        assert handles.live() == before
+        assert handles.live() == handles_before
     assert raised.value.reason is Reason.NO_ROUTE
     causes = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
     assert all(cause.what_to_do for cause in causes)
@@ -64,7 +64,7 @@ def test_device_memory_of_any_length_is_refused_with_both_causes(
     device: Device, nics: tuple[Nic, ...], length_bytes: int
 ) -> None:
     with device.allocate(length_bytes) as memory:
-        assert causes(memory, nics) == [DMABUF, ADDRESS]
+        assert causes_of_refusal(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 @pytest.mark.parametrize(
@@ -79,36 +79,36 @@ def test_device_memory_of_any_length_is_refused_with_both_causes(
 )
 def test_any_access_rights_are_refused_with_both_causes(device: Device, nics: tuple[Nic, ...], access: Access) -> None:
     with device.allocate(64 * KIB) as memory:
-        assert causes(memory, nics, access=access) == [DMABUF, ADDRESS]
+        assert causes_of_refusal(memory, nics, access=access) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 def test_single_nic_is_refused_like_all_nics(device: Device, nic: Nic) -> None:
     with device.allocate(64 * KIB) as memory:
-        assert causes(memory, (nic,)) == [DMABUF, ADDRESS]
+        assert causes_of_refusal(memory, (nic,)) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 @needs(cuda.vmm)
 def test_vmm_memory_is_refused_with_both_causes(device: Device, nics: tuple[Nic, ...]) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
-        assert causes(memory, nics) == [DMABUF, ADDRESS]
+        assert causes_of_refusal(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 @pytest.mark.parametrize(
     ("route", "cause"),
     [
-        pytest.param(RegistrationRoute.DMABUF, DMABUF, id="dmabuf"),
-        pytest.param(RegistrationRoute.PEER_MEMORY, ADDRESS, id="peer_memory"),
+        pytest.param(RegistrationRoute.DMABUF, DMABUF_CAUSE, id="dmabuf"),
+        pytest.param(RegistrationRoute.PEER_MEMORY, ADDRESS_CAUSE, id="peer_memory"),
     ],
 )
 def test_requested_route_raises_only_its_own_cause(
     device: Device, nics: tuple[Nic, ...], route: RegistrationRoute, cause: tuple[str, int]
 ) -> None:
     with device.allocate(64 * KIB) as memory:
-        assert causes(memory, nics, route=route) == [cause]
+        assert causes_of_refusal(memory, nics, route=route) == [cause]
 
 
 def test_memory_is_unchanged_after_the_refusal(device: Device, nics: tuple[Nic, ...], seed: int) -> None:
     with device.allocate(64 * KIB) as memory:
         memory.fill(0x5A)
-        assert causes(memory, nics) == [DMABUF, ADDRESS]
+        assert causes_of_refusal(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
         assert memory.read() == b"\x5a" * (64 * KIB)

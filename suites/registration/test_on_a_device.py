@@ -1,4 +1,4 @@
-"""Facts that registration and sharing need on a real device: one case for each, recorded per machine."""
+"""Facts about a real device on which registration and sharing rely. Each case checks one fact."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 import pytest
+from support.memory_kinds import DMABUF, peer_queue_pair, register_by_route
 from support.raw_cuda import RawMemory
-from support.reach import DMABUF, joined, registered
-from support.sharing import memory_in_peer
+from support.sharing import import_in_peer
 
 from gdrkit import cuda, pattern
 from gdrkit.buffers import MemoryKind
@@ -31,88 +31,93 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 
-def written_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int) -> None:
+def check_write_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int) -> None:
     """Let the peer write a part of the memory by RDMA, and check every byte."""
-    with registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration, joined(nic, peer) as theirs:
+    with (
+        register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
+        peer_queue_pair(nic, peer) as peer_pair,
+    ):
         remote = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
-        theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+        peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4097, length_bytes=MIB + 3), seed=seed)
-        theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+        peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
 
 
 @DMABUF
-def test_dmabuf_malloc(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
+def test_malloc_memory_is_written_by_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with device.allocate(2 * MIB) as memory:
-        written_by_dmabuf(memory, nic, peer, seed)
+        check_write_by_dmabuf(memory, nic, peer, seed)
 
 
 @DMABUF
 @needs(cuda_needs.vmm)
-def test_dmabuf_vmm(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
+def test_vmm_memory_is_written_by_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
         evidence["allocation_key"] = memory.allocation_key()
-        written_by_dmabuf(memory, nic, peer, seed)
+        check_write_by_dmabuf(memory, nic, peer, seed)
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc)
-def test_ipc_interior(device: Device, peer: Peer, seed: int) -> None:
-    with device.allocate(MIB) as whole:
-        whole.write(pattern.payload(MIB, seed=seed))
-        with export_memory(whole, kind=ShareKind.IPC, offset_bytes=65537, length_bytes=70_001) as message:
-            theirs = memory_in_peer(peer.device(), message)
-        theirs.check(seed=seed, stream_offset_bytes=65537)
-        theirs.write(seed=seed + 1)
-        pattern.check(whole.read(offset_bytes=65537, length_bytes=70_001), seed=seed + 1)
-        pattern.check(whole.read(length_bytes=65537), seed=seed)
-        theirs.close()
+def test_ipc_share_of_interior_memory_has_its_bytes(device: Device, peer: Peer, seed: int) -> None:
+    with device.allocate(MIB) as memory:
+        memory.write(pattern.payload(MIB, seed=seed))
+        with export_memory(memory, kind=ShareKind.IPC, offset_bytes=65537, length_bytes=70_001) as message:
+            peer_memory = import_in_peer(peer.device(), message)
+        peer_memory.check(seed=seed, stream_offset_bytes=65537)
+        peer_memory.write(seed=seed + 1)
+        pattern.check(memory.read(offset_bytes=65537, length_bytes=70_001), seed=seed + 1)
+        pattern.check(memory.read(length_bytes=65537), seed=seed)
+        peer_memory.close()
 
 
 @needs(cuda_needs.device(), cuda_needs.vmm)
-def test_vmm_export(device: Device, peer: Peer, seed: int) -> None:
+def test_vmm_share_across_chunks_has_its_bytes(device: Device, peer: Peer, seed: int) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(6 * MIB, seed=seed))
         with export_memory(memory, kind=ShareKind.VMM, offset_bytes=2 * MIB - 5, length_bytes=2 * MIB) as message:
-            theirs = memory_in_peer(peer.device(), message)
-        theirs.check(seed=seed, stream_offset_bytes=2 * MIB - 5)
-        theirs.write(seed=seed + 1, length_bytes=10)
+            peer_memory = import_in_peer(peer.device(), message)
+        peer_memory.check(seed=seed, stream_offset_bytes=2 * MIB - 5)
+        peer_memory.write(seed=seed + 1, length_bytes=10)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)
-        theirs.close()
+        peer_memory.close()
 
 
 @DMABUF
-def test_buffer_id_reuse(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
+def test_reused_address_has_a_new_buffer_id_and_key(
+    device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence
+) -> None:
     """A reused address is a miss of the cache, and the old key never accesses the new memory."""
     with (
         RegionCache([nic]) as cache,
-        joined(nic, peer) as theirs,
-        RawMemory(device, 2 * MIB) as first,
-        cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory,
+        peer_queue_pair(nic, peer) as peer_pair,
+        RawMemory(device, 2 * MIB) as old_allocation,
+        cuda.borrow(device, old_allocation.address, length_bytes=2 * MIB) as memory,
     ):
         with cache.lease(memory) as lease:
-            stale = lease.remote(nic, length_bytes=64 * KIB)
-            theirs.write(stale, seed=seed).expect(Status.SUCCESS)
+            old_remote = lease.remote(nic, length_bytes=64 * KIB)
+            peer_pair.write(old_remote, seed=seed).expect(Status.SUCCESS)
         old_id = memory.buffer_id()
-        first.free()
+        old_allocation.free()
         with (
-            RawMemory(device, 2 * MIB) as again,
-            cuda.borrow(device, again.address, length_bytes=2 * MIB) as successor,
+            RawMemory(device, 2 * MIB) as new_allocation,
+            cuda.borrow(device, new_allocation.address, length_bytes=2 * MIB) as successor,
         ):
-            assert again.address == first.address
+            assert new_allocation.address == old_allocation.address
             evidence["buffer_ids"] = [old_id, successor.buffer_id()]
             assert successor.buffer_id() != old_id
             successor.fill(0x5A)
-            misses = cache.statistics().misses
+            misses_before = cache.statistics().misses
             with cache.lease(successor) as lease:
-                assert cache.statistics().misses == misses + 1
-                assert lease.remote(nic).rkey != stale.rkey
-                # Whether or not the old key is still valid, it never accesses the new memory.
-                theirs.write(stale, seed=seed + 1)
+                assert cache.statistics().misses == misses_before + 1
+                assert lease.remote(nic).rkey != old_remote.rkey
+                # The old key may still be valid, but it must not access the new memory.
+                peer_pair.write(old_remote, seed=seed + 1)
                 assert successor.read() == b"\x5a" * (2 * MIB)
 
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """Return PyTorch after its start, so that what the CUDA runtime keeps open does not count as a leak of a case."""
+    """Return PyTorch after its start, so that handles of the CUDA runtime do not count as leaks of a case."""
     module = importlib.import_module("torch")
     module.zeros(1, device="cuda:0")
     module.cuda.synchronize()
@@ -121,13 +126,15 @@ def torch() -> ModuleType:
 
 @DMABUF
 @needs(host.module("torch"))
-def test_torch_wrap(device: Device, nic: Nic, peer: Peer, seed: int, torch: ModuleType) -> None:
+def test_wrapped_torch_tensor_is_written_by_dmabuf(
+    device: Device, nic: Nic, peer: Peer, seed: int, torch: ModuleType
+) -> None:
     tensor = torch.full((3, 1024, 1024), 0xA5, dtype=torch.uint8, device=f"cuda:{device.index}")
     torch.cuda.synchronize()
     with cuda.wrap(tensor, device=device) as memory:
         assert (memory.address, memory.length_bytes, memory.kind) == (tensor.data_ptr(), 3 * MIB, MemoryKind.CUDA)
-        written_by_dmabuf(memory, nic, peer, seed)
+        check_write_by_dmabuf(memory, nic, peer, seed)
     # The tensor still belongs to torch, and contains the written bytes.
-    seen = bytes(tensor.flatten()[4097 : 4097 + MIB + 3].cpu().numpy())
-    pattern.check(seen, seed=seed)
+    tensor_bytes = bytes(tensor.flatten()[4097 : 4097 + MIB + 3].cpu().numpy())
+    pattern.check(tensor_bytes, seed=seed)
     assert int(tensor[0, 0, 0]) == 0xA5

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import errno
 import gc
+import uuid
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import faults
-from support.reach import DMABUF, joined, registered, registering
+from support.memory_kinds import DMABUF, peer_queue_pair, register_by_route, registration_call
 
 from gdrkit import handles
 from gdrkit.cuda import VmmMemory
@@ -24,7 +25,7 @@ from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Nic, Status
 
 if TYPE_CHECKING:
-    from support.reach import Space
+    from support.memory_kinds import AnyAllocator
 
     from gdrkit.cuda import Device
     from gdrkit.harness.peer import Peer
@@ -52,8 +53,8 @@ def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
         (refusal,) = registration.refusals
         assert isinstance(refusal, ApiError)
         assert (refusal.operation, refusal.errno) == ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
-        with joined(nics[0], peer) as theirs:
-            theirs.write(registration.remote(nics[0]), seed=seed).expect(Status.SUCCESS)
+        with peer_queue_pair(nics[0], peer) as peer_pair:
+            peer_pair.write(registration.remote(nics[0]), seed=seed).expect(Status.SUCCESS)
 
 
 @pytest.mark.qualify
@@ -61,10 +62,10 @@ def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
 @needs(software(Api.VERBS))
 def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics: tuple[Nic, ...]) -> None:
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
-        before = handles.live()
+        handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, nics)
-        assert handles.live() == before
+        assert handles.live() == handles_before
     assert raised.value.reason is Reason.NO_ROUTE
     causes = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
     assert [(cause.operation, cause.errno) for cause in causes] == [
@@ -77,68 +78,74 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
 @DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
-    # Issue 15 B: the stored error of a NIC was raised again each time, and its traceback referenced the memory of each
+    # Regression: the stored error of a NIC was raised again each time, and its traceback referenced the memory of each
     # caller.
     references: list[weakref.ref[object]] = []
-    lengths = set()
+    traceback_lengths = set()
 
-    def fail() -> None:
+    def register_and_fail() -> None:
         with device.allocate(64 * KIB) as memory:
             references.append(weakref.ref(memory))
             with pytest.raises(RegistrationFailed) as raised:
                 register(memory, nics)
-            lengths.add(len(raised.traceback))
+            traceback_lengths.add(len(raised.traceback))
 
     with faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
         for _ in range(50):
-            fail()
+            register_and_fail()
     gc.collect()
     assert [reference() for reference in references] == [None] * 50
-    assert len(lengths) == 1
+    assert len(traceback_lengths) == 1
 
 
 @DMABUF
 @needs(software(Api.VERBS))
 def test_transient_probe_error_is_retried(nic: Nic) -> None:
-    with Nic.open(nic.name) as other:
+    with Nic.open(nic.name) as new_nic:
         with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM"):
-            refusal = other.dmabuf_error()
+            refusal = new_nic.dmabuf_error()
             assert refusal is not None
             assert refusal.errno == errno.ENOMEM
-        assert other.dmabuf_error() is None
+        assert new_nic.dmabuf_error() is None
 
 
 @DMABUF
 @needs(software(Api.VERBS))
 def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
-    with Nic.open(nic.name) as other:
+    with Nic.open(nic.name) as new_nic:
         with faults(Api.VERBS, NO_DMABUF):
-            first = other.dmabuf_error()
-        second = other.dmabuf_error()
-        assert first is not None
-        assert second is not None
-        assert first is not second
-        assert str(first) == str(second)
-        assert second.__traceback__ is None
+            first_error = new_nic.dmabuf_error()
+        second_error = new_nic.dmabuf_error()
+        assert first_error is not None
+        assert second_error is not None
+        assert first_error is not second_error
+        assert str(first_error) == str(second_error)
+        assert second_error.__traceback__ is None
 
 
 @needs(software(Api.VERBS), verbs.nic(count_min=2))
-def test_failure_of_the_second_nic_deregisters_the_first(space: Space, nics: tuple[Nic, ...]) -> None:
+def test_failure_of_the_second_nic_deregisters_the_first(allocator: AnyAllocator, nics: tuple[Nic, ...]) -> None:
     for nic in nics:
         assert nic.supports_dmabuf()  # This caches the probe, so that the plan below counts only registrations.
-    with space.allocate(64 * KIB) as memory, faults(Api.VERBS, f"{registering(space)} call=2 errno=ENOMEM"):
-        before = handles.live()
+    with (
+        allocator.allocate(64 * KIB) as memory,
+        faults(Api.VERBS, f"{registration_call(allocator)} call=2 errno=ENOMEM"),
+    ):
+        handles_before = handles.live()
         with pytest.raises(ApiError) as raised:
             register(memory, nics)
-        assert handles.live() == before
+        assert handles.live() == handles_before
         # ENOMEM does not mean that the route is unsupported, so the policy does not try another one.
-        assert (raised.value.operation, raised.value.errno) == (registering(space), errno.ENOMEM)
+        assert (raised.value.operation, raised.value.errno) == (registration_call(allocator), errno.ENOMEM)
         register(memory, nics).close()
 
 
 @DMABUF
 def test_requested_route_has_no_fallback(device: Device, nic: Nic) -> None:
-    with device.allocate(64 * KIB) as memory, registered(memory, [nic], route=RegistrationRoute.DMABUF) as registration:
+    with (
+        device.allocate(64 * KIB) as memory,
+        register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
+    ):
         assert registration.route is RegistrationRoute.DMABUF
     with device.allocate(64 * KIB) as memory, pytest.raises(UsageError):
         register(memory, [nic, nic])
@@ -149,7 +156,7 @@ def test_requested_route_has_no_fallback(device: Device, nic: Nic) -> None:
 @needs(verbs.nic())
 @pytest.mark.parametrize("memory", [bytearray(4096), 4096, None, "memory"], ids=lambda memory: type(memory).__name__)
 def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa: ANN401 - the cases pass wrong types.
-    # Issue 15 B: this raised an AttributeError.
+    # Regression: this raised an AttributeError.
     with pytest.raises(UsageError, match=f"DeviceBuffer.*not {type(memory).__name__}"):
         register(memory, [nic])
     with RegionCache([nic]) as cache, pytest.raises(UsageError, match=f"not {type(memory).__name__}"):
@@ -157,20 +164,37 @@ def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa
 
 
 @needs(verbs.nic())
+def test_wrong_type_of_a_library_is_named_with_its_module(nic: Nic) -> None:
+    value: Any = uuid.UUID(int=0)
+    with pytest.raises(UsageError, match=r"DeviceBuffer.*not uuid\.UUID\b"):
+        register(value, [nic])
+    with pytest.raises(UsageError, match=r"nics must .*not uuid\.UUID\b"):
+        RegionCache(value)
+    with pytest.raises(UsageError, match=r"nics must .*contains uuid\.UUID\b"):
+        RegionCache([nic, value])
+
+
+@needs(verbs.nic())
 def test_nics_of_a_wrong_type_are_named(nic: Nic) -> None:
-    # Issue 15 B: a single NIC raised a TypeError.
-    wrong: list[tuple[Any, str]] = [(nic, "Nic"), (None, "NoneType"), (7, "int"), ([nic.name], "str"), ("", "at least")]
-    space = HostAllocator()
-    with space.allocate(64 * KIB) as memory:
-        before = handles.live()
-        for nics, named in wrong:
-            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+    # Regression: a single NIC raised a TypeError.
+    wrong_nics: list[tuple[Any, str]] = [
+        (nic, "Nic"),
+        (None, "NoneType"),
+        (7, "int"),
+        ([nic.name], "str"),
+        ("", "at least"),
+    ]
+    allocator = HostAllocator()
+    with allocator.allocate(64 * KIB) as memory:
+        handles_before = handles.live()
+        for nics, expected_text in wrong_nics:
+            with pytest.raises(UsageError, match=f"nics must .*{expected_text}"):
                 register(memory, nics)
-            with pytest.raises(UsageError, match=f"nics must .*{named}"):
+            with pytest.raises(UsageError, match=f"nics must .*{expected_text}"):
                 RegionCache(nics)
-            with pytest.raises(UsageError, match=f"nics must .*{named}"):
-                BufferPool(space, nics, buffer_bytes=4096, count=1)
-        assert handles.live() == before
+            with pytest.raises(UsageError, match=f"nics must .*{expected_text}"):
+                BufferPool(allocator, nics, buffer_bytes=4096, count=1)
+        assert handles.live() == handles_before
 
 
 @DMABUF
@@ -179,10 +203,10 @@ def test_vmm_memory_of_several_chunks_is_one_region(device: Device, nic: Nic, pe
     with (
         VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory,
         register(memory, [nic]) as registration,
-        joined(nic, peer) as theirs,
+        peer_queue_pair(nic, peer) as peer_pair,
     ):
         assert len(memory.allocation_key()) == 3
         # The range begins in the first chunk and ends in the third.
         remote = registration.remote(nic, offset_bytes=2 * MIB - 7, length_bytes=2 * MIB + 99)
-        theirs.write(remote, seed=seed).expect(Status.SUCCESS)
-        theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+        peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
+        peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import faults
 from support.ledger import calls
-from support.reach import joined, registering
+from support.memory_kinds import peer_queue_pair, registration_call
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -19,55 +19,61 @@ from gdrkit.units import KIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
-    from support.reach import Space
+    from support.memory_kinds import AnyAllocator
 
     from gdrkit.harness.peer import Peer
     from gdrkit.registration import RdmaBuffer
     from gdrkit.verbs import Nic
 
-SIZE = 10 * KIB
+BUFFER_BYTES = 10 * KIB
 
 
-def test_buffers_are_accessible_and_separate(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, joined(nic, peer) as theirs:
+def test_buffers_are_accessible_and_separate(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
+    with (
+        BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=3) as pool,
+        peer_queue_pair(nic, peer) as peer_pair,
+    ):
         buffers = [pool.allocate() for _ in range(3)]
         for index, buffer in enumerate(buffers):
-            theirs.write(buffer.remote(nic), seed=seed + index).expect(Status.SUCCESS)
+            peer_pair.write(buffer.remote(nic), seed=seed + index).expect(Status.SUCCESS)
         for index, buffer in enumerate(buffers):
             pattern.check(buffer.read(), seed=seed + index)
             buffer.close()
 
 
-def test_slice_is_closed_with_its_buffer(space: Space, nic: Nic, peer: Peer, seed: int) -> None:
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, joined(nic, peer) as theirs:
+def test_slice_is_closed_with_its_buffer(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
+    with (
+        BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool,
+        peer_queue_pair(nic, peer) as peer_pair,
+    ):
         with pool.allocate() as buffer:
-            buffer.write(b"\xa5" * SIZE)
-            part = buffer.slice(offset_bytes=100, length_bytes=1000).slice(offset_bytes=10)
-            assert (part.address, len(part)) == (buffer.address + 110, 990)
-            theirs.write(part.remote(nic, offset_bytes=5), seed=seed).expect(Status.SUCCESS)
+            buffer.write(b"\xa5" * BUFFER_BYTES)
+            view = buffer.slice(offset_bytes=100, length_bytes=1000).slice(offset_bytes=10)
+            assert (view.address, len(view)) == (buffer.address + 110, 990)
+            peer_pair.write(view.remote(nic, offset_bytes=5), seed=seed).expect(Status.SUCCESS)
             pattern.check(buffer.read(offset_bytes=115, length_bytes=985), seed=seed)
             assert buffer.read(length_bytes=115) == b"\xa5" * 115
-            assert buffer.read(offset_bytes=1100) == b"\xa5" * (SIZE - 1100)
+            assert buffer.read(offset_bytes=1100) == b"\xa5" * (BUFFER_BYTES - 1100)
             for offset_bytes, length_bytes in ((0, 991), (-1, 2), (990, None), (1 << 63, 1)):
                 with pytest.raises(UsageError):
-                    part.slice(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        for use in (part.read, lambda: part.remote(nic), lambda: part.slice(offset_bytes=0)):
+                    view.slice(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        for method_call in (view.read, lambda: view.remote(nic), lambda: view.slice(offset_bytes=0)):
             with pytest.raises(ClosedResource):
-                use()
+                method_call()
 
 
 @needs(software(Api.VERBS))
-def test_allocate_makes_no_verbs_call(space: Space, nic: Nic) -> None:
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=2) as pool:
-        before = calls(Api.VERBS)
+def test_allocate_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2) as pool:
+        calls_before = calls(Api.VERBS)
         for _ in range(10):
             with pool.allocate() as buffer:
-                assert buffer.remote(nic).length_bytes == SIZE
-        assert calls(Api.VERBS) == before
+                assert buffer.remote(nic).length_bytes == BUFFER_BYTES
+        assert calls(Api.VERBS) == calls_before
 
 
-def test_allocate_from_an_empty_pool_times_out(space: Space, nic: Nic) -> None:
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, pool.allocate():
+def test_allocate_from_an_empty_pool_times_out(allocator: AnyAllocator, nic: Nic) -> None:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, pool.allocate():
         for timeout_ms in (0, 1):
             with pytest.raises(UsageError) as raised:
                 pool.allocate(timeout_ms=timeout_ms)
@@ -76,31 +82,31 @@ def test_allocate_from_an_empty_pool_times_out(space: Space, nic: Nic) -> None:
         assert (statistics.free, statistics.waiting, statistics.timeouts, statistics.allocations) == (0, 0, 2, 1)
 
 
-def test_waiting_threads_are_served_in_order_of_arrival(space: Space, nic: Nic) -> None:
-    served: list[int] = []
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=1) as pool, ThreadPoolExecutor(4) as threads:
-        held = pool.allocate()
+def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator, nic: Nic) -> None:
+    served_indices: list[int] = []
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, ThreadPoolExecutor(4) as threads:
+        held_buffer = pool.allocate()
 
         def wait(index: int) -> None:
             with pool.allocate(timeout_ms=30_000):
-                served.append(index)
+                served_indices.append(index)
 
         futures = []
         for index in range(4):
             futures.append(threads.submit(wait, index))
             while pool.statistics().waiting <= index:
                 assert not futures[-1].done()
-        held.close()
+        held_buffer.close()
         for future in futures:
             future.result(30)
-        assert served == [0, 1, 2, 3]
+        assert served_indices == [0, 1, 2, 3]
         assert pool.statistics().waits == 4
 
 
-def test_buffer_is_never_allocated_twice(space: Space, nic: Nic) -> None:
+def test_buffer_is_never_allocated_twice(allocator: AnyAllocator, nic: Nic) -> None:
     allocated: set[int] = set()
     lock = threading.Lock()
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=3) as pool, ThreadPoolExecutor(8) as threads:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=3) as pool, ThreadPoolExecutor(8) as threads:
 
         def work(_index: int) -> None:
             for _ in range(50):
@@ -116,20 +122,20 @@ def test_buffer_is_never_allocated_twice(space: Space, nic: Nic) -> None:
         assert (statistics.free, statistics.waiting, statistics.allocations) == (3, 0, 400)
 
 
-def test_buffer_closed_by_two_threads_is_returned_once(space: Space, nic: Nic) -> None:
-    with BufferPool(space, [nic], buffer_bytes=SIZE, count=2) as pool, ThreadPoolExecutor(8) as threads:
+def test_buffer_closed_by_two_threads_is_returned_once(allocator: AnyAllocator, nic: Nic) -> None:
+    with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2) as pool, ThreadPoolExecutor(8) as threads:
         buffer: RdmaBuffer = pool.allocate()
         list(threads.map(lambda _index: buffer.close(), range(8)))
         assert pool.statistics().free == 2
 
 
-def test_pool_close_with_an_open_buffer_is_refused(space: Space, nic: Nic) -> None:
-    pool = BufferPool(space, [nic], buffer_bytes=SIZE, count=2)
+def test_pool_close_with_an_open_buffer_is_refused(allocator: AnyAllocator, nic: Nic) -> None:
+    pool = BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2)
     buffer = pool.allocate()
     with pytest.raises(UsageError) as raised:
         pool.close()
     assert raised.value.reason is Reason.BUSY
-    assert buffer.remote(nic).length_bytes == SIZE
+    assert buffer.remote(nic).length_bytes == BUFFER_BYTES
     pool.allocate().close()
     buffer.close()
     pool.close()
@@ -139,13 +145,13 @@ def test_pool_close_with_an_open_buffer_is_refused(space: Space, nic: Nic) -> No
 
 
 @needs(software(Api.VERBS))
-def test_pool_with_failed_registration_leaves_nothing(space: Space, nic: Nic) -> None:
+def test_pool_with_failed_registration_leaves_nothing(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
-    with space.allocate(SIZE):
-        before = handles.live()
-        with faults(Api.VERBS, f"{registering(space)} call=1 errno=ENOMEM"), pytest.raises(ApiError):
-            BufferPool(space, [nic], buffer_bytes=SIZE, count=2)
-        assert handles.live() == before
+    with allocator.allocate(BUFFER_BYTES):
+        handles_before = handles.live()
+        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 errno=ENOMEM"), pytest.raises(ApiError):
+            BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2)
+        assert handles.live() == handles_before
     for options in ({"buffer_bytes": 0, "count": 1}, {"buffer_bytes": 1, "count": 0}):
         with pytest.raises(UsageError):
-            BufferPool(space, [nic], buffer_bytes=options["buffer_bytes"], count=options["count"])
+            BufferPool(allocator, [nic], buffer_bytes=options["buffer_bytes"], count=options["count"])

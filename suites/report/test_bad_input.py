@@ -1,4 +1,4 @@
-"""Malformed folders and records: each causes one clear error, or is harmless text in the report."""
+"""Reports of malformed run folders and records: each causes one clear error, or becomes harmless text in the report."""
 
 from __future__ import annotations
 
@@ -30,30 +30,35 @@ if TYPE_CHECKING:
 
     from gdrkit.serialization import Json
 
-HOSTILE = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
-UNPRIVILEGED = 65534
-# Valid JSON values that a program may not expect.
+# HTML, terminal control characters, a direction mark, Markdown and the comment of a Prometheus file.
+HOSTILE_TEXT = '</title><script>alert(1)</script>\x1b[2J\x1b]0;owned\x07\x9b31m\u202e|`"\\\n# HELP'
+# A user id and group id without any privileges and files (the overflow id of Linux).
+UNPRIVILEGED_ID = 65534
+# Valid JSON values that a reader of JSON may not expect.
 ODD_VALUES: tuple[Json, ...] = (None, True, 0, -1, 10**400, 5e-324, 1.7e308, "", "\ud800", "9" * 5000, [1], {"a": 0})
-DROP = "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv(sys.executable, sys.argv[1:])"
+# Program that executes its arguments as an unprivileged user.
+EXECUTE_UNPRIVILEGED_PROGRAM = (
+    "import os, sys; os.setgroups([]); os.setgid({0}); os.setuid({0}); os.execv(sys.executable, sys.argv[1:])"
+)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run_folder(tmp_path: Path) -> RunFolder:
     records = [record_of(case=f"a.py::test_{number}") for number in range(3)]
     return RunFolder(write_run(tmp_path / "run", facts_of(), records))
 
 
-def gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gdrkit", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def error_of(folder: RunFolder) -> str:
-    """Return the message of the error with which the folder is refused."""
-    with pytest.raises(UsageError) as caught:
+    """Return the message of the error that reading the folder raises."""
+    with pytest.raises(UsageError) as error_info:
         read_contents(folder.path)
-    assert caught.value.reason is Reason.MALFORMED
-    return str(caught.value)
+    assert error_info.value.reason is Reason.MALFORMED
+    return str(error_info.value)
 
 
 @pytest.mark.parametrize(
@@ -69,19 +74,19 @@ def error_of(folder: RunFolder) -> str:
     ],
     ids=["half", "binary", "deep", "nan", "version", "foreign", "null"],
 )
-def test_malformed_record_is_refused_with_its_line(run: RunFolder, line: bytes, expected: str) -> None:
-    with run.records.open("ab") as file:
+def test_malformed_record_is_refused_with_its_line(run_folder: RunFolder, line: bytes, expected: str) -> None:
+    with run_folder.records.open("ab") as file:
         file.write(line + b"\n")
-    message = error_of(run)
-    assert message.startswith(f"{run.records}:4: ")
+    message = error_of(run_folder)
+    assert message.startswith(f"{run_folder.records}:4: ")
     assert expected in message
 
 
 @pytest.mark.parametrize("value", ['"much"', "1e999", "true", "null"])
-def test_invalid_number_is_refused(run: RunFolder, value: str) -> None:
-    line = run.records.read_text().splitlines()[0].replace('"numbers": {}', f'"numbers": {{"rate_us": {value}}}')
-    run.records.write_text(line + "\n")
-    assert "numbers.rate_us" in error_of(run)
+def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
+    line = run_folder.records.read_text().splitlines()[0].replace('"numbers": {}', f'"numbers": {{"rate_us": {value}}}')
+    run_folder.records.write_text(line + "\n")
+    assert "numbers.rate_us" in error_of(run_folder)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +100,10 @@ def test_invalid_number_is_refused(run: RunFolder, value: str) -> None:
         ("facts", '{"schema_version": 1}', "facts.json.machine: expected a value"),
     ],
 )
-def test_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, expected: str) -> None:
-    damaged: Path = getattr(run, file)
+def test_damaged_file_of_a_run_is_named(run_folder: RunFolder, file: str, text: str, expected: str) -> None:
+    damaged: Path = getattr(run_folder, file)
     damaged.write_text(text)
-    message = error_of(run)
+    message = error_of(run_folder)
     assert message.startswith(str(damaged))
     assert expected in message
 
@@ -106,25 +111,26 @@ def test_damaged_file_of_a_run_is_named(run: RunFolder, file: str, text: str, ex
 def value_paths(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """Yield the path of every value in a document, but only of the first item of each list."""
     yield path
-    parts = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
-    for key, part in parts:
-        yield from value_paths(part, (*path, key))
+    children = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
+    for key, child in children:
+        yield from value_paths(child, (*path, key))
 
 
 def with_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
+    """Return a copy of a document in which the value at `path` is replaced."""
     if not path:
         return value
-    first, rest = path[0], path[1:]
+    step, remaining_path = path[0], path[1:]
     if isinstance(data, dict):
-        return {key: with_value(part, rest, value) if key == first else part for key, part in data.items()}
+        return {key: with_value(child, remaining_path, value) if key == step else child for key, child in data.items()}
     assert isinstance(data, list)
-    return [with_value(part, rest, value) if at == first else part for at, part in enumerate(data)]
+    return [with_value(child, remaining_path, value) if index == step else child for index, child in enumerate(data)]
 
 
 @pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
 def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: str) -> None:
     facts = host_facts(gpus=1, nics=1)
-    # The records have a sweep of two sizes, so that there is a plot, and every other type of record once.
+    # The records have two sizes of a sweep, so that there is a plot, and one record of each other type.
     records = [record for record in host_records(facts) if "16MiB" not in record.case][:8]
     folder = RunFolder(write_run(tmp_path / "run", facts, records))
     file = folder.path / name
@@ -132,80 +138,82 @@ def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: 
         folder.run.unlink()
         file.write_text('{"profile": "any", "cases": [{"case": "a.py::test_a"}]}')
     lines = file.read_text().splitlines() if name == "records.jsonl" else [file.read_text()]
-    reported, refusals = 0, set()
-    for number, document in enumerate(map(json.loads, lines)):
+    report_count, refusal_reasons = 0, set()
+    for line_index, document in enumerate(map(json.loads, lines)):
         for path in value_paths(document):
             for value in ODD_VALUES:
-                lines[number] = json.dumps(with_value(document, path, value))
+                lines[line_index] = json.dumps(with_value(document, path, value))
                 file.write_text("\n".join(lines) + "\n")
                 try:
                     contents = read_contents(folder.path)
                 except UsageError as error:
-                    refusals.add(error.reason)
+                    refusal_reasons.add(error.reason)
                 else:
                     view = make_view(contents)
                     render_document(contents, view)
                     render_metrics(contents, view)
-                    reported += 1
-        lines[number] = json.dumps(document)
-    assert reported
-    assert refusals == {Reason.MALFORMED}
+                    report_count += 1
+        lines[line_index] = json.dumps(document)
+    assert report_count
+    assert refusal_reasons == {Reason.MALFORMED}
 
 
 def test_text_with_other_line_ends_is_one_record(tmp_path: Path) -> None:
-    written = record_of(title="one\u2028two\x85three\x0cfour\ud800", evidence={"said": "a\r\nb"})
-    append_record(tmp_path / "records.jsonl", written)
-    assert read_records(tmp_path / "records.jsonl") == (written,)
+    record = record_of(title="one\u2028two\x85three\x0cfour\ud800", evidence={"said": "a\r\nb"})
+    append_record(tmp_path / "records.jsonl", record)
+    assert read_records(tmp_path / "records.jsonl") == (record,)
 
 
-def test_killed_run_has_a_report(run: RunFolder) -> None:
-    run.run.unlink()
-    run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": f"a.py::test_{it}"} for it in range(5)]}))
-    with run.records.open("ab") as file:
+def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
+    run_folder.run.unlink()
+    run_folder.plan.write_text(
+        json.dumps({"profile": "any", "cases": [{"case": f"a.py::test_{number}"} for number in range(5)]})
+    )
+    with run_folder.records.open("ab") as file:
         file.write(b'{"schema_version": 1, "case": "a.py::te')
-    ended = gdrkit("report", run.path)
-    assert ended.returncode == 0, ended.stderr
-    page = run.index.read_text()
+    completed = run_gdrkit("report", run_folder.path)
+    assert completed.returncode == 0, completed.stderr
+    page = run_folder.index.read_text()
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
     assert "2 of 5 cases have no record; the first of them is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
-    # The page does not name files that do not exist.
+    # A killed run has no run.json, and the page does not mention it.
     assert "run.json" not in page.partition("<footer>")[2]
-    assert json.loads(run.report.read_text())["exit_code"] == 1
+    assert json.loads(run_folder.report.read_text())["exit_code"] == 1
 
 
-def test_plan_of_10000_cases_costs_less_than_its_records(run: RunFolder) -> None:
-    first = run.records.read_text().splitlines()[0]
+def test_plan_of_10000_cases_costs_less_than_its_records(run_folder: RunFolder) -> None:
+    first_line = run_folder.records.read_text().splitlines()[0]
     names = [f"a.py::test_{number:05}" for number in range(10_000)]
-    run.run.unlink()
-    run.records.write_text("".join(first.replace("a.py::test_0", name) + "\n" for name in names))
+    run_folder.run.unlink()
+    run_folder.records.write_text("".join(first_line.replace("a.py::test_0", name) + "\n" for name in names))
 
-    def cpu_s(planned: list[str]) -> float:
-        run.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned]}))
+    def cpu_s(planned_cases: list[str]) -> float:
+        run_folder.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned_cases]}))
         start_s = time.process_time()
-        read_contents(run.path)
+        read_contents(run_folder.path)
         return time.process_time() - start_s
 
     without_plan_s = cpu_s([])
     assert cpu_s(names) < without_plan_s * 1.5
 
 
-def test_records_alone_have_a_report_in_another_folder(run: RunFolder, tmp_path: Path) -> None:
-    ended = gdrkit("report", run.records, "--output", tmp_path / "made")
-    assert ended.returncode == 0, ended.stderr
+def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tmp_path: Path) -> None:
+    completed = run_gdrkit("report", run_folder.records, "--output", tmp_path / "made")
+    assert completed.returncode == 0, completed.stderr
     page = (tmp_path / "made" / "index.html").read_text()
     assert "Records of 3 cases: 3 passed" in page
     assert "This host" not in page
 
 
-def test_records_alone_replace_no_report(run: RunFolder) -> None:
-    render(run.path)
-    before = {file.name: file.read_bytes() for file in run.path.iterdir()}
-    ended = gdrkit("report", run.records)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
+def test_records_alone_replace_no_report(run_folder: RunFolder) -> None:
+    render(run_folder.path)
+    before = {file.name: file.read_bytes() for file in run_folder.path.iterdir()}
+    completed = run_gdrkit("report", run_folder.records)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    (line,) = completed.stderr.splitlines()
     assert "--output DIR" in line
-    assert {file.name: file.read_bytes() for file in run.path.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in run_folder.path.iterdir()} == before
 
 
 @pytest.mark.parametrize("variant", ["no_records", "empty", "no_facts"])
@@ -214,51 +222,54 @@ def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, variant: str) -> No
         (tmp_path / "records.jsonl").touch()
     if variant == "no_facts":
         RunFolder(tmp_path).write_run(run_of())
-    ended = gdrkit("report", tmp_path)
-    assert ended.returncode == 2
-    assert len(ended.stderr.splitlines()) == 1
-    assert "Traceback" not in ended.stderr
+    completed = run_gdrkit("report", tmp_path)
+    assert completed.returncode == 2
+    assert len(completed.stderr.splitlines()) == 1
+    assert "Traceback" not in completed.stderr
 
 
-def test_failed_write_keeps_the_earlier_report(run: RunFolder) -> None:
-    render(run.path)
-    before = run.index.read_bytes()
-    run.junit.unlink()
-    run.junit.mkdir()
-    with pytest.raises(SetupMissing, match=r"write\(path=.*junit.xml.*EISDIR") as caught:
-        render(run.path)
-    assert caught.value.errno == 21
-    assert run.index.read_bytes() == before
-    assert [path.name for path in run.path.iterdir() if path.name.startswith(".")] == []
+def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
+    render(run_folder.path)
+    before = run_folder.index.read_bytes()
+    run_folder.junit.unlink()
+    run_folder.junit.mkdir()
+    with pytest.raises(SetupMissing, match=r"write\(path=.*junit.xml.*EISDIR") as error_info:
+        render(run_folder.path)
+    assert error_info.value.errno == 21
+    assert run_folder.index.read_bytes() == before
+    assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".")] == []
 
 
 @needs(host.capability("CAP_SETUID"))
 @pytest.mark.parametrize("command", ["report", "qualify"])
-def test_missing_write_permission_has_exit_code_3(run: RunFolder, tmp_path: Path, command: str) -> None:
-    for folder in (*reversed(tmp_path.parents[:2]), tmp_path, run.path):
+def test_missing_write_permission_has_exit_code_3(run_folder: RunFolder, tmp_path: Path, command: str) -> None:
+    for folder in (*reversed(tmp_path.parents[:2]), tmp_path, run_folder.path):
         folder.chmod(0o755)
     option = {"report": [], "qualify": ["--output"]}[command]
-    arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run.path)]
-    ended = subprocess.run(
-        [sys.executable, "-c", DROP.format(UNPRIVILEGED), *arguments], capture_output=True, text=True, check=False
+    arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run_folder.path)]
+    completed = subprocess.run(
+        [sys.executable, "-c", EXECUTE_UNPRIVILEGED_PROGRAM.format(UNPRIVILEGED_ID), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert ended.returncode == 3, ended.stderr
-    assert "EACCES" in ended.stderr.splitlines()[-1]
-    assert "--output" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert run.records.exists()
+    assert completed.returncode == 3, completed.stderr
+    assert "EACCES" in completed.stderr.splitlines()[-1]
+    assert "--output" in completed.stderr
+    assert "Traceback" not in completed.stderr
+    assert run_folder.records.exists()
 
 
-def test_hostile_host_name_is_text_in_every_document(run: RunFolder) -> None:
-    run.write_run(dataclasses.replace(run.read_run(), host=HOSTILE))
-    documents = render(run.path)
+def test_hostile_host_name_is_text_in_every_document(run_folder: RunFolder) -> None:
+    run_folder.write_run(dataclasses.replace(run_folder.read_run(), host=HOSTILE_TEXT))
+    documents = render(run_folder.path)
     assert "<script" not in documents.index.read_text()
     assert "<script" not in documents.summary.read_text()
     ET.parse(documents.junit)  # noqa: S314 - our own document.
     for file in (documents.index, documents.summary, documents.metrics, documents.junit):
         text = file.read_text()
         assert [character for character in "\x1b\x07\x9b\u202e" if character in text] == [], file.name
-    # The line end in the name begins no line of its own.
+    # The line end in the host name does not begin a new line.
     assert [
         line for line in documents.metrics.read_text().splitlines() if line.startswith("# HELP") and "owned" in line
     ] == []
@@ -268,10 +279,10 @@ def test_hostile_folder_name_is_escaped_in_errors(tmp_path: Path) -> None:
     folder = tmp_path / "x\x1b[2J"
     folder.mkdir()
     (folder / "run.json").write_text("{")
-    ended = gdrkit("report", folder)
-    assert ended.returncode == 2
-    assert "\x1b" not in ended.stderr + ended.stdout
-    assert "\\x1b[2J" in ended.stderr
+    completed = run_gdrkit("report", folder)
+    assert completed.returncode == 2
+    assert "\x1b" not in completed.stderr + completed.stdout
+    assert "\\x1b[2J" in completed.stderr
 
 
 @pytest.mark.parametrize(

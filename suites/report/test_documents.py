@@ -1,4 +1,4 @@
-"""Documents of a run: they are made from records alone, and are well-formed for every text in a record."""
+"""The documents of a run (page, summary, JUnit XML) are made from its files, and are well-formed for every text."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
     from gdrkit.report import Record
 
-VOID = {"meta", "link", "br", "hr", "img", "input"}
-LOADING = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
-HOSTILE = "</code><script>alert(1)</script>\"'&<b onload=x>|`\x00\x1b[31m\u202e"
-TWINS = {"verbs": "twin", "cuda": "twin"}
-BANNER = "software twins: this proves the code, not this machine"
+# HTML elements without an end tag.
+VOID_ELEMENTS = {"meta", "link", "br", "hr", "img", "input"}
+# Elements that could load other files or send data.
+LOADING_ELEMENTS = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+HOSTILE_TEXT = "</code><script>alert(1)</script>\"'&<b onload=x>|`\x00\x1b[31m\u202e"
+ON_TWINS = {"verbs": "twin", "cuda": "twin"}
+TWIN_BANNER = "software twins: this proves the code, not this machine"
 
 
 class Page(HTMLParser):
@@ -52,14 +54,14 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        assert tag not in LOADING, f"<{tag}>"
+        assert tag not in LOADING_ELEMENTS, f"<{tag}>"
         for name, value in attributes:
             assert not name.startswith("on"), f"{name} of <{tag}>"
             assert name not in {"src", "srcset", "style"}, f"{name} of <{tag}>"
             assert name != "href" or (value or "").startswith("#")
         if tag == "caption":
             assert self.open[-1] == "table"
-        if tag not in VOID:
+        if tag not in VOID_ELEMENTS:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -81,38 +83,47 @@ def read_page(text: str) -> Page:
 
 
 def hostile_records() -> list[Record]:
-    seen = SeenLibrary("case", HOSTILE, HOSTILE, "ab12", TWIN.notes, HOSTILE)
+    library = SeenLibrary("case", HOSTILE_TEXT, HOSTILE_TEXT, "ab12", TWIN.notes, HOSTILE_TEXT)
     return [
-        record_of(case=f"{HOSTILE}.py::{HOSTILE}", title=HOSTILE, evidence={HOSTILE: HOSTILE}, libraries=(seen,)),
-        record_of(Verdict.FAIL, reasons=(CaseReason(HOSTILE),), evidence={"traceback": HOSTILE}),
-        record_of(Verdict.NOT_RUN, reasons=(CaseReason(HOSTILE, need=HOSTILE, foreseen=False),)),
-        record_of(Verdict.UNPROVEN, reasons=(CaseReason(HOSTILE),), routes=(ClaimedRoute(0, HOSTILE, HOSTILE),)),
+        record_of(
+            case=f"{HOSTILE_TEXT}.py::{HOSTILE_TEXT}",
+            title=HOSTILE_TEXT,
+            evidence={HOSTILE_TEXT: HOSTILE_TEXT},
+            libraries=(library,),
+        ),
+        record_of(Verdict.FAIL, reasons=(CaseReason(HOSTILE_TEXT),), evidence={"traceback": HOSTILE_TEXT}),
+        record_of(Verdict.NOT_RUN, reasons=(CaseReason(HOSTILE_TEXT, need=HOSTILE_TEXT, foreseen=False),)),
+        record_of(
+            Verdict.UNPROVEN, reasons=(CaseReason(HOSTILE_TEXT),), routes=(ClaimedRoute(0, HOSTILE_TEXT, HOSTILE_TEXT),)
+        ),
     ]
 
 
 def test_hostile_text_stays_text_in_the_page() -> None:
-    run = dataclasses.replace(run_of(verdict=HOSTILE), causes=(HOSTILE,), to_do=(HOSTILE,), command=HOSTILE)
+    run = dataclasses.replace(
+        run_of(verdict=HOSTILE_TEXT), causes=(HOSTILE_TEXT,), to_do=(HOSTILE_TEXT,), command=HOSTILE_TEXT
+    )
     page = read_page(render_html(run, facts_of(), hostile_records()))
     assert sum("alert(1)" in line for line in page.lines) >= 8
 
 
 def test_hostile_text_stays_text_in_xml() -> None:
-    document = render_junit(dataclasses.replace(run_of(verdict=HOSTILE), command=HOSTILE), hostile_records())
+    document = render_junit(dataclasses.replace(run_of(verdict=HOSTILE_TEXT), command=HOSTILE_TEXT), hostile_records())
     root = ET.fromstring(document)  # noqa: S314 - our own document.
     assert root.findall(".//script") == []
     assert "\x00" not in document.decode()
 
 
 def test_hostile_text_breaks_no_table_in_markdown() -> None:
-    text = render_markdown(run_of(verdict=HOSTILE), facts_of(), hostile_records())
+    text = render_markdown(run_of(verdict=HOSTILE_TEXT), facts_of(), hostile_records())
     assert "<script" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict |" not in line]
-    wide = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
-    assert wide == []
+    malformed_rows = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
+    assert malformed_rows == []
 
 
 def test_hostile_text_begins_no_line_in_markdown() -> None:
-    hostile = f"{HOSTILE}\n\n# owned\n\n- owned\n"
+    hostile = f"{HOSTILE_TEXT}\n\n# owned\n\n- owned\n"
     texts: dict[str, Any] = {
         field.name: hostile for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
     }
@@ -122,7 +133,7 @@ def test_hostile_text_begins_no_line_in_markdown() -> None:
     assert "owned" in text
     assert [line for line in text.splitlines() if line in {"# owned", "- owned"}] == []
     assert [tag for tag in ("<script", "<b ", "</code") if tag in text] == []
-    # Every line ends the code that it begins.
+    # In every line, the backquotes are balanced.
     assert [line for line in text.splitlines() if line.count("`") % 2] == []
 
 
@@ -136,9 +147,9 @@ def test_any_text_is_valid_in_every_field(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("substrate", "first"),
+    ("substrate", "first_line"),
     [
-        (TWINS, BANNER),
+        (ON_TWINS, TWIN_BANNER),
         (
             {"verbs": "twin", "cuda": "hardware"},
             "verbs ran on software twins and cuda on the libraries of this machine: this run proves no",
@@ -146,25 +157,25 @@ def test_any_text_is_valid_in_every_field(text: str) -> None:
         ({"verbs": "hardware", "cuda": "hardware"}, "It is done"),
     ],
 )
-def test_first_line_names_the_apis_on_software(substrate: dict[str, str], first: str) -> None:
+def test_first_line_names_the_apis_on_software(substrate: dict[str, str], first_line: str) -> None:
     run = run_of(verdict="It is done", substrate=substrate)
-    skip, second, *_ = read_page(render_html(run, facts_of(), [])).lines
-    assert (skip, second.startswith(first)) == ("Skip to the report", True)
-    assert render_markdown(run, facts_of(), []).lstrip("# ").startswith(first)
+    skip_link, heading, *_ = read_page(render_html(run, facts_of(), [])).lines
+    assert (skip_link, heading.startswith(first_line)) == ("Skip to the report", True)
+    assert render_markdown(run, facts_of(), []).lstrip("# ").startswith(first_line)
 
 
 def test_only_numbers_of_hardware_are_in_the_page() -> None:
     numbers = {"rate_gb_per_s": 387.25}
-    for substrate, is_shown in ((TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
+    for substrate, is_shown in ((ON_TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
         record = record_of(numbers=numbers, substrate=substrate)
         assert ("387.25" in render_html(run_of(), facts_of(), [record])) is is_shown
 
 
 def test_tables_have_captions_and_cases_have_details() -> None:
-    seen = SeenLibrary.of("case", TWIN)
-    record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(seen,), substrate=TWINS)
+    library = SeenLibrary.of("case", TWIN)
+    record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
     facts = facts_of(routes=[route("dmabuf"), route("peer_memory", possible=False)])
-    page = read_page(render_html(run_of(substrate=TWINS), facts, [record]))
+    page = read_page(render_html(run_of(substrate=ON_TWINS), facts, [record]))
     assert page.tags.count("table") == page.tags.count("caption") == 5
     assert page.tags.count("h1") == 1
     for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
@@ -183,7 +194,7 @@ def test_junit_counts_are_those_of_the_verdicts() -> None:
         record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),)),
         record_of(Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),)),
     ]
-    suite = ET.fromstring(render_junit(run_of(substrate=TWINS), records))[0]  # noqa: S314 - our own document.
+    suite = ET.fromstring(render_junit(run_of(substrate=ON_TWINS), records))[0]  # noqa: S314 - our own document.
     assert {name: suite.get(name) for name in ("tests", "failures", "skipped", "errors")} == {
         "tests": "5",
         "failures": "2",
@@ -198,10 +209,10 @@ def test_junit_counts_are_those_of_the_verdicts() -> None:
 
 def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    written = hostile_records()
-    for record in written:
+    records = hostile_records()
+    for record in records:
         append_record(path, record)
-    assert list(read_records(path)) == written
+    assert list(read_records(path)) == records
 
 
 @pytest.mark.parametrize(
@@ -214,23 +225,23 @@ def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
     ],
 )
 def test_other_json_is_refused_with_its_line(line: str, expected: str) -> None:
-    with pytest.raises(UsageError, match=expected) as caught:
+    with pytest.raises(UsageError, match=expected) as error_info:
         parse_records(["", line], name="records.jsonl")
-    assert caught.value.reason is Reason.MALFORMED
-    assert "records.jsonl:2" in caught.value.message
+    assert error_info.value.reason is Reason.MALFORMED
+    assert "records.jsonl:2" in error_info.value.message
 
 
 def test_report_is_rendered_again_from_the_files_of_the_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with pytest.raises(UsageError, match=r"it has neither run\.json nor"):
         render(tmp_path)
-    folder.write_run(run_of(substrate=TWINS))
+    folder.write_run(run_of(substrate=ON_TWINS))
     folder.facts.write_text(facts_of().to_json())
-    append_record(folder.records, record_of(substrate=TWINS))
+    append_record(folder.records, record_of(substrate=ON_TWINS))
     render(tmp_path)
-    first = folder.index.read_text()
+    first_page = folder.index.read_text()
     folder.index.unlink()
     render(tmp_path)
-    assert folder.index.read_text() == first
-    assert folder.summary.read_text().splitlines()[0] == BANNER
+    assert folder.index.read_text() == first_page
+    assert folder.summary.read_text().splitlines()[0] == TWIN_BANNER
     assert json.loads(folder.run.read_text())["verdict"] == "The code passed"

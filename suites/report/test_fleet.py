@@ -1,4 +1,4 @@
-"""`gdrkit report --fleet`: one report about many hosts, also if a host is damaged."""
+"""`gdrkit report --fleet` writes one report about many hosts, even if the files of a host are damaged."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records, write_run
-from support.other_user import open_folder, run_program
+from support.other_user import folder_for_all_users, run_program
 from support.records import record_of
 
 from gdrkit.errors import UsageError
-from gdrkit.harness.needs import host as of_host
+from gdrkit.harness.needs import host as host_needs
 from gdrkit.harness.needs import needs
 from gdrkit.report import RunFolder, RunState, Verdict, append_record
 from gdrkit.report.fleet import render_fleet
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gdrkit.serialization import Json
 
 FACTS = host_facts(gpus=1, nics=1)
-# The unprivileged user cannot read the checkout, so the program loads everything before it changes its user.
+# The unprivileged user cannot read the checkout, so the program imports all modules before it changes its user.
 FLEET_AS_UNPRIVILEGED = """
 import sys
 from pathlib import Path
@@ -48,8 +48,8 @@ print(*(host.name for host in fleet.hosts), *fleet.problems, sep="\\n")
 """
 
 
-def host(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, started: str = "12") -> Path:
-    """Write the run of a host whose NIC has a GUID of its own."""
+def write_host_run(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, started: str = "12") -> Path:
+    """Write the run of a host named `name` into `folder`. The GUID of its NIC is unique."""
     (nic,) = facts.rdma_devices
     own_facts = dataclasses.replace(facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None)
     path = write_run(folder, own_facts, list(host_records(FACTS, factor=factor)), host=name)
@@ -60,7 +60,7 @@ def host(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, 
 
 def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
     for number in range(3):
-        render(host(tmp_path / f"run{number}", f"node{number}"))
+        render(write_host_run(tmp_path / f"run{number}", f"node{number}"))
     fleet = render_fleet(tmp_path)
     assert fleet.problems == ()
     page = (tmp_path / "index.html").read_text()
@@ -68,23 +68,23 @@ def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
     assert '<a href="run1/index.html">node1</a>' in page
 
 
-TWINS = {"verbs": "twin", "cuda": "twin"}
+ON_TWINS = {"verbs": "twin", "cuda": "twin"}
 STATES: list[tuple[dict[str, Any], str]] = [
     ({}, "qualified"),
-    ({"software_asked": True, "substrate": TWINS}, "software only"),
-    # Without hardware there is no verdict about the machine, also without --software.
-    ({"substrate": TWINS}, "software only"),
+    ({"software_asked": True, "substrate": ON_TWINS}, "software only"),
+    # A run on twins says nothing about the machine, even if --software was not given.
+    ({"substrate": ON_TWINS}, "software only"),
     ({"selection": "-k write"}, "partial"),
-    ({"selection": "-k write", "software_asked": True, "substrate": TWINS}, "partial"),
+    ({"selection": "-k write", "software_asked": True, "substrate": ON_TWINS}, "partial"),
     ({"selection": "--suites /elsewhere", "exit_code": 4}, "partial"),
-    # gdrkit 0.1.0 wrote such runs.
+    # gdrkit 0.1.0 recorded the selection only in the command line.
     ({"command": "gdrkit qualify -k 'write and not read'"}, "partial"),
     ({"command": "gdrkit qualify '-k"}, "partial"),
     ({"command": "gdrkit qualify --suites=/elsewhere"}, "partial"),
     ({"is_interrupted": True, "exit_code": 1}, "interrupted"),
     ({"is_interrupted": True, "software_asked": True, "selection": "-k write"}, "interrupted"),
     ({"selection": "-k write", "exit_code": 1}, "failed"),
-    ({"software_asked": True, "substrate": TWINS, "exit_code": 1}, "failed"),
+    ({"software_asked": True, "substrate": ON_TWINS, "exit_code": 1}, "failed"),
     ({"exit_code": 3}, "set-up is missing"),
     ({"exit_code": 4}, "nothing proven"),
     ({"exit_code": 77}, "failed"),
@@ -93,7 +93,7 @@ STATES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "state"), STATES, ids=range(len(STATES)))
 def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
-    folder = RunFolder(host(tmp_path / "run", "node"))
+    folder = RunFolder(write_host_run(tmp_path / "run", "node"))
     records = [record for record in host_records(FACTS) if record.verdict is Verdict.PASS]
     folder.records.unlink()
     for record in records:
@@ -123,7 +123,7 @@ def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: di
 def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
     states: dict[str, dict[str, Any]] = {
         "a": {},
-        "b": {"software_asked": True, "substrate": TWINS},
+        "b": {"software_asked": True, "substrate": ON_TWINS},
         "c": {"selection": "-k write"},
         "d": {"exit_code": 4},
         "e": {"is_interrupted": True},
@@ -131,7 +131,7 @@ def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
         "g": {},
     }
     for name, fields in states.items():
-        folder = RunFolder(host(tmp_path / name, name))
+        folder = RunFolder(write_host_run(tmp_path / name, name))
         folder.write_run(dataclasses.replace(folder.read_run(), **{"exit_code": 0, **fields}))
     (tmp_path / "g" / "records.jsonl").write_text('{"half')
     assert [row.name for row in render_fleet(tmp_path).hosts] == ["g", "e", "f", "b", "c", "d", "a"]
@@ -139,9 +139,9 @@ def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
 
 def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
     for number in range(4):
-        host(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 0.99)
+        write_host_run(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 0.99)
     old = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
-    host(tmp_path / "run4", "node4", facts=old)
+    write_host_run(tmp_path / "run4", "node4", facts=old)
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
     assert {name for name, row in hosts.items() if row.slow} == {"node2"}
     assert round(hosts["node2"].slow[0].percent) == -19
@@ -160,7 +160,7 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
         ({"gb_per_s": 8.0}, [-20.0]),
         ({"us_median": 12.0}, [20.0]),
         ({"ms": 8.0}, []),
-        # A number with such a scatter is not slower.
+        # A difference within the noise of the rounds does not count.
         ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 40.0, "rounds_count": 15.0}, []),
         ({"rate_gb_per_s_median": 8.0, "rate_spread_percent": 1.0, "rounds_count": 15.0}, [-20.0]),
         # A ratio, a bound and the minimum of rounds are not compared.
@@ -178,7 +178,7 @@ def test_slower_numbers_are_those_beyond_their_noise(
         record = record_of(numbers=numbers if number == 2 else others, substrate=HARDWARE)
         write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
-    assert [each.percent for each in hosts["node2"].slow] == slow
+    assert [number.percent for number in hosts["node2"].slow] == slow
     assert [row.slow for name, row in hosts.items() if name != "node2"] == [()] * 4
     assert f"by more than {NOISE_PERCENT:g} %" in (tmp_path / "index.html").read_text()
 
@@ -192,8 +192,8 @@ def test_records_of_a_case_in_one_host_are_combined(tmp_path: Path) -> None:
 
 
 def test_damaged_host_is_a_row_with_its_error(tmp_path: Path) -> None:
-    host(tmp_path / "good", "good")
-    (host(tmp_path / "bad", "bad") / "records.jsonl").write_text('{"half')
+    write_host_run(tmp_path / "good", "good")
+    (write_host_run(tmp_path / "bad", "bad") / "records.jsonl").write_text('{"half')
     fleet = render_fleet(tmp_path)
     assert [(row.name, bool(row.error)) for row in fleet.hosts] == [("bad", True), ("good", False)]
     (problem,) = fleet.problems
@@ -201,13 +201,13 @@ def test_damaged_host_is_a_row_with_its_error(tmp_path: Path) -> None:
     assert "records.jsonl:1: not JSON" in problem
 
 
-def change(file: Path, **fields: Json) -> None:
+def change_fields(file: Path, **fields: Json) -> None:
     """Change fields in a JSON file, or in the first line of a file of JSON lines."""
     first, end, rest = file.read_text().partition("\n") if file.suffix == ".jsonl" else (file.read_text(), "", "")
     file.write_text(json.dumps({**json.loads(first), **fields}) + end + rest)
 
 
-def unfinished(run: RunFolder, plan: Json) -> None:
+def make_unfinished(run: RunFolder, plan: Json) -> None:
     run.run.unlink()
     run.plan.write_text(json.dumps(plan))
 
@@ -215,17 +215,26 @@ def unfinished(run: RunFolder, plan: Json) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda run: change(run.run, started="yesterday"), "run.json.started: expected a time such as 2026-11-20T"),
-        (lambda run: change(run.run, started="2026-02-30T12:00:00Z"), "found '2026-02-30T12:00:00Z'"),
-        (lambda run: change(run.run, started="2026-11-20T12:00:00"), "run.json.started"),
-        (lambda run: change(run.run, substrate={"cuda": "magic"}), "run.json.substrate.cuda: expected one of hardware"),
-        (lambda run: change(run.run, duration_s=10**400), "run.json.duration_s: expected a finite number"),
-        (lambda run: change(run.run, exit_code=10**400), "run.json.exit_code: expected 0 to 255"),
-        (lambda run: change(run.records, started="never"), "records.jsonl:1.started"),
-        (lambda run: change(run.records, substrate={"verbs": ""}), "records.jsonl:1.substrate.verbs"),
-        (lambda run: unfinished(run, {"cases": 5}), "plan.json: expected an object with a list of cases"),
-        (lambda run: unfinished(run, ["case"]), "plan.json: expected an object with a list of cases"),
-        (lambda run: unfinished(run, {"cases": [{"case": "a"}, {}]}), "plan.json.cases: expected the name of each"),
+        (
+            lambda run: change_fields(run.run, started="yesterday"),
+            "run.json.started: expected a time such as 2026-11-20T",
+        ),
+        (lambda run: change_fields(run.run, started="2026-02-30T12:00:00Z"), "found '2026-02-30T12:00:00Z'"),
+        (lambda run: change_fields(run.run, started="2026-11-20T12:00:00"), "run.json.started"),
+        (
+            lambda run: change_fields(run.run, substrate={"cuda": "magic"}),
+            "run.json.substrate.cuda: expected one of hardware",
+        ),
+        (lambda run: change_fields(run.run, duration_s=10**400), "run.json.duration_s: expected a finite number"),
+        (lambda run: change_fields(run.run, exit_code=10**400), "run.json.exit_code: expected 0 to 255"),
+        (lambda run: change_fields(run.records, started="never"), "records.jsonl:1.started"),
+        (lambda run: change_fields(run.records, substrate={"verbs": ""}), "records.jsonl:1.substrate.verbs"),
+        (lambda run: make_unfinished(run, {"cases": 5}), "plan.json: expected an object with a list of cases"),
+        (lambda run: make_unfinished(run, ["case"]), "plan.json: expected an object with a list of cases"),
+        (
+            lambda run: make_unfinished(run, {"cases": [{"case": "a"}, {}]}),
+            "plan.json.cases: expected the name of each",
+        ),
         (lambda run: (run.run.unlink(), run.run.symlink_to(run.run)), "ELOOP"),
     ],
     ids=range(12),
@@ -233,38 +242,38 @@ def unfinished(run: RunFolder, plan: Json) -> None:
 def test_malformed_run_is_a_row_with_its_error(
     tmp_path: Path, damage: Callable[[RunFolder], object], expected: str
 ) -> None:
-    host(tmp_path / "good", "good")
-    damage(RunFolder(host(tmp_path / "bad", "bad")))
+    write_host_run(tmp_path / "good", "good")
+    damage(RunFolder(write_host_run(tmp_path / "bad", "bad")))
     fleet = render_fleet(tmp_path)
     assert [(row.name, row.state) for row in fleet.hosts] == [("bad", "not readable"), ("good", "qualified")]
     (problem,) = fleet.problems
     assert expected in problem
 
 
-@needs(of_host.capability("CAP_SETUID"))
+@needs(host_needs.capability("CAP_SETUID"))
 def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
-    with open_folder() as folder:
+    with folder_for_all_users() as folder:
         for name in ("good", "private"):
-            host(folder / "fleet" / name, name)
+            write_host_run(folder / "fleet" / name, name)
         (folder / "fleet" / "private").chmod(0o700)
         (folder / "made").mkdir()
         (folder / "made").chmod(0o777)
-        ended = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
-        assert ended.returncode == 0, ended.stderr
-        *names, problem = ended.stdout.splitlines()
+        completed = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
+        assert completed.returncode == 0, completed.stderr
+        *names, problem = completed.stdout.splitlines()
         assert names == ["private", "good"]
         assert problem.startswith("private: ")
         assert "EACCES" in problem
         (folder / "fleet").chmod(0o700)
-        ended = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
-        assert ended.stderr == f"read EACCES {folder / 'fleet'}\n"
+        completed = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
+        assert completed.stderr == f"read EACCES {folder / 'fleet'}\n"
 
 
 def test_folder_name_that_is_not_utf_8_has_a_row_and_a_link(tmp_path: Path) -> None:
-    render(host(tmp_path / "odd", "9" * 5000))
+    render(write_host_run(tmp_path / "odd", "9" * 5000))
     (tmp_path / "odd").rename(os.fsdecode(os.fsencode(tmp_path) + b"/node\xff:1"))
-    host(tmp_path / "other", "node10")
-    host(tmp_path / "another", "node9")
+    write_host_run(tmp_path / "other", "node10")
+    write_host_run(tmp_path / "another", "node9")
     fleet = render_fleet(tmp_path)
     assert [row.name for row in fleet.hosts] == ["9" * 5000, "node9", "node10"]
     assert fleet.problems == ()
@@ -273,7 +282,7 @@ def test_folder_name_that_is_not_utf_8_has_a_row_and_a_link(tmp_path: Path) -> N
 
 def test_two_hosts_with_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        host(tmp_path / folder, "node")
+        write_host_run(tmp_path / folder, "node")
     fleet = render_fleet(tmp_path)
     assert [row.name for row in fleet.hosts] == ["node (a)", "node (b)"]
     assert fleet.problems == ("2 hosts have the name node: a, b",)
@@ -296,7 +305,7 @@ def test_last_run_of_a_host_counts(tmp_path: Path) -> None:
 
 
 def test_hostile_host_name_is_text(tmp_path: Path) -> None:
-    host(tmp_path / "run", "<script>alert(1)</script>\x1b[2J")
+    write_host_run(tmp_path / "run", "<script>alert(1)</script>\x1b[2J")
     render_fleet(tmp_path)
     page = (tmp_path / "index.html").read_text()
     assert "<script" not in page
@@ -311,11 +320,11 @@ def test_folder_without_runs_is_wrong_usage(tmp_path: Path) -> None:
 
 def test_command_prints_problems_and_has_exit_code_1(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        host(tmp_path / folder, "node\x1b[1m")
+        write_host_run(tmp_path / folder, "node\x1b[1m")
     command = [sys.executable, "-m", "gdrkit", "report", "--fleet", str(tmp_path), "--output", str(tmp_path / "made")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert ended.stderr == "gdrkit: 2 hosts have the name node\\x1b[1m: a, b\n"
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 1
+    assert completed.stderr == "gdrkit: 2 hosts have the name node\\x1b[1m: a, b\n"
     assert (tmp_path / "made" / "fleet.json").exists()
 
 
@@ -323,6 +332,6 @@ def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
     for number in range(100):
         write_run(tmp_path / f"run{number}", FACTS, [record_of()], host=f"node{number}", host_id=f"{number:x}")
     fleet = render_fleet(tmp_path)
-    # All of them have the serials of one machine, and only their names differ.
+    # All hosts have devices with the same serial numbers, and only the names of the hosts differ.
     assert len(fleet.hosts) == 100
     assert (tmp_path / "index.html").stat().st_size < 1_000_000

@@ -1,6 +1,7 @@
-"""The report in headless Chromium, by Playwright: overflow, console errors, findings of axe-core, keyboard and print.
+"""The report page in headless Chromium: overflow, console errors, findings of axe-core, keyboard and print.
 
-`nox -s pages` provides the browser, Playwright and axe-core. A picture of each page is kept in GDRKIT_PICTURES.
+`nox -s pages` provides the browser, Playwright and axe-core. A screenshot of each page is written to the folder that
+the environment variable GDRKIT_PICTURES names.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(host.variable("GDRKIT_AXE")), pytest.mark.timeout(600)]
 
-WIDTHS = (1280, 390)
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-SAMPLE = install_paths().root / "docs" / "sample-report" / "index.html"
-# Elements that reach beyond the window, without those inside an element that scrolls by itself.
-OVERFLOWING = """
+WIDTHS_PX = (1280, 390)
+BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+SAMPLE_REPORT = install_paths().root / "docs" / "sample-report" / "index.html"
+# JavaScript that returns the elements that are wider than the window. Elements in a part that can scroll are left out.
+OVERFLOW_SCRIPT = """
 () => [...document.querySelectorAll('body *')].filter(element => {
   const box = element.getBoundingClientRect();
   if (!box.width || element.closest('.scroll, .hidden, .skip, thead') || element.closest('pre')) return false;
@@ -38,7 +39,7 @@ OVERFLOWING = """
 }).slice(0, 5).map(element =>
   element.tagName + '.' + element.getAttribute('class') + ': ' + element.textContent.trim().slice(0, 60))
 """
-VIOLATIONS = """
+AXE_SCRIPT = """
 () => axe.run(document, {resultTypes: ['violations']}).then(result => result.violations.map(violation =>
   violation.id + ': ' + violation.help + ': ' +
   violation.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | ')))
@@ -50,7 +51,7 @@ def browser() -> Iterator[Browser]:
     # Only the environment of `nox -s pages` has Playwright.
     from playwright.sync_api import sync_playwright
 
-    program = next(filter(None, map(shutil.which, PROGRAMS)))
+    program = next(filter(None, map(shutil.which, BROWSER_PROGRAMS)))
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield chromium
@@ -67,23 +68,23 @@ def open_page(browser: Browser, path: Path, *, width: int, is_dark: bool = False
     return page, messages
 
 
-def overflow(page: Page) -> list[str]:
-    """Return a line for each part of the page that is wider than the window."""
+def find_overflow(page: Page) -> list[str]:
+    """Return a line for the page and for each element, if it is wider than the window."""
     excess_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-    elements = [str(each) for each in page.evaluate(OVERFLOWING)]
+    elements = [str(element) for element in page.evaluate(OVERFLOW_SCRIPT)]
     return [f"the page is {excess_px} pixels too wide", *elements] if excess_px > 0 else elements
 
 
-def violations(page: Page) -> list[str]:
+def find_violations(page: Page) -> list[str]:
     """Return a line for each finding of axe-core."""
     page.add_script_tag(path=os.environ["GDRKIT_AXE"])
-    return [str(each) for each in page.evaluate(VIOLATIONS)]
+    return [str(violation) for violation in page.evaluate(AXE_SCRIPT)]
 
 
 def make_page(name: str, folder: Path) -> Path:
-    """Make a page, and return its path."""
+    """Create the page `name` (one_route, 64_routes, fleet or sample), and return its path."""
     if name == "sample":
-        return SAMPLE
+        return SAMPLE_REPORT
     if name == "fleet":
         for number in range(12):
             facts = host_facts(gpus=2, nics=1 + number % 2)
@@ -98,15 +99,15 @@ def make_page(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS_PX)
 @pytest.mark.parametrize("name", ["one_route", "64_routes", "fleet", "sample"])
 def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name: str, width: int, scheme: str) -> None:
     page, messages = open_page(browser, make_page(name, tmp_path), width=width, is_dark=scheme == "dark")
     pictures = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
     page.screenshot(path=pictures / f"{name}-{width}-{scheme}.png", full_page=True)
     assert messages == []
-    assert overflow(page) == []
-    assert violations(page) == []
+    assert find_overflow(page) == []
+    assert find_violations(page) == []
     background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert background == {"light": "rgb(252, 252, 250)", "dark": "rgb(21, 23, 26)"}[scheme]
 
@@ -116,8 +117,8 @@ def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tm
     (tmp_path / "bad.html").write_text(bad)
     page, messages = open_page(browser, tmp_path / "bad.html", width=390)
     assert any("fail is not defined" in line for line in messages)
-    assert overflow(page)
-    assert {"image-alt", "html-has-lang"} <= {line.partition(":")[0] for line in violations(page)}
+    assert find_overflow(page)
+    assert {"image-alt", "html-has-lang"} <= {line.partition(":")[0] for line in find_violations(page)}
 
 
 def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: P
     assert focused[0] == "Skip to the report"
     assert focused[1] == "10 passed"
     assert len(set(focused)) == 6
-    # The element that has the focus is outlined.
+    # The focused element has an outline.
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
@@ -138,5 +139,5 @@ def test_printed_report_has_all_sections_and_whole_tables(browser: Browser, tmp_
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.querySelector('.scroll')).overflowX") == "visible"
     assert page.evaluate("getComputedStyle(document.querySelector('.skip')).display") == "none"
-    assert overflow(page) == []
+    assert find_overflow(page) == []
     assert len(re.findall(rb"/Type /Page\b", page.pdf())) > 3

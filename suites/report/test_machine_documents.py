@@ -1,4 +1,4 @@
-"""Documents for programs: report.json with its published schema, a Prometheus text file, and JUnit XML."""
+"""The documents for programs conform to their formats: report.json, the Prometheus file metrics.prom, and JUnit XML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gdrkit.report.render import render
 if TYPE_CHECKING:
     from pathlib import Path
 
-SAMPLE = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*\} -?[0-9.e+-]+$')
+METRIC_SAMPLE = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",?)*\} -?[0-9.e+-]+$')
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return render(write_run(tmp_path_factory.mktemp("run"), facts, list(host_records(facts))))
 
 
-def document(folder: RunFolder) -> dict[str, Any]:
+def read_report(folder: RunFolder) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(folder.report.read_bytes())
     return data
 
 
 @JSONSCHEMA
 def test_report_conforms_to_its_schema(folder: RunFolder) -> None:
-    assert problems("report-1.json", document(folder)) == []
+    assert problems("report-1.json", read_report(folder)) == []
 
 
 @JSONSCHEMA
 def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
-    data = document(folder)
+    data = read_report(folder)
     data["extra"] = data.pop("verdict")
     data["routes"][0]["state"] = "fine"
     lines = sorted(problems("report-1.json", data))
@@ -54,8 +54,11 @@ def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
 
 @JSONSCHEMA
 def test_misspelt_keyword_of_a_schema_is_found() -> None:
-    part = {"type": "array", "minItem": 1}
-    schema = {"properties": {"a": {"items": part}}, "allOf": [{"if": {}, "then": {"required": [], "minimun": 1}}]}
+    misspelt_schema = {"type": "array", "minItem": 1}
+    schema = {
+        "properties": {"a": {"items": misspelt_schema}},
+        "allOf": [{"if": {}, "then": {"required": [], "minimun": 1}}],
+    }
     assert list(unknown_keywords(schema)) == ["$.properties.a.items.minItem", "$.allOf[0].then.minimun"]
 
 
@@ -68,7 +71,7 @@ def test_records_conform_to_their_schema(folder: RunFolder) -> None:
 
 def test_every_measurement_names_its_record(folder: RunFolder) -> None:
     records = read_records(folder.records)
-    measurements = document(folder)["measurements"]
+    measurements = read_report(folder)["measurements"]
     assert len(measurements) == 8 * 5
     for item in measurements:
         (origin,) = item["records"]
@@ -79,7 +82,7 @@ def test_every_measurement_names_its_record(folder: RunFolder) -> None:
 def test_metrics_are_valid_for_a_collector(folder: RunFolder) -> None:
     lines = folder.metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
-    assert [line for line in samples if not SAMPLE.match(line)] == []
+    assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
     # No series occurs twice, and the type of every family is stated once.
     series = [line.rpartition(" ")[0] for line in samples]
     assert len(set(series)) == len(series)
@@ -89,7 +92,7 @@ def test_metrics_are_valid_for_a_collector(folder: RunFolder) -> None:
     assert 'gdrkit_cases{host="node1",profile="any",verdict="fail"} 2' in lines
 
 
-ODD = 'a "quoted" \\ name\x01\n{x="1"} 7'
+ODD_TEXT = 'a "quoted" \\ name\x01\n{x="1"} 7'
 
 
 def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
@@ -98,12 +101,12 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     record = record_of(
         case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed,)
     )
-    folder = RunFolder(write_run(tmp_path, facts_of(rdma=[nic]), [record], host=ODD))
-    run = dataclasses.replace(folder.read_run(), profile=ODD, commit='"', version="\\")
+    folder = RunFolder(write_run(tmp_path, facts_of(rdma=[nic]), [record], host=ODD_TEXT))
+    run = dataclasses.replace(folder.read_run(), profile=ODD_TEXT, commit='"', version="\\")
     folder.write_run(run)
     lines = render(folder.path).metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
-    assert [line for line in samples if not SAMPLE.match(line)] == []
+    assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
     escaped = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
     assert f'gdrkit_exit_code{{host="{escaped}",profile="{escaped}"}} 0' in lines
     assert any(r'nic="mlx5\"0\\",way="way\"",state="unproven"} 1' in line for line in lines)
@@ -111,14 +114,14 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
 
 
 def test_junit_replaces_characters_that_xml_forbids(tmp_path: Path) -> None:
-    odd = "pro\x01file\ud800\uffff"
+    odd_profile = "pro\x01file\ud800\uffff"
     record = record_of(
         Verdict.FAIL, case="a\x02.py::t\x03", reasons=(CaseReason("r\x04"),), evidence={"traceback": "t\x05"}
     )
     folder = RunFolder(write_run(tmp_path, facts_of(), [record], host="h\x06"))
-    run = dataclasses.replace(folder.read_run(), profile=odd, verdict="v\x07", commit="c\x08")
+    run = dataclasses.replace(folder.read_run(), profile=odd_profile, verdict="v\x07", commit="c\x08")
     document = render_junit(run, [record])
-    # The document declares no entity and no document type.
+    # defusedxml raises an error if the document declares an entity.
     root = ElementTree.fromstring(document)
     (suite,) = root
     assert suite.get("name") == "pro\\x01file\\ud800\N{REPLACEMENT CHARACTER}"
@@ -137,8 +140,8 @@ def test_route_has_exactly_one_state(folder: RunFolder) -> None:
 
 
 def test_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
-    twice = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
-    text = render(write_run(tmp_path, facts_of(), twice)).metrics.read_text()
+    records = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
+    text = render(write_run(tmp_path, facts_of(), records)).metrics.read_text()
     assert text.count("gdrkit_measurement{") == 1
     # A family without a sample is left out.
     assert "gdrkit_file_route" not in text

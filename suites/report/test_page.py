@@ -1,4 +1,4 @@
-"""The HTML page of a run: failures and remedies, routes, drawing, plots, and the hardware that cases need."""
+"""The HTML page of a run has failures with remedies, routes, a drawing, plots, and the hardware that cases need."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from gdrkit.report.unproven import unproven_cases
 if TYPE_CHECKING:
     from gdrkit.report import Record
 
-MEBIBYTE = 1 << 20
 
-
-def page(records: list[Record]) -> str:
+def render_page(records: list[Record]) -> str:
     return render_html(run_of(), facts_of(), records)
 
 
@@ -44,7 +42,7 @@ def test_overview_has_a_key_of_its_symbols() -> None:
     text = render_html(run_of(), facts, list(host_records(facts)))
     (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
     assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteOutcome]
-    # There is no overview of a single pair.
+    # With a single pair of GPU and NIC there is no overview.
     facts = host_facts(gpus=1, nics=1)
     text = render_html(run_of(), facts, [record for record in host_records(facts) if not record.files])
     assert 'class="states"' not in text
@@ -59,7 +57,7 @@ def test_page_of_64_routes_is_below_1_mb() -> None:
 
 def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
     reason = CaseReason("VerbsError: ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem")
-    text = page([record_of(), record_of(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
+    text = render_page([record_of(), record_of(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
     (item,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
     assert "ibv_reg_mr failed: Bad address (EFAULT)</p>" in item
     assert "To do:</span> load nvidia-peermem" in item
@@ -68,8 +66,8 @@ def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
 
 def test_failures_with_one_cause_are_merged() -> None:
     reason = CaseReason("no memory")
-    failed = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
-    text = page(failed)
+    failed_records = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
+    text = render_page(failed_records)
     assert text.count('<p class="what">') == 1
     assert "and 2 more" in text
     assert "gdrkit qualify -k test_0 --seed 1" in text
@@ -90,13 +88,13 @@ def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
     (failure,) = failures(facts_of(), records, routes, files)
     assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
     assert failure.cases == ("a.py::test_first", "a.py::test_first")
-    (item,) = re.findall(r'<ol class="failures">.*?</ol>', page(records), re.DOTALL)
+    (item,) = re.findall(r'<ol class="failures">.*?</ol>', render_page(records), re.DOTALL)
     assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in item
     assert '<a href="#r0">' not in item
 
 
 def test_page_without_failures_has_no_such_section() -> None:
-    assert "Failures" not in page([record_of()])
+    assert "Failures" not in render_page([record_of()])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_mount_is_proven_only_by_a_direct_route_on_hardware(
     (status,) = file_statuses(facts_of(), [record])
     assert status.state.value == state
     assert bool(status.cause) is (state != "proven")
-    assert f"GPU 0 &lt;- files of /data by {route}" in page([record])
+    assert f"GPU 0 &lt;- files of /data by {route}" in render_page([record])
 
 
 def test_summary_has_mounts_without_a_nic() -> None:
@@ -126,14 +124,14 @@ def test_summary_has_mounts_without_a_nic() -> None:
 
 
 def test_api_that_only_cases_used_has_a_substrate() -> None:
-    seen = SeenLibrary.of("case", library("libcufile.so.0", notes=TWIN.notes))
+    twin_library = SeenLibrary.of("case", library("libcufile.so.0", notes=TWIN.notes))
     records = [
         record_of(substrate={"cufile": "hardware"}),
-        record_of(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(seen,)),
+        record_of(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(twin_library,)),
         record_of(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
     ]
     text = render_markdown(run_of(), facts_of(), records)
-    # The weakest substrate of the cases counts.
+    # Two cases used cuFile. The page has the weaker substrate of the two, which is the twin.
     assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in text
     assert "| hlthunk | hardware | none |  |" in text
     assert "cufile" not in render_markdown(run_of(), facts_of(), [record_of(substrate={"cuda": "hardware"})])
@@ -165,13 +163,13 @@ def test_plot_of_a_sweep_has_values_and_limit() -> None:
         ("limit of the link", True, 63.015),
     ]
     plot = make_plot(sweep)
-    first = plot.curves[0]
-    assert (first.marks[0].x, first.marks[-1].x) == (plot.left, plot.right)
+    first_curve = plot.curves[0]
+    assert (first_curve.marks[0].x, first_curve.marks[-1].x) == (plot.left, plot.right)
     assert [row[0] for row in plot.rows] == ["64 KiB", "1 MiB", "16 MiB", "256 MiB"]
     assert plot.rows[-1][1][0][0] == "55"
     # The axis begins at 0, and every mark is inside the plot.
     assert plot.values[0].at == plot.bottom
-    assert all(plot.top <= mark.high <= mark.y <= mark.low <= plot.bottom for mark in first.marks)
+    assert all(plot.top <= mark.high <= mark.y <= mark.low <= plot.bottom for mark in first_curve.marks)
 
 
 def test_numbers_by_depth_have_a_separate_plot() -> None:
@@ -198,12 +196,12 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
 )
 def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, float]) -> None:
     cases = [case.format(word) for word in ("read", "write")]
-    odd = [record_of(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
-    good = [
+    odd_records = [record_of(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
+    good_records = [
         record_of(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
         for size in ("1MiB", "2MiB")
     ]
-    (sweep,) = sweeps([*odd, *good], facts_of())
+    (sweep,) = sweeps([*odd_records, *good_records], facts_of())
     assert [[point.at for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
     assert len(make_plot(sweep).rows) == 2
 
@@ -298,5 +296,5 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
     }
     measured = record_of(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
     assert [group.what for group in unproven_cases([measured])] == []
-    for text in (page(records), render_markdown(run_of(), facts_of(), records)):
+    for text in (render_page(records), render_markdown(run_of(), facts_of(), records)):
         assert "an RDMA NIC with an active port" in text

@@ -1,4 +1,4 @@
-"""The pytest plugin in the project of a user: it is off by default, and handles only cases that declare needs."""
+"""The pytest plugin for other projects is off by default, and handles only test cases that declare needs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-MIXED = """
+MIXED_TESTS = """
 import os, pytest
 from gdrkit.harness.needs import cuda, host, needs, verbs
 
-def test_of_its_own():
+def test_without_needs_leaks():
     os.open("/dev/null", os.O_RDONLY)
 
-def test_that_skips_itself():
+def test_without_needs_skips():
     pytest.skip("not today")
 
 @pytest.mark.xfail
-def test_that_is_known_to_fail():
+def test_without_needs_fails():
     assert False
 
 @needs(verbs.nic(), cuda.device(count_min=4))
@@ -43,21 +43,21 @@ def test_whose_needs_are_met(evidence, seed):
     evidence.number("time_ms", 1.5)
     assert seed >= 0
 """
-SKIPS = """
+FAILING_TESTS = """
 import os, pytest
 from gdrkit.harness.needs import host, needs
 
 @needs(host.module("json"))
-def test_skips_all_the_same():
+def test_with_needs_skips():
     pytest.skip("hides something")
 
 @needs(host.module("json"))
-def test_leaves_a_descriptor_open():
+def test_with_needs_leaks():
     os.open("/dev/null", os.O_RDONLY)
 """
 
 
-def pytest_in(
+def run_pytest(
     project: Path, source: str, *options: str, facts: Facts | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a project outside of the checkout, with no other plugin."""
@@ -70,24 +70,24 @@ def pytest_in(
     )
 
 
-def pytest_with_plugin(
+def run_pytest_with_plugin(
     project: Path, source: str, *options: str, facts: Facts | None = None
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Record]]:
     settings = "[tool.pytest.ini_options]\ngdrkit = true\naddopts = '--strict-markers --strict-config'\n"
     (project / "pyproject.toml").write_text(settings)
     options = ("--gdrkit-facts", "facts.json", "--gdrkit-records", "records.jsonl", *options)
-    ended = pytest_in(project, source, *options, facts=facts)
+    completed = run_pytest(project, source, *options, facts=facts)
     file = project / "records.jsonl"
     records = {record.case.partition("::")[2]: record for record in (read_records(file) if file.exists() else ())}
-    return ended, records
+    return completed, records
 
 
 def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
-    ended, records = pytest_with_plugin(tmp_path, MIXED)
-    assert ended.returncode == 0, ended.stdout
-    counted = re.findall(r"(\d+) (passed|skipped|xfailed|not run|failed)", ended.stdout.splitlines()[-1])
-    assert sorted(counted) == [("1", "not run"), ("1", "skipped"), ("1", "xfailed"), ("2", "passed")]
-    assert "verbs.nic(count_min=1): verbs was not asked" in ended.stdout
+    completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS)
+    assert completed.returncode == 0, completed.stdout
+    outcome_counts = re.findall(r"(\d+) (passed|skipped|xfailed|not run|failed)", completed.stdout.splitlines()[-1])
+    assert sorted(outcome_counts) == [("1", "not run"), ("1", "skipped"), ("1", "xfailed"), ("2", "passed")]
+    assert "verbs.nic(count_min=1): verbs was not queried" in completed.stdout
     assert {name: record.verdict for name, record in records.items()} == {
         "test_with_needs": Verdict.NOT_RUN,
         "test_whose_needs_are_met": Verdict.PASS,
@@ -96,30 +96,30 @@ def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
 
 
 def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> None:
-    # Both APIs run on twins and have no device. The profile `bare` fits, and does not foresee that.
+    # Both APIs run on twins, but without devices. The profile `bare` fits this machine, and foresees no missing device.
     facts = dataclasses.replace(
         facts_of(),
         verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
         cuda=CudaFacts(driver_version="13.0", devices=(), libraries=(library("libcuda.so.1", notes=TWIN.notes),)),
     )
-    ended, records = pytest_with_plugin(tmp_path, MIXED, "--gdrkit-profile", "bare", facts=facts)
-    assert ended.returncode == 1, ended.stdout
+    completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", "bare", facts=facts)
+    assert completed.returncode == 1, completed.stdout
     line = "cuda.device(count_min=4): 4 CUDA devices needed, 0 found  NOT FORESEEN by profile bare: the run fails"
-    assert line in ended.stdout
+    assert line in completed.stdout
     assert [(reason.need, reason.foreseen) for reason in records["test_with_needs"].reasons] == [
         ("verbs.nic(count_min=1)", False),
         ("cuda.device(count_min=4)", False),
     ]
-    # Without --gdrkit-profile, the chosen profile requires nothing.
+    # Without --gdrkit-profile, the plugin also selects the profile `bare`, but an unmet need does not fail the run.
     (tmp_path / "records.jsonl").unlink()
-    ended, records = pytest_with_plugin(tmp_path, MIXED, facts=facts)
-    assert ended.returncode == 0, ended.stdout
+    completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, facts=facts)
+    assert completed.returncode == 0, completed.stdout
     assert {record.profile for record in records.values()} == {"bare"}
 
 
 def test_profile_any_foresees_every_unmet_need(tmp_path: Path) -> None:
-    ended, records = pytest_with_plugin(tmp_path, MIXED, "--gdrkit-profile", "any")
-    assert ended.returncode == 0, ended.stdout
+    completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", "any")
+    assert completed.returncode == 0, completed.stdout
     assert [reason.foreseen for reason in records["test_with_needs"].reasons] == [True, True]
 
 
@@ -127,36 +127,36 @@ def test_profile_any_foresees_every_unmet_need(tmp_path: Path) -> None:
     ("name", "expected"), [("bare", "profile bare does not describe this machine"), ("never", "not 'never'")]
 )
 def test_profile_that_does_not_fit_is_an_error(tmp_path: Path, name: str, expected: str) -> None:
-    ended, _ = pytest_with_plugin(tmp_path, MIXED, "--gdrkit-profile", name)
-    assert ended.returncode == 4
-    assert expected in ended.stderr
+    completed, _ = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", name)
+    assert completed.returncode == 4
+    assert expected in completed.stderr
 
 
 def test_case_with_needs_fails_if_it_skips_or_leaks(tmp_path: Path) -> None:
-    ended, records = pytest_with_plugin(tmp_path, SKIPS)
-    assert ended.returncode == 1
+    completed, records = run_pytest_with_plugin(tmp_path, FAILING_TESTS)
+    assert completed.returncode == 1
     assert {record.verdict for record in records.values()} == {Verdict.FAIL}
-    assert "the case skipped itself" in records["test_skips_all_the_same"].reasons[0].text
-    assert "still open" in records["test_leaves_a_descriptor_open"].reasons[0].text
+    assert "the case skipped itself" in records["test_with_needs_skips"].reasons[0].text
+    assert "still open" in records["test_with_needs_leaks"].reasons[0].text
 
 
 @pytest.mark.parametrize("option", ["--gdrkit", None])
 def test_disabled_plugin_is_an_error_for_a_case_with_needs(tmp_path: Path, option: str | None) -> None:
-    ended = pytest_in(tmp_path, MIXED, *(["--gdrkit", "--gdrkit-facts=facts.json"] if option else []))
+    completed = run_pytest(tmp_path, MIXED_TESTS, *(["--gdrkit", "--gdrkit-facts=facts.json"] if option else []))
     if option:
-        assert ended.returncode == 0, ended.stdout
+        assert completed.returncode == 0, completed.stdout
         return
-    assert ended.returncode == 4
-    assert "declares needs of gdrkit, but its pytest plugin is disabled" in ended.stderr
-    assert "gdrkit = true" in ended.stderr
+    assert completed.returncode == 4
+    assert "declares needs of gdrkit, but its pytest plugin is disabled" in completed.stderr
+    assert "gdrkit = true" in completed.stderr
 
 
 def test_disabled_plugin_changes_nothing_for_other_projects(tmp_path: Path) -> None:
     source = "import pytest\n@pytest.mark.needs('coffee')\ndef test_a(): ...\ndef test_b(device): ...\n"
-    ended = pytest_in(tmp_path, source)
-    assert ended.returncode == 1
-    assert "fixture 'device' not found" in ended.stdout
-    assert "1 passed, 1 error" in ended.stdout
+    completed = run_pytest(tmp_path, source)
+    assert completed.returncode == 1
+    assert "fixture 'device' not found" in completed.stdout
+    assert "1 passed, 1 error" in completed.stdout
 
 
 def test_disabled_plugin_loads_only_the_harness(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ def test_disabled_plugin_loads_only_the_harness(tmp_path: Path) -> None:
             packages = {name.split(".")[1] for name in sys.modules if name.startswith("gdrkit.")}
             assert packages == {"harness"}
     """
-    ended = pytest_in(tmp_path, source)
-    assert ended.returncode == 0, ended.stdout
+    completed = run_pytest(tmp_path, source)
+    assert completed.returncode == 0, completed.stdout

@@ -1,7 +1,8 @@
-"""A storage client in its own process, which a defect may kill: ``python storage_client.py``.
+"""Program that makes one transfer of a storage client with device memory: ``python storage_client.py``.
 
-The program reads one operation as JSON from standard input and prints the result as JSON. The data is that of
-:mod:`gdrkit.pattern`. Only copies of the device read or write the device memory.
+It is a separate program for test_storage_review.py, because a defect of the client may kill its process. The program
+reads the operation as JSON from standard input, and prints the result as JSON. The data is a pattern of
+:mod:`gdrkit.pattern`. The program itself reads and writes the device memory only by copy calls of the CUDA driver.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from gdrkit.storage.client import StorageClient
 
 __all__ = ["main"]
 
+# Byte that fills the memory before a read.
 _CANARY = 0xA5
 
 
 def main(operation: dict[str, Any]) -> dict[str, Any]:
-    """Read a file into device memory, or write device memory into a file; return what was transferred."""
-    # The case expects that a defect kills this process, and needs no core file.
+    """Read a file into device memory, or write device memory into a file. Return the result of the transfer."""
+    # No core file, because the case expects that a defect kills this process.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seed, length_bytes, offset_bytes = operation["seed"], operation["length_bytes"], operation["offset_bytes"]
     with (
@@ -38,7 +40,7 @@ def main(operation: dict[str, Any]) -> dict[str, Any]:
             with client.open(operation["path"]) as file:
                 result = file.read(buffer, offset_bytes=offset_bytes)
         contents = memory.read(length_bytes=length_bytes)
-    # A short read leaves the rest of the memory unchanged.
+    # A short read leaves the memory after its data unchanged.
     expected = bytearray(pattern.payload(result.length_bytes, seed=seed, offset_bytes=offset_bytes))
     for begin, end in operation.get("holes", ()):
         expected[begin - offset_bytes : end - offset_bytes] = bytes(end - begin)

@@ -1,4 +1,7 @@
-"""Findings of the GDR review, by their symptom for a user. `nox -s review` shows that each case can fail."""
+"""Regression cases for the findings of the GDR review (docs/findings.md, numbers 1 to 6).
+
+A docstring says what the defect was. `nox -s review` restores each defect, and shows that its case then fails.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import faults
 from support.ledger import calls
-from support.reach import DMABUF, joined
-from support.sharing import from_peer
+from support.memory_kinds import DMABUF, peer_queue_pair
+from support.sharing import message_from_peer
 
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed
 from gdrkit.harness.needs import cuda as cuda_needs
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+# Fault plans of the verbs twin.
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 
@@ -42,7 +46,7 @@ NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 @DMABUF
 @needs(software(Api.VERBS))
 def test_lease_without_nic_fails_with_the_cause(device: Device) -> None:
-    """Finding 1: the start ended early without a region cache, and later calls used the missing cache."""
+    """Finding 1: the manager started without a region cache, and later calls used the missing cache."""
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_NICS), GdrManager() as manager:
         assert not manager.state.available
         with pytest.raises(RegistrationFailed) as raised:
@@ -52,7 +56,8 @@ def test_lease_without_nic_fails_with_the_cause(device: Device) -> None:
         assert cause.operation == "ibv_get_device_list"
 
 
-EXPORT_OF_EVERY_KIND = """
+# Program that exports an address as each kind of handle, and prints the errno of each error.
+EXPORT_PROGRAM = """
 import json
 from gdrkit.errors import GdrkitError
 from gdrkit.registration.handle import ShareKind
@@ -68,9 +73,10 @@ for kind in ShareKind:
 
 def test_export_without_cuda_fails_with_enotsup() -> None:
     """Finding 2: without CUDA an export returned a placeholder and reported success."""
+    # Without LD_LIBRARY_PATH, the process does not load the twins. A real driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
-    command = [sys.executable, "-c", EXPORT_OF_EVERY_KIND]
+    command = [sys.executable, "-c", EXPORT_PROGRAM]
     child = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     results = [json.loads(line) for line in child.stdout.splitlines()]
     assert "success" not in results, "an export without a driver succeeded"
@@ -82,26 +88,26 @@ def test_export_without_cuda_fails_with_enotsup() -> None:
 def test_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
     """Finding 2: an exported handle contained only metadata, and no process could open it."""
     with device.allocate(64 * KIB) as memory:
-        theirs = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
-        theirs.write(seed=seed)
-        theirs.check(seed=seed)
-        theirs.close()
+        imported = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
+        imported.write(seed=seed)
+        imported.check(seed=seed)
+        imported.close()
 
 
 @IPC
 def test_import_has_an_address_and_its_owners_bytes(device: Device, peer: Peer) -> None:
     """Finding 2: an import reported success and returned a null pointer."""
-    theirs = peer.device().allocate(64 * KIB)
-    theirs.write(seed=1)
-    handle = GdrHandle(ipc=theirs.export_ipc(), length_bytes=64 * KIB, device_index=0)
+    peer_memory = peer.device().allocate(64 * KIB)
+    peer_memory.write(seed=1)
+    handle = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=0)
     with import_gdr(device, handle.pack()) as memory:
         assert memory.address != 0, "the import succeeded with a null pointer"
-        assert memory.read(length_bytes=4096) == theirs.contents(length_bytes=4096)
-    theirs.close()
+        assert memory.read(length_bytes=4096) == peer_memory.contents(length_bytes=4096)
+    peer_memory.close()
 
 
 class MemoryWithoutAddress:
-    """Device memory of another process that this process has only as a dma-buf, without a mapping."""
+    """Device memory of another process. This process has only its dma-buf and no mapping, so it has no address."""
 
     kind, address, closed, owned = ShareKind.DMABUF, 0, False, False
 
@@ -123,14 +129,14 @@ class MemoryWithoutAddress:
 def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Peer) -> None:
     """Finding 4: if no dma-buf could be registered, the fallback registered a null pointer."""
     with (
-        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
+        message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
         import_dmabuf(message) as dmabuf,
         faults(Api.VERBS, NO_DMABUF),
     ):
-        before = calls(Api.VERBS).get("ibv_reg_mr", 0)
+        calls_before = calls(Api.VERBS).get("ibv_reg_mr", 0)
         with pytest.raises(RegistrationFailed) as raised:
             register(MemoryWithoutAddress(dmabuf), [nic])  # type: ignore[arg-type]
-        assert calls(Api.VERBS).get("ibv_reg_mr", 0) == before, "ibv_reg_mr was called with a null pointer"
+        assert calls(Api.VERBS).get("ibv_reg_mr", 0) == calls_before, "ibv_reg_mr was called with a null pointer"
     assert raised.value.reason is Reason.NO_ROUTE
     assert [cause.reason for cause in raised.value.causes] == [
         Reason.DMABUF_REGION_UNSUPPORTED,
@@ -141,13 +147,13 @@ def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Pee
 @pytest.mark.qualify
 @DMABUF
 def test_old_key_after_a_free_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
-    """Finding 5: the cache kept the region of freed memory registered, so that its key still worked."""
-    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+    """Finding 5: the cache kept the region of freed memory registered, so the key of the region still worked."""
+    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
         memory = device.allocate(256 * KIB)
         with cache.lease(memory) as lease:
-            stale = lease.remote(nic, length_bytes=4 * KIB)
+            stale_remote = lease.remote(nic, length_bytes=4 * KIB)
         memory.close()
-        status = theirs.write(stale, seed=seed).status
+        status = peer_pair.write(stale_remote, seed=seed).status
         evidence["status"] = status.name
         assert status is Status.REM_ACCESS_ERR, f"a write with the key of freed memory ended with {status.name}"
         assert cache.statistics().regions == 0

@@ -1,4 +1,7 @@
-"""Regression cases for defects found after the GDR review. `nox -s review` restores each defect: its case fails."""
+"""Regression cases for the defects that were found after the GDR review (docs/findings.md, letters a to o).
+
+A docstring says what the defect was. `nox -s review` restores each defect, and shows that its case then fails.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import faults
+from support.memory_kinds import DMABUF, peer_queue_pair
 from support.raw_cuda import raw_allocate, raw_free, remap_chunk
-from support.reach import DMABUF, joined
-from support.sharing import from_peer, memory_in_peer
+from support.sharing import import_in_peer, message_from_peer
 
 from gdrkit import cuda, handles, pattern
 from gdrkit.cuda import VmmMemory
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+ON_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+# Fault plans of the verbs twin.
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
@@ -40,41 +44,44 @@ NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"
 @DMABUF
 def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> None:
     """Defect a: memory was freed before its region was deregistered."""
-    observed: list[str] = []
+    observations: list[str] = []
     memory = device.allocate(64 * KIB)
 
     def observe() -> None:
-        observed.append("deregistered" if registration.closed else "registered")
+        observations.append("deregistered" if registration.closed else "registered")
         try:
             memory.read(length_bytes=1)
         except ApiError as error:
-            observed.append(error.operation)
+            observations.append(error.operation)
         else:
-            observed.append("readable")
+            observations.append("readable")
 
-    # Actions run in reverse order, so that the first one added runs directly before the free.
+    # The actions before a release run in reverse order, so the first action runs directly before the free.
     memory.before_release(observe)
     registration = register(memory, [nic])
     memory.close()
-    assert observed == ["deregistered", "readable"], f"the memory was freed before its deregistration: {observed}"
+    assert observations == ["deregistered", "readable"], (
+        f"the memory was freed before its deregistration: {observations}"
+    )
 
 
 @DMABUF
 def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    """Defect b: invalidating one of two memories of a pointer deregistered the region of the other, or left it
-    registered for ever.
+    """Defect b: two borrowed memories of one pointer shared a region.
+
+    When one memory was invalidated, the region of both was deregistered, or it stayed registered for ever.
     """
-    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, joined(nic, peer) as theirs:
+    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
         first = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
         with cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second, cache.lease(second) as lease:
             remote = lease.remote(nic, length_bytes=KIB)
             cache.lease(first).close()
             cache.invalidate(first.address, length_bytes=64 * KIB)
             first.close()
-            status = theirs.write(remote, seed=seed).status
+            status = peer_pair.write(remote, seed=seed).status
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
-        # The expected error moves the queue pair to the error state, so this write uses a second pair.
-        with joined(nic, peer) as second_pair:
+        # This write is expected to fail, which moves its queue pair to the error state. So it uses a second queue pair.
+        with peer_queue_pair(nic, peer) as second_pair:
             status = second_pair.write(remote, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
@@ -83,23 +90,23 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
 @IPC
 def test_export_of_interior_memory_keeps_its_offset(device: Device, peer: Peer, seed: int) -> None:
     """Defect c: the importer of an interior pointer got the base of the allocation, which has other bytes."""
-    with device.allocate(MIB) as whole:
-        whole.write(pattern.payload(MIB, seed=seed))
-        message = export_memory(whole, kind=ShareKind.IPC, offset_bytes=4097, length_bytes=64 * KIB)
-        theirs = memory_in_peer(peer.device(), message)
-        theirs.check(seed=seed, stream_offset_bytes=4097)
-        theirs.close()
+    with device.allocate(MIB) as allocation:
+        allocation.write(pattern.payload(MIB, seed=seed))
+        message = export_memory(allocation, kind=ShareKind.IPC, offset_bytes=4097, length_bytes=64 * KIB)
+        imported = import_in_peer(peer.device(), message)
+        imported.check(seed=seed, stream_offset_bytes=4097)
+        imported.close()
 
 
 @IPC
 def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
     """Defect c: the 80-byte handle has no field for an offset, and was exported for interior memory."""
     with (
-        device.allocate(MIB) as whole,
-        cuda.borrow(device, whole.address + 4096, length_bytes=KIB) as part,
+        device.allocate(MIB) as allocation,
+        cuda.borrow(device, allocation.address + 4096, length_bytes=KIB) as interior,
         pytest.raises(UsageError) as raised,
     ):
-        export_gdr(part)
+        export_gdr(interior)
     assert "export_memory" in raised.value.what_to_do
 
 
@@ -109,15 +116,15 @@ def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple
     """Defect e: a registration with one NIC counted as success, and transfers by the other NICs failed later."""
     assert all(nic.supports_dmabuf() for nic in nics)
     with device.allocate(64 * KIB) as memory, faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
-        before = handles.live()
+        handles_before = handles.live()
         with pytest.raises(ApiError) as raised:
             register(memory, nics).close()
-        assert handles.live() == before
+        assert handles.live() == handles_before
     assert raised.value.reason is Reason.OUT_OF_MEMORY
 
 
 @DMABUF
-@TWINS
+@ON_TWINS
 def test_manager_that_cannot_register_is_unavailable() -> None:
     """Defect h: the start reported success although no memory could be registered."""
     with faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY), GdrManager() as manager:
@@ -126,12 +133,13 @@ def test_manager_that_cannot_register_is_unavailable() -> None:
         assert all(gpu.obstacle is not None for gpu in manager.state.gpus)
 
 
-def current_device() -> int:
+def current_device_index() -> int:
+    """Return the index of the current CUDA device of this thread."""
     from cuda.bindings import driver
 
-    result, number = driver.cuCtxGetDevice()
+    result, index = driver.cuCtxGetDevice()
     assert int(result) == 0
-    return int(number)
+    return int(index)
 
 
 @DMABUF
@@ -140,15 +148,15 @@ def test_calls_keep_the_current_device(devices: tuple[Device, ...], nic: Nic) ->
     """Defect i: a call changed the current device of the caller's thread."""
     with devices[1].current():
         with devices[0].allocate(64 * KIB) as memory:
-            assert current_device() == 1, "allocate left another device current"
+            assert current_device_index() == 1, "allocate left another device current"
             memory.fill(1)
             export_memory(memory, kind=ShareKind.DMABUF).close()
             export_memory(memory, kind=ShareKind.IPC).close()
-            assert current_device() == 1, "an export left another device current"
+            assert current_device_index() == 1, "an export left another device current"
             with RegionCache([nic]) as cache:
                 cache.lease(memory).close()
-                assert current_device() == 1, "a lease left another device current"
-        assert current_device() == 1, "a free left another device current"
+                assert current_device_index() == 1, "a lease left another device current"
+        assert current_device_index() == 1, "a free left another device current"
 
 
 @DMABUF
@@ -156,7 +164,7 @@ def test_cache_evicts_the_least_recently_used_region(device: Device, nic: Nic) -
     """Defect j: the cache evicted an arbitrary region."""
     memories = [device.allocate(64 * KIB) for _ in range(3)]
     with RegionCache([nic], regions_max=2) as cache:
-        # The second memory is the least recently used one when the third is leased.
+        # When the third memory is leased, the second memory is the least recently used.
         for index in (0, 1, 0, 2):
             cache.lease(memories[index]).close()
         hits = cache.statistics().hits
@@ -180,60 +188,61 @@ def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None
 def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect k: after a free that bypassed gdrkit, the cache returned the old key for new memory at that address."""
     address = raw_allocate(device, 2 * MIB)
-    with RegionCache([nic]) as cache, joined(nic, peer) as theirs:
-        with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old:
-            stale = old.remote(nic, length_bytes=4 * KIB)
+    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+        with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old_lease:
+            stale_remote = old_lease.remote(nic, length_bytes=4 * KIB)
         raw_free(device, address)
-        again = raw_allocate(device, 2 * MIB)
+        new_address = raw_allocate(device, 2 * MIB)
         try:
-            assert again == address
-            with cuda.borrow(device, again, length_bytes=2 * MIB) as memory, cache.lease(memory) as lease:
-                fresh = lease.remote(nic, length_bytes=4 * KIB)
-                assert fresh.rkey != stale.rkey, "the cache returned the key of the old memory"
-                theirs.write(fresh, seed=seed).expect(Status.SUCCESS)
+            assert new_address == address
+            with cuda.borrow(device, new_address, length_bytes=2 * MIB) as memory, cache.lease(memory) as lease:
+                remote = lease.remote(nic, length_bytes=4 * KIB)
+                assert remote.rkey != stale_remote.rkey, "the cache returned the key of the old memory"
+                peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
         finally:
-            raw_free(device, again)
+            raw_free(device, new_address)
 
 
 @DMABUF
 @needs(cuda_needs.vmm)
 def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) -> None:
-    """Defect k in the middle of a range: only the first chunk was checked."""
+    """Defect k in the middle of a range: the cache checked only whether the first chunk was still the same."""
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory) as lease:
-            stale = lease.remote(nic)
+            stale_remote = lease.remote(nic)
         remap_chunk(device, memory.address + 2 * MIB, length_bytes=2 * MIB)
         with cache.lease(memory) as lease:
-            assert lease.remote(nic).rkey != stale.rkey, "the cache returned the key of the unmapped chunk"
+            assert lease.remote(nic).rkey != stale_remote.rkey, "the cache returned the key of the unmapped chunk"
 
 
 @IPC
 def test_device_number_of_a_received_handle_is_checked(device: Device, peer: Peer) -> None:
     """Defect l: the device number of a handle from another process was used unchecked."""
-    theirs = peer.device().allocate(64 * KIB)
-    valid = GdrHandle(ipc=theirs.export_ipc(), length_bytes=64 * KIB, device_index=0)
+    peer_memory = peer.device().allocate(64 * KIB)
+    valid = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=0)
     for index in (cuda.device_count(), (1 << 31) - 1):
         with pytest.raises(UsageError) as raised:
             import_gdr(device, replace(valid, device_index=index).pack()).close()
         assert raised.value.reason is Reason.NO_DEVICE
-    theirs.close()
+    peer_memory.close()
 
 
-def register_with_all(manager: GdrManager, dmabuf: DmabufRange) -> None:
+def register_with_all_nics(manager: GdrManager, dmabuf: DmabufRange) -> None:
+    """Register a received dma-buf with every NIC of the manager."""
     for nic in manager.nics:
         nic.register_dmabuf(dmabuf).close()
 
 
 @DMABUF
-@TWINS
+@ON_TWINS
 def test_registration_of_an_import_without_nics_fails(peer: Peer) -> None:
     """Defect n: an importer whose manager was unavailable reported success without a region."""
     with (
-        from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
+        message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
         import_dmabuf(message) as dmabuf,
         faults(Api.VERBS, NO_NICS),
         GdrManager() as manager,
         pytest.raises(RegistrationFailed),
     ):
-        register_with_all(manager, dmabuf)
+        register_with_all_nics(manager, dmabuf)

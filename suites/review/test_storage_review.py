@@ -1,7 +1,8 @@
-"""Former accesses of the storage client to device memory. `nox -s review` shows that each case can fail.
+"""Regression cases for defects of the storage client, whose CPU accessed device memory (docs/findings.md).
 
-A CPU access to device memory faults, on a GPU and on its twin. The client runs in its own process, which such an
-access kills.
+A CPU access to device memory faults, on a GPU and on the CUDA twin. So the client runs in a child process
+(storage_client.py), which such an access kills. `nox -s review` restores each defect, and shows that its case then
+fails.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.reach import DMABUF
+from support.memory_kinds import DMABUF
 from support.storage import storage_server
 
 from gdrkit import cuda, pattern
@@ -29,44 +30,49 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
-CLIENT = Path(__file__).with_name("storage_client.py")
-NAME = "weights.bin"
+CLIENT_PROGRAM = Path(__file__).with_name("storage_client.py")
+FILE_NAME = "weights.bin"
 _TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A server of an empty store, for all cases of this module."""
+    """Yield a server of an empty store. All cases of this module use it."""
     folder = tmp_path_factory.mktemp("storage")
-    with storage_server(folder / "store", folder / "server.log") as served:
-        yield served
+    with storage_server(folder / "store", folder / "server.log") as running:
+        yield running
 
 
 def write_from_host(service: Service, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
-    """Write the file from host memory."""
+    """Write the file with a client in this process, from host memory."""
     with (
         service.connect(nic) as client,
         client.register(bytearray(data)) as buffer,
-        client.open(NAME, write=True, create=True, truncate=True) as file,
+        client.open(FILE_NAME, write=True, create=True, truncate=True) as file,
     ):
         file.write(buffer, offset_bytes=offset_bytes)
 
 
-def run_client(service: Service, operation: str, **details: int | list[tuple[int, int]]) -> dict[str, Any]:
-    """Run one operation of a client with device memory in its own process, and return its result."""
-    request = details | {"operation": operation, "address": service.address, "token": service.token(), "path": NAME}
-    ended = subprocess.run(
-        [sys.executable, str(CLIENT)],
+def run_client(service: Service, operation: str, **arguments: int | list[tuple[int, int]]) -> dict[str, Any]:
+    """Run one operation of a client with device memory in a child process, and return its result."""
+    request = arguments | {
+        "operation": operation,
+        "address": service.address,
+        "token": service.token(),
+        "path": FILE_NAME,
+    }
+    completed = subprocess.run(
+        [sys.executable, str(CLIENT_PROGRAM)],
         input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
         timeout=_TIMEOUT_S,
     )
-    killed_by = "" if ended.returncode >= 0 else signal.Signals(-ended.returncode).name
+    killed_by = "" if completed.returncode >= 0 else signal.Signals(-completed.returncode).name
     assert not killed_by, f"the CPU accessed device memory: {killed_by} killed the client in a {operation}"
-    assert ended.returncode == 0, ended.stderr
-    result: dict[str, Any] = json.loads(ended.stdout)
+    assert completed.returncode == 0, completed.stderr
+    result: dict[str, Any] = json.loads(completed.stdout)
     assert result["is_expected"], f"wrong bytes in device memory: {result}"
     return result
 
@@ -75,7 +81,8 @@ def run_client(service: Service, operation: str, **details: int | list[tuple[int
 def test_read_into_device_memory_avoids_the_cpu(service: Service, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU copied inline data into device memory, and computed the checksum of received data."""
     write_from_host(service, pattern.payload(MIB, seed=seed), nic)
-    # Other services send the data of a short read within the reply. The second read continues after the file's end.
+    # The first read is short. Other services send the data of a short read within the reply.
+    # The second read goes beyond the end of the file.
     for length_bytes, offset_bytes in ((100, 4097), (MIB, 64 * KIB + 1)):
         result = run_client(
             service, "read", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=offset_bytes
@@ -90,12 +97,13 @@ def test_checksum_of_a_device_write_is_the_servers(service: Service, device: Dev
         result = run_client(service, "write", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=0)
         assert result["length_bytes"] == length_bytes
         assert result["checksums"], "the server returned no checksum of the received data"
-        assert (service.root / NAME).read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=seed)
+        assert (service.root / FILE_NAME).read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=seed)
 
 
 @DMABUF
 def test_hole_in_a_file_is_zeroed_by_the_device(service: Service, device: Device, nic: Nic, seed: int) -> None:
     """Defect g: the CPU filled a hole with memset."""
+    # The file has a hole before this offset.
     begin = MIB
     write_from_host(service, pattern.payload(MIB, seed=seed, offset_bytes=begin), nic, offset_bytes=begin)
     result = run_client(
@@ -119,7 +127,7 @@ def test_borrowed_device_memory_is_not_a_host_buffer(service: Service, device: D
         service.connect(nic) as client,
         client.register(borrowed) as buffer,
     ):
-        for part in (buffer, buffer.subrange(offset_bytes=1, length_bytes=KIB)):
-            assert part.is_device_memory, "device memory is in a host buffer"
+        for range_ in (buffer, buffer.subrange(offset_bytes=1, length_bytes=KIB)):
+            assert range_.is_device_memory, "device memory is in a host buffer"
             with pytest.raises(UsageError):
-                part.data()
+                range_.data()

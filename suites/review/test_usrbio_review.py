@@ -1,7 +1,8 @@
-"""Former defects of the usrbio client library, by their symptom for a user. `nox -s review` shows that each can fail.
+"""Regression cases for defects of the usrbio client library (docs/findings.md).
 
-No agent serves the mounts of these cases. A library publishes memory as a symbolic link in a folder of the mount, and
-a 3FS daemon sees only this link.
+The library publishes memory to the 3FS daemon as a symbolic link in a folder of the mount. No daemon is necessary in
+these cases: they check the link, and open the memory in another process. `nox -s review` restores each defect, and
+shows that its case then fails.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ if TYPE_CHECKING:
 DEVICE = needs(cuda_needs.device())
 IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 LENGTH_BYTES = 64 * KIB
-READS = True
+FOR_READ = True
+# HF3FS_IOR_FORBID_READ_HOLES of hf3fs_usrbio.h.
 FORBID_READ_HOLES = 2
+# O_CREAT | O_EXCL.
 O_CREAT_EXCL = 0o300
 _TIMEOUT_S = 60
 
-# The program opens memory that another process published. It prints the digest of the bytes, or the error.
-OPENER = """
+# Program that opens memory that another process published. It prints the digest of the bytes, or the error.
+OPEN_PROGRAM = """
 import hashlib, json, sys
 from gdrkit import cuda, usrbio
 from gdrkit.errors import GdrkitError
@@ -62,43 +65,43 @@ except GdrkitError as error:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Path:
-    """A folder that has a mount's folder for published memory."""
+    """Return a folder like the mount of an agent, with the folder in which memory is published."""
     (tmp_path / "3fs-virt" / "iovs").mkdir(parents=True)
     return tmp_path
 
 
 @pytest.fixture
 def mount_with_semaphore(mount: Path) -> Iterator[Path]:
-    """The mount, and the semaphore by which a client wakes the agent that drains rings. There is no agent here."""
+    """Yield the mount with a submit semaphore, by which a client would wake the agent. No agent runs."""
     name = f"hf3fs-submit-ios.{uuid.uuid4()}"
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sem_open.restype = ctypes.c_void_p
-    opened = libc.sem_open(f"/{name}".encode(), O_CREAT_EXCL, 0o600, 0)
-    assert opened, ctypes.get_errno()
-    (mount / "3fs-virt" / "iovs" / "submit-ios").symlink_to(f"/dev/shm/sem.{name}")  # noqa: S108 - as 3FS has it.
+    semaphore = libc.sem_open(f"/{name}".encode(), O_CREAT_EXCL, 0o600, 0)
+    assert semaphore, ctypes.get_errno()
+    (mount / "3fs-virt" / "iovs" / "submit-ios").symlink_to(f"/dev/shm/sem.{name}")  # noqa: S108 - as in 3FS.
     yield mount
-    libc.sem_close(ctypes.c_void_p(opened))
+    libc.sem_close(ctypes.c_void_p(semaphore))
     libc.sem_unlink(f"/{name}".encode())
 
 
-def links(mount: Path) -> list[str]:
-    """Return the names of the published links."""
+def published_links(mount: Path) -> list[str]:
+    """Return the names of the links that publish memory and rings."""
     return sorted(path.name for path in (mount / "3fs-virt" / "iovs").iterdir() if path.name != "submit-ios")
 
 
 def digest_in_another_process(mount: Path, *, identity: str = "", handle: bytes | None = None) -> str:
-    """Return the digest of published memory, or of a handle's, in a process that opens it; or that process's error."""
+    """Open published memory, or the memory of a handle, in another process. Return its digest or the error there."""
     request = [str(mount), identity, LENGTH_BYTES, None if handle is None else handle.hex()]
-    ended = subprocess.run(
-        [sys.executable, "-c", OPENER],
+    completed = subprocess.run(
+        [sys.executable, "-c", OPEN_PROGRAM],
         input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
         timeout=_TIMEOUT_S,
     )
-    assert ended.returncode == 0, ended.stderr
-    return str(json.loads(ended.stdout))
+    assert completed.returncode == 0, completed.stderr
+    return str(json.loads(completed.stdout))
 
 
 @IPC
@@ -127,7 +130,7 @@ def test_device_memory_is_published_as_device_memory(device: Device, mount: Path
     """Finding 6: a device pointer was wrapped into a host buffer and published as host memory."""
     with device.allocate(LENGTH_BYTES) as memory, usrbio.make_gpu_iovec(str(mount), memory) as iovec:
         assert iovec.is_gpu, "device memory was published as host memory"
-        assert links(mount) == [f"{iovec.id}.gdr.d{device.index}"]
+        assert published_links(mount) == [f"{iovec.id}.gdr.d{device.index}"]
         with pytest.raises((TypeError, BufferError)):
             memoryview(iovec)
 
@@ -135,10 +138,10 @@ def test_device_memory_is_published_as_device_memory(device: Device, mount: Path
 @DEVICE
 def test_creation_fails_if_the_memory_cannot_be_published(device: Device, mount: Path, tmp_path: Path) -> None:
     """Defect f: the library ignored the result of symlink(2) and reported success."""
-    no_mount = tmp_path / "no-mount"
-    no_mount.mkdir()
+    other_folder = tmp_path / "no-mount"
+    other_folder.mkdir()
     with pytest.raises(usrbio.UsrbioError) as raised:
-        usrbio.create_iovec(str(no_mount), length_bytes=LENGTH_BYTES).close()
+        usrbio.create_iovec(str(other_folder), length_bytes=LENGTH_BYTES).close()
     assert raised.value.errno == errno.ENOENT
     with device.allocate(LENGTH_BYTES) as memory:
         identity = str(uuid.uuid4())
@@ -155,21 +158,21 @@ def test_range_that_overflows_is_refused(mount_with_semaphore: Path) -> None:
     library, mount = client_library(), str(mount_with_semaphore).encode()
     iov, ring = Iov(), Ior()
     assert library.hf3fs_iovcreate(iov, mount, LENGTH_BYTES, 0, -1) == 0
-    assert library.hf3fs_iorcreate4(ring, mount, 8, READS, 0, 0, -1, 0) == 0
+    assert library.hf3fs_iorcreate4(ring, mount, 8, FOR_READ, 0, 0, -1, 0) == 0
     # Descriptor 0 is not registered, so a range that passes its check fails with EBADF in the next check.
-    assert library.hf3fs_prep_io(ring, iov, READS, iov.base + 1, 0, 0, LENGTH_BYTES - 1, None) == -errno.EBADF
+    assert library.hf3fs_prep_io(ring, iov, FOR_READ, iov.base + 1, 0, 0, LENGTH_BYTES - 1, None) == -errno.EBADF
     for begin in (iov.base + LENGTH_BYTES, (1 << 64) - KIB, iov.base - 1):
         length_bytes = (iov.base + LENGTH_BYTES - begin) % (1 << 64)
-        result = library.hf3fs_prep_io(ring, iov, READS, begin, 0, 0, length_bytes, None)
+        result = library.hf3fs_prep_io(ring, iov, FOR_READ, begin, 0, 0, length_bytes, None)
         assert result == -errno.EINVAL, f"hf3fs_prep_io accepted {length_bytes} bytes from {begin:#x}"
     library.hf3fs_iordestroy(ring)
     library.hf3fs_iovdestroy(iov)
-    assert not links(mount_with_semaphore)
+    assert not published_links(mount_with_semaphore)
 
 
 def test_flags_of_a_ring_are_in_its_name_in_base_2(mount_with_semaphore: Path) -> None:
-    """Defect o: the name was created with flags in base 2 and removed with flags in base 10, so the link stayed."""
+    """Defect o: the link was created with flags in base 2 and removed with flags in base 10, so it was not removed."""
     with usrbio.make_ioring(str(mount_with_semaphore), 8, flags=FORBID_READ_HOLES):
-        (name,) = links(mount_with_semaphore)
+        (name,) = published_links(mount_with_semaphore)
         assert name.endswith(".f10"), f"the flags of this name are not in base 2: {name}"
-    assert not links(mount_with_semaphore), "the link of a destroyed ring stayed"
+    assert not published_links(mount_with_semaphore), "the link of a destroyed ring stayed"

@@ -1,4 +1,4 @@
-"""The C API of usrbio by ctypes, for arguments that the Python API never passes."""
+"""ctypes binding of the C API of usrbio, for cases with arguments that the Python API never passes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ior(ctypes.Structure):
     )
 
 
-_PARAMETERS = {
+_ARGUMENT_TYPES = {
     "hf3fs_iovcreate": (ctypes.POINTER(Iov), ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int),
     "hf3fs_iovdestroy": (ctypes.POINTER(Iov),),
     "hf3fs_iorcreate4": (
@@ -66,8 +66,8 @@ _PARAMETERS = {
 
 
 def client_library() -> ctypes.CDLL:
-    """Return the client library that gdrkit.usrbio also opens."""
+    """Return the native client library, the same file that gdrkit.usrbio opens."""
     library = ctypes.CDLL(str(library_path()))
-    for name, parameters in _PARAMETERS.items():
-        getattr(library, name).argtypes = parameters
+    for name, argument_types in _ARGUMENT_TYPES.items():
+        getattr(library, name).argtypes = argument_types
     return library

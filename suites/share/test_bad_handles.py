@@ -1,4 +1,4 @@
-"""A wrong handle of an untrusted peer is refused with one typed error, and nothing is left open."""
+"""An invalid handle of an untrusted peer is refused with a typed error, and nothing is left open."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import DMABUF
-from support.sharing import flipped, from_peer, refusal, sample
+from support.memory_kinds import DMABUF
+from support.sharing import message_from_peer, raised_error, valid_handle, with_flipped_bit
 
 from gdrkit import cuda
 from gdrkit.cuda import VmmMemory
@@ -44,52 +44,52 @@ VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 
 @pytest.fixture
 def device(device: Device) -> Device:
-    """Return the device with its context, which the first call of a case would otherwise retain."""
+    """Return the device after a first call, which creates its context. A case then counts no new handle for it."""
     device.synchronize()
     return device
 
 
 @IPC
 def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> None:
-    theirs = peer.device().allocate(64 * KIB)
-    with from_peer(theirs, ShareKind.IPC) as message:
+    peer_memory = peer.device().allocate(64 * KIB)
+    with message_from_peer(peer_memory, ShareKind.IPC) as message:
         altered = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
-    for error in (refusal(device_of, altered.handle), refusal(import_memory, device, altered)):
+    for error in (raised_error(device_of, altered.handle), raised_error(import_memory, device, altered)):
         assert type(error) is UsageError
         assert error.reason is Reason.NO_DEVICE
-    theirs.close()
+    peer_memory.close()
 
 
 @IPC
 def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None:
-    message = from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
+    message = message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
     peer.kill()
-    error = refusal(import_memory, device, message)
+    error = raised_error(import_memory, device, message)
     assert type(error) is BrokenResource
     assert error.reason is Reason.PEER_GONE
 
 
 @IPC
 def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Peer) -> None:
-    with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
+    with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
         altered = HandleMessage(replace(message.handle, owner=owner).pack())
-    assert refusal(import_memory, device, altered).reason is Reason.PEER_GONE
+    assert raised_error(import_memory, device, altered).reason is Reason.PEER_GONE
 
 
 @DMABUF
 def test_dmabuf_of_an_ended_owner_is_refused(peer: Peer) -> None:
-    with from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
+    with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
         peer.kill()
-        assert type(refusal(import_dmabuf, message)) is BrokenResource
+        assert type(raised_error(import_dmabuf, message)) is BrokenResource
 
 
 @IPC
 def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
-    theirs = peer.device().allocate(64 * KIB)
-    message = from_peer(theirs, ShareKind.IPC)
-    theirs.close()
-    error = refusal(import_memory, device, message)
+    peer_memory = peer.device().allocate(64 * KIB)
+    message = message_from_peer(peer_memory, ShareKind.IPC)
+    peer_memory.close()
+    error = raised_error(import_memory, device, message)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
@@ -97,26 +97,26 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
 @IPC
 @needs(software(Api.CUDA))
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
-    """The twin is stricter than the driver: the driver of an H200 opened handles with a flipped bit."""
-    with from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
-        altered = HandleMessage(replace(message.handle, ipc=flipped(message.handle.ipc, 100)).pack())
-    error = refusal(import_memory, device, altered)
+    """Runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
+    with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
+        altered = HandleMessage(replace(message.handle, ipc=with_flipped_bit(message.handle.ipc, 100)).pack())
+    error = raised_error(import_memory, device, altered)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
 
 @IPC
 def test_handle_with_a_wrong_size_is_refused(device: Device, peer: Peer) -> None:
-    with from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
+    with message_from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
         altered = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
-    assert refusal(import_memory, device, altered).reason is Reason.MALFORMED
+    assert raised_error(import_memory, device, altered).reason is Reason.MALFORMED
 
 
 @IPC
-def test_handle_of_the_own_process_is_refused(device: Device) -> None:
+def test_handle_of_this_process_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
         message = export_memory(memory, kind=ShareKind.IPC)
-        error = refusal(import_memory, device, message)
+        error = raised_error(import_memory, device, message)
         assert isinstance(error, ApiError)
         assert error.operation == "cuIpcOpenMemHandle"
 
@@ -124,17 +124,17 @@ def test_handle_of_the_own_process_is_refused(device: Device) -> None:
 @DMABUF
 @needs(cuda_needs.vmm)
 def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer: Peer) -> None:
-    theirs = peer.device().allocate(64 * KIB)
-    with from_peer(theirs, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
+    peer_memory = peer.device().allocate(64 * KIB)
+    with message_from_peer(peer_memory, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
         file.truncate(message.handle.allocation_bytes)
         with HandleMessage(message.data, [os.dup(file.fileno())]) as altered, import_dmabuf(altered) as dmabuf:
-            # Only the kernel can check that a descriptor is a dma-buf. It does so when a NIC registers the dma-buf.
-            error = refusal(nic.register_dmabuf, dmabuf)
+            # Only the kernel can check whether a descriptor is a dma-buf. The check is in the registration with a NIC.
+            error = raised_error(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
         file.truncate(1)
         with HandleMessage(message.data, [os.dup(file.fileno())]) as altered:
-            assert refusal(import_dmabuf, altered).reason is Reason.MALFORMED
+            assert raised_error(import_dmabuf, altered).reason is Reason.MALFORMED
         chunk = replace(
             message.handle,
             kind=ShareKind.VMM,
@@ -145,10 +145,10 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
         )
         file.truncate(2 * MIB)
         with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as altered:
-            error = refusal(import_memory, device, altered)
+            error = raised_error(import_memory, device, altered)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
-    theirs.close()
+    peer_memory.close()
 
 
 @DMABUF
@@ -157,7 +157,7 @@ def test_a_closed_descriptor_is_refused(device: Device) -> None:
         (fd,) = message.descriptors
         duplicate = os.dup(fd)
         os.close(fd)
-        error = refusal(import_dmabuf, message)
+        error = raised_error(import_dmabuf, message)
         assert isinstance(error, ApiError)
         assert (error.operation, error.errno) == ("lseek", errno.EBADF)
         os.dup2(duplicate, fd)
@@ -174,7 +174,7 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
     ):
         larger = replace(message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
         with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as altered:
-            assert isinstance(refusal(import_memory, device, altered), ApiError)
+            assert isinstance(raised_error(import_memory, device, altered), ApiError)
         fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as raised:
             HandleMessage(message.data, fds)
@@ -184,21 +184,25 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
 
 
 @IPC
-def test_handle_kind_needs_its_own_importer(device: Device) -> None:
+def test_importer_of_another_handle_kind_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
-        assert "import_dmabuf" in refusal(import_memory, device, message).what_to_do
+        assert "import_dmabuf" in raised_error(import_memory, device, message).what_to_do
         ipc = export_memory(memory, kind=ShareKind.IPC)
-        assert "import_memory" in refusal(import_dmabuf, ipc).what_to_do
-        assert refusal(export_memory, memory, kind=ShareKind.VMM).what_to_do == "share it as IPC or DMABUF"
-        for part in ({"length_bytes": 0}, {"offset_bytes": 64 * KIB}, {"offset_bytes": 1, "length_bytes": 64 * KIB}):
-            assert type(refusal(export_memory, memory, kind=ShareKind.IPC, **part)) is UsageError
-    assert type(refusal(export_memory, memory, kind=ShareKind.IPC)) is ClosedResource
+        assert "import_memory" in raised_error(import_dmabuf, ipc).what_to_do
+        assert raised_error(export_memory, memory, kind=ShareKind.VMM).what_to_do == "share it as IPC or DMABUF"
+        for invalid_range in (
+            {"length_bytes": 0},
+            {"offset_bytes": 64 * KIB},
+            {"offset_bytes": 1, "length_bytes": 64 * KIB},
+        ):
+            assert type(raised_error(export_memory, memory, kind=ShareKind.IPC, **invalid_range)) is UsageError
+    assert type(raised_error(export_memory, memory, kind=ShareKind.IPC)) is ClosedResource
 
 
 @VMM
 def test_too_many_chunks_are_refused_before_the_export(device: Device) -> None:
     with VmmMemory.create(device, 254 * 2 * MIB, chunk_bytes=2 * MIB) as memory:
-        assert refusal(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
+        assert raised_error(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
         with export_memory(memory, kind=ShareKind.VMM, length_bytes=253 * 2 * MIB) as message:
             assert len(message.descriptors) == 253
 
@@ -215,22 +219,24 @@ INVALID_RANGES = [
 @pytest.mark.parametrize(("address", "length_bytes", "reason"), INVALID_RANGES)
 def test_export_of_host_memory_is_refused(device: Device, address: int, length_bytes: int, reason: Reason) -> None:
     for kind in ShareKind:
-        error = refusal(lambda kind=kind: export_address(address, length_bytes=length_bytes, device_index=0, kind=kind))
+        error = raised_error(
+            lambda kind=kind: export_address(address, length_bytes=length_bytes, device_index=0, kind=kind)
+        )
         assert error.reason is reason
 
 
 @IPC
 def test_an_unknown_device_is_named(device: Device) -> None:
     for index in (-1, cuda.device_count(), 1 << 40):
-        assert refusal(device_at, index).reason is Reason.NO_DEVICE
+        assert raised_error(device_at, index).reason is Reason.NO_DEVICE
 
 
 @IPC
 def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer) -> None:
-    theirs = peer.device().allocate(64 * KIB)
-    valid = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number)))
+    peer_memory = peer.device().allocate(64 * KIB)
+    valid = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number)))
     data = valid.pack()
-    invalid: list[tuple[bytes, Reason]] = [
+    invalid_handles: list[tuple[bytes, Reason]] = [
         (data[:79], Reason.MALFORMED),
         (data + b"\0", Reason.MALFORMED),
         (bytes(80), Reason.MALFORMED),
@@ -240,34 +246,35 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
         (replace(valid, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
         (replace(valid, device_index=cuda.device_count()).pack(), Reason.NO_DEVICE),
     ]
-    for changed, reason in invalid:
-        error = refusal(import_gdr, device, changed)
+    for changed, reason in invalid_handles:
+        error = raised_error(import_gdr, device, changed)
         assert type(error) is UsageError
         assert error.reason is reason
-    theirs.close()
+    peer_memory.close()
 
 
 @IPC
 @needs(software(Api.CUDA))
 def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, peer: Peer) -> None:
-    """The 80-byte handle has no checksum: the driver of an H200 opened a changed one. ShareHandle has a checksum."""
-    theirs = peer.device().allocate(64 * KIB)
-    data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
-    assert isinstance(refusal(import_gdr, device, flipped(data, 70)), ApiError)
-    theirs.close()
+    """Runs only on the CUDA twin. The 80-byte handle has no checksum: the driver of an H200 opened a changed handle."""
+    peer_memory = peer.device().allocate(64 * KIB)
+    data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
+    assert isinstance(raised_error(import_gdr, device, with_flipped_bit(data, 70)), ApiError)
+    peer_memory.close()
 
 
 @needs(cuda_needs.device(count_min=2), cuda_needs.ipc)
-def test_handle_opens_only_on_its_own_device(devices: tuple[Device, ...], peer: Peer) -> None:
-    theirs = peer.device().allocate(64 * KIB)
-    message = from_peer(theirs, ShareKind.IPC)
-    assert refusal(import_memory, devices[1], message).reason is Reason.NO_DEVICE
-    data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
-    assert refusal(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
-    theirs.close()
+def test_import_on_another_device_is_refused(devices: tuple[Device, ...], peer: Peer) -> None:
+    peer_memory = peer.device().allocate(64 * KIB)
+    message = message_from_peer(peer_memory, ShareKind.IPC)
+    assert raised_error(import_memory, devices[1], message).reason is Reason.NO_DEVICE
+    data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
+    assert raised_error(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
+    peer_memory.close()
 
 
-WITHOUT_CUDA = """
+# Program that makes every call that needs CUDA, and prints the type and the errno of each error.
+WITHOUT_CUDA_PROGRAM = """
 import json
 from gdrkit.errors import GdrkitError
 from gdrkit.registration.handle import ShareHandle, ShareKind
@@ -284,10 +291,10 @@ for call in calls:
 
 
 def test_export_without_cuda_is_unsupported() -> None:
-    # The folder of the twins is removed from the loader's path, and a real driver shows no device.
+    # Without LD_LIBRARY_PATH, the process does not load the twins. A real driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
-    code = WITHOUT_CUDA.format(data=sample().pack().hex())
+    code = WITHOUT_CUDA_PROGRAM.format(data=valid_handle().pack().hex())
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     results = [json.loads(line) for line in child.stdout.splitlines()]
     assert results == [[Unsupported.__name__, errno.ENOTSUP]] * 5

@@ -1,4 +1,7 @@
-"""Device memory in two processes, by CUDA IPC, VMM descriptors and dma-buf descriptors, as measured on an H200."""
+"""Device memory that two processes share: by CUDA IPC handles, VMM descriptors and dma-buf descriptors.
+
+The expected errors are those that were observed on an H200.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import DMABUF
+from support.memory_kinds import DMABUF
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
+# CUDA_ERROR_INVALID_VALUE.
 INVALID_VALUE = 1
 
 
@@ -29,12 +33,12 @@ INVALID_VALUE = 1
 def test_ipc_handle_maps_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as memory:
         memory.write(pattern.payload(MIB, seed=seed))
-        theirs = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=MIB)
-        theirs.check(seed=seed)
-        theirs.write(seed=seed + 1, offset_bytes=4095, length_bytes=8193)
+        imported = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=MIB)
+        imported.check(seed=seed)
+        imported.write(seed=seed + 1, offset_bytes=4095, length_bytes=8193)
         pattern.check(memory.read(offset_bytes=4095, length_bytes=8193), seed=seed + 1)
         pattern.check(memory.read(length_bytes=4095), seed=seed)
-        theirs.close()
+        imported.close()
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc)
@@ -66,38 +70,38 @@ def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer
 def test_vmm_descriptors_map_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(4 * MIB, seed=seed))
-        shared = [memory.export_shareable(index) for index in range(memory.chunk_count)]
+        descriptors = [memory.export_shareable(index) for index in range(memory.chunk_count)]
         try:
-            theirs = peer.device().import_vmm(shared, chunk_bytes=memory.chunk_bytes)
+            imported = peer.device().import_vmm(descriptors, chunk_bytes=memory.chunk_bytes)
         finally:
-            for fd in shared:
+            for fd in descriptors:
                 os.close(fd)
-        theirs.check(seed=seed)
-        theirs.write(seed=seed + 1, offset_bytes=2 * MIB - 5, length_bytes=10)
+        imported.check(seed=seed)
+        imported.write(seed=seed + 1, offset_bytes=2 * MIB - 5, length_bytes=10)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)
-        theirs.close()
+        imported.close()
 
 
 @DMABUF
 @needs(cuda_needs.ipc)
 def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
-    """Take the path of a storage agent: the owner exports, another process registers, a third process writes."""
+    """The peer registers memory of this process, as a storage agent does. Then a NIC writes to the memory."""
     with (
         device.allocate(256 * KIB) as memory,
         memory.export_dmabuf() as dmabuf,
         nic.completion_queue() as queue,
-        nic.queue_pair(queue) as ours,
+        nic.queue_pair(queue) as local_pair,
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as source,
     ):
-        # The import has another address in the agent. The agent registers the dma-buf of the owner.
+        # In the peer, the memory has another address. The peer registers the dma-buf of the owner with that address.
         imported = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
         region = peer.nic.register_dmabuf(
             dmabuf.fd, offset_bytes=dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes, address=imported.address
         )
-        theirs = peer.queue_pair()
-        theirs.join(ours)
-        ours.post_write(source, region.remote(offset_bytes=77, length_bytes=64 * KIB), work_id=1)
-        ours.wait(10_000).expect(Status.SUCCESS)
+        peer_pair = peer.queue_pair()
+        peer_pair.join(local_pair)
+        local_pair.post_write(source, region.remote(offset_bytes=77, length_bytes=64 * KIB), work_id=1)
+        local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
         region.close()
         imported.close()

@@ -1,4 +1,4 @@
-"""The table of export methods per kind of memory: every row is measured again."""
+"""The table EXPORTS: which kinds of memory can be exported by which method. The cases measure every row again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_cuda import dmabuf_of, ipc_status, raw_allocate_managed, raw_allocate_pool, raw_free
+from support.raw_cuda import (
+    ipc_export_status,
+    raw_allocate_from_pool,
+    raw_allocate_managed,
+    raw_export_dmabuf,
+    raw_free,
+)
 
 from gdrkit import cuda
 from gdrkit.buffers import MemoryKind
@@ -15,7 +21,7 @@ from gdrkit.cuda import VmmMemory
 from gdrkit.errors import ApiError, Unsupported
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import needs
-from gdrkit.registration.exports import EXPORTS, ExportRow, ways_of
+from gdrkit.registration.exports import EXPORTS, ExportRow, export_methods
 from gdrkit.registration.handle import ShareKind
 from gdrkit.registration.share import export_memory
 from gdrkit.units import MIB
@@ -30,12 +36,12 @@ if TYPE_CHECKING:
 pytestmark = needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.vmm, cuda_needs.dmabuf_export)
 
 LENGTH_BYTES = 2 * MIB
-KINDS = sorted({row.memory for row in EXPORTS}, key=str)
+MEMORY_KINDS = sorted({row.memory for row in EXPORTS}, key=str)
 
 
 @contextlib.contextmanager
 def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[int, CudaMemory | None]]:
-    """Yield memory of a kind: its address, and its buffer if gdrkit supports the kind."""
+    """Yield new memory of a kind: its address, and its buffer object if gdrkit supports the kind."""
     match kind:
         case MemoryKind.CUDA:
             with device.allocate(LENGTH_BYTES) as memory:
@@ -47,7 +53,7 @@ def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[in
             with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported:
                 yield imported.address, imported
         case MemoryKind.CUDA_POOL:
-            address = raw_allocate_pool(device, LENGTH_BYTES)
+            address = raw_allocate_from_pool(device, LENGTH_BYTES)
             with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed:
                 yield address, borrowed
             raw_free(device, address)
@@ -58,49 +64,50 @@ def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[in
 
 
 def export_status(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
-    """Return the status of the driver for the export of a row."""
-    if row.way is ShareKind.VMM:
+    """Return the CUresult of the driver for the export that a row describes."""
+    if row.method is ShareKind.VMM:
         assert isinstance(memory, VmmMemory)
         os.close(memory.export_shareable())
         return 0
-    if row.way is ShareKind.IPC:
-        return ipc_status(device, address)
-    parts = {
+    if row.method is ShareKind.IPC:
+        return ipc_export_status(device, address)
+    # Offset, length and flags of the dma-buf export.
+    arguments = {
         "whole": (0, LENGTH_BYTES, 0),
         "page": (4096, LENGTH_BYTES - 4096, 0),
         "odd_address": (1, 4096, 0),
         "odd_length": (0, 4097, 0),
         "pcie": (0, LENGTH_BYTES, 1),
     }
-    offset_bytes, length_bytes, flags = parts[row.part]
-    status, fd = dmabuf_of(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
+    offset_bytes, length_bytes, flags = arguments[row.part]
+    status, fd = raw_export_dmabuf(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
     if fd >= 0:
         os.close(fd)
     return status
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", MEMORY_KINDS, ids=lambda kind: kind.value)
 def test_driver_status_matches_the_export_table(
     device: Device, peer: Peer, evidence: Evidence, kind: MemoryKind
 ) -> None:
     rows = [row for row in EXPORTS if row.memory is kind]
     with memory_of(kind, device, peer) as (address, memory):
         statuses = [export_status(row, device, address, memory) for row in rows]
-    evidence["answers"] = [[row.way.name, row.part, status] for row, status in zip(rows, statuses, strict=True)]
+    evidence["answers"] = [[row.method.name, row.part, status] for row, status in zip(rows, statuses, strict=True)]
     assert statuses == [row.status for row in rows]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not MemoryKind.CUDA_MANAGED], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in MEMORY_KINDS if kind is not MemoryKind.CUDA_MANAGED], ids=str)
 def test_unsupported_share_kind_is_refused_with_advice(device: Device, peer: Peer, kind: MemoryKind) -> None:
     with memory_of(kind, device, peer) as (_address, memory):
         assert memory is not None
         assert memory.kind is kind
-        for way in ShareKind:
-            if way in ways_of(kind):
-                export_memory(memory, kind=way).close()
+        for method in ShareKind:
+            if method in export_methods(kind):
+                export_memory(memory, kind=method).close()
                 continue
             with pytest.raises(ApiError) as raised:
-                export_memory(memory, kind=way)
+                export_memory(memory, kind=method)
             assert type(raised.value) is Unsupported
             assert raised.value.what_to_do
 

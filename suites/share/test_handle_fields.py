@@ -1,4 +1,4 @@
-"""The bytes of a handle match the documented layout, and all other bytes are refused."""
+"""The bytes of a share handle match the documented layout (docs/sharing.md), and all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.sharing import flipped, refusal, sample
+from support.sharing import raised_error, valid_handle, with_flipped_bit
 
 from gdrkit import cuda, pattern
 from gdrkit.errors import GdrkitError, Reason, UsageError
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 
 
-def refusal_of_bytes(data: bytes) -> GdrkitError:
-    error = refusal(ShareHandle.parse, data)
+def parse_error(data: bytes) -> GdrkitError:
+    """Require that the parser refuses the data as malformed, and return the error."""
+    error = raised_error(ShareHandle.parse, data)
     assert type(error) is UsageError
     assert error.reason is Reason.MALFORMED
     return error
@@ -38,7 +39,7 @@ def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> 
         data = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
         assert len(data) == SHARE_HANDLE_BYTES == 192
         assert data[:16] == b"GDRSHARE\x01\x00\x01\x00\xc0\x00\x00\x00"
-        sizes = [int.from_bytes(data[at : at + 8], "little") for at in (16, 24, 32, 40, 48, 56)]
+        sizes = [int.from_bytes(data[offset : offset + 8], "little") for offset in (16, 24, 32, 40, 48, 56)]
         assert sizes == [MIB, 4096, 100, 0, 0, 0]
         assert int.from_bytes(data[96:100], "little") == os.getpid()
         assert data[112:176] == cuda.export_handle(memory) == export_gdr(memory)[:64]
@@ -47,21 +48,22 @@ def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> 
 
 @pytest.mark.parametrize("length", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
 def test_a_handle_of_another_length_is_refused(length: int) -> None:
-    refusal_of_bytes((sample().pack() * 30)[:length])
+    parse_error((valid_handle().pack() * 30)[:length])
 
 
 def test_any_flipped_bit_is_refused() -> None:
-    data = sample().pack()
+    data = valid_handle().pack()
     for bit in range(8 * SHARE_HANDLE_BYTES):
-        refusal_of_bytes(flipped(data, bit))
+        parse_error(with_flipped_bit(data, bit))
 
 
 def test_handle_of_another_version_is_refused_by_name() -> None:
-    data = sample().pack()
-    error = refusal_of_bytes(data[:8] + b"\x02\x00" + data[10:])
+    data = valid_handle().pack()
+    error = parse_error(data[:8] + b"\x02\x00" + data[10:])
     assert "version 2" in error.message
 
 
+# Changes that make a valid handle contradictory.
 WRONG_FIELDS = [
     pytest.param({"length_bytes": 0}, id="empty"),
     pytest.param({"allocation_bytes": 0}, id="no-allocation"),
@@ -97,4 +99,4 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize("changes", WRONG_FIELDS)
 def test_contradictory_fields_are_refused(changes: dict[str, object]) -> None:
-    assert refusal(sample, **changes).reason is Reason.MALFORMED
+    assert raised_error(valid_handle, **changes).reason is Reason.MALFORMED

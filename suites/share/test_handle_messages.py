@@ -1,4 +1,4 @@
-"""Malformed, incomplete and undeliverable handle messages on a socket."""
+"""Handle messages that are malformed, incomplete, late, or sent to a closed socket."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import array
 import socket
 import tempfile
 
-from support.sharing import refusal, sample
+from support.sharing import raised_error, valid_handle
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES
 from gdrkit.registration.handle_message import HandleMessage, receive
 
 
-def send_raw(data: bytes, count: int) -> socket.socket:
-    """Return a socket with `data` and `count` descriptors to receive, whose other end is closed."""
-    ours, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as file:
+def socket_with(data: bytes, descriptor_count: int) -> socket.socket:
+    """Return a socket from which `data` and descriptors can be received. The sender has closed its socket."""
+    receiver, sender = socket.socketpair()
+    with sender, tempfile.TemporaryFile() as file:
         if data:
-            socket.send_fds(theirs, [data], [file.fileno()] * count)
-    return ours
+            socket.send_fds(sender, [data], [file.fileno()] * descriptor_count)
+    return receiver
 
 
 def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
-    valid = sample().pack()
+    valid = valid_handle().pack()
     messages = [
         (b"", 0, Reason.PEER_GONE),
         (valid[:100], 0, Reason.PEER_GONE),
@@ -31,30 +31,31 @@ def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
         (b"x" * SHARE_HANDLE_BYTES, 253, Reason.MALFORMED),
         (valid, 1, Reason.MALFORMED),
     ]
-    for data, count, reason in messages:
-        with send_raw(data, count) as connection:
-            assert refusal(receive, connection).reason is reason
+    for data, descriptor_count, reason in messages:
+        with socket_with(data, descriptor_count) as connection:
+            assert raised_error(receive, connection).reason is reason
 
 
 def test_descriptors_of_two_parts_are_counted_together() -> None:
-    valid = sample().pack()
-    ours, theirs = socket.socketpair()
-    with ours, theirs, tempfile.TemporaryFile() as file:
-        for part in (valid[:10], valid[10:]):
-            theirs.sendmsg([part], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
-        assert refusal(receive, ours).reason is Reason.MALFORMED
+    valid = valid_handle().pack()
+    receiver, sender = socket.socketpair()
+    with receiver, sender, tempfile.TemporaryFile() as file:
+        # Each part has 200 descriptors, fewer than the limit of 253. Both parts together exceed the limit.
+        for data in (valid[:10], valid[10:]):
+            sender.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
+        assert raised_error(receive, receiver).reason is Reason.MALFORMED
 
 
 def test_receive_from_a_silent_sender_times_out() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        error = refusal(receive, ours, timeout_ms=10)
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        error = raised_error(receive, receiver, timeout_ms=10)
         assert (type(error), error.reason) == (BrokenResource, Reason.TIMEOUT)
 
 
 def test_send_to_a_closed_peer_raises_peer_gone() -> None:
-    ours, theirs = socket.socketpair()
-    theirs.close()
-    with ours:
-        error = refusal(HandleMessage(sample().pack()).send, ours)
+    sender, receiver = socket.socketpair()
+    receiver.close()
+    with sender:
+        error = raised_error(HandleMessage(valid_handle().pack()).send, sender)
         assert (type(error), error.reason) == (BrokenResource, Reason.PEER_GONE)

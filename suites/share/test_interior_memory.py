@@ -1,12 +1,12 @@
-"""Memory that begins inside an allocation is shared from the right byte, by every method."""
+"""Interior memory, which begins inside an allocation: every sharing method shares it from the right byte."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import pytest
-from support.reach import DMABUF
-from support.sharing import from_peer, memory_in_peer, region_in_peer
+from support.memory_kinds import DMABUF
+from support.sharing import import_in_peer, message_from_peer, register_dmabuf_in_peer
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
@@ -36,65 +36,65 @@ VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 def test_ipc_import_of_interior_memory_has_the_right_offset(
     device: Device, peer: Peer, seed: int, evidence: Evidence, offset_bytes: int
 ) -> None:
-    with device.allocate(MIB) as whole:
-        whole.write(pattern.payload(MIB, seed=seed))
-        with cuda.borrow(device, whole.address + offset_bytes, length_bytes=64 * KIB) as part:
-            message = export_memory(part, kind=ShareKind.IPC)
+    with device.allocate(MIB) as allocation:
+        allocation.write(pattern.payload(MIB, seed=seed))
+        with cuda.borrow(device, allocation.address + offset_bytes, length_bytes=64 * KIB) as interior:
+            message = export_memory(interior, kind=ShareKind.IPC)
         handle = ShareHandle.parse(message.data)
         evidence["allocation_bytes"] = handle.allocation_bytes
         assert (handle.offset_bytes, handle.length_bytes) == (offset_bytes, 64 * KIB)
-        theirs = memory_in_peer(peer.device(), message)
-        assert theirs.length_bytes == 64 * KIB
-        theirs.check(seed=seed, stream_offset_bytes=offset_bytes)
-        theirs.write(seed=seed + 1, length_bytes=100)
-        pattern.check(whole.read(offset_bytes=offset_bytes, length_bytes=100), seed=seed + 1)
-        pattern.check(whole.read(length_bytes=offset_bytes), seed=seed)
-        theirs.close()
+        imported = import_in_peer(peer.device(), message)
+        assert imported.length_bytes == 64 * KIB
+        imported.check(seed=seed, stream_offset_bytes=offset_bytes)
+        imported.write(seed=seed + 1, length_bytes=100)
+        pattern.check(allocation.read(offset_bytes=offset_bytes, length_bytes=100), seed=seed + 1)
+        pattern.check(allocation.read(length_bytes=offset_bytes), seed=seed)
+        imported.close()
 
 
 @IPC
 def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, seed: int) -> None:
-    theirs = peer.device().allocate(MIB)
-    theirs.write(seed=seed)
-    message = from_peer(theirs, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
+    peer_memory = peer.device().allocate(MIB)
+    peer_memory.write(seed=seed)
+    message = message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
     with device_of(message.handle) as owner_device, import_memory(owner_device, message) as memory:
         assert owner_device.uuid == device.uuid == message.handle.device
         assert memory.kind.value == "cuda_imported"
         pattern.check(memory.read(), seed=seed, offset_bytes=4099)
-    theirs.close()
+    peer_memory.close()
 
 
 @IPC
 def test_memory_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: int) -> None:
-    theirs = peer.device().allocate(MIB)
-    theirs.write(seed=seed)
-    first = from_peer(theirs, ShareKind.IPC)
-    second = from_peer(theirs, ShareKind.IPC, offset_bytes=64 * KIB)
-    with import_memory(device, second) as part:
-        with import_memory(device, first) as other:
-            pattern.check(other.read(length_bytes=100), seed=seed)
-        pattern.check(part.read(length_bytes=100), seed=seed, offset_bytes=64 * KIB)
-    theirs.close()
+    peer_memory = peer.device().allocate(MIB)
+    peer_memory.write(seed=seed)
+    first = message_from_peer(peer_memory, ShareKind.IPC)
+    second = message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=64 * KIB)
+    with import_memory(device, second) as second_memory:
+        with import_memory(device, first) as first_memory:
+            pattern.check(first_memory.read(length_bytes=100), seed=seed)
+        pattern.check(second_memory.read(length_bytes=100), seed=seed, offset_bytes=64 * KIB)
+    peer_memory.close()
 
 
 @pytest.mark.qualify
 @VMM
 @pytest.mark.parametrize(
-    ("offset_bytes", "length_bytes", "chunks"),
+    ("offset_bytes", "length_bytes", "chunks_count"),
     [(0, 6 * MIB, 3), (2 * MIB - 5, 10, 2), (2 * MIB, 2 * MIB, 1), (4 * MIB + 3, 4097, 1), (1, 6 * MIB - 1, 3)],
 )
 def test_export_contains_only_the_chunks_of_the_range(
-    device: Device, peer: Peer, seed: int, offset_bytes: int, length_bytes: int, chunks: int
+    device: Device, peer: Peer, seed: int, offset_bytes: int, length_bytes: int, chunks_count: int
 ) -> None:
     with VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory:
         memory.write(pattern.payload(6 * MIB, seed=seed))
         with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as message:
-            assert len(message.descriptors) == chunks
-            theirs = memory_in_peer(peer.device(), message)
-        theirs.check(seed=seed, stream_offset_bytes=offset_bytes)
-        theirs.write(seed=seed + 1, length_bytes=8)
+            assert len(message.descriptors) == chunks_count
+            imported = import_in_peer(peer.device(), message)
+        imported.check(seed=seed, stream_offset_bytes=offset_bytes)
+        imported.write(seed=seed + 1, length_bytes=8)
         pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=8), seed=seed + 1)
-        theirs.close()
+        imported.close()
 
 
 @pytest.mark.qualify
@@ -104,17 +104,17 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
     with (
         device.allocate(256 * KIB) as memory,
         nic.completion_queue() as queue,
-        nic.queue_pair(queue) as ours,
+        nic.queue_pair(queue) as local_pair,
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
     ):
         memory.fill(0)
         with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4097, length_bytes=9 * KIB) as message:
             assert message.handle.address == memory.address + 4097
-            region = region_in_peer(peer.nic, message)
-        theirs = peer.queue_pair()
-        theirs.join(ours)
-        ours.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
-        ours.wait(10_000).expect(Status.SUCCESS)
+            region = register_dmabuf_in_peer(peer.nic, message)
+        peer_pair = peer.queue_pair()
+        peer_pair.join(local_pair)
+        local_pair.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
+        local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
         assert memory.read(length_bytes=4107) == bytes(4107)
         region.close()
@@ -131,19 +131,19 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         contents = peer.request("cuda.contents", memory=imported["handle"], offset_bytes=0, length_bytes=4096)
         pattern.check(bytes.fromhex(contents), seed=seed)
         with (
-            cuda.borrow(device, memory.address + 256, length_bytes=1024) as part,
+            cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior,
             pytest.raises(UsageError) as raised,
         ):
-            export_gdr(part)
+            export_gdr(interior)
         assert "export_memory" in raised.value.what_to_do
         peer.request("close", number=imported["handle"])
 
 
 @IPC
 def test_80_byte_handle_of_a_peer_can_be_opened(device: Device, peer: Peer, seed: int) -> None:
-    theirs = peer.device().allocate(MIB)
-    theirs.write(seed=seed)
-    data = bytes.fromhex(peer.request("share.export_gdr", memory=theirs.number))
+    peer_memory = peer.device().allocate(MIB)
+    peer_memory.write(seed=seed)
+    data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
     with import_gdr(device, data) as memory:
         pattern.check(memory.read(), seed=seed)
-    theirs.close()
+    peer_memory.close()

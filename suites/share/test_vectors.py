@@ -1,4 +1,7 @@
-"""Handles of shared memory: the C library and this package create and refuse the same bytes (shared vectors)."""
+"""Test vectors of handles of shared memory: the C library and this package create and refuse the same bytes.
+
+The native tests of the C library read the same file of vectors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ VECTORS = Path(__file__).parents[1] / "vectors" / "share_handles.txt"
 
 
 class Vector(NamedTuple):
-    """One line of the file of vectors."""
+    """One line of the file of vectors: a packed handle, the verdict (good or bad), and the fields of a good handle."""
 
     kind: str
     verdict: str
@@ -24,14 +27,15 @@ class Vector(NamedTuple):
     data: bytes
     fields: dict[str, str]
 
-    def number(self, field: str) -> int:
+    def integer(self, field: str) -> int:
         return int(self.fields[field])
 
-    def raw(self, field: str) -> bytes:
+    def from_hex(self, field: str) -> bytes:
         return bytes.fromhex(self.fields[field])
 
 
 def _vectors(verdict: str) -> list[Vector]:
+    """Return the vectors with this verdict, good or bad."""
     vectors = []
     for line in VECTORS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -39,50 +43,51 @@ def _vectors(verdict: str) -> list[Vector]:
         kind, line_verdict, name, data, *fields = line.split(" ")
         assert line_verdict in {"good", "bad"}
         if line_verdict == verdict:
-            raw = b"" if data == "-" else bytes.fromhex(data)
-            vectors.append(Vector(kind, line_verdict, name, raw, dict(field.split("=") for field in fields)))
+            packed = b"" if data == "-" else bytes.fromhex(data)
+            vectors.append(Vector(kind, line_verdict, name, packed, dict(field.split("=") for field in fields)))
     assert vectors
     return vectors
 
 
-def _id(vector: Vector) -> str:
+def _case_id(vector: Vector) -> str:
     return f"{vector.kind}-{vector.name}"
 
 
-def _expected(vector: Vector) -> ShareHandle | GdrHandle:
+def _handle_of(vector: Vector) -> ShareHandle | GdrHandle:
+    """Return the handle with the fields of a good vector."""
     if vector.kind == "gdr":
-        return GdrHandle(vector.raw("ipc"), vector.number("length_bytes"), vector.number("device"))
+        return GdrHandle(vector.from_hex("ipc"), vector.integer("length_bytes"), vector.integer("device"))
     return ShareHandle(
-        kind=ShareKind(vector.number("kind")),
-        allocation_bytes=vector.number("allocation_bytes"),
-        offset_bytes=vector.number("offset_bytes"),
-        length_bytes=vector.number("length_bytes"),
-        address=vector.number("address"),
-        chunk_bytes=vector.number("chunk_bytes"),
-        descriptor_count=vector.number("descriptor_count"),
-        device_uuid=vector.raw("device_uuid"),
+        kind=ShareKind(vector.integer("kind")),
+        allocation_bytes=vector.integer("allocation_bytes"),
+        offset_bytes=vector.integer("offset_bytes"),
+        length_bytes=vector.integer("length_bytes"),
+        address=vector.integer("address"),
+        chunk_bytes=vector.integer("chunk_bytes"),
+        descriptor_count=vector.integer("descriptor_count"),
+        device_uuid=vector.from_hex("device_uuid"),
         owner=ProcessIdentity(
-            boot_id=vector.raw("boot_id"),
-            process_id=vector.number("process_id"),
-            namespace=vector.number("namespace"),
-            started_ticks=vector.number("started_ticks"),
+            boot_id=vector.from_hex("boot_id"),
+            process_id=vector.integer("process_id"),
+            namespace=vector.integer("namespace"),
+            started_ticks=vector.integer("started_ticks"),
         ),
-        ipc=vector.raw("ipc"),
+        ipc=vector.from_hex("ipc"),
     )
 
 
-_CLASSES: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr": GdrHandle}
+_HANDLE_CLASSES: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr": GdrHandle}
 
 
-@pytest.mark.parametrize("vector", _vectors("good"), ids=_id)
+@pytest.mark.parametrize("vector", _vectors("good"), ids=_case_id)
 def test_valid_vector_parses_the_same_in_both_languages(vector: Vector) -> None:
-    expected = _expected(vector)
-    assert expected.pack() == vector.data
-    assert _CLASSES[vector.kind].parse(vector.data) == expected
+    handle = _handle_of(vector)
+    assert handle.pack() == vector.data
+    assert _HANDLE_CLASSES[vector.kind].parse(vector.data) == handle
 
 
-@pytest.mark.parametrize("vector", _vectors("bad"), ids=_id)
+@pytest.mark.parametrize("vector", _vectors("bad"), ids=_case_id)
 def test_invalid_vector_is_refused_in_both_languages(vector: Vector) -> None:
     with pytest.raises(UsageError) as caught:
-        _CLASSES[vector.kind].parse(vector.data)
+        _HANDLE_CLASSES[vector.kind].parse(vector.data)
     assert caught.value.reason is Reason.MALFORMED

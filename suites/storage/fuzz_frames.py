@@ -20,7 +20,7 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def parse_frame(frame: bytes) -> bytes:
-    """Parse a whole frame and pack the result, which gives the same bytes if the frame is valid."""
+    """Parse a frame, pack the result again, and return it. A valid frame is returned unchanged."""
     header = wire.parse_header(frame[:HEADER_BYTES])
     payload = frame[HEADER_BYTES:]
     if header.type is FrameType.IO_REQUEST:
@@ -36,7 +36,7 @@ def parse_frame(frame: bytes) -> bytes:
     return wire.pack_control(header.type, payload, sequence=header.sequence)
 
 
-def _check(data: bytes) -> None:
+def _parse_in_all_ways(data: bytes) -> None:
     """Parse the data as a frame, as a frame with valid checksums, and as the payload of a control frame."""
     for candidate in (data, _with_checksums(data)):
         fuzz.parse_or_malformed(parse_frame, candidate)
@@ -48,7 +48,7 @@ def _check(data: bytes) -> None:
 
 
 def _with_checksums(data: bytes) -> bytes:
-    # A fuzzer cannot guess a CRC. With valid ones, it also reaches the code after their check.
+    """Return the data as a frame with valid checksums, so that the fuzzer also reaches the code after their check."""
     header = data[: HEADER_BYTES - 8].ljust(HEADER_BYTES - 8, b"\0")
     payload = data[HEADER_BYTES:]
     header += _CHECKSUM.pack(crc32c(payload))
@@ -57,10 +57,10 @@ def _with_checksums(data: bytes) -> bytes:
 
 def _valid_frames() -> list[bytes]:
     lines = [line.split() for line in _VECTORS.read_text().splitlines()]
-    return [bytes.fromhex(words[2]) for words in lines if words and words[0] == "right"]
+    return [bytes.fromhex(fields[2]) for fields in lines if fields and fields[0] == "right"]
 
 
-TARGET = fuzz.FuzzTarget(_check, _valid_frames(), (wire, control, serialization))
+TARGET = fuzz.FuzzTarget(_parse_in_all_ways, _valid_frames(), (wire, control, serialization))
 
 if __name__ == "__main__":
     fuzz.main({"frames": TARGET})

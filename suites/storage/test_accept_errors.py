@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 pytestmark = needs(STRACE, verbs.nic())
 
 
-def test_unexpected_accept_error_is_logged_and_retried(tmp_path: Path) -> None:
+def test_server_accepts_again_after_an_unexpected_error(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "file").write_bytes(b"x")
     log = tmp_path / "log"

@@ -1,18 +1,21 @@
-"""Connections without a session: their limits and deadlines, and clients that must be served beside them."""
+"""Connections without a session: their limits and deadlines, and an attack during which other clients are served."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import select
 import subprocess
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from support.other_user import open_folder, run_program
+from support.other_user import folder_for_all_users, run_program
+from support.processes import wait_until
 from support.python_child import module_command, suites_environ
 from support.storage import storage_server
 
@@ -33,18 +36,27 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# Operations of the client beside an attack. A record needs 100,000.
+# Number of operations of the honest client during an attack. The evidence for a release must come from a run with
+# 100,000.
 OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
-ATTACKERS = 300
-BATCH, SIZE = 50, 4 * KIB
+SLOW_CONNECTIONS = 300
+BATCH_OPERATIONS, OPERATION_BYTES = 50, 4 * KIB
+NEW_NETWORK_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
+# This user may create the namespace, and its kernel has IPv6.
+NETWORK_NAMESPACE = host.program(
+    *NEW_NETWORK_NAMESPACE, "sh", "-c", "ip -6 address add 2001:db8::1 dev lo && echo allowed"
+)
 
 
 @contextlib.contextmanager
 def slow_hellos(service: Service) -> Iterator[list[int]]:
-    """Run an attack by slow hellos. Yield a list, which has the number of its connections after the block."""
-    address, opened = ServerAddress.parse(service.address), list[int]()
+    """Run the attack of :mod:`storage.slow_hellos`.
+
+    After the block, the yielded list holds one number: the count of connections that the attack made.
+    """
+    address, connection_counts = ServerAddress.parse(service.address), list[int]()
     with subprocess.Popen(
-        module_command("storage.slow_hellos", address.host, address.port, ATTACKERS),
+        module_command("storage.slow_hellos", address.host, address.port, SLOW_CONNECTIONS),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=suites_environ(),
@@ -52,18 +64,30 @@ def slow_hellos(service: Service) -> Iterator[list[int]]:
         assert attack.stdout is not None
         try:
             assert attack.stdout.readline() == b"ready\n"
-            yield opened
+            yield connection_counts
             count, _ = attack.communicate(timeout=60)
-            opened.append(int(count))
+            connection_counts.append(int(count))
         finally:
             attack.kill()
 
 
-def is_closed(end: socket.socket, timeout_s: float) -> bool:
+def run_in_network_namespace(action: str) -> object:
+    """Run :mod:`storage.listened_addresses` in a new network namespace, and return its result."""
+    completed = subprocess.run(
+        [*NEW_NETWORK_NAMESPACE, *module_command("storage.listened_addresses", action)],
+        env=suites_environ(),
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=True,
+    )
+    return json.loads(completed.stdout)
+
+
+def is_closed(connected_socket: socket.socket, timeout_s: float) -> bool:
     """Return whether the server closes a connection in time."""
-    end.settimeout(timeout_s)
+    connected_socket.settimeout(timeout_s)
     try:
-        return end.recv(1) == b""
+        return connected_socket.recv(1) == b""
     except ConnectionResetError:
         return True
     except TimeoutError:
@@ -73,57 +97,66 @@ def is_closed(end: socket.socket, timeout_s: float) -> bool:
 @needs(verbs.nic())
 @pytest.mark.timeout(300 + OPERATIONS / 50)
 def test_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, evidence: Evidence) -> None:
-    data = pattern.payload(BATCH * SIZE, seed=seed)
-    done = sessions = 0
-    with slow_hellos(service) as opened:
+    data = pattern.payload(BATCH_OPERATIONS * OPERATION_BYTES, seed=seed)
+    operation_count = session_count = 0
+    with slow_hellos(service) as connection_counts:
         begin_s = time.monotonic()
-        while done < OPERATIONS:
-            # A new session begins after every 400 operations, because the attack could displace its hello.
+        while operation_count < OPERATIONS:
+            # A new session begins after every 400 operations, because the attack is against the begin of sessions.
             with service.connect(nic) as client, client.open("file", write=True, create=True) as file:
-                sessions += 1
+                session_count += 1
                 source, target = bytearray(data), bytearray(len(data))
                 with client.register(source) as source_buffer, client.register(target) as target_buffer:
-                    parts = [
+                    transfers = [
                         (
-                            IORequest(file, at, source_buffer.subrange(offset_bytes=at, length_bytes=SIZE)),
-                            IORequest(file, at, target_buffer.subrange(offset_bytes=at, length_bytes=SIZE)),
+                            IORequest(
+                                file,
+                                offset_bytes,
+                                source_buffer.subrange(offset_bytes=offset_bytes, length_bytes=OPERATION_BYTES),
+                            ),
+                            IORequest(
+                                file,
+                                offset_bytes,
+                                target_buffer.subrange(offset_bytes=offset_bytes, length_bytes=OPERATION_BYTES),
+                            ),
                         )
-                        for at in range(0, len(data), SIZE)
+                        for offset_bytes in range(0, len(data), OPERATION_BYTES)
                     ]
                     for _ in range(4):
                         target[:] = bytes(len(data))
-                        results = client.batch_write([write for write, _ in parts])
-                        results += client.batch_read([read for _, read in parts])
-                        assert [each.length_bytes for each in results] == [SIZE] * (2 * BATCH)
+                        results = client.batch_write([write_request for write_request, _ in transfers])
+                        results += client.batch_read([read_request for _, read_request in transfers])
+                        assert [result.length_bytes for result in results] == [OPERATION_BYTES] * (2 * BATCH_OPERATIONS)
                         assert target == data
-                        done += len(results)
+                        operation_count += len(results)
         duration_s = time.monotonic() - begin_s
-    evidence.number("operations_count", done)
-    evidence.number("sessions_count", sessions)
-    evidence.number("slow_connections_count", opened[0])
+    evidence.number("operations_count", operation_count)
+    evidence.number("sessions_count", session_count)
+    evidence.number("slow_connections_count", connection_counts[0])
     evidence.number("duration_s", duration_s)
 
 
 @needs(verbs.nic())
 def test_first_request_has_one_deadline_for_all_its_bytes(service: Service) -> None:
-    with ServerAddress.parse(service.address).connect(10) as end:
-        begin_s, sent = time.monotonic(), 0
-        while not select.select([end], (), (), 1)[0] and sent < 20:
+    with ServerAddress.parse(service.address).connect(10) as connection:
+        begin_s, sent_bytes = time.monotonic(), 0
+        while not select.select([connection], (), (), 1)[0] and sent_bytes < 20:
             with contextlib.suppress(OSError):
-                sent += end.send(b"G")
-        assert is_closed(end, 0)
+                sent_bytes += connection.send(b"G")
+        assert is_closed(connection, 0)
         assert 8 < time.monotonic() - begin_s < 15
 
 
 @needs(verbs.nic())
-def test_oldest_silent_connection_of_a_host_ends_first(service: Service) -> None:
+def test_host_above_its_limit_loses_its_oldest_connections(service: Service) -> None:
+    # At most 64 connections of a host may be without a request, so the server closes the 16 oldest of 80.
     address = ServerAddress.parse(service.address)
     with contextlib.ExitStack() as stack:
-        ends = [stack.enter_context(address.connect(10)) for _ in range(80)]
-        for end in ends:
-            end.sendall(b"G")
-        assert all(is_closed(end, 5) for end in ends[:16])
-        assert select.select(ends[16:], (), (), 0.2)[0] == []
+        connections = [stack.enter_context(address.connect(10)) for _ in range(80)]
+        for connection in connections:
+            connection.sendall(b"G")
+        assert all(is_closed(connection, 5) for connection in connections[:16])
+        assert select.select(connections[16:], (), (), 0.2)[0] == []
         with service.connect() as client:
             assert client.list_folder() == ()
 
@@ -132,9 +165,9 @@ def test_oldest_silent_connection_of_a_host_ends_first(service: Service) -> None
 def test_refused_connections_share_a_log_line(service: Service) -> None:
     address = ServerAddress.parse(service.address)
     for _ in range(50):
-        with address.connect(10) as end:
-            end.sendall(bytes(64))
-            assert is_closed(end, 10)
+        with address.connect(10) as connection:
+            connection.sendall(bytes(64))
+            assert is_closed(connection, 10)
     for _ in range(3):
         with pytest.raises(ApiError):
             service.connect(token="wrong")  # noqa: S106 - not a password.
@@ -142,7 +175,47 @@ def test_refused_connections_share_a_log_line(service: Service) -> None:
     assert service.process.wait(20) == 0
     lines = [line for line in service.log_text().splitlines() if "refused" in line]
     assert len(lines) <= 3, lines
-    assert sum(int(each) for each in re.findall(r"refused: (\d+)", "\n".join(lines))) == 53, lines
+    assert sum(int(count) for count in re.findall(r"refused: (\d+)", "\n".join(lines))) == 53, lines
+
+
+@needs(verbs.nic())
+def test_refused_connection_is_logged_within_10_s(service: Service) -> None:
+    def is_logged(line_count: int) -> bool:
+        return service.log_text().count("connections refused: 1 ") == line_count
+
+    # The first line is logged at once, and the second when 10 s have passed since the first.
+    for line_count in (1, 2):
+        with ServerAddress.parse(service.address).connect(10) as connection:
+            connection.sendall(bytes(64))
+            assert is_closed(connection, 10)
+        wait_until(partial(is_logged, line_count), "the refusal is logged", timeout_s=15)
+
+
+@needs(NETWORK_NAMESPACE)
+def test_connections_are_counted_by_host_or_ipv6_network() -> None:
+    assert run_in_network_namespace("refuse") == {
+        "127.0.0.1": "this host",
+        "::1": "this host",
+        "192.0.2.1": "192.0.2.1",
+        "::ffff:192.0.2.1": "192.0.2.1",
+        "2001:db8::1": "2001:db8::/64",
+        "2001:db8:0:0:ffff::1": "2001:db8::/64",
+        "2001:db8:0:1::1": "2001:db8:0:1::/64",
+    }
+
+
+@needs(NETWORK_NAMESPACE)
+def test_host_with_the_most_silent_connections_loses_one() -> None:
+    # At most 128 connections of all hosts may be silent. One more replaces the oldest of the host with the most.
+    assert run_in_network_namespace("fill") == {"192.0.2.1": [], "192.0.2.2": [0], "192.0.2.3": []}
+
+
+@needs(verbs.nic(), host.program("ip", "-6", "address", "show", "to", "::1"))
+def test_server_listens_on_an_ipv6_address(tmp_path: Path) -> None:
+    with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "[::1]:0") as service:
+        assert re.fullmatch(r"\[::1\]:[1-9]\d*", service.address)
+        with service.connect() as client:
+            assert client.list_folder() == ()
 
 
 @needs(verbs.nic())
@@ -155,7 +228,7 @@ def test_session_limit_is_64(service: Service, nic: Nic) -> None:
         assert error.value.errno == errno.ENOBUFS
 
 
-OTHER_USER = """
+STATFS_PROGRAM = """
 import socket, sys
 from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
@@ -175,13 +248,13 @@ except (BrokenPipeError, ConnectionResetError):
 
 
 @needs(verbs.nic(), host.capability("CAP_SETUID"))
-def test_unix_socket_of_serve_refuses_another_user(tmp_path: Path) -> None:
-    with open_folder() as folder:
+def test_server_refuses_another_user_on_its_unix_socket(tmp_path: Path) -> None:
+    with folder_for_all_users() as folder:
         path = folder / "socket"
         with storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
-            # With this mode another user can connect. The server refuses it by SO_PEERCRED.
+            # With this mode another user can connect. The server then refuses that user by SO_PEERCRED.
             path.chmod(0o777)
-            for user, expected in (("self", "answered\n"), ("other", "ended\n")):
-                result = run_program(OTHER_USER, str(path), user)
-                assert result.stdout == expected, result.stderr
+            for user, expected_output in (("self", "answered\n"), ("other", "ended\n")):
+                result = run_program(STATFS_PROGRAM, str(path), user)
+                assert result.stdout == expected_output, result.stderr
         assert "from another user" in (tmp_path / "log").read_text()

@@ -1,9 +1,10 @@
-"""Control messages: the name of each operation, and every limit from both sides."""
+"""Control messages: the name of each operation, and every limit: the last allowed value and the first refused one."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,10 +26,11 @@ from gdrkit.storage.wire import CONTROL_BYTES_MAX
 if TYPE_CHECKING:
     from gdrkit.storage.control import Request
 
-LANE: dict[str, int | str] = {"qp_number": 1}
-TEXT_MAX = 4096
-EVERY_OPERATION: dict[str, Request] = {
-    "hello": messages.StorageHello(1, "client", (LANE,), token="secret", replaces="other"),  # noqa: S106 - not a password.
+ENDPOINT: dict[str, int | str] = {"qp_number": 1}
+TEXT_CHARACTERS_MAX = 4096
+# One request of every operation.
+REQUEST_OF_OPERATION: dict[str, Request] = {
+    "hello": messages.StorageHello(1, "client", (ENDPOINT,), token="secret", replaces="other"),  # noqa: S106 - not a password.
     "attach": messages.Attach("session"),
     "open": messages.Open("a", read=False, write=True, create=True, truncate=True, exclusive=True, mode=0o600),
     "adopt": messages.Adopt(read=False, write=True),
@@ -52,22 +54,23 @@ EVERY_OPERATION: dict[str, Request] = {
 }
 
 
-def refused(payload: bytes) -> Reason | None:
+def refusal_reason(payload: bytes) -> Reason | None:
+    """Return the reason for which the payload of a request is refused."""
     with pytest.raises(UsageError) as error:
         parse_request(payload)
     return error.value.reason
 
 
-@pytest.mark.parametrize("name", sorted(EVERY_OPERATION))
+@pytest.mark.parametrize("name", sorted(REQUEST_OF_OPERATION))
 def test_operation_has_its_name_in_the_json(name: str) -> None:
-    request = EVERY_OPERATION[name]
+    request = REQUEST_OF_OPERATION[name]
     assert operation_of(request) == name
     assert json.loads(pack_request(request))["op"] == name
     assert parse_request(pack_request(request)) == request
 
 
 def test_every_operation_is_listed() -> None:
-    assert REQUESTS.keys() == EVERY_OPERATION.keys()
+    assert REQUESTS.keys() == REQUEST_OF_OPERATION.keys()
 
 
 @pytest.mark.parametrize(
@@ -76,19 +79,21 @@ def test_every_operation_is_listed() -> None:
 )
 def test_text_of_a_hello_has_a_limit(field: str, length_max: int) -> None:
     for length in (length_max, length_max + 1):
-        fields = {"op": "hello", "version": 1, "client": "a", "lanes": [LANE], field: "x" * length}
+        fields = {"op": "hello", "version": 1, "client": "a", "lanes": [ENDPOINT], field: "x" * length}
         payload = json.dumps(fields).encode()
         if length == length_max:
             assert getattr(parse_request(payload), field) == "x" * length
         else:
-            assert refused(payload) is Reason.MALFORMED
+            assert refusal_reason(payload) is Reason.MALFORMED
 
 
 def test_session_and_path_have_limits() -> None:
     assert parse_request(pack_request(messages.Attach("x" * 64))) == messages.Attach("x" * 64)
-    assert refused(pack_request(messages.Attach("x" * 65))) is Reason.MALFORMED
-    assert parse_request(pack_request(messages.Stat("x" * TEXT_MAX))) == messages.Stat("x" * TEXT_MAX)
-    assert refused(pack_request(messages.Stat("x" * (TEXT_MAX + 1)))) is Reason.MALFORMED
+    assert refusal_reason(pack_request(messages.Attach("x" * 65))) is Reason.MALFORMED
+    assert parse_request(pack_request(messages.Stat("x" * TEXT_CHARACTERS_MAX))) == messages.Stat(
+        "x" * TEXT_CHARACTERS_MAX
+    )
+    assert refusal_reason(pack_request(messages.Stat("x" * (TEXT_CHARACTERS_MAX + 1)))) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("field", ["server", "session"])
@@ -97,7 +102,9 @@ def test_text_of_a_hello_reply_has_a_limit(field: str) -> None:
     limits = messages.SessionLimits(1, 1, 1, 1, 1)
     for length in (length_max, length_max + 1):
         texts = {"server": "s", "session": "s", field: "x" * length}
-        payload = pack_reply(messages.HelloReply(version=1, lanes=(LANE,), limits=limits, chunk_bytes=4096, **texts))
+        payload = pack_reply(
+            messages.HelloReply(version=1, lanes=(ENDPOINT,), limits=limits, chunk_bytes=4096, **texts)
+        )
         if length == length_max:
             reply = parse_reply(payload, messages.HelloReply)
             assert isinstance(reply, messages.HelloReply)
@@ -108,10 +115,10 @@ def test_text_of_a_hello_reply_has_a_limit(field: str) -> None:
 
 
 def test_message_of_an_error_reply_has_a_limit() -> None:
-    longest = messages.ErrorReply(errno.EIO, "x" * TEXT_MAX)
+    longest = messages.ErrorReply(errno.EIO, "x" * TEXT_CHARACTERS_MAX)
     assert parse_reply(pack_error(longest), messages.Done) == longest
     with pytest.raises(UsageError):
-        parse_reply(pack_error(messages.ErrorReply(errno.EIO, "x" * (TEXT_MAX + 1))), messages.Done)
+        parse_reply(pack_error(messages.ErrorReply(errno.EIO, "x" * (TEXT_CHARACTERS_MAX + 1))), messages.Done)
 
 
 def test_zero_character_is_refused_in_every_text() -> None:
@@ -119,20 +126,20 @@ def test_zero_character_is_refused_in_every_text() -> None:
         messages.Stat("a\0"),
         messages.Rename("a", "\0"),
         messages.Attach("\0"),
-        messages.StorageHello(1, "a\0", (LANE,)),
+        messages.StorageHello(1, "a\0", (ENDPOINT,)),
     ):
-        assert refused(pack_request(request)) is Reason.MALFORMED
+        assert refusal_reason(pack_request(request)) is Reason.MALFORMED
     with pytest.raises(UsageError):
         parse_reply(pack_reply(messages.ReadlinkReply("a\0b")), messages.ReadlinkReply)
 
 
 @pytest.mark.parametrize("count", [0, 1, messages.LANES_MAX, messages.LANES_MAX + 1])
 def test_hello_has_1_to_16_lanes(count: int) -> None:
-    payload = pack_request(messages.StorageHello(1, "a", (LANE,) * count))
+    payload = pack_request(messages.StorageHello(1, "a", (ENDPOINT,) * count))
     if 1 <= count <= 16:
         parse_request(payload)
     else:
-        assert refused(payload) is Reason.MALFORMED
+        assert refusal_reason(payload) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 1025])
@@ -141,48 +148,50 @@ def test_punch_hole_has_1_to_1024_ranges(count: int) -> None:
     if 1 <= count <= 1024:
         parse_request(payload)
     else:
-        assert refused(payload) is Reason.MALFORMED
+        assert refusal_reason(payload) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("given", [(), (1,), (1, 2, 3), (2, 1)])
-def test_range_without_begin_and_end_is_refused(given: tuple[int, ...]) -> None:
-    assert refused(pack_request(messages.PunchHole(1, ((0, 1), given)))) is Reason.MALFORMED
+@pytest.mark.parametrize("bounds", [(), (1,), (1, 2, 3), (2, 1)])
+def test_range_without_begin_and_end_is_refused(bounds: tuple[int, ...]) -> None:
+    assert refusal_reason(pack_request(messages.PunchHole(1, ((0, 1), bounds)))) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("kind", [messages.Stat, lambda **of: messages.Truncate(1, **of)])
-def test_exactly_one_of_path_and_handle_is_given(kind: type[messages.Stat]) -> None:
-    for one in ({"path": "a"}, {"path": ""}, {"handle": 0}):
-        request = kind(**one)
+@pytest.mark.parametrize("request_type", [messages.Stat, lambda **fields: messages.Truncate(1, **fields)])
+def test_exactly_one_of_path_and_handle_is_given(request_type: type[messages.Stat]) -> None:
+    for valid_fields in ({"path": "a"}, {"path": ""}, {"handle": 0}):
+        request = request_type(**valid_fields)
         assert parse_request(pack_request(request)) == request
-    for wrong in ({}, {"path": "a", "handle": 1}):
-        assert refused(pack_request(kind(**wrong))) is Reason.MALFORMED  # type: ignore[arg-type]
+    for invalid_fields in ({}, {"path": "a", "handle": 1}):
+        assert refusal_reason(pack_request(request_type(**invalid_fields))) is Reason.MALFORMED  # type: ignore[arg-type]
 
 
 def test_rename_is_exclusive_or_an_exchange() -> None:
     for exclusive, exchange in ((False, False), (True, False), (False, True)):
         request = messages.Rename("a", "b", exclusive=exclusive, exchange=exchange)
         assert parse_request(pack_request(request)) == request
-    assert refused(pack_request(messages.Rename("a", "b", exclusive=True, exchange=True))) is Reason.MALFORMED
+    assert refusal_reason(pack_request(messages.Rename("a", "b", exclusive=True, exchange=True))) is Reason.MALFORMED
 
 
-@pytest.mark.parametrize("kind", [messages.Open, messages.Mkdir, messages.Chmod])
-def test_mode_has_at_most_12_bits(kind: type[messages.Chmod]) -> None:
-    request = kind("a", mode=0o7777)
+@pytest.mark.parametrize("request_type", [messages.Open, messages.Mkdir, messages.Chmod])
+def test_mode_has_at_most_12_bits(request_type: type[messages.Chmod]) -> None:
+    request = request_type("a", mode=0o7777)
     assert parse_request(pack_request(request)) == request
-    assert refused(pack_request(kind("a", mode=0o10000))) is Reason.MALFORMED
+    assert refusal_reason(pack_request(request_type("a", mode=0o10000))) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("field", ["access_time_ns", "modification_time_ns"])
 def test_times_of_a_file_may_be_negative(field: str) -> None:
-    least = -((1 << 63) - 1)
-    payload = json.dumps({"op": "utimens", "path": "a", field: least}).encode()
-    assert getattr(parse_request(payload), field) == least
-    assert refused(json.dumps({"op": "utimens", "path": "a", field: least - 1}).encode()) is Reason.MALFORMED
+    time_min_ns = -((1 << 63) - 1)
+    payload = json.dumps({"op": "utimens", "path": "a", field: time_min_ns}).encode()
+    assert getattr(parse_request(payload), field) == time_min_ns
+    assert (
+        refusal_reason(json.dumps({"op": "utimens", "path": "a", field: time_min_ns - 1}).encode()) is Reason.MALFORMED
+    )
 
 
 def test_other_numbers_are_not_negative() -> None:
     assert parse_request(pack_request(messages.Close(0))) == messages.Close(0)
-    assert refused(pack_request(messages.Close(-1))) is Reason.MALFORMED
+    assert refusal_reason(pack_request(messages.Close(-1))) is Reason.MALFORMED
     with pytest.raises(UsageError):
         parse_reply(b'{"ok":{"counters":{"a":-1}}}', messages.StatisticsReply)
 
@@ -192,16 +201,27 @@ def test_change_time_of_a_reply_may_be_negative() -> None:
     assert parse_reply(pack_reply(file_stat), messages.FileStat) == file_stat
 
 
-def test_operation_that_is_no_text_is_refused() -> None:
+def test_operation_name_that_is_not_a_string_is_refused() -> None:
     for payload in (b'{"op":1}', b'{"op":["statfs"]}', b'{"path":"a"}'):
-        assert refused(payload) is Reason.MALFORMED
+        assert refusal_reason(payload) is Reason.MALFORMED
 
 
 def test_largest_control_message_is_64_kib() -> None:
-    rest = len(pack_reply(messages.ReadlinkReply("")))
-    assert len(pack_reply(messages.ReadlinkReply("x" * (CONTROL_BYTES_MAX - rest)))) == CONTROL_BYTES_MAX == 65536
+    envelope_bytes = len(pack_reply(messages.ReadlinkReply("")))
+    assert (
+        len(pack_reply(messages.ReadlinkReply("x" * (CONTROL_BYTES_MAX - envelope_bytes))))
+        == CONTROL_BYTES_MAX
+        == 65536
+    )
     with pytest.raises(UsageError, match=f"at most 65536 bytes, not {CONTROL_BYTES_MAX + 1}"):
-        pack_reply(messages.ReadlinkReply("x" * (CONTROL_BYTES_MAX - rest + 1)))
+        pack_reply(messages.ReadlinkReply("x" * (CONTROL_BYTES_MAX - envelope_bytes + 1)))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_number_that_json_lacks_is_not_packed(number: float) -> None:
+    # parse_request() and parse_reply() refuse these numbers, and json.dumps() writes them by default.
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        pack_request(messages.StorageHello(1, "client", ({"qp_number": number},)))  # type: ignore[dict-item]
 
 
 def test_control_messages_are_ascii_without_blanks() -> None:
@@ -212,7 +232,7 @@ def test_control_messages_are_ascii_without_blanks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"),
+    ("error_number", "reason"),
     [
         (errno.EREMOTEIO, Reason.PEER_GONE),
         (errno.EACCES, Reason.NO_PERMISSION),
@@ -223,8 +243,8 @@ def test_control_messages_are_ascii_without_blanks() -> None:
         (errno.ENOENT, Reason.OTHER),
     ],
 )
-def test_error_of_the_service_keeps_its_errno(number: int, reason: Reason) -> None:
-    error = storage_error("open", number, detail="why", path="a")
-    assert (error.api, error.operation, error.status, error.errno) == (Api.STORAGE, "open", number, number)
-    assert (error.status_name, error.reason, error.detail) == (errno.errorcode[number], reason, "why")
+def test_error_of_the_service_keeps_its_errno(error_number: int, reason: Reason) -> None:
+    error = storage_error("open", error_number, detail="why", path="a")
+    assert (error.api, error.operation, error.status, error.errno) == (Api.STORAGE, "open", error_number, error_number)
+    assert (error.status_name, error.reason, error.detail) == (errno.errorcode[error_number], reason, "why")
     assert dict(error.arguments) == {"path": "a"}

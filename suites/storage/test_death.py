@@ -16,7 +16,7 @@ from gdrkit.harness.needs import needs, verbs
 from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.connection import ControlConnection
-from gdrkit.storage.control import pack_request
+from gdrkit.storage.control import pack_request, parse_reply
 from gdrkit.storage.session import StorageSession
 from gdrkit.storage.transfers import Transfers
 from gdrkit.storage.wire import FrameType, IoOpcode, Operation, OperationFlag, pack_operations
@@ -34,7 +34,7 @@ __all__ = ["session"]
 
 
 def begin_session(service: Service, nic: Nic, *, replaces: str | None = None) -> StorageSession:
-    """Begin a session whose data connection is free for the bytes of a case."""
+    """Begin a session. The case itself sends and receives the bytes of its data connection."""
     address = ServerAddress.parse(service.address)
     session = StorageSession(
         lambda: address.connect(10),
@@ -50,7 +50,7 @@ def begin_session(service: Service, nic: Nic, *, replaces: str | None = None) ->
 
 @pytest.fixture
 def session(service: Service, nic: Nic) -> Iterator[StorageSession]:
-    """Yield a session whose data connection is free for the bytes of a case."""
+    """Yield a session of :func:`begin_session`."""
     with begin_session(service, nic) as session:
         yield session
 
@@ -84,9 +84,9 @@ def test_hanging_server_cannot_write_after_the_timeout(service: Service) -> None
                 file.read(buffer, offset_bytes=0)
             assert error.value.errno == errno.ETIMEDOUT
             buffer.data()[:] = b"\xee" * MIB
-        with service.connect() as other:
-            while any(each.endswith("/store/file") for each in service.descriptors()):
-                other.stat("file")
+        with service.connect() as other_client:
+            while any(target.endswith("/store/file") for target in service.descriptors()):
+                other_client.stat("file")
         assert buffer.data() == b"\xee" * MIB
 
 
@@ -98,40 +98,71 @@ def test_replaced_session_ends_before_the_new_one_begins(service: Service, sessi
         readable, _, _ = select.select([session.data], [], [], 0)
         assert readable, "the new session began before the data connection of the replaced one ended"
         assert session.data.recv(1) == b""
-    # An unknown secret may be that of a session that ended long ago, so it is not an error.
+    # An unknown secret is not an error: its session may have ended long ago.
     begin_session(service, nic, replaces="0" * 64).close()
 
 
 @needs(verbs.nic())
-@pytest.mark.parametrize("write", [False, True])
-def test_handle_moves_bytes_in_its_direction_alone(service: Service, nic: Nic, write: bool) -> None:  # noqa: FBT001
-    before = os.urandom(MIB)
-    (service.root / "file").write_bytes(before)
+def test_second_data_connection_of_a_session_is_refused(service: Service, session: StorageSession) -> None:
+    connection = ControlConnection(ServerAddress.parse(service.address).connect(10))
+    try:
+        connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Attach(session.secret)), sequence=1)
+        received = connection.receive(FrameType.CONTROL_REPLY)
+        assert received is not None
+        reply = parse_reply(received[0], messages.Done)
+        assert isinstance(reply, messages.ErrorReply)
+        assert reply.errno == errno.ESTALE
+    finally:
+        connection.close()
+    # The session and its first data connection continue.
+    assert session.request(messages.Stat(""), messages.FileStat).links >= 1
+    assert select.select([session.data], [], [], 0)[0] == []
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("may_write", [False, True])
+def test_write_needs_a_handle_that_is_open_for_writing(service: Service, nic: Nic, may_write: bool) -> None:  # noqa: FBT001
+    content = os.urandom(MIB)
+    (service.root / "file").write_bytes(content)
     with service.connect(nic) as client, client.register(bytearray(MIB)) as buffer:
-        file = client.open("file", write=write)
+        file = client.open("file", write=may_write)
         remote = buffer.remote(nic)
         operation = Operation(0, file.handle, 0, MIB, remote.address, remote.rkey, 0, IoOpcode.WRITE)
         (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - the client itself refuses this.
-        assert result.result == (MIB if write else -errno.EBADF)
-    assert (service.root / "file").read_bytes() == (bytes(MIB) if write else before)
+        assert result.result == (MIB if may_write else -errno.EBADF)
+    assert (service.root / "file").read_bytes() == (bytes(MIB) if may_write else content)
+
+
+@needs(verbs.nic())
+def test_write_by_a_read_only_handle_reads_no_client_memory(service: Service, nic: Nic) -> None:
+    (service.root / "file").write_bytes(bytes(MIB))
+    with service.connect(nic) as client:
+        file = client.open("file")
+        with client.register(bytearray(MIB)) as buffer:
+            stale_range = buffer.remote(nic)
+        # An RDMA READ of this range would fail and end the session.
+        operation = Operation(0, file.handle, 0, MIB, stale_range.address, stale_range.rkey, 0, IoOpcode.WRITE)
+        (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - the client itself refuses this.
+        assert result.result == -errno.EBADF
+        assert client.statistics()["rdma_errors"] == 0
 
 
 @needs(verbs.nic())
 def test_stale_rkey_ends_only_the_session_that_used_it(service: Service, nic: Nic) -> None:
     (service.root / "file").write_bytes(os.urandom(MIB))
-    with service.connect(nic) as other, service.connect(nic) as client:
+    with service.connect(nic) as other_client, service.connect(nic) as client:
         file = client.open("file")
         with client.register(bytearray(MIB)) as buffer:
-            stale = buffer.remote(nic)
-        operation = Operation(0, file.handle, 0, MIB, stale.address, stale.rkey, 0, IoOpcode.READ)
+            stale_range = buffer.remote(nic)
+        operation = Operation(0, file.handle, 0, MIB, stale_range.address, stale_range.rkey, 0, IoOpcode.READ)
         transfers: Transfers = client._transfers  # noqa: SLF001 - the client itself never sends a stale key.
         for _ in range(2):
             with pytest.raises(ApiError) as error:
                 transfers.run([operation] * 3, timeout_s=20)
             assert error.value.errno == errno.EREMOTEIO
-        with other.open("file") as its_file, other.register(bytearray(MIB)) as buffer:
-            assert its_file.read(buffer, offset_bytes=0).length_bytes == MIB
-        assert other.statistics()["rdma_errors"] == 1
+        with other_client.open("file") as other_file, other_client.register(bytearray(MIB)) as buffer:
+            assert other_file.read(buffer, offset_bytes=0).length_bytes == MIB
+        assert other_client.statistics()["rdma_errors"] == 1
 
 
 @needs(verbs.nic())
@@ -150,7 +181,7 @@ def test_each_invalid_operation_gets_its_own_errno(service: Service, session: St
         Operation(8, handle, 0, MIB, 0, 0, 0, IoOpcode.WRITE, OperationFlag.CHECKSUM_GIVEN): errno.EMSGSIZE,
         Operation(9, handle, 0, 0, 0, 0, 0, IoOpcode.READ): 0,
         Operation(10, handle, MIB, 1, 0, 0, 0, IoOpcode.READ): 0,
-        # The last offset of a file is that of loff_t, 2^63 - 1.
+        # The largest offset in a file is that of loff_t, 2^63 - 1.
         Operation(11, handle, 1 << 63, 0, 0, 0, 0, IoOpcode.READ): errno.EINVAL,
         Operation(12, handle, 1 << 63, 1, 0, 0, 0, IoOpcode.WRITE): errno.EINVAL,
         Operation(13, handle, (1 << 63) - 1, 1, 0, 0, 0, IoOpcode.READ): errno.EINVAL,
@@ -176,30 +207,32 @@ def test_write_with_wrong_checksum_changes_nothing(service: Service, client: Sto
 
 
 @needs(verbs.nic())
-@pytest.mark.parametrize("kind", ["garbage", "truncated", "changed", "control"])
-def test_invalid_frame_ends_the_session(service: Service, session: StorageSession, kind: str, seed: int) -> None:
-    valid = pack_operations([Operation(1, 1, 0, 4096, 0, 0, 0, IoOpcode.READ)] * 4, sequence=1)
-    changed = bytearray(valid)
-    changed[random.Random(seed).randrange(len(valid))] ^= 0x10
+@pytest.mark.parametrize("fault", ["garbage", "truncated", "changed", "control"])
+def test_invalid_frame_ends_the_session(service: Service, session: StorageSession, fault: str, seed: int) -> None:
+    valid_frame = pack_operations([Operation(1, 1, 0, 4096, 0, 0, 0, IoOpcode.READ)] * 4, sequence=1)
+    changed_frame = bytearray(valid_frame)
+    changed_frame[random.Random(seed).randrange(len(valid_frame))] ^= 0x10
     control = ControlConnection(session.data.dup())
-    if kind == "control":
+    if fault == "control":
         control.send(FrameType.CONTROL_REQUEST, pack_request(messages.Statfs()), sequence=1)
     else:
-        session.data.sendall({"garbage": os.urandom(999), "truncated": valid[:-1], "changed": bytes(changed)}[kind])
+        session.data.sendall(
+            {"garbage": os.urandom(999), "truncated": valid_frame[:-1], "changed": bytes(changed_frame)}[fault]
+        )
     control.close()
-    if kind == "truncated":
+    if fault == "truncated":
         session.data.shutdown(1)
     # The kernel resets the connection if the server closed it with unread bytes.
     with contextlib.suppress(ConnectionResetError):
         assert session.data.recv(1) == b""
-    # The server closes the control connection last.
-    ended, _, _ = select.select([session._control], [], [], 20)  # noqa: SLF001 - the session has no event for its end.
-    assert ended
+    # The server closes the control connection after the data connection.
+    readable, _, _ = select.select([session._control], [], [], 20)  # noqa: SLF001 - the session has no event for its end.
+    assert readable
     with pytest.raises(ApiError) as error:
         session.request(messages.Statfs(), messages.StatfsReply)
     assert error.value.errno == errno.EREMOTEIO
     with service.connect() as client:
-        assert client.statistics()["refused_frames"] == (0 if kind == "truncated" else 1)
+        assert client.statistics()["refused_frames"] == (0 if fault == "truncated" else 1)
 
 
 @needs(verbs.nic())
@@ -208,8 +241,8 @@ def test_write_beyond_the_file_size_limit_fails_as_a_whole(service: Service, cli
 
     with client.open("file", write=True, create=True) as file, client.register(bytearray(b"x" * MIB)) as buffer:
         file.write(buffer, offset_bytes=0)
-        limit = 2 * MIB + 1000
-        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        limit_bytes = 2 * MIB + 1000
+        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
         with pytest.raises(ApiError) as error:
             file.write(buffer, offset_bytes=2 * MIB)
         assert error.value.errno == errno.EFBIG

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gdrkit.storage.control import Request
 
 
-def refusal(client: StorageClient, request: Request) -> int | None:
+def refused_errno(client: StorageClient, request: Request) -> int | None:
     """Return the errno with which the server refuses a request."""
     with pytest.raises(ApiError) as error:
         client.request(request, messages.Done)
@@ -40,23 +40,23 @@ def refusal(client: StorageClient, request: Request) -> int | None:
 
 
 @needs(verbs.nic())
-def test_files_and_folders(service: Service, client: StorageClient) -> None:
+def test_requests_create_change_and_remove_files(service: Service, client: StorageClient) -> None:
     assert stat.S_ISDIR(client.request(messages.Mkdir("a", 0o750), messages.FileStat).mode)
     client.open("a/one", write=True, create=True, mode=0o640).close()
     assert client.stat("a/one").mode == stat.S_IFREG | 0o640
-    assert refusal(client, messages.Open("a/one", write=True, create=True, exclusive=True)) == errno.EEXIST
+    assert refused_errno(client, messages.Open("a/one", write=True, create=True, exclusive=True)) == errno.EEXIST
     assert client.request(messages.HardLink("a/one", "a/two"), messages.FileStat).links == 2
     client.request(messages.Symlink("a/three", "../somewhere"), messages.FileStat)
     assert client.request(messages.Readlink("a/three"), messages.ReadlinkReply).target == "../somewhere"
     assert [each.name for each in client.list_folder("a")] == ["one", "three", "two"]
     client.request(messages.Rename("a/two", "b"), messages.Done)
-    assert refusal(client, messages.Rename("b", "a/one", exclusive=True)) == errno.EEXIST
+    assert refused_errno(client, messages.Rename("b", "a/one", exclusive=True)) == errno.EEXIST
     client.request(messages.Rename("b", "a", exchange=True), messages.Done)
     assert stat.S_ISREG((service.root / "a").stat().st_mode)
-    assert refusal(client, messages.Rmdir("b")) == errno.ENOTEMPTY
+    assert refused_errno(client, messages.Rmdir("b")) == errno.ENOTEMPTY
     assert client.request(messages.Chmod("a", 0o400), messages.FileStat).mode == stat.S_IFREG | 0o400
-    changed = client.request(messages.Utimens("b", access_time_ns=1, modification_time_ns=-5), messages.FileStat)
-    assert (changed.access_time_ns, changed.modification_time_ns) == (1, -5)
+    changed_status = client.request(messages.Utimens("b", access_time_ns=1, modification_time_ns=-5), messages.FileStat)
+    assert (changed_status.access_time_ns, changed_status.modification_time_ns) == (1, -5)
     assert client.request(messages.Truncate(7, path="a"), messages.FileStat).size_bytes == 7
     for path in ("a", "b/one", "b/three"):
         client.request(messages.Unlink(path), messages.Done)
@@ -92,12 +92,12 @@ def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
         (service.root / "folder" / "3fs-virt").mkdir(parents=True)
         for path in ("", ".", "./", "./."):
             assert [each.name for each in client.list_folder(path)] == ["folder"]
-        # These names are only special in the root of the store.
+        # These names are hidden only in the root of the store.
         assert [each.name for each in client.list_folder("folder")] == ["3fs-virt"]
         for path in ("3fs-virt", "./3fs-virt", "3fs-virt/file", ".gdrkit", ".gdrkit/token"):
-            assert refusal(client, messages.Stat(path)) == errno.ENOENT
-            assert refusal(client, messages.Open(path)) == errno.ENOENT
-            assert refusal(client, messages.List(path)) == errno.ENOENT
+            assert refused_errno(client, messages.Stat(path)) == errno.ENOENT
+            assert refused_errno(client, messages.Open(path)) == errno.ENOENT
+            assert refused_errno(client, messages.List(path)) == errno.ENOENT
         for path in ("3fs-virt/file", ".gdrkit/token"):
             with (service.root / path).open("rb") as local_file, pytest.raises(ApiError) as error:
                 client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
@@ -126,8 +126,8 @@ def test_lone_surrogate_fails_with_an_errno(service: Service, client: StorageCli
         messages.Rename("\ud83d", "b"),
         messages.List("", "\udc00"),
     ):
-        assert refusal(client, request) == errno.EINVAL
-    # The session goes on. A pair of surrogates is a valid character.
+        assert refused_errno(client, request) == errno.EINVAL
+    # The session continues. A pair of surrogates in JSON is a valid character.
     client.open("\U0001f600", write=True, create=True).close()
     assert [each.name for each in client.list_folder()] == ["\U0001f600"]
     assert "Traceback" not in service.log_text()
@@ -146,16 +146,16 @@ def test_failed_close_of_a_file_can_be_repeated(service: Service) -> None:
 
 
 def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
-    before, stopping = os.umask(0), threading.Event()
+    umask, is_stopping = os.umask(0), threading.Event()
     modes: set[int] = set()
 
-    def make() -> None:
-        while not stopping.is_set():
+    def create_files() -> None:
+        while not is_stopping.is_set():
             (tmp_path / "file").touch()
             modes.add(stat.S_IMODE((tmp_path / "file").stat().st_mode))
             (tmp_path / "file").unlink()
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=create_files)
     thread.start()
     try:
         for index in range(2000):
@@ -165,9 +165,9 @@ def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
             assert stat.S_IMODE(address.path.stat().st_mode) == 0o600
             address.path.unlink()
     finally:
-        stopping.set()
+        is_stopping.set()
         thread.join()
-        os.umask(before)
+        os.umask(umask)
     assert modes == {0o666}
 
 
@@ -178,32 +178,32 @@ def test_paths_out_of_the_store_are_refused(service: Service, client: StorageCli
     (service.root / "file").symlink_to(tmp_path / "secret")
     (service.root / "own").symlink_to(".gdrkit")
     for path in ("/etc/passwd", "../secret", "a/../../secret", "a/.."):
-        assert refusal(client, messages.Open(path)) == errno.EXDEV
+        assert refused_errno(client, messages.Open(path)) == errno.EXDEV
     for path in ("out/secret", "file", "own/token"):
-        assert refusal(client, messages.Open(path)) == errno.ELOOP
+        assert refused_errno(client, messages.Open(path)) == errno.ELOOP
     for path in (".gdrkit/token", ".gdrkit", "./.gdrkit/token", "3fs-virt/agent.sock", "//.gdrkit/token"):
-        assert refusal(client, messages.Open(path)) in {errno.ENOENT, errno.EXDEV}
-        assert refusal(client, messages.Stat(path)) in {errno.ENOENT, errno.EXDEV}
-    assert refusal(client, messages.Rename("out", ".gdrkit/x")) == errno.ENOENT
-    assert refusal(client, messages.Unlink("out/secret")) == errno.ELOOP
-    assert refusal(client, messages.Chmod("file", 0o777)) == errno.ELOOP
+        assert refused_errno(client, messages.Open(path)) in {errno.ENOENT, errno.EXDEV}
+        assert refused_errno(client, messages.Stat(path)) in {errno.ENOENT, errno.EXDEV}
+    assert refused_errno(client, messages.Rename("out", ".gdrkit/x")) == errno.ENOENT
+    assert refused_errno(client, messages.Unlink("out/secret")) == errno.ELOOP
+    assert refused_errno(client, messages.Chmod("file", 0o777)) == errno.ELOOP
     os.mkfifo(service.root / "fifo")
-    assert refusal(client, messages.Open("fifo")) == errno.EINVAL
-    assert refusal(client, messages.Open("fifo", write=True)) == errno.EINVAL
+    assert refused_errno(client, messages.Open("fifo")) == errno.EINVAL
+    assert refused_errno(client, messages.Open("fifo", write=True)) == errno.EINVAL
     assert [each.name for each in client.list_folder()] == ["fifo", "file", "out", "own"]
 
 
 @needs(verbs.nic())
 def test_transfer_against_the_open_mode_fails_with_ebadf(client: StorageClient) -> None:
     with client.open("file", write=True, create=True), client.register(bytearray(8)) as buffer:
-        with client.open("file") as reading, pytest.raises(ApiError) as error:
-            reading.write(buffer, offset_bytes=0)
+        with client.open("file") as read_only_file, pytest.raises(ApiError) as error:
+            read_only_file.write(buffer, offset_bytes=0)
         assert error.value.errno == errno.EBADF
-        with client.open("file", read=False, write=True) as writing, pytest.raises(ApiError) as error:
-            writing.read(buffer, offset_bytes=0)
+        with client.open("file", read=False, write=True) as write_only_file, pytest.raises(ApiError) as error:
+            write_only_file.read(buffer, offset_bytes=0)
         assert error.value.errno == errno.EBADF
         with pytest.raises(ApiError) as error:
-            writing.write(buffer, offset_bytes=0)
+            write_only_file.write(buffer, offset_bytes=0)
         assert error.value.errno == errno.EBADF
 
 
@@ -252,12 +252,12 @@ def test_second_server_of_a_store_is_refused(service: Service) -> None:
 @needs(verbs.nic())
 def test_connection_with_an_invalid_first_request_is_closed(service: Service) -> None:
     address = ServerAddress.parse(service.address)
-    for sent in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
-        with address.connect(10) as raw:
-            raw.sendall(sent)
+    for invalid_bytes in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
+        with address.connect(10) as connected_socket:
+            connected_socket.sendall(invalid_bytes)
             # The kernel resets the connection if the server closed it with unread bytes.
             with contextlib.suppress(ConnectionResetError):
-                assert raw.recv(1) == b""
+                assert connected_socket.recv(1) == b""
     connection = ControlConnection(address.connect(10))
     try:
         connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Attach("0" * 64)), sequence=7)
@@ -276,14 +276,14 @@ def test_connection_with_an_invalid_first_request_is_closed(service: Service) ->
 
 @needs(verbs.nic())
 def test_session_leaves_no_open_descriptors(service: Service) -> None:
-    use(service)  # The libraries of the server open some descriptors once and keep them.
-    before = settled_descriptors(service)
+    run_session(service)  # The libraries of the server open some descriptors once and keep them.
+    counts_before = settled_descriptor_counts(service)
     for _ in range(3):
-        use(service)
-    assert settled_descriptors(service) == before
+        run_session(service)
+    assert settled_descriptor_counts(service) == counts_before
 
 
-def use(service: Service) -> None:
+def run_session(service: Service) -> None:
     """Begin a session with all NICs and end it with an open file."""
     with service.connect() as client, client.register(bytearray(100)) as buffer:
         file = client.open("file", write=True, create=True)
@@ -291,16 +291,17 @@ def use(service: Service) -> None:
             file.write(buffer, offset_bytes=0)
 
 
-def settled_descriptors(service: Service) -> Counter[str]:
-    """Count the open descriptors of the server by kind, when the counts have stayed the same for five polls."""
-    last, same = descriptor_kinds(service), 0
-    while same < 5:
+def settled_descriptor_counts(service: Service) -> Counter[str]:
+    """Wait until the counts of the server's open descriptors were equal in five polls, and return them."""
+    last_counts, equal_polls = count_descriptors(service), 0
+    while equal_polls < 5:
         with contextlib.suppress(subprocess.TimeoutExpired):
             service.process.wait(0.05)
-        now = descriptor_kinds(service)
-        last, same = now, same + 1 if now == last else 0
-    return last
+        counts = count_descriptors(service)
+        last_counts, equal_polls = counts, equal_polls + 1 if counts == last_counts else 0
+    return last_counts
 
 
-def descriptor_kinds(service: Service) -> Counter[str]:
+def count_descriptors(service: Service) -> Counter[str]:
+    """Count the open descriptors of the server by type, such as socket or pipe."""
     return Counter(each.partition(":")[0] for each in service.descriptors())

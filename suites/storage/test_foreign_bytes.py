@@ -18,7 +18,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from support.storage import Service
 
-SIZE = 64 * KIB
+FILE_BYTES = 64 * KIB
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
 
 
@@ -31,38 +31,38 @@ def sums_of(root: Path, name: str) -> Path:
 @needs(verbs.nic())
 def test_invalid_frame_gets_no_result_and_ends_the_session(service: Service) -> None:
     lines = [line.split() for line in VECTORS.read_text().splitlines() if line and not line.startswith("#")]
-    wrong = {name: bytes.fromhex(frame) for verdict, name, frame in lines if verdict == "wrong"}
-    assert {"version", "magic"} <= wrong.keys()
-    # In a stream, the byte after a valid frame is the start of the next frame.
-    del wrong["too-long"]
-    for name, frame in wrong.items():
+    invalid_frames = {name: bytes.fromhex(frame) for verdict, name, frame in lines if verdict == "wrong"}
+    assert {"version", "magic"} <= invalid_frames.keys()
+    # This vector is a valid frame with one more byte. On a connection, that byte is the start of the next frame.
+    del invalid_frames["too-long"]
+    for name, frame in invalid_frames.items():
         with service.connect() as client:
-            end = client._transfers._socket  # noqa: SLF001 - the client itself never sends such a frame.
-            end.settimeout(10)
-            end.sendall(frame)
+            data_socket = client._transfers._socket  # noqa: SLF001 - the client itself never sends such a frame.
+            data_socket.settimeout(10)
+            data_socket.sendall(frame)
             # Some vectors are incomplete frames. The server waits for the rest until the connection ends.
-            if not select.select([end], [], [], 2)[0]:
-                end.shutdown(socket.SHUT_WR)
+            if not select.select([data_socket], [], [], 2)[0]:
+                data_socket.shutdown(socket.SHUT_WR)
             # The kernel resets the connection if the server closed it with unread bytes.
             with contextlib.suppress(ConnectionResetError):
-                assert end.recv(1) == b"", name
+                assert data_socket.recv(1) == b"", name
 
 
 @needs(verbs.nic())
 def test_sums_of_another_file_are_ignored(tmp_path: Path) -> None:
     root, log = tmp_path / "store", tmp_path / "log"
-    contents = {name: os.urandom(SIZE) for name in ("one", "other")}
+    contents = {name: os.urandom(FILE_BYTES) for name in ("one", "other")}
     with storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
         for name, data in contents.items():
             with client.open(name, write=True, create=True) as file, client.register(bytearray(data)) as buffer:
                 file.write(buffer, offset_bytes=0)
-    # This is the state after a deleted file and a new one had the same inode number, size and time.
+    # A deleted file and a new file with the same inode number, size and time would leave this state.
     shutil.copyfile(sums_of(root, "one"), sums_of(root, "other"))
-    stat = (root / "one").stat()
-    os.utime(root / "other", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    status = (root / "one").stat()
+    os.utime(root / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
     with storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
-        target = bytearray(SIZE)
+        target = bytearray(FILE_BYTES)
         with client.open("other") as file, client.register(target) as buffer:
-            assert file.read(buffer, offset_bytes=0).length_bytes == SIZE
+            assert file.read(buffer, offset_bytes=0).length_bytes == FILE_BYTES
         assert target == contents["other"]
         assert client.statistics()["corruptions"] == 0

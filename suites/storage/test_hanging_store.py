@@ -1,8 +1,9 @@
-"""A server whose file system hangs: its close fails in time, and succeeds when the file system answers again."""
+"""A server whose file system hangs: the timeout of close(), and the limit of connections that wait for a session."""
 
 from __future__ import annotations
 
 import contextlib
+import select
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,20 @@ from support.faulty_fuse import FaultyMount
 
 from gdrkit.errors import ApiError, BrokenResource, Reason
 from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.client import StorageClient
+from gdrkit.storage.connection import ControlConnection
+from gdrkit.storage.control import pack_request
 from gdrkit.storage.server import StorageServer
+from gdrkit.storage.session import StorageSession
 from gdrkit.storage.store import FileStore
+from gdrkit.storage.wire import FrameType
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from gdrkit.verbs import Nic
 
 
 @needs(verbs.nic(), host.fuse)
@@ -33,8 +41,39 @@ def test_close_of_a_server_with_a_hanging_store_times_out(tmp_path: Path) -> Non
             request = pool.submit(client.stat, "no-such-file")
             with pytest.raises(TimeoutError):
                 request.result(1)
-            with pytest.raises(BrokenResource, match=r"did not end within 0\.5 s: gdrkit-session") as raised:
+            with pytest.raises(BrokenResource, match=r"did not end within 0\.5 s: gdrkit-session") as error:
                 server.close(timeout_s=0.5)
-        assert raised.value.reason is Reason.TIMEOUT
+        assert error.value.reason is Reason.TIMEOUT
         server.close()
         server.close()
+
+
+@needs(verbs.nic(), host.fuse)
+def test_connection_limit_is_256(tmp_path: Path, nic: Nic) -> None:
+    with (
+        FaultyMount(tmp_path / "fuse") as fuse,
+        FileStore(fuse.mount) as store,
+        StorageServer(store, ServerAddress.parse("127.0.0.1:0")) as server,
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(1) as pool,
+        StorageSession(
+            lambda: server.address.connect(10), [nic], client="a case", token=store.token, timeout_ms=60_000
+        ) as session,
+        fuse.paused(),
+    ):
+        request = pool.submit(session.request, messages.Stat("no-such-file"), messages.FileStat)
+        with pytest.raises(TimeoutError):
+            request.result(1)
+        # Each hello waits until the session that it replaces has executed this request.
+        hello = pack_request(
+            messages.StorageHello(1, "a case", ({"qp_number": 1},), token=store.token, replaces=session.secret)
+        )
+        connections = []
+        for _ in range(256):
+            connection = ControlConnection(server.address.connect(10))
+            stack.callback(connection.close)
+            connection.send(FrameType.CONTROL_REQUEST, hello, sequence=1)
+            connections.append(connection)
+        # One of the 256 connections of the server is that of the session.
+        assert connections.pop().receive(FrameType.CONTROL_REPLY) is None
+        assert select.select(connections, (), (), 0)[0] == []

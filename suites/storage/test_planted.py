@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.other_user import open_folder, run_program
+from support.other_user import folder_for_all_users, run_program
 
 from gdrkit.errors import SetupMissing, UsageError
 from gdrkit.harness.needs import host, needs, verbs
@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def refusal(root: Path) -> SetupMissing:
+def opening_error(root: Path) -> SetupMissing:
     """Return the error of opening a store."""
     with pytest.raises(SetupMissing) as error:
         FileStore(root).close()
@@ -44,22 +44,22 @@ def refusal(root: Path) -> SetupMissing:
 @needs(verbs.nic())
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_link_in_private_folder_of_store_is_refused(root: Path, tmp_path: Path, name: str) -> None:
-    own, elsewhere = root / ".gdrkit", tmp_path / "elsewhere"
-    (own / name).rename(elsewhere)
-    (own / name).symlink_to(elsewhere)
-    before = elsewhere.lstat()
-    error = refusal(root)
-    assert (error.errno, error.arguments["path"]) == (errno.ELOOP, str(own / name))
-    assert elsewhere.lstat() == before
+    private_folder, elsewhere = root / ".gdrkit", tmp_path / "elsewhere"
+    (private_folder / name).rename(elsewhere)
+    (private_folder / name).symlink_to(elsewhere)
+    status_before = elsewhere.lstat()
+    error = opening_error(root)
+    assert (error.errno, error.arguments["path"]) == (errno.ELOOP, str(private_folder / name))
+    assert elsewhere.lstat() == status_before
 
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_dangling_link_in_store_creates_nothing(root: Path, tmp_path: Path, name: str) -> None:
-    own = root / ".gdrkit"
-    (own / name).rmdir() if name == "sums" else (own / name).unlink()
-    (own / name).symlink_to(tmp_path / "elsewhere")
-    assert refusal(root).errno == errno.ELOOP
+    private_folder = root / ".gdrkit"
+    (private_folder / name).rmdir() if name == "sums" else (private_folder / name).unlink()
+    (private_folder / name).symlink_to(tmp_path / "elsewhere")
+    assert opening_error(root).errno == errno.ELOOP
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -67,7 +67,7 @@ def test_dangling_link_in_store_creates_nothing(root: Path, tmp_path: Path, name
 def test_link_in_place_of_private_folder_is_refused(root: Path, tmp_path: Path) -> None:
     (root / ".gdrkit").rename(tmp_path / "elsewhere")
     (root / ".gdrkit").symlink_to(tmp_path / "elsewhere")
-    assert refusal(root).errno == errno.ELOOP
+    assert opening_error(root).errno == errno.ELOOP
 
 
 @needs(verbs.nic())
@@ -76,7 +76,7 @@ def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
     token = root / ".gdrkit" / "token"
     token.write_text(PLANTED_TOKEN)
     token.chmod(mode)
-    error = refusal(root)
+    error = opening_error(root)
     assert (error.errno, f"{mode:04o}" in error.detail) == (errno.EPERM, True)
     with pytest.raises(SetupMissing):
         read_token(root)
@@ -85,7 +85,7 @@ def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
         assert store.token == read_token(root) != PLANTED_TOKEN.strip()
 
 
-PLANT = """
+PLANTING_PROGRAM = """
 import os, sys
 from support.other_user import become_unprivileged
 become_unprivileged()
@@ -97,18 +97,18 @@ with open(os.path.join(sys.argv[1], "token"), "w") as file:
 
 @needs(verbs.nic(), host.capability("CAP_SETUID"))
 def test_store_folder_planted_by_another_user_is_refused() -> None:
-    with open_folder() as root:
+    with folder_for_all_users() as root:
         root.chmod(0o1777)
-        planted = run_program(PLANT, str(root / ".gdrkit"))
-        assert planted.returncode == 0, planted.stderr
-        assert "user 65534" in refusal(root).detail
+        completed = run_program(PLANTING_PROGRAM, str(root / ".gdrkit"))
+        assert completed.returncode == 0, completed.stderr
+        assert "user 65534" in opening_error(root).detail
 
 
 @needs(verbs.nic(), host.capability("CAP_SETUID"))
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
     os.chown(root / ".gdrkit" / name, 65534, -1)
-    error = refusal(root)
+    error = opening_error(root)
     assert (error.errno, "user 65534" in error.detail) == (errno.EPERM, True)
 
 
@@ -116,30 +116,30 @@ def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
 def test_shared_parent_without_sticky_bit_is_refused(root: Path) -> None:
     for mode in (0o777, 0o775, 0o2770):
         root.chmod(mode)
-        assert "chmod +t" in refusal(root).what_to_do
+        assert "chmod +t" in opening_error(root).what_to_do
     root.chmod(0o1777)
     FileStore(root).close()
 
 
 @needs(verbs.nic())
 def test_private_folder_is_made_private_or_refused(root: Path) -> None:
-    own = root / ".gdrkit"
-    own.chmod(0o755)
+    private_folder = root / ".gdrkit"
+    private_folder.chmod(0o755)
     FileStore(root).close()
-    assert stat.S_IMODE(own.stat().st_mode) == 0o700
-    own.chmod(0o770)
-    assert "0770" in refusal(root).detail
+    assert stat.S_IMODE(private_folder.stat().st_mode) == 0o700
+    private_folder.chmod(0o770)
+    assert "0770" in opening_error(root).detail
 
 
 @needs(verbs.nic())
 def test_serve_names_the_planted_file_and_the_remedy(root: Path) -> None:
     (root / ".gdrkit" / "token").chmod(0o644)
     command = [sys.executable, "-m", "gdrkit", "serve", "--store", str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 3
-    assert "0644" in done.stderr
-    assert "To do: remove" in done.stderr
-    assert "Traceback" not in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 3
+    assert "0644" in completed.stderr
+    assert "To do: remove" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b"x" * 300, b"two\nlines"])
@@ -152,10 +152,10 @@ def test_invalid_token_file_is_a_usage_error_with_its_path(tmp_path: Path, conte
 
 
 @needs(host.fuse)
-def test_agent_without_its_token_file_ends_with_2(tmp_path: Path) -> None:
+def test_agent_without_its_token_file_exits_with_code_2(tmp_path: Path) -> None:
     options = ["--server", "127.0.0.1:9", "--token-file", str(tmp_path / "missing")]
     command = [sys.executable, "-m", "gdrkit", "agent", str(tmp_path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 2
-    assert f"open {tmp_path / 'missing'}: No such file or directory (ENOENT)" in done.stderr
-    assert "Traceback" not in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 2
+    assert f"open {tmp_path / 'missing'}: No such file or directory (ENOENT)" in completed.stderr
+    assert "Traceback" not in completed.stderr

@@ -1,15 +1,19 @@
-"""Requests of a session: what each returns, and the errno of each that is refused."""
+"""Requests of a session: their results, and the errno of refused requests."""
 
 from __future__ import annotations
 
 import errno
+import resource
 from typing import TYPE_CHECKING
 
 import pytest
+from support.failing_calls import STRACE, failing_call
+from support.processes import limit_open_files
+from support.storage import storage_server
 
 import gdrkit
 from gdrkit.errors import ApiError
-from gdrkit.harness.needs import needs, verbs
+from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.connection import ControlConnection
@@ -18,6 +22,8 @@ from gdrkit.storage.wire import FrameType
 from gdrkit.units import GIB
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.storage import Service
 
     from gdrkit.storage.client import StorageClient
@@ -26,7 +32,8 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-def refused(client: StorageClient, request: Request) -> int | None:
+def refused_errno(client: StorageClient, request: Request) -> int | None:
+    """Return the errno with which the server refuses a request."""
     with pytest.raises(ApiError) as error:
         client.request(request, messages.Done)
     return error.value.errno
@@ -68,26 +75,37 @@ def test_hello_of_another_version_is_refused(service: Service) -> None:
         assert f"not {version}" in reply.message
 
 
+def test_hello_with_an_invalid_name_is_einval(service: Service) -> None:
+    # A lone surrogate that stands for no byte.
+    reply = first_reply(service, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=service.token()))
+    assert reply.errno == errno.EINVAL
+    assert "client" in reply.message
+    # The log gets no text of an unknown client.
+    service.process.terminate()
+    assert service.process.wait(20) == 0
+    assert "because the request has an invalid file name" in service.log_text()
+
+
 def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) -> None:
-    assert refused(client, messages.Attach("0" * 64)) == errno.EPROTO
-    assert refused(client, messages.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
+    assert refused_errno(client, messages.Attach("0" * 64)) == errno.EPROTO
+    assert refused_errno(client, messages.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
     assert client.list_folder() == ()
 
 
-def test_open_without_access_or_with_odd_truncate_is_einval(service: Service, client: StorageClient) -> None:
+def test_open_needs_an_access_and_truncate_needs_write(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
-    assert refused(client, messages.Open("file", read=False, write=False)) == errno.EINVAL
-    assert refused(client, messages.Open("file", truncate=True)) == errno.EINVAL
+    assert refused_errno(client, messages.Open("file", read=False, write=False)) == errno.EINVAL
+    assert refused_errno(client, messages.Open("file", truncate=True)) == errno.EINVAL
     assert (service.root / "file").read_bytes() == b"content"
 
 
 def test_open_flags_are_those_of_the_request(service: Service, client: StorageClient) -> None:
-    assert refused(client, messages.Open("file", write=True)) == errno.ENOENT
-    # exclusive alone does not create a file, and does not mind an existing one.
-    assert refused(client, messages.Open("file", write=True, exclusive=True)) == errno.ENOENT
+    assert refused_errno(client, messages.Open("file", write=True)) == errno.ENOENT
+    # Without `create`, `exclusive` has no effect: it creates no file, and an existing file is no error.
+    assert refused_errno(client, messages.Open("file", write=True, exclusive=True)) == errno.ENOENT
     client.request(messages.Open("file", write=True, create=True), messages.OpenReply)
     client.request(messages.Open("file", write=True, exclusive=True), messages.OpenReply)
-    assert refused(client, messages.Open("file", write=True, create=True, exclusive=True)) == errno.EEXIST
+    assert refused_errno(client, messages.Open("file", write=True, create=True, exclusive=True)) == errno.EEXIST
     (service.root / "file").write_bytes(b"content")
     opened = client.request(messages.Open("file", write=True), messages.OpenReply)
     assert opened.stat.size_bytes == 7
@@ -97,10 +115,10 @@ def test_open_flags_are_those_of_the_request(service: Service, client: StorageCl
 
 def test_handles_are_counted_and_not_used_again(client: StorageClient) -> None:
     client.open("file", write=True, create=True).close()
-    opened = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(2)]
-    client.request(messages.Close(opened[0]), messages.Done)
-    opened.append(client.request(messages.Open("file"), messages.OpenReply).handle)
-    assert opened == [2, 3, 4]
+    handles = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(2)]
+    client.request(messages.Close(handles[0]), messages.Done)
+    handles.append(client.request(messages.Open("file"), messages.OpenReply).handle)
+    assert handles == [2, 3, 4]
 
 
 def test_handle_that_is_not_open_is_ebadf(client: StorageClient) -> None:
@@ -113,15 +131,15 @@ def test_handle_that_is_not_open_is_ebadf(client: StorageClient) -> None:
             messages.Sync(handle),
             messages.PunchHole(handle, ((0, 1),)),
         ):
-            assert refused(client, request) == errno.EBADF
+            assert refused_errno(client, request) == errno.EBADF
 
 
 def test_handle_for_reading_changes_nothing(service: Service, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
-    reading = client.request(messages.Open("file"), messages.OpenReply).handle
-    assert refused(client, messages.Truncate(1, handle=reading)) == errno.EBADF
-    assert refused(client, messages.PunchHole(reading, ((0, 4),))) == errno.EBADF
-    client.request(messages.Sync(reading), messages.Done)
+    handle = client.request(messages.Open("file"), messages.OpenReply).handle
+    assert refused_errno(client, messages.Truncate(1, handle=handle)) == errno.EBADF
+    assert refused_errno(client, messages.PunchHole(handle, ((0, 4),))) == errno.EBADF
+    client.request(messages.Sync(handle), messages.Done)
     assert (service.root / "file").read_bytes() == b"content"
 
 
@@ -134,7 +152,9 @@ def test_stat_and_truncate_work_by_path_and_by_handle(service: Service, client: 
     assert client.request(messages.Truncate(3, handle=handle), messages.FileStat).size_bytes == 3
     assert client.request(messages.Truncate(5, path="file"), messages.FileStat).size_bytes == 5
     assert (service.root / "file").read_bytes() == b"con\0\0"
+    # An empty path is the root of the store.
     assert client.request(messages.Stat(""), messages.FileStat).inode == service.root.stat().st_ino
+    assert refused_errno(client, messages.Truncate(0, path="")) == errno.EISDIR
 
 
 def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -> None:
@@ -147,15 +167,44 @@ def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -
     assert (service.root / "file").read_bytes() == expected
 
 
+def test_server_raises_its_limit_of_open_files(tmp_path: Path) -> None:
+    _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with limit_open_files(512), storage_server(tmp_path / "store", tmp_path / "log") as service:
+        assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (min(hard_limit, 1 << 20), hard_limit)
+
+
+# The server has a descriptor for each open file, and some of its own.
+@needs(host.open_files(5000))
+def test_session_has_at_most_4096_open_files(service: Service, client: StorageClient) -> None:
+    (service.root / "file").touch()
+    handles = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(4096)]
+    with pytest.raises(ApiError, match="a session has at most 4096 open files") as error:
+        client.request(messages.Open("file"), messages.OpenReply)
+    assert error.value.errno == errno.EMFILE
+    client.request(messages.Close(handles[0]), messages.Done)
+    client.request(messages.Open("file"), messages.OpenReply)
+
+
+@needs(STRACE)
+@pytest.mark.parametrize(("data_only", "call"), [(False, "fsync"), (True, "fdatasync")])
+def test_sync_reports_the_error_of_its_call(
+    service: Service, client: StorageClient, call: str, *, data_only: bool
+) -> None:
+    handle = client.request(messages.Open("file", write=True, create=True), messages.OpenReply).handle
+    with failing_call(service.process.pid, call, "EIO"):
+        assert refused_errno(client, messages.Sync(handle, data_only=data_only)) == errno.EIO
+    client.request(messages.Sync(handle, data_only=data_only), messages.Done)
+
+
 @pytest.mark.parametrize("data_only", [False, True])
 def test_sync_of_a_handle_succeeds(client: StorageClient, *, data_only: bool) -> None:
     handle = client.request(messages.Open("file", write=True, create=True), messages.OpenReply).handle
     client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 
 
-def test_adopt_takes_exactly_one_descriptor(service: Service, client: StorageClient) -> None:
-    # Over TCP no descriptor can come with the request.
-    assert refused(client, messages.Adopt()) == errno.EBADF
+def test_adopt_over_tcp_is_ebadf(service: Service, client: StorageClient) -> None:
+    # Adopt needs exactly one descriptor, and over TCP none can come with the request.
+    assert refused_errno(client, messages.Adopt()) == errno.EBADF
     assert client.list_folder() == ()
     assert [each.name for each in service.root.iterdir()] == [".gdrkit"]
 

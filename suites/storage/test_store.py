@@ -1,4 +1,4 @@
-"""A store without a server: its format, what its calls return, and which files it refuses."""
+"""A store without a server: its format, the results of its methods, and the files that it refuses."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def store(tmp_path: Path) -> Iterator[FileStore]:
     """A new store in the folder `store`."""
     (tmp_path / "store").mkdir()
-    with FileStore(tmp_path / "store") as new:
-        yield new
+    with FileStore(tmp_path / "store") as created:
+        yield created
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def root(store: FileStore, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def number(call: Callable[[], object]) -> int | None:
+def errno_of(call: Callable[[], object]) -> int | None:
     """Return the errno of a call that must fail."""
     try:
         call()
@@ -44,27 +44,28 @@ def number(call: Callable[[], object]) -> int | None:
 
 
 def attributes(path: Path) -> FileStat:
-    info = path.lstat()
+    """Return the expected attributes of a path, from lstat(2)."""
+    status = path.lstat()
     return FileStat(
-        inode=info.st_ino,
-        mode=info.st_mode,
-        size_bytes=info.st_size,
-        links=info.st_nlink,
-        uid=info.st_uid,
-        gid=info.st_gid,
-        allocated_bytes=info.st_blocks * 512,
-        access_time_ns=info.st_atime_ns,
-        modification_time_ns=info.st_mtime_ns,
-        change_time_ns=info.st_ctime_ns,
+        inode=status.st_ino,
+        mode=status.st_mode,
+        size_bytes=status.st_size,
+        links=status.st_nlink,
+        uid=status.st_uid,
+        gid=status.st_gid,
+        allocated_bytes=status.st_blocks * 512,
+        access_time_ns=status.st_atime_ns,
+        modification_time_ns=status.st_mtime_ns,
+        change_time_ns=status.st_ctime_ns,
     )
 
 
 def test_chunk_size_is_fixed_by_the_first_open(tmp_path: Path) -> None:
-    with FileStore(tmp_path) as new:
-        assert new.chunk_bytes == 4096
+    with FileStore(tmp_path) as created:
+        assert created.chunk_bytes == 4096
     for requested in (None, 4096):
-        with FileStore(tmp_path, chunk_bytes=requested) as again:
-            assert again.chunk_bytes == 4096
+        with FileStore(tmp_path, chunk_bytes=requested) as reopened:
+            assert reopened.chunk_bytes == 4096
     with pytest.raises(UsageError, match="chunks of 4096 bytes, not 8192"):
         FileStore(tmp_path, chunk_bytes=8192)
 
@@ -72,8 +73,8 @@ def test_chunk_size_is_fixed_by_the_first_open(tmp_path: Path) -> None:
 def test_chunk_size_is_kept_in_store_json(tmp_path: Path) -> None:
     with FileStore(tmp_path, chunk_bytes=65536):
         assert json.loads((tmp_path / ".gdrkit" / "store.json").read_text()) == {"format": 1, "chunk_bytes": 65536}
-    with FileStore(tmp_path) as again:
-        assert again.chunk_bytes == 65536
+    with FileStore(tmp_path) as reopened:
+        assert reopened.chunk_bytes == 65536
 
 
 @pytest.mark.parametrize(
@@ -96,24 +97,31 @@ def test_store_json_of_another_format_is_refused(tmp_path: Path, text: str) -> N
     assert error.value.reason is Reason.MALFORMED
 
 
+def test_root_that_is_a_file_is_enotdir(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as error:
+        FileStore(tmp_path / "file")
+    assert error.value.filename == str(tmp_path / "file")
+
+
 def test_token_has_256_bits_and_stays(tmp_path: Path) -> None:
-    with FileStore(tmp_path) as new:
-        token = new.token
+    with FileStore(tmp_path) as created:
+        token = created.token
     assert len(bytes.fromhex(token)) == 32
-    with FileStore(tmp_path) as again:
-        assert again.token == token
+    with FileStore(tmp_path) as reopened:
+        assert reopened.token == token
 
 
 def test_store_is_locked_until_it_is_closed(tmp_path: Path) -> None:
-    first = FileStore(tmp_path)
-    assert number(lambda: FileStore(tmp_path)) == errno.EWOULDBLOCK
-    first.close()
-    first.close()
+    locked_store = FileStore(tmp_path)
+    assert errno_of(lambda: FileStore(tmp_path)) == errno.EWOULDBLOCK
+    locked_store.close()
+    locked_store.close()
     FileStore(tmp_path).close()
 
 
 def test_socket_of_a_store_is_in_its_folder(store: FileStore, root: Path) -> None:
-    assert store.own_socket() == root.resolve() / ".gdrkit" / "server.sock"
+    assert store.default_socket() == root.resolve() / ".gdrkit" / "server.sock"
 
 
 @pytest.mark.parametrize(
@@ -126,17 +134,17 @@ def test_open_gives_the_requested_access(
     (root / "file").write_bytes(b"content")
     file = store.open("file", flags=flags)
     assert (file.may_read, file.may_write) == (may_read, may_write)
-    # A file for writing is opened for reading too, because a part of a chunk is written with the rest of it.
+    # A file for writing is opened for reading too: a write of a part of a chunk reads the rest of the chunk.
     access = fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_ACCMODE
     assert access == (os.O_RDWR if may_write else os.O_RDONLY)
     assert (root / "file").read_bytes() == b"content"
 
 
 def test_open_creates_truncates_and_is_exclusive(store: FileStore, root: Path) -> None:
-    assert number(lambda: store.open("file", flags=os.O_RDWR)) == errno.ENOENT
+    assert errno_of(lambda: store.open("file", flags=os.O_RDWR)) == errno.ENOENT
     store.open("file", flags=os.O_RDWR | os.O_CREAT, mode=0o4751)
     assert stat.S_IMODE((root / "file").stat().st_mode) == 0o751
-    assert number(lambda: store.open("file", flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
+    assert errno_of(lambda: store.open("file", flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
     (root / "file").write_bytes(b"content")
     store.open("file", flags=os.O_RDWR | os.O_CREAT)
     assert (root / "file").stat().st_size == 7
@@ -145,7 +153,7 @@ def test_open_creates_truncates_and_is_exclusive(store: FileStore, root: Path) -
 
 
 @pytest.mark.parametrize(
-    ("access", "read", "write", "allowed"),
+    ("open_flags", "read", "write", "is_allowed"),
     [
         (os.O_RDONLY, True, False, True),
         (os.O_RDONLY, False, True, False),
@@ -160,17 +168,17 @@ def test_open_creates_truncates_and_is_exclusive(store: FileStore, root: Path) -
     ],
 )
 def test_adopted_descriptor_must_permit_the_access(
-    store: FileStore, root: Path, access: int, *, read: bool, write: bool, allowed: bool
+    store: FileStore, root: Path, open_flags: int, *, read: bool, write: bool, is_allowed: bool
 ) -> None:
     (root / "file").write_bytes(b"content")
-    descriptor = os.open(root / "file", access)
+    descriptor = os.open(root / "file", open_flags)
     try:
-        if allowed:
+        if is_allowed:
             file = store.adopt(descriptor, read=read, write=write)
             assert (file.may_read, file.may_write) == (read, write)
             assert fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_APPEND == 0
         else:
-            assert number(lambda: store.adopt(descriptor, read=read, write=write)) == errno.EACCES
+            assert errno_of(lambda: store.adopt(descriptor, read=read, write=write)) == errno.EACCES
     finally:
         os.close(descriptor)
 
@@ -178,10 +186,10 @@ def test_adopted_descriptor_must_permit_the_access(
 @pytest.mark.parametrize("name", ["../outside", ".gdrkit/token", "3fs-virt/file"])
 def test_adopted_file_must_be_in_the_store(store: FileStore, root: Path, name: str) -> None:
     (root / "3fs-virt").mkdir()
-    for each in (root / "3fs-virt" / "file", root.parent / "outside"):
-        each.touch()
+    for path in (root / "3fs-virt" / "file", root.parent / "outside"):
+        path.touch()
     with (root / name).open("rb") as file:
-        assert number(lambda: store.adopt(file.fileno(), read=True, write=False)) == errno.EXDEV
+        assert errno_of(lambda: store.adopt(file.fileno(), read=True, write=False)) == errno.EXDEV
 
 
 def test_calls_return_the_attributes_of_the_file(store: FileStore, root: Path) -> None:
@@ -216,47 +224,49 @@ def test_links_keep_names_that_are_not_utf8(store: FileStore, root: Path) -> Non
 def test_rename_replaces_exchanges_or_is_exclusive(store: FileStore, root: Path) -> None:
     for name in ("a", "b"):
         (root / name).write_text(name)
-    assert number(lambda: store.rename("a", "b", exclusive=True, exchange=False)) == errno.EEXIST
+    assert errno_of(lambda: store.rename("a", "b", exclusive=True, exchange=False)) == errno.EEXIST
     store.rename("a", "b", exclusive=False, exchange=True)
     assert [(root / name).read_text() for name in ("a", "b")] == ["b", "a"]
-    assert number(lambda: store.rename("a", "c", exclusive=False, exchange=True)) == errno.ENOENT
+    assert errno_of(lambda: store.rename("a", "c", exclusive=False, exchange=True)) == errno.ENOENT
     store.rename("a", "b", exclusive=False, exchange=False)
     assert (root / "b").read_text() == "b"
     assert not (root / "a").exists()
     store.rename("b", "c", exclusive=True, exchange=False)
     assert (root / "c").read_text() == "b"
-    assert number(lambda: store.rename("b", "d", exclusive=False, exchange=False)) == errno.ENOENT
+    assert errno_of(lambda: store.rename("b", "d", exclusive=False, exchange=False)) == errno.ENOENT
 
 
-def test_page_of_a_folder_that_is_exactly_full_is_the_last(store: FileStore, root: Path) -> None:
-    # An entry counts 80 bytes and its name in JSON: 504 names of 46 characters fill the 63 KiB of a reply.
+def test_full_reply_is_the_last_if_no_entry_is_left(store: FileStore, root: Path) -> None:
+    # An entry counts 80 bytes plus its name as a JSON string. The name has 46 characters and two quotes, so 504 entries
+    # of 128 bytes are exactly 63 KiB.
     names = [f"{index:046}" for index in range(504)]
     for name in names:
         (root / name).touch()
-    page = store.list("", None)
-    assert ([each.name for each in page.entries], page.more) == (names, False)
+    reply = store.list("", None)
+    assert ([each.name for each in reply.entries], reply.more) == (names, False)
     (root / f"{504:046}").touch()
-    page = store.list("", None)
-    assert ([each.name for each in page.entries], page.more) == (names, True)
-    page = store.list("", names[-1])
-    assert ([each.name for each in page.entries], page.more) == ([f"{504:046}"], False)
+    reply = store.list("", None)
+    assert ([each.name for each in reply.entries], reply.more) == (names, True)
+    reply = store.list("", names[-1])
+    assert ([each.name for each in reply.entries], reply.more) == ([f"{504:046}"], False)
 
 
 def test_entries_of_a_folder_have_inode_and_type(store: FileStore, root: Path) -> None:
     store.mkdir("folder", 0o700)
     store.symlink("link", "nowhere")
     (root / "file").touch()
-    kinds = {"file": stat.S_IFREG, "folder": stat.S_IFDIR, "link": stat.S_IFLNK}
-    listed = {each.name: (each.inode, each.kind) for each in store.list("", None).entries}
-    assert listed == {name: ((root / name).lstat().st_ino, kind) for name, kind in kinds.items()}
-    assert [each.name for each in store.list("", "file").entries] == ["folder", "link"]
+    file_types = {"file": stat.S_IFREG, "folder": stat.S_IFDIR, "link": stat.S_IFLNK}
+    types_by_name = {entry.name: (entry.inode, entry.kind) for entry in store.list("", None).entries}
+    assert types_by_name == {name: ((root / name).lstat().st_ino, file_type) for name, file_type in file_types.items()}
+    assert [entry.name for entry in store.list("", "file").entries] == ["folder", "link"]
     assert store.list("folder", None).entries == ()
 
 
-def test_own_names_are_hidden_in_the_root_alone(store: FileStore, root: Path) -> None:
+def test_reserved_names_are_hidden_only_in_the_root(store: FileStore, root: Path) -> None:
     for name in (".gdrkit", "3fs-virt"):
+        (root / name).mkdir(exist_ok=True)
         (root / "folder" / name).mkdir(parents=True)
-        assert number(partial(store.stat, name)) == errno.ENOENT
+        assert errno_of(partial(store.stat, name)) == errno.ENOENT
         assert stat.S_ISDIR(store.stat(f"folder/{name}").mode)
     assert [each.name for each in store.list("", None).entries] == ["folder"]
     assert [each.name for each in store.list("folder", None).entries] == [".gdrkit", "3fs-virt"]
@@ -266,15 +276,15 @@ def test_own_names_are_hidden_in_the_root_alone(store: FileStore, root: Path) ->
 def test_path_that_leaves_the_store_is_exdev(store: FileStore, path: str) -> None:
     store.mkdir("folder", 0o700)
     for call in (store.stat, store.rmdir, store.unlink, lambda path: store.list(path, None)):
-        assert number(partial(call, path)) == errno.EXDEV
-    assert number(lambda: store.open(path, flags=os.O_RDONLY)) == errno.EXDEV
+        assert errno_of(partial(call, path)) == errno.EXDEV
+    assert errno_of(lambda: store.open(path, flags=os.O_RDONLY)) == errno.EXDEV
 
 
 @pytest.mark.parametrize("path", [".", "folder/.", "./", "./."])
-def test_path_without_a_last_name_is_einval(store: FileStore, path: str) -> None:
+def test_path_that_ends_with_a_dot_is_einval(store: FileStore, path: str) -> None:
     store.mkdir("folder", 0o700)
     for call in (store.stat, store.rmdir, store.unlink, lambda path: store.mkdir(path, 0o700)):
-        assert number(partial(call, path)) == errno.EINVAL
+        assert errno_of(partial(call, path)) == errno.EINVAL
 
 
 def test_slash_at_the_end_of_a_folder_is_accepted(store: FileStore, root: Path) -> None:
@@ -305,7 +315,7 @@ def test_space_is_that_of_statvfs(store: FileStore, root: Path) -> None:
         expected.f_files,
     )
     assert reported.name_bytes_max == expected.f_namemax
-    # Other processes use the file system meanwhile.
+    # Other processes use the file system during the case.
     assert reported.blocks_free == pytest.approx(expected.f_bfree, rel=0.1)
     assert reported.blocks_available == pytest.approx(expected.f_bavail, rel=0.1)
     assert reported.files_free == pytest.approx(expected.f_ffree, rel=0.1)

@@ -1,4 +1,4 @@
-"""Checksums of chunks: a corruption is an error, and a change by another program is not."""
+"""Checksums of chunks: a read of corrupt bytes fails, and a change by another program is not a corruption."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.storage import storage_server
 
 from gdrkit.errors import ApiError
 from gdrkit.harness.needs import needs, verbs
+from gdrkit.storage import messages
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -21,15 +22,18 @@ if TYPE_CHECKING:
 
     from gdrkit.storage.client import StorageClient, StorageFile
 
-SIZE = 64 * KIB
+CHUNK_BYTES = 4 * KIB
+FILE_BYTES = 16 * CHUNK_BYTES
 
 
 def write(client: StorageClient, file: StorageFile, data: bytes | bytearray, *, offset_bytes: int = 0) -> None:
+    """Write data from host memory to a file."""
     with client.register(bytearray(data)) as buffer:
         file.write(buffer, offset_bytes=offset_bytes)
 
 
 def read(client: StorageClient, file: StorageFile, *, offset_bytes: int, length_bytes: int) -> bytes:
+    """Read bytes of a file into host memory and return them."""
     target = bytearray(length_bytes)
     with client.register(target) as buffer:
         result = file.read(buffer, offset_bytes=offset_bytes)
@@ -37,54 +41,59 @@ def read(client: StorageClient, file: StorageFile, *, offset_bytes: int, length_
 
 
 def corrupt(path: Path, offset_bytes: int) -> None:
-    """Change a byte of a file and restore its times, as if the disk had changed it."""
-    before = path.stat()
+    """Change a byte of a file and restore the times of the file, as if the disk had changed the byte."""
+    status = path.stat()
     with path.open("r+b") as file:
         file.seek(offset_bytes)
         byte = file.read(1)
         file.seek(offset_bytes)
         file.write(bytes([byte[0] ^ 1]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def inodes_with_sums(service: Service) -> set[int]:
+    """Return the inode numbers of the files whose checksums the store has. The files in `sums` are named by them."""
+    return {int(path.name, 16) for path in (service.root / ".gdrkit" / "sums").rglob("*") if path.is_file()}
 
 
 @needs(verbs.nic())
 def test_corrupt_chunk_fails_each_read_that_contains_it(service: Service, client: StorageClient) -> None:
-    data = os.urandom(SIZE)
+    data = os.urandom(FILE_BYTES)
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
-        corrupt(service.root / "file", 5 * 4 * KIB + 17)
-        for offset, length in ((0, SIZE), (5 * 4 * KIB, 1), (6 * 4 * KIB - 1, 1)):
+        corrupt(service.root / "file", 5 * CHUNK_BYTES + 17)
+        for offset, length in ((0, FILE_BYTES), (5 * CHUNK_BYTES, 1), (6 * CHUNK_BYTES - 1, 1)):
             with pytest.raises(ApiError) as error:
                 read(client, file, offset_bytes=offset, length_bytes=length)
             assert error.value.errno == errno.EIO
-        # A write of a part of the chunk would give the corrupt rest a valid checksum.
+        # A write of a part of the chunk would compute a valid checksum of the corrupt rest, so it fails too.
         with pytest.raises(ApiError) as error:
-            write(client, file, b"x", offset_bytes=5 * 4 * KIB)
+            write(client, file, b"x", offset_bytes=5 * CHUNK_BYTES)
         assert error.value.errno == errno.EIO
-        # The session goes on, and the other chunks can be read.
-        assert read(client, file, offset_bytes=0, length_bytes=5 * 4 * KIB) == data[: 5 * 4 * KIB]
-        assert read(client, file, offset_bytes=6 * 4 * KIB, length_bytes=SIZE) == data[6 * 4 * KIB :]
+        # The session continues, and the other chunks can be read.
+        assert read(client, file, offset_bytes=0, length_bytes=5 * CHUNK_BYTES) == data[: 5 * CHUNK_BYTES]
+        assert read(client, file, offset_bytes=6 * CHUNK_BYTES, length_bytes=FILE_BYTES) == data[6 * CHUNK_BYTES :]
         assert client.statistics()["corruptions"] == 4
         assert service.log_text().count("the data differ from those written") == 4
-        write(client, file, data[5 * 4 * KIB :][: 4 * KIB], offset_bytes=5 * 4 * KIB)
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        write(client, file, data[5 * CHUNK_BYTES :][:CHUNK_BYTES], offset_bytes=5 * CHUNK_BYTES)
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
 
 
 @needs(verbs.nic())
 def test_change_by_another_program_is_not_corruption(service: Service, client: StorageClient) -> None:
-    data = bytearray(os.urandom(SIZE))
+    data = bytearray(os.urandom(FILE_BYTES))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
         with (service.root / "file").open("r+b") as local_file:
             local_file.seek(20_000)
             local_file.write(b"changed")
             data[20_000:20_007] = b"changed"
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         assert client.statistics()["outside_changes"] == 1
-        # A write by the server makes checksums again. It detects an earlier change by another program.
+        # A write by the server computes new checksums. Before that, it detects a change by another program.
         write(client, file, b"again", offset_bytes=20_000)
         data[20_000:20_005] = b"again"
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         (service.root / "file").write_bytes(b"short")
         write(client, file, b"!", offset_bytes=5)
         assert read(client, file, offset_bytes=0, length_bytes=100) == b"short!"
@@ -93,68 +102,100 @@ def test_change_by_another_program_is_not_corruption(service: Service, client: S
 
 @needs(verbs.nic())
 def test_sums_outlive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
-    data = os.urandom(SIZE + 100)
+    data = os.urandom(FILE_BYTES + 100)
     with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         with service.connect() as client, client.open("file", write=True, create=True) as file:
             write(client, file, data)
         service.kill()
-    corrupt(tmp_path / "store" / "file", SIZE + 99)
-    again = storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
-    with again as service, service.connect() as client:
+    corrupt(tmp_path / "store" / "file", FILE_BYTES + 99)
+    second_server = storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
+    with second_server as service, service.connect() as client:
         with client.open("file") as file:
-            assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data[:SIZE]
+            assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data[:FILE_BYTES]
             with pytest.raises(ApiError) as error:
-                read(client, file, offset_bytes=SIZE, length_bytes=100)
+                read(client, file, offset_bytes=FILE_BYTES, length_bytes=100)
             assert error.value.errno == errno.EIO
-        # A new file with the name, and perhaps the inode, of the old one has none of its checksums.
+        # A new file does not inherit the checksums of the old file with the same name and perhaps the same inode.
         (service.root / "file").unlink()
-        (service.root / "file").write_bytes(bytes(SIZE))
+        (service.root / "file").write_bytes(bytes(FILE_BYTES))
         with client.open("file") as file:
-            assert read(client, file, offset_bytes=0, length_bytes=SIZE) == bytes(SIZE)
+            assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == bytes(FILE_BYTES)
+
+
+@needs(verbs.nic())
+def test_sums_are_removed_with_the_last_name(service: Service, client: StorageClient) -> None:
+    with client.open("first", write=True, create=True) as file:
+        write(client, file, bytes(FILE_BYTES))
+    inode = (service.root / "first").stat().st_ino
+    client.request(messages.HardLink("first", "second"), messages.FileStat)
+    assert inodes_with_sums(service) == {inode}
+    client.request(messages.Unlink("first"), messages.Done)
+    assert inodes_with_sums(service) == {inode}
+    client.request(messages.Unlink("second"), messages.Done)
+    assert inodes_with_sums(service) == set()
+
+
+@needs(verbs.nic())
+def test_rename_removes_the_sums_of_the_replaced_file(service: Service, client: StorageClient) -> None:
+    for name in ("new", "old", "other"):
+        with client.open(name, write=True, create=True) as file:
+            write(client, file, bytes(FILE_BYTES))
+    new_inode, other_inode = ((service.root / name).stat().st_ino for name in ("new", "other"))
+    client.request(messages.Rename("new", "old"), messages.Done)
+    assert inodes_with_sums(service) == {new_inode, other_inode}
+    # Neither an exchange nor a rename to the same name replaces a file.
+    client.request(messages.Rename("old", "other", exchange=True), messages.Done)
+    client.request(messages.Rename("other", "other"), messages.Done)
+    assert inodes_with_sums(service) == {new_inode, other_inode}
 
 
 @needs(verbs.nic())
 def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient) -> None:
-    before, after = os.urandom(SIZE), os.urandom(SIZE)
-    # The limit applies to all files of the server, also to those of the software twins.
-    begin, moved = 2 * MIB, 20 * KIB + 100
+    old_data, new_data = os.urandom(FILE_BYTES), os.urandom(FILE_BYTES)
+    # RLIMIT_FSIZE applies to all files of the server, also to those of the software twins, which are smaller than this.
+    begin_bytes, written_bytes = 2 * MIB, 20 * KIB + 100
     with client.open("file", write=True, create=True) as file:
-        write(client, file, before, offset_bytes=begin)
-        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (begin + moved, resource.RLIM_INFINITY))
+        write(client, file, old_data, offset_bytes=begin_bytes)
+        resource.prlimit(
+            service.process.pid, resource.RLIMIT_FSIZE, (begin_bytes + written_bytes, resource.RLIM_INFINITY)
+        )
         with pytest.raises(ApiError) as error:
-            write(client, file, after, offset_bytes=begin)
+            write(client, file, new_data, offset_bytes=begin_bytes)
         assert error.value.errno == errno.EFBIG
         resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        assert read(client, file, offset_bytes=begin, length_bytes=SIZE) == after[:moved] + before[moved:]
+        assert (
+            read(client, file, offset_bytes=begin_bytes, length_bytes=FILE_BYTES)
+            == new_data[:written_bytes] + old_data[written_bytes:]
+        )
         for chunk, has_sum in ((4, True), (5, False), (6, True)):
-            at = begin + chunk * 4 * KIB
-            corrupt(service.root / "file", at)
+            offset_bytes = begin_bytes + chunk * CHUNK_BYTES
+            corrupt(service.root / "file", offset_bytes)
             if has_sum:
                 with pytest.raises(ApiError) as error:
-                    read(client, file, offset_bytes=at, length_bytes=1)
+                    read(client, file, offset_bytes=offset_bytes, length_bytes=1)
                 assert error.value.errno == errno.EIO
             else:
-                assert len(read(client, file, offset_bytes=at, length_bytes=1)) == 1
+                assert len(read(client, file, offset_bytes=offset_bytes, length_bytes=1)) == 1
 
 
 @needs(verbs.nic())
 def test_truncate_and_punch_hole_update_the_sums(service: Service, client: StorageClient) -> None:
-    data = bytearray(os.urandom(SIZE))
+    data = bytearray(os.urandom(FILE_BYTES))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
         file.truncate(30_000)
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data[:30_000]
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data[:30_000]
         file.truncate(50_000)
         data[30_000:] = bytes(20_000)
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         write(client, file, b"tail", offset_bytes=60_000)
         data[50_000:] = bytes(10_000) + b"tail"
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         file.punch_hole((100, 200), (4_000, 20_000), (59_999, 1 << 40))
         data[100:200] = bytes(100)
         data[4_000:20_000] = bytes(16_000)
         data[59_999:] = bytes(len(data) - 59_999)
-        assert read(client, file, offset_bytes=0, length_bytes=SIZE) == data
+        assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         assert (service.root / "file").read_bytes() == data
         corrupt(service.root / "file", 3_999)
         with pytest.raises(ApiError) as error:
@@ -165,10 +206,8 @@ def test_truncate_and_punch_hole_update_the_sums(service: Service, client: Stora
 
 @needs(verbs.nic())
 def test_corruption_is_detected_after_utimens(service: Service, client: StorageClient) -> None:
-    from gdrkit.storage import messages
-
     with client.open("file", write=True, create=True) as file:
-        write(client, file, bytes(SIZE))
+        write(client, file, bytes(FILE_BYTES))
         client.request(messages.Utimens("file", modification_time_ns=10**18), messages.FileStat)
         corrupt(service.root / "file", 0)
         with pytest.raises(ApiError) as error:

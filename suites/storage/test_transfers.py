@@ -1,4 +1,4 @@
-"""Files into memory and back: all sizes, odd offsets, the end of the file, holes. Every byte is compared."""
+"""Reads and writes of files: all sizes, odd offsets, the end of the file, holes. Every byte is compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from gdrkit.storage.client import StorageClient
     from gdrkit.verbs import Nic
 
-SIZES = [
+# Length of a transfer, and its offset in the file.
+RANGES = [
     pytest.param(1, 0, id="1B"),
     pytest.param(1, 4095, id="1B-at-4095"),
     pytest.param(4 * KIB, 0, id="4KiB"),
@@ -36,7 +37,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-@pytest.mark.parametrize(("size", "offset"), SIZES)
+@pytest.mark.parametrize(("size", "offset"), RANGES)
 def test_written_bytes_are_in_the_file_and_are_read_back(
     service: Service, client: StorageClient, memory: Memory, size: int, offset: int
 ) -> None:
@@ -58,9 +59,9 @@ def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageCli
     (service.root / "file").write_bytes(data)
     with client.open("file") as file, memory.registered_copy(client, b"\xa5" * MIB) as buffer:
         assert file.read(buffer, offset_bytes=100).length_bytes == len(data) - 100
-        read_back = memory.bytes_of(buffer)
-        assert read_back[: len(data) - 100] == data[100:]
-        assert set(read_back[len(data) - 100 :]) == {0xA5}
+        received = memory.bytes_of(buffer)
+        assert received[: len(data) - 100] == data[100:]
+        assert set(received[len(data) - 100 :]) == {0xA5}
         assert file.read(buffer, offset_bytes=len(data)).length_bytes == 0
         assert file.read(buffer, offset_bytes=1 << 50).length_bytes == 0
 
@@ -78,28 +79,28 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: Stor
         result = file.read(buffer, offset_bytes=0)
         assert result.length_bytes == 5 * MIB + 5
         assert memory.bytes_of(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
-        # The server does not send the holes of a read into device memory.
+        # If a read goes to device memory, the server does not send the holes.
         assert result.hole_bytes == (3 * MIB + 5 if buffer.is_device_memory else 0)
         with pytest.raises(ApiError) as error:
             file.read(buffer, offset_bytes=0, forbid_holes=True)
         assert error.value.errno == errno.ENODATA
-        part = buffer.subrange(offset_bytes=0, length_bytes=MIB)
-        assert file.read(part, offset_bytes=3 * MIB, forbid_holes=True).length_bytes == MIB
+        subrange = buffer.subrange(offset_bytes=0, length_bytes=MIB)
+        assert file.read(subrange, offset_bytes=3 * MIB, forbid_holes=True).length_bytes == MIB
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_batch_of_small_transfers_at_random_offsets(
     service: Service, client: StorageClient, memory: Memory, seed: int
 ) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
     (service.root / "file").write_bytes(content)
     with client.open("file", write=True) as file, memory.registered_copy(client, os.urandom(MIB)) as buffer:
         source = memory.bytes_of(buffer)
         writes = []
         for index in range(128):
-            length, offset = chance.randint(1, 8 * KIB), index * 16 * KIB + chance.randint(0, 8 * KIB)
-            begin = chance.randint(0, MIB - length)
+            length, offset = rng.randint(1, 8 * KIB), index * 16 * KIB + rng.randint(0, 8 * KIB)
+            begin = rng.randint(0, MIB - length)
             writes.append(IORequest(file, offset, buffer.subrange(offset_bytes=begin, length_bytes=length)))
             content[offset : offset + length] = source[begin : begin + length]
         client.batch_write(writes)
@@ -109,9 +110,9 @@ def test_batch_of_small_transfers_at_random_offsets(
             for index in range(100)
         ]
         client.batch_read(reads)
-        read_back = memory.bytes_of(buffer)
+        received = memory.bytes_of(buffer)
         for index in range(100):
-            assert read_back[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
+            assert received[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
@@ -126,54 +127,60 @@ def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memo
 def test_transfers_work_with_any_subset_of_the_nics(service: Service, nics: tuple[Nic, ...]) -> None:
     data = os.urandom(8 * MIB)
     (service.root / "file").write_bytes(data)
-    for chosen in (nics, nics[:1], nics[1:], nics[::-1]):
-        with service.connect(*chosen) as client, client.open("file") as file:
+    for subset in (nics, nics[:1], nics[1:], nics[::-1]):
+        with service.connect(*subset) as client, client.open("file") as file:
             target = bytearray(len(data))
             with client.register(target) as buffer:
-                parts = [
-                    IORequest(file, at, buffer.subrange(offset_bytes=at, length_bytes=MIB))
-                    for at in range(0, len(data), MIB)
+                requests = [
+                    IORequest(file, offset_bytes, buffer.subrange(offset_bytes=offset_bytes, length_bytes=MIB))
+                    for offset_bytes in range(0, len(data), MIB)
                 ]
-                client.batch_read(parts)
+                client.batch_read(requests)
             assert target == data
-            assert len(client.nics) == len(chosen)
+            assert len(client.nics) == len(subset)
 
 
 @needs(verbs.nic(count_min=2), software(Api.VERBS))
 @pytest.mark.parametrize("is_write", [False, True])
 def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[Nic, ...], *, is_write: bool) -> None:
-    # The server is the RDMA initiator, so the NICs of this process count its reads and writes as served.
-    data, counter = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
+    # The server is the RDMA initiator, so the NICs of this process count its RDMA READs and WRITEs as served.
+    data, counter_name = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
     (service.root / "file").write_bytes(bytes(len(data)) if is_write else data)
-    for chosen in (nics, nics[:1], nics[1:]):
-        with service.connect(*chosen) as client, client.open("file", write=is_write) as file:
+    for subset in (nics, nics[:1], nics[1:]):
+        with service.connect(*subset) as client, client.open("file", write=is_write) as file:
             target = bytearray(data if is_write else len(data))
             with client.register(target) as buffer:
-                parts = [
-                    IORequest(file, at, buffer.subrange(offset_bytes=at, length_bytes=MIB))
-                    for at in range(0, len(data), MIB)
+                requests = [
+                    IORequest(file, offset_bytes, buffer.subrange(offset_bytes=offset_bytes, length_bytes=MIB))
+                    for offset_bytes in range(0, len(data), MIB)
                 ]
-                before = traffic(Api.VERBS)
-                (client.batch_write if is_write else client.batch_read)(parts)
-                after = traffic(Api.VERBS)
-        moved = {name: row[counter] - before.get(name, {}).get(counter, 0) for name, row in after.items()}
-        assert {name for name, count in moved.items() if count} == {nic.name for nic in chosen}
-        assert sum(moved.values()) == len(data)
-        # Requests take the NICs in turn.
-        assert max(moved.values()) - min(filter(None, moved.values())) <= MIB, moved
+                traffic_before = traffic(Api.VERBS)
+                (client.batch_write if is_write else client.batch_read)(requests)
+                traffic_after = traffic(Api.VERBS)
+        moved_bytes = {
+            name: counters[counter_name] - traffic_before.get(name, {}).get(counter_name, 0)
+            for name, counters in traffic_after.items()
+        }
+        assert {name for name, count in moved_bytes.items() if count} == {nic.name for nic in subset}
+        assert sum(moved_bytes.values()) == len(data)
+        # Requests use the NICs in turn.
+        assert max(moved_bytes.values()) - min(filter(None, moved_bytes.values())) <= MIB, moved_bytes
 
 
 @pytest.mark.qualify
 @needs(verbs.nic())
 def test_two_clients_write_and_read_the_same_file(service: Service) -> None:
-    with service.connect() as first, service.connect() as second:
-        with first.open("file", write=True, create=True) as writing, second.open("file") as reading:
+    with service.connect() as writing_client, service.connect() as reading_client:
+        with (
+            writing_client.open("file", write=True, create=True) as written_file,
+            reading_client.open("file") as read_file,
+        ):
             for round_number in range(20):
                 data = os.urandom(10_000)
-                with first.register(bytearray(data)) as buffer:
-                    writing.write(buffer, offset_bytes=round_number * 5_000)
+                with writing_client.register(bytearray(data)) as buffer:
+                    written_file.write(buffer, offset_bytes=round_number * 5_000)
                 target = bytearray(10_000)
-                with second.register(target) as buffer:
-                    assert reading.read(buffer, offset_bytes=round_number * 5_000).length_bytes == 10_000
+                with reading_client.register(target) as buffer:
+                    assert read_file.read(buffer, offset_bytes=round_number * 5_000).length_bytes == 10_000
                 assert target == data
-        assert first.statistics()["corruptions"] == 0
+        assert writing_client.statistics()["corruptions"] == 0

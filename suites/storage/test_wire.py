@@ -38,13 +38,13 @@ from gdrkit.storage.wire import (
 
 EXAMPLES = int(os.environ.get("GDRKIT_EXAMPLES", "300"))
 FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
-PROJECT_ROOT = Path(__file__).resolve().parents[1]
+SUITES = Path(__file__).resolve().parents[1]
 VECTORS = [
     line.split()
-    for line in (PROJECT_ROOT / "vectors" / "frames.txt").read_text().splitlines()
+    for line in (SUITES / "vectors" / "frames.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-WORD = st.integers(0, (1 << 64) - 1)
+UINT64 = st.integers(0, (1 << 64) - 1)
 READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, OperationFlag.REPORT_HOLES]
 
 
@@ -52,27 +52,33 @@ READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, Operati
 def operations(draw: st.DrawFn) -> Operation:
     """Draw any valid operation."""
     opcode = draw(st.sampled_from(IoOpcode))
-    allowed = READ_FLAGS if opcode is IoOpcode.READ else [OperationFlag.CHECKSUM_GIVEN, OperationFlag.CHECKSUM_WANTED]
+    allowed_flags = (
+        READ_FLAGS if opcode is IoOpcode.READ else [OperationFlag.CHECKSUM_GIVEN, OperationFlag.CHECKSUM_WANTED]
+    )
     flags = OperationFlag(0)
-    for flag in draw(st.sets(st.sampled_from(allowed))):
+    for flag in draw(st.sets(st.sampled_from(allowed_flags))):
         flags |= flag
-    given_sum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
-    words = [draw(WORD) for _ in range(5)]
+    checksum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
+    numbers = [draw(UINT64) for _ in range(5)]
     rkey, queue_pair = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
-    return Operation(words[0], words[1], words[2], words[3], words[4], rkey, queue_pair, opcode, flags, given_sum)
+    return Operation(
+        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], rkey, queue_pair, opcode, flags, checksum
+    )
 
 
 @st.composite
 def results(draw: st.DrawFn) -> Result:
     """Draw any valid result, with holes."""
-    number = draw(st.integers(-4096, 1 << 40))
-    edges = sorted(draw(st.sets(st.integers(0, max(number, 0)), max_size=8)))
+    result = draw(st.integers(-4096, 1 << 40))
+    edges = sorted(draw(st.sets(st.integers(0, max(result, 0)), max_size=8)))
     holes = tuple(HoleExtent(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=False))
     flags = draw(st.sampled_from((ResultFlag(0), ResultFlag.CHECKSUM_VALID)))
-    return Result(draw(WORD), number, draw(st.integers(0, (1 << 32) - 1)), flags, holes)
+    return Result(draw(UINT64), result, draw(st.integers(0, (1 << 32) - 1)), flags, holes)
 
 
-@pytest.mark.parametrize(("verdict", "frame"), [pytest.param(v, f, id=name) for v, name, f in VECTORS])
+@pytest.mark.parametrize(
+    ("verdict", "frame"), [pytest.param(verdict, frame, id=name) for verdict, name, frame in VECTORS]
+)
 def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> None:
     if verdict == "right":
         assert parse_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
@@ -83,7 +89,7 @@ def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> No
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.lists(operations(), min_size=1, max_size=20), WORD)
+@given(st.lists(operations(), min_size=1, max_size=20), UINT64)
 def test_operations_survive_packing_and_parsing(packed: list[Operation], sequence: int) -> None:
     frame = pack_operations(packed, sequence=sequence)
     header = parse_header(frame[:HEADER_BYTES])
@@ -110,11 +116,11 @@ def test_any_changed_byte_is_refused(packed: list[Operation], data: st.DataObjec
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.binary(max_size=3000), st.integers(0, 3000))
-def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, cut: int) -> None:
-    native = engine()
+def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, split_at: int) -> None:
+    native = engine
     expected = crc32c_by_table(data)
     assert crc32c(data) == native.crc32c(data) == native.crc32c_portable(data) == expected
-    head, tail = data[:cut], data[cut:]
+    head, tail = data[:split_at], data[split_at:]
     assert native.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected
     assert native.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected
 
@@ -144,6 +150,10 @@ def test_any_json_object_is_a_request_or_is_refused(name: str, fields: dict[str,
         b"[" * 60000,
         b'{"op":"statfs","op":"statfs"}',
         b'{"op":"truncate","path":"a","size_bytes":NaN}',
+        # This field may be null.
+        b'{"op":"list","path":"a","after":NaN}',
+        b'{"op":"list","path":"a","after":Infinity}',
+        b'{"op":"list","path":"a","after":-Infinity}',
         b'{"op":"truncate","path":"a","size_bytes":-1}',
         b'{"op":"truncate","path":"a","size_bytes":9223372036854775808}',
         b'{"op":"utimens","path":"a","access_time_ns":-9223372036854775808}',

@@ -1,6 +1,7 @@
-"""An application of usrbio, with memory of one kind and rings for both directions.
+"""A usrbio application for cases: host or device memory that is published to an agent, with rings to read and write.
 
-``python -m support.application MOUNT FILE ...`` runs one in its own process.
+A case creates an :class:`Application` in its process. ``python -m support.application MOUNT FILE COPY`` runs an
+application in a new process: it reads FILE, writes the data to COPY, reads COPY, and checks all bytes.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
 
     from gdrkit.usrbio.native_types import Ioring, Iovec
 
-__all__ = ["KINDS", "Application", "Transfer"]
+__all__ = ["MEMORY_KINDS", "Application", "Transfer"]
 
-KINDS = ("host", "device")
+MEMORY_KINDS = ("host", "device")
 _TIMEOUT = timedelta(seconds=120)
-# The memory is filled and checked in parts of this size.
-_PART_BYTES = 16 * MIB
+# The memory is filled and checked in chunks of this length.
+_CHUNK_BYTES = 16 * MIB
 
 # File descriptor, offset in the memory, offset in the file, length.
 Transfer = tuple[int, int, int, int]
 
 
 class Application:
-    """Memory and rings that are published to an agent. Use it as a context manager.
+    """An application with memory and rings that are published to an agent. Use it as a context manager.
 
     Parameters
     ----------
     mount : Path
-        Mount of the agent.
+        Mount point of the agent.
     kind : str
         Kind of the memory, ``host`` or ``device``.
     length_bytes : int
@@ -71,13 +72,13 @@ class Application:
             self._stack = undo.pop_all()
 
     def peek(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Return bytes of the memory. The driver copies those of device memory."""
+        """Return bytes of the memory. The CUDA driver copies the bytes of device memory."""
         if self.memory is not None:
             return self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
         return bytes(memoryview(self.iov)[offset_bytes : offset_bytes + length_bytes])
 
     def poke(self, offset_bytes: int, data: bytes) -> None:
-        """Change bytes of the memory. The driver copies those of device memory."""
+        """Write bytes to the memory. The CUDA driver copies the bytes to device memory."""
         if self.memory is not None:
             self.memory.write(data, offset_bytes=offset_bytes)
         else:
@@ -85,20 +86,20 @@ class Application:
 
     def fill(self, byte: int) -> None:
         """Set every byte of the memory to this value."""
-        for begin in range(0, self.length_bytes, _PART_BYTES):
-            self.poke(begin, bytes([byte]) * min(_PART_BYTES, self.length_bytes - begin))
+        for begin in range(0, self.length_bytes, _CHUNK_BYTES):
+            self.poke(begin, bytes([byte]) * min(_CHUNK_BYTES, self.length_bytes - begin))
 
     def check(self, offset_bytes: int, length_bytes: int, *, seed: int, file_offset: int) -> None:
-        """Raise an error unless the memory has the bytes of the pattern at this offset of the file."""
-        for begin in range(0, length_bytes, _PART_BYTES):
-            part = min(_PART_BYTES, length_bytes - begin)
-            pattern.check(self.peek(offset_bytes + begin, part), seed=seed, offset_bytes=file_offset + begin)
+        """Require that the memory holds the pattern of `seed`, from offset `file_offset` of the pattern on."""
+        for begin in range(0, length_bytes, _CHUNK_BYTES):
+            chunk_bytes = min(_CHUNK_BYTES, length_bytes - begin)
+            pattern.check(self.peek(offset_bytes + begin, chunk_bytes), seed=seed, offset_bytes=file_offset + begin)
 
     def write_pattern(self, offset_bytes: int, length_bytes: int, *, seed: int, file_offset: int) -> None:
-        """Copy the bytes of the pattern at this offset of the file into the memory."""
-        for begin in range(0, length_bytes, _PART_BYTES):
-            part = min(_PART_BYTES, length_bytes - begin)
-            self.poke(offset_bytes + begin, pattern.payload(part, seed=seed, offset_bytes=file_offset + begin))
+        """Write the pattern of `seed`, from offset `file_offset` of the pattern on, to the memory."""
+        for begin in range(0, length_bytes, _CHUNK_BYTES):
+            chunk_bytes = min(_CHUNK_BYTES, length_bytes - begin)
+            self.poke(offset_bytes + begin, pattern.payload(chunk_bytes, seed=seed, offset_bytes=file_offset + begin))
 
     def read(self, *transfers: Transfer, ring: int = 0) -> list[int]:
         """Read parts of files into the memory, and return the result of each read in the given order."""
@@ -112,12 +113,12 @@ class Application:
         results: dict[int, int] = {}
         for begin in range(0, len(transfers), ring.entries):
             batch = range(begin, min(begin + ring.entries, len(transfers)))
-            for number in batch:
-                fd, offset, file_offset, length = transfers[number]
-                ring.prepare(self.iov[offset : offset + length], is_read, fd, file_offset, userdata=number)
-            done = ring.submit().wait(min_results=len(batch), timeout=_TIMEOUT)
-            results.update((int(str(each.userdata)), each.result) for each in done)
-        return [results[number] for number in range(len(transfers))]
+            for index in batch:
+                fd, offset, file_offset, length = transfers[index]
+                ring.prepare(self.iov[offset : offset + length], is_read, fd, file_offset, userdata=index)
+            completions = ring.submit().wait(min_results=len(batch), timeout=_TIMEOUT)
+            results.update((int(str(completion.userdata)), completion.result) for completion in completions)
+        return [results[index] for index in range(len(transfers))]
 
     def close(self) -> None:
         """Close the rings and the memory."""
@@ -135,14 +136,14 @@ class Application:
 def _main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("mount")
-    parser.add_argument("file", help="file with the pattern of --seed, which is read")
-    parser.add_argument("copy", help="file to which the data is written and from which it is read again")
-    parser.add_argument("--kind", choices=KINDS, default="host")
+    parser.add_argument("file", help="file to read, with the pattern of --seed")
+    parser.add_argument("copy", help="file to write, which is then read again")
+    parser.add_argument("--kind", choices=MEMORY_KINDS, default="host")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args(arguments)
-    chance = random.Random(options.seed)
-    size, transferred_bytes = Path(options.file).stat().st_size, 0
+    rng = random.Random(options.seed)
+    file_bytes, transferred_bytes = Path(options.file).stat().st_size, 0
     with contextlib.ExitStack() as stack:
         application = stack.enter_context(Application(options.mount, kind=options.kind, length_bytes=4 * MIB))
         source, copy = os.open(options.file, os.O_RDONLY), os.open(options.copy, os.O_RDWR | os.O_CREAT, 0o600)
@@ -151,16 +152,17 @@ def _main(arguments: Sequence[str]) -> int:
             usrbio.register_fd(fd)
             stack.callback(usrbio.deregister_fd, fd)
         for _ in range(options.rounds):
-            lengths = [chance.randint(1, 64 * KIB) for _ in range(32)]
-            offsets = [(number * 64 * KIB, chance.randrange(size - 64 * KIB)) for number in range(32)]
-            parts = [(*each, length) for each, length in zip(offsets, lengths, strict=True)]
+            lengths = [rng.randint(1, 64 * KIB) for _ in range(32)]
+            # Pairs of an offset in the memory and an offset in the file.
+            offsets = [(index * 64 * KIB, rng.randrange(file_bytes - 64 * KIB)) for index in range(32)]
+            ranges = [(*pair, length) for pair, length in zip(offsets, lengths, strict=True)]
             for fd, writes_first in ((source, False), (copy, True)):
                 if writes_first:
-                    assert application.write(*((fd, *part) for part in parts)) == lengths, "a short write"
+                    assert application.write(*((fd, *range_) for range_ in ranges)) == lengths, "a short write"
                     application.fill(0)
-                assert application.read(*((fd, *part) for part in parts)) == lengths, "a short read"
+                assert application.read(*((fd, *range_) for range_ in ranges)) == lengths, "a short read"
                 transferred_bytes += sum(lengths) * (1 + writes_first)
-                for offset, file_offset, length in parts:
+                for offset, file_offset, length in ranges:
                     application.check(offset, length, seed=options.seed, file_offset=file_offset)
     sys.stdout.write(json.dumps({"bytes": transferred_bytes, "pid": os.getpid()}) + "\n")
     return 0

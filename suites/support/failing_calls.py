@@ -1,4 +1,4 @@
-"""Errors that strace injects into system calls of a running process."""
+"""Error injection: strace makes a system call of a running process fail."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed
 
 @contextlib.contextmanager
 def failing_call(process_id: int, call: str, error: str) -> Iterator[None]:
-    """Make the next system call `call` of the process fail with `error`, and check at the end that it did."""
-    inject = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
-    command = ["strace", "-f", *inject, "-p", str(process_id)]
+    """Make the next system call `call` of the process fail with `error`. Require at the end that the call failed."""
+    options = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
+    command = ["strace", "-f", *options, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
         assert strace.stderr is not None
         try:

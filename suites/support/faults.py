@@ -1,4 +1,4 @@
-"""Fault plans of the twins for the duration of a block."""
+"""Error injection: a fault plan makes calls of a software twin in this process fail for the duration of a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["faults"]
 
 @contextlib.contextmanager
 def faults(api: Api, *rules: str) -> Iterator[None]:
-    """Let calls of this process fail by these rules, which are lines of a fault plan, until the block ends."""
+    """Set the fault plan of a twin to these rules until the block ends. Each rule is a line of the plan."""
     control = launch.twin_control()
     control.set_faults(api.value, "\n".join(["gdrkit-faults 1", *rules, ""]))
     try:

@@ -1,8 +1,11 @@
-"""A FUSE file system that shows a folder and fails as it is told: ``python faulty_fuse.py MOUNT FOLDER FAULTS``.
+"""A FUSE file system that passes requests on to a folder and makes selected requests fail, for cases about disk errors.
 
-FAULTS is a file with a line ``request errno`` for each request of libfuse that is to fail, read again at every request;
-``write -1`` has it write other bytes than it was given, and say nothing.
-It has no extended attributes. It says ``ready`` when it is mounted, and ends when it is unmounted.
+A case uses :class:`FaultyMount`, which runs this file as a program: ``python faulty_fuse.py MOUNT FOLDER FAULTS``
+mounts the file system on MOUNT, prints ``ready``, and ends after the unmount.
+
+FAULTS is a file that the program reads at every request. Each of its lines has the form ``REQUEST ERRNO``: requests
+of libfuse with this name fail with this errno. With the line ``write -1``, a write succeeds but writes wrong data. The
+file system has no extended attributes.
 """
 
 from __future__ import annotations
@@ -23,77 +26,83 @@ from gdrkit.usrbio.fuse._mfusepy import FuseSession
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["LIE", "FaultyMount", "main"]
+__all__ = ["WRONG_DATA", "FaultyMount", "main"]
 
-LIE = "-1"
+# With this number instead of an errno in FAULTS, a write succeeds but writes wrong data.
+WRONG_DATA = -1
+# RENAME_NOREPLACE of renameat2(2).
 _NOREPLACE = 1
-_ENDS_S = 30
+_END_TIMEOUT_S = 30
 
 
-class Folder:
-    """The requests, each answered by the call of that name on the folder below."""
+class FaultyOperations:
+    """The operations of the file system, by the names of libfuse.
 
-    def __init__(self, below: Path, faults: Path) -> None:
-        self._below = str(below)
+    Each operation makes the system call of the same name in the `backing_folder`, unless FAULTS names the operation.
+    """
+
+    def __init__(self, backing_folder: Path, faults: Path) -> None:
+        self._backing_folder = str(backing_folder)
         self._faults = faults
-        self._lists: dict[int, str] = {}
+        self._directory_paths: dict[int, str] = {}
         self._lock = threading.Lock()
         for name in dir(self):
             if not name.startswith("_"):
-                setattr(self, name, self._failing(name, getattr(self, name)))
+                setattr(self, name, self._with_faults(name, getattr(self, name)))
 
     def getattr(self, path: str | None, fd: int | None = None) -> dict[str, int]:
-        found = os.fstat(fd) if fd else os.lstat(self._at(path))
+        status = os.fstat(fd) if fd else os.lstat(self._path(path))
         names = ("st_mode", "st_ino", "st_nlink", "st_size", "st_uid", "st_gid", "st_blocks")
-        times = {f"st_{each}": getattr(found, f"st_{each}_ns") for each in ("atime", "mtime", "ctime")}
-        return {name: getattr(found, name) for name in names} | times
+        times = {f"st_{name}": getattr(status, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
+        return {name: getattr(status, name) for name in names} | times
 
     def opendir(self, path: str) -> int:
         with self._lock:
-            number = len(self._lists) + 1
-            self._lists[number] = path
-        return number
+            handle = len(self._directory_paths) + 1
+            self._directory_paths[handle] = path
+        return handle
 
-    def readdir(self, _path: str | None, number: int) -> list[tuple[str, dict[str, int], int]]:
-        found = self._at(self._lists[number])
-        names = (".", "..", *(each.name for each in Path(found).iterdir()))
-        infos = {name: os.lstat(f"{found}/{name}") for name in names}
-        # An entry whose inode is 0 is not shown.
-        return [(name, {"st_mode": info.st_mode, "st_ino": info.st_ino}, 0) for name, info in infos.items()]
+    def readdir(self, _path: str | None, handle: int) -> list[tuple[str, dict[str, int], int]]:
+        folder = self._path(self._directory_paths[handle])
+        names = (".", "..", *(entry.name for entry in Path(folder).iterdir()))
+        statuses = {name: os.lstat(f"{folder}/{name}") for name in names}
+        # libfuse omits entries whose inode number is 0.
+        return [(name, {"st_mode": status.st_mode, "st_ino": status.st_ino}, 0) for name, status in statuses.items()]
 
     def mkdir(self, path: str, mode: int) -> None:
-        Path(self._at(path)).mkdir(mode)
+        Path(self._path(path)).mkdir(mode)
 
     def unlink(self, path: str) -> None:
-        Path(self._at(path)).unlink()
+        Path(self._path(path)).unlink()
 
     def rename(self, path: str, new_path: str, flags: int = 0) -> None:
         if flags & _NOREPLACE:
-            rename_new(self._at(path), self._at(new_path), folder=-1, new_folder=-1)
+            rename_new(self._path(path), self._path(new_path), folder=-1, new_folder=-1)
         else:
-            Path(self._at(path)).rename(self._at(new_path))
+            Path(self._path(path)).rename(self._path(new_path))
 
     def chmod(self, path: str | None, mode: int, fd: int | None = None) -> None:
-        os.chmod(fd or self._at(path), mode)  # noqa: PTH101 - by its descriptor, if it has one.
+        os.chmod(fd or self._path(path), mode)  # noqa: PTH101 - Path.chmod takes no descriptor.
 
+    # libfuse passes 0xFFFFFFFF for an id that does not change, and os.chown takes -1.
     def chown(self, path: str | None, uid: int, gid: int, fd: int | None = None) -> None:
-        os.chown(fd or self._at(path), *(-1 if each == 0xFFFFFFFF else each for each in (uid, gid)))
+        os.chown(fd or self._path(path), *(-1 if owner_id == 0xFFFFFFFF else owner_id for owner_id in (uid, gid)))
 
     def truncate(self, path: str | None, length: int, fd: int | None = None) -> None:
-        os.truncate(fd or self._at(path), length)
+        os.truncate(fd or self._path(path), length)
 
     def utimens(self, path: str | None, access_ns: int, modified_ns: int, fd: int | None = None) -> None:
-        os.utime(fd or self._at(path), ns=(access_ns, modified_ns))
+        os.utime(fd or self._path(path), ns=(access_ns, modified_ns))
 
     def statfs(self, _path: str) -> dict[str, int]:
-        found = os.statvfs(self._below)
-        return {name: getattr(found, name) for name in dir(found) if name.startswith("f_") and name != "f_fsid"}
+        status = os.statvfs(self._backing_folder)
+        return {name: getattr(status, name) for name in dir(status) if name.startswith("f_") and name != "f_fsid"}
 
     def create(self, path: str, mode: int, flags: int) -> int:
-        return os.open(self._at(path), flags & ~(os.O_DIRECT | os.O_NOATIME) | os.O_CREAT, mode)
+        return os.open(self._path(path), flags & ~(os.O_DIRECT | os.O_NOATIME) | os.O_CREAT, mode)
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(self._at(path), flags & ~(os.O_DIRECT | os.O_NOATIME))
+        return os.open(self._path(path), flags & ~(os.O_DIRECT | os.O_NOATIME))
 
     def read(self, _path: str | None, length: int, offset: int, fd: int) -> bytes:
         return os.pread(fd, length, offset)
@@ -107,52 +116,59 @@ class Folder:
     def release(self, _path: str | None, fd: int) -> None:
         os.close(fd)
 
-    def _at(self, path: str | None) -> str:
+    def _path(self, path: str | None) -> str:
         if path is None:
-            raise OSError(errno.ENOENT, "no name")
-        return self._below + path
+            raise OSError(errno.ENOENT, "the file has no path")
+        return self._backing_folder + path
 
-    def _failing(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def answer(*arguments: object) -> object:
+    def _with_faults(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
+        """Return a function that calls the method, unless FAULTS has a line for the request `name`."""
+
+        def execute(*arguments: object) -> object:
             for line in self._faults.read_text().splitlines():
-                request, number = line.split()
-                if request == name and number == LIE:
+                request, error_number = line.split()
+                if request == name and int(error_number) == WRONG_DATA:
                     path, data, *rest = arguments
                     assert isinstance(data, bytes)
                     arguments = (path, b"\xff" + data[1:], *rest)
                 elif request == name:
-                    raise OSError(int(number), os.strerror(int(number)))
+                    raise OSError(int(error_number), os.strerror(int(error_number)))
             return method(*arguments)
 
-        return answer
+        return execute
 
 
 class FaultyMount:
-    """The mount in a process of its own; use it as a context manager.
+    """The faulty file system, served by a child process. Use it as a context manager.
 
     Parameters
     ----------
     root : Path
-        A folder, in which everything is made.
+        A folder, which is created. It holds the mount point, the backing folder and the file FAULTS.
+
+    Attributes
+    ----------
+    mount, backing_folder : Path
+        The mount point, and the folder to which requests are passed on.
     """
 
     def __init__(self, root: Path) -> None:
-        self.mount, self.below, self._faults = root / "mount", root / "below", root / "faults"
+        self.mount, self.backing_folder, self._faults = root / "mount", root / "backing", root / "faults"
         root.mkdir()
-        for each in (self.mount, self.below):
-            each.mkdir()
+        for folder in (self.mount, self.backing_folder):
+            folder.mkdir()
         self._faults.touch()
 
-    def fail(self, **requests: int) -> None:
-        """From now on these requests fail with these errnos; none: all is well."""
-        text = "".join(f"{name} {number}\n" for name, number in requests.items())
-        draft = self._faults.with_suffix(".new")
-        draft.write_text(text)
-        draft.replace(self._faults)
+    def set_faults(self, **requests: int) -> None:
+        """Make these requests fail with these errnos from now on. All other requests succeed again."""
+        text = "".join(f"{name} {error_number}\n" for name, error_number in requests.items())
+        new_file = self._faults.with_suffix(".new")
+        new_file.write_text(text)
+        new_file.replace(self._faults)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Meanwhile no request is answered: whoever makes one waits, as for a disk that hangs."""
+        """Stop the file system, so that requests wait until the end of the block, as with a disk that hangs."""
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -160,30 +176,30 @@ class FaultyMount:
             self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
-        command = [sys.executable, __file__, str(self.mount), str(self.below), str(self._faults)]
+        command = [sys.executable, __file__, str(self.mount), str(self.backing_folder), str(self._faults)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.fail()
-        end = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
-        subprocess.run([*end, str(self.mount)], check=True)
+        self.set_faults()
+        unmount = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-u", "-z"]
+        subprocess.run([*unmount, str(self.mount)], check=True)
         assert self._process.stdout is not None
         self._process.stdout.close()
         try:
-            self._process.wait(_ENDS_S)
+            self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
 
 def main() -> None:
-    """Mount, and serve until somebody unmounts."""
-    mount, below, faults = (Path(each) for each in sys.argv[1:])
-    session = FuseSession(mount, Folder(below, faults), source="gdrkit-case")
-    print("ready", flush=True)  # noqa: T201 - whoever waits for it.
+    """Mount the file system, and serve it until it is unmounted."""
+    mount, backing_folder, faults = map(Path, sys.argv[1:])
+    session = FuseSession(mount, FaultyOperations(backing_folder, faults), source="gdrkit-case")
+    print("ready", flush=True)  # noqa: T201
     with contextlib.suppress(KeyboardInterrupt):
         while not session.join(1):
             pass

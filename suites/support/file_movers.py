@@ -1,8 +1,12 @@
-"""Methods that copy a whole file into device memory and back, in chunks of one size, one after the other.
+"""Methods to transfer a whole file between disk and device memory, for measurements that compare them.
 
-The method ``direct`` exists if a direct transfer was proven for the file. ``engine`` is the copy engine of gdrkit.
-``posix`` is pread or pwrite with a copy by the driver, as in a program without gdrkit. A durable write waits for the
-disk (fdatasync) after each chunk.
+Each method transfers one chunk after the other, all of the same length:
+
+- ``direct``: gdrkit with the direct path. This method exists only if gdrkit proved a direct transfer for the file.
+- ``engine``: gdrkit with its copy engine, through pinned host memory.
+- ``posix``: pread or pwrite, and a copy by the CUDA driver, as in a program without gdrkit.
+
+A durable write calls fdatasync after each chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileMovers"]
 
-_DIRECT = frozenset({gds.Route.P2P, gds.Route.NVFS, gds.Route.RDMA})
+_DIRECT_ROUTES = frozenset({gds.Route.P2P, gds.Route.NVFS, gds.Route.RDMA})
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class FileMovers:
     chunk_bytes : int
         Length of each transfer.
     stack : ExitStack
-        It closes the files and frees the buffers.
+        Stack of the caller. Its end closes the files and frees the buffers.
     durable : bool
         Whether each write waits for the disk.
     """
@@ -58,18 +62,22 @@ class FileMovers:
     def _offsets(self) -> range:
         return range(0, self.memory.length_bytes, self.chunk_bytes)
 
-    def all(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
-        """Return the methods by name, and the reason why none of them is direct, which is empty if one is."""
+    def by_name(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
+        """Return the methods by name, and the reason if ``direct`` is missing, else an empty text.
+
+        Each method writes the whole file if `write` is true, else it reads the whole file.
+        """
         movers = {"engine": self._gds("never", write=write), "posix": self._posix(write=write)}
         reason = self._why_not_direct()
         return movers if reason else {"direct": self._gds("required", write=write), **movers}, reason
 
     def _why_not_direct(self) -> str:
+        """Read the file once, and return why the transfer was not direct, or an empty text if it was."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gds.FallbackWarning)
             with gds.File(self.path) as file:
                 result = file.read_into(self.memory)
-        return "" if result.route in _DIRECT else result.why_not_direct or f"the route was {result.route.value}"
+        return "" if result.route in _DIRECT_ROUTES else result.why_not_direct or f"the route was {result.route.value}"
 
     def _gds(self, direct: gds.Direct, *, write: bool) -> Callable[[], object]:
         file = self.stack.enter_context(gds.File(self.path, "r+" if write else "r", direct=direct))

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
-# The README's two commands on a fresh machine: a new Debian 12 root with only Python, venv, pip, git and a C++ compiler, a new HOME and
-# a clone of this tree. Prints what each command took and ends with 0 when both ended with 0 in time.
+# Runs the two commands of the README on a "fresh machine", and prints the duration of each command.
 #
-# usage: fresh_machine.sh [FOLDER]     FOLDER keeps the new system for the next run, which begins with a copy (default: nothing is kept)
+# The fresh machine is a new Debian 12 root file system in a chroot. It has only Python, venv, pip, git and a C++ compiler, an empty
+# HOME and a clone of this tree. It uses the apt and pip settings of the host, so it gets packages from the same servers.
 #
-# The root uses the host's own settings of apt and pip, whatever they are, so it works where the host reaches its packages.
+# The exit code is 0 if all commands succeeded within their time limits.
+#
+# usage: fresh_machine.sh [FOLDER]
+#   FOLDER keeps the new root file system, and the next run starts with a copy of it. Without FOLDER, nothing is kept.
 set -euo pipefail
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -20,22 +23,22 @@ command -v debootstrap >/dev/null || { echo "Install debootstrap: apt-get instal
 work=${1:-$(mktemp -d)}
 base=$work/base
 root=$work/root
-[ ! -e "$root" ] || { echo "$root is there already; remove it first."; exit 2; }
+[ ! -e "$root" ] || { echo "$root exists: remove it first."; exit 2; }
 mkdir -p "$work"
 
-keep=$#
-bound=()
-leave() {
-    # Lazily, so that a process which stayed behind cannot keep the root mounted.
-    for place in /proc /sys /dev "${bound[@]}"; do
-        if mountpoint -q "$root$place"; then umount -l "$root$place"; fi
+has_folder=$#
+bind_mounts=()
+clean_up() {
+    # The unmount is lazy, because a process of the new system may still run.
+    for mount_point in /proc /sys /dev "${bind_mounts[@]}"; do
+        if mountpoint -q "$root$mount_point"; then umount -l "$root$mount_point"; fi
     done
     if ! grep -q " $root/" /proc/self/mounts; then rm -rf --one-file-system "$root"; fi
-    if [ "$keep" = 0 ]; then rm -rf --one-file-system "$work"; fi
+    if [ "$has_folder" = 0 ]; then rm -rf --one-file-system "$work"; fi
 }
-trap leave EXIT
+trap clean_up EXIT
 
-# The first mirror that the host has for this release. `apt-get indextargets` understands every format of sources.
+# The first mirror of the host for this release. `apt-get indextargets` reads every format of apt's source lists.
 mirror=$(apt-get indextargets --format '$(REPO_URI) $(CODENAME) $(COMPONENT)' |
     awk -v codename="$release" '$2 == codename && $3 == "main" { print $1; exit }')
 mirror=${mirror:-http://deb.debian.org/debian}
@@ -49,7 +52,7 @@ if [ ! -e "$work/base.done" ]; then
 fi
 cp -a --reflink=auto "$base" "$root"
 
-# The host's own settings: names, certificates, pip's files and whatever local folders those name.
+# Settings of the host: name servers, certificates, configuration of pip, and the local folders that it names.
 cp -L /etc/resolv.conf /etc/hosts "$root/etc/"
 mkdir -p "$root/usr/local/share/ca-certificates" "$root/etc/apt/apt.conf.d"
 cp -rL /usr/local/share/ca-certificates/. "$root/usr/local/share/ca-certificates/" 2>/dev/null || true
@@ -61,13 +64,13 @@ if [ -f /etc/pip.conf ]; then cp -L /etc/pip.conf "$root/etc/pip.conf"; fi
 mkdir -p "$root/root/.config/pip"
 if [ -f "${HOME:-/root}/.config/pip/pip.conf" ]; then cp -L "${HOME:-/root}/.config/pip/pip.conf" "$root/root/.config/pip/"; fi
 for folder in $(pip config list 2>/dev/null | grep -oE "(file://)?/[^ ']+" | sed 's#^file://##' | sort -u); do
-    # An index of pip is the folder "simple" of something that has the files themselves beside it.
+    # A local package index is a folder "simple". The packages themselves are in other folders of its parent, so mount the parent.
     if [ "${folder##*/}" = simple ]; then folder=${folder%/simple}; fi
     if [ -d "$folder" ] && [ "$folder" != / ] && ! mountpoint -q "$root$folder"; then
         mkdir -p "$root$folder"
         mount --bind "$folder" "$root$folder"
         mount -o remount,bind,ro "$root$folder"
-        bound+=("$folder")
+        bind_mounts+=("$folder")
     fi
 done
 
@@ -76,27 +79,27 @@ mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys" && mount --make-rslave "$root/sys"
 mount --rbind /dev "$root/dev" && mount --make-rslave "$root/dev"
 
-# Only what says where packages come from is handed on; HOME and PATH are those of a new user.
-settings=()
-while IFS= read -r name; do settings+=("$name=${!name}"); done < <(compgen -e | grep -iE '^(pip_|.*_proxy$|ssl_cert|requests_ca)' || true)
+# The new system inherits only the variables of the package sources. HOME and PATH are those of a new user.
+variables=()
+while IFS= read -r name; do variables+=("$name=${!name}"); done < <(compgen -e | grep -iE '^(pip_|.*_proxy$|ssl_cert|requests_ca)' || true)
 
-inside() {
-    chroot "$root" /usr/bin/env -i "${settings[@]}" HOME=/root LANG=C.UTF-8 TERM="${TERM:-dumb}" \
+run_in_new_system() {
+    chroot "$root" /usr/bin/env -i "${variables[@]}" HOME=/root LANG=C.UTF-8 TERM="${TERM:-dumb}" \
         PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c "cd /root/gdrkit && $1"
 }
 
 failed=0
-timed() {
-    local name=$1 limit_s=$2 command=$3 code=0 began=$SECONDS
+run_timed() {
+    local name=$1 limit_s=$2 command=$3 code=0 start_s=$SECONDS
     echo "== $name: $command"
-    inside "$command" || code=$?
-    local took_s=$((SECONDS - began))
-    echo "== $name: exit code $code after $took_s s (limit $limit_s s)"
-    if [ "$code" -ne 0 ] || [ "$took_s" -gt "$limit_s" ]; then failed=1; fi
+    run_in_new_system "$command" || code=$?
+    local duration_s=$((SECONDS - start_s))
+    echo "== $name: exit code $code after $duration_s s (limit $limit_s s)"
+    if [ "$code" -ne 0 ] || [ "$duration_s" -gt "$limit_s" ]; then failed=1; fi
 }
 
 venv='. .venv/bin/activate'
-timed "first qualification" "$first_limit_s" "python3 -m venv .venv && $venv && pip install -q nox && nox -s qualify"
-timed "repeated qualification" "$repeat_limit_s" "$venv && pip install -q nox && nox -s qualify"
-timed "tests" "$tests_limit_s" "$venv && pip install -q nox && nox"
+run_timed "first qualification" "$first_limit_s" "python3 -m venv .venv && $venv && pip install -q nox && nox -s qualify"
+run_timed "repeated qualification" "$repeat_limit_s" "$venv && pip install -q nox && nox -s qualify"
+run_timed "tests" "$tests_limit_s" "$venv && pip install -q nox && nox"
 exit "$failed"

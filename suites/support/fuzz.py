@@ -1,7 +1,8 @@
-"""Fuzz driver of the parsers: random changes of valid inputs, then atheris if it is installed for this Python.
+"""Fuzzing of parsers: random changes of valid inputs, then atheris (coverage-guided) if this Python has it.
 
-A fuzz target is a module of the suites that calls :func:`main` with its parsers. :func:`run_fuzzer` runs one in a child
-process, because atheris ends its process.
+A fuzz module of the suites, such as ``property.fuzz_handles``, describes its parsers as :class:`FuzzTarget` and calls
+:func:`main`. A case calls :func:`run_fuzzer`, which runs such a module in a child process. The child process is
+necessary because atheris exits the process in which it runs.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FuzzTarget", "changed_inputs", "main", "parse_or_malformed", "run_fuzzer"]
 
+# Eight bytes that are extreme values of integers: -1 or the maximum, 0, and the most negative number.
 _EXTREMES = (b"\xff" * 8, bytes(8), b"\0" * 7 + b"\x80")
-_START_AND_END_S = 90.0
+# Time for the start and the exit of a child process, in addition to the time of the fuzzing.
+_START_AND_EXIT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,19 @@ class FuzzTarget:
     Attributes
     ----------
     check : callable
-        It parses an input and raises if the parser does anything but return a result or its documented error.
+        Function that parses an input. It raises unless the parser returns a result or raises its documented error.
     valid : sequence of bytes
         Inputs that the parser accepts.
     instrumented : sequence of modules and classes
-        Their functions guide atheris by coverage.
+        Atheris measures the coverage of their functions.
     changes : tuple of int
-        Least and most number of random changes of an input.
+        Minimum and maximum number of random changes of an input.
     alphabet : bytes
-        Characters of a text format. A change may replace a byte by one of them.
+        Characters of a text format. A change may replace a byte by such a character.
     tokens : sequence of bytes
-        Words of a text format. A change may insert one of them. Without tokens the format is binary.
+        Words of a text format. A change may insert such a word. A format without tokens is binary.
     length_max : int
-        Longest input of atheris, in bytes.
+        Length of the longest input that atheris generates, in bytes.
     """
 
     check: Callable[[bytes], None]
@@ -64,26 +67,29 @@ class FuzzTarget:
     tokens: Sequence[bytes] = ()
     length_max: int = 1024
 
-    def changed(self, chance: random.Random) -> bytes:
+    def random_input(self, rng: random.Random) -> bytes:
         """Return a valid input with random changes."""
-        data = bytearray(chance.choice(self.valid))
-        kinds = _TEXT_CHANGES if self.tokens else _BINARY_CHANGES
+        data = bytearray(rng.choice(self.valid))
+        change_functions = _TEXT_CHANGES if self.tokens else _BINARY_CHANGES
         if self.alphabet:
-            kinds = (*kinds, _replace_by_letter)
-        for _ in range(chance.randint(*self.changes)):
-            chance.choice(kinds)(self, data, chance.randrange(len(data) + 1), chance)
+            change_functions = (*change_functions, _replace_by_letter)
+        for _ in range(rng.randint(*self.changes)):
+            rng.choice(change_functions)(self, data, rng.randrange(len(data) + 1), rng)
         return bytes(data)
 
 
 def changed_inputs(target: FuzzTarget, seed: int, count: int | None = None) -> Iterator[bytes]:
-    """Yield `count` valid inputs with random changes, or infinitely many."""
-    chance = random.Random(seed)
+    """Yield `count` valid inputs with random changes, or infinitely many if `count` is None."""
+    rng = random.Random(seed)
     for _ in itertools.repeat(None) if count is None else range(count):
-        yield target.changed(chance)
+        yield target.random_input(rng)
 
 
 def parse_or_malformed(parse: Callable[[bytes], bytes], data: bytes) -> None:
-    """Require that `parse`, which packs its result again, returns the same bytes or raises UsageError(MALFORMED)."""
+    """Require that `parse` returns the same bytes or raises UsageError(MALFORMED).
+
+    `parse` parses its argument, and returns the result packed into bytes again.
+    """
     try:
         packed = parse(data)
     except UsageError as error:
@@ -96,27 +102,27 @@ def parse_or_malformed(parse: Callable[[bytes], bytes], data: bytes) -> None:
 
 
 def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
-    """Run a fuzz target in a child process, require exit code 0, and return the last line of its output."""
+    """Run a fuzz module in a child process, require exit code 0, and return the last line of its output."""
     command = module_command(module, *arguments, "--seconds", seconds)
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         env=suites_environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=seconds + _START_AND_END_S,
+        timeout=seconds + _START_AND_EXIT_S,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "changed inputs in" in done.stdout, done.stdout
-    return done.stdout.splitlines()[-1]
+    assert completed.returncode == 0, completed.stdout[-4000:]
+    assert "changed inputs in" in completed.stdout, completed.stdout
+    return completed.stdout.splitlines()[-1]
 
 
 def main(targets: Mapping[str, FuzzTarget]) -> None:
-    """Fuzz one target for a time, and print the number of inputs.
+    """Fuzz the target that the command line names for some seconds, and print the number of inputs.
 
-    The exit code is 0 if no check raised. Half of the time is for random changes, which stay close to valid inputs, and
-    half for atheris, or all of it for random changes if atheris is not installed.
+    The exit code is 0 if no check raised. The first half of the time is for random changes, which stay close to valid
+    inputs. The second half is for atheris. If atheris is not installed, all of the time is for random changes.
     """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("target", nargs="?", choices=targets, default=next(iter(targets)))
@@ -129,14 +135,14 @@ def main(targets: Mapping[str, FuzzTarget]) -> None:
     for data in target.valid:
         target.check(data)
     count = _check_until(changed_inputs(target, options.seed), target.check, time.monotonic() + share_s)
-    guided = f"and then atheris for {share_s:g} s" if has_atheris else "atheris is not installed for this Python"
-    print(f"{count} changed inputs in {share_s:g} s; {guided}", flush=True)  # noqa: T201
+    second_half = f"and then atheris for {share_s:g} s" if has_atheris else "atheris is not installed for this Python"
+    print(f"{count} changed inputs in {share_s:g} s; {second_half}", flush=True)  # noqa: T201
     if has_atheris:
         _run_atheris(target, share_s, options.seed)
 
 
 def _check_until(inputs: Iterable[bytes], check: Callable[[bytes], None], end_s: float) -> int:
-    """Check inputs until this time of the monotonic clock, and return their number."""
+    """Check inputs until `time.monotonic()` is `end_s`, and return the number of inputs."""
     count = 0
     for data in inputs:
         if time.monotonic() >= end_s:
@@ -151,51 +157,51 @@ def _run_atheris(target: FuzzTarget, seconds: float, seed: int) -> NoReturn:
     for owner in target.instrumented:
         for member in vars(owner).values():
             function = getattr(member, "__func__", member)
-            is_own = inspect.isclass(owner) or getattr(function, "__module__", None) == owner.__name__
-            if inspect.isfunction(function) and is_own:
+            is_defined_here = inspect.isclass(owner) or getattr(function, "__module__", None) == owner.__name__
+            if inspect.isfunction(function) and is_defined_here:
                 atheris.instrument_func(function)
     with tempfile.TemporaryDirectory() as corpus:
-        for number, data in enumerate(target.valid):
-            Path(corpus, str(number)).write_bytes(data)
+        for index, data in enumerate(target.valid):
+            Path(corpus, str(index)).write_bytes(data)
         options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-max_len={target.length_max}"]
         atheris.Setup([sys.argv[0], *options, "-verbosity=0", corpus], target.check)
-        # This call ends the process: with exit code 0 after the time, or 77 at the first input whose check raises.
+        # This call exits the process: with code 0 after the time, or with 77 offset the first input whose check raises.
         atheris.Fuzz()
     sys.exit(0)
 
 
-def _replace_byte(_target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    data[at : at + 1] = chance.randbytes(1)
+def _replace_byte(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    data[offset : offset + 1] = rng.randbytes(1)
 
 
-def _replace_field(_target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    length = chance.choice((4, 8))
-    data[at : at + length] = chance.randbytes(length)
+def _replace_field(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    length = rng.choice((4, 8))
+    data[offset : offset + length] = rng.randbytes(length)
 
 
-def _replace_by_extreme(_target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    data[at : at + 8] = chance.choice(_EXTREMES)
+def _replace_by_extreme(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    data[offset : offset + 8] = rng.choice(_EXTREMES)
 
 
-def _replace_by_letter(target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    data[at : at + 1] = bytes([chance.choice(target.alphabet)])
+def _replace_by_letter(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    data[offset : offset + 1] = bytes([rng.choice(target.alphabet)])
 
 
-def _insert_bytes(_target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    data[at:at] = chance.randbytes(chance.randint(1, 8))
+def _insert_bytes(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    data[offset:offset] = rng.randbytes(rng.randint(1, 8))
 
 
-def _insert_token(target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    data[at:at] = chance.choice(target.tokens)
+def _insert_token(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    data[offset:offset] = rng.choice(target.tokens)
 
 
-def _insert_copy(_target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    begin = chance.randrange(len(data) + 1)
-    data[at:at] = data[begin : begin + chance.randint(1, 120)]
+def _insert_copy(_target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    begin = rng.randrange(len(data) + 1)
+    data[offset:offset] = data[begin : begin + rng.randint(1, 120)]
 
 
-def _delete(target: FuzzTarget, data: bytearray, at: int, chance: random.Random) -> None:
-    del data[at : at + chance.randint(1, 20 if target.tokens else 8)]
+def _delete(target: FuzzTarget, data: bytearray, offset: int, rng: random.Random) -> None:
+    del data[offset : offset + rng.randint(1, 20 if target.tokens else 8)]
 
 
 _BINARY_CHANGES = (_replace_field, _replace_by_extreme, _delete, _insert_bytes)

@@ -1,4 +1,4 @@
-"""What the cases about files and memory share: memory of every kind that may be handed over, and what is cached."""
+"""Memory of every kind that `gdrkit.gds` accepts, page cache queries, and the count of copy engine threads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gdrkit import gds
 from gdrkit.harness.needs import cuda, needs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from gdrkit.cuda import CudaMemory, Device
 
 __all__ = [
+    "CACHED_SHARE_MAX",
     "DEVICE_KINDS",
-    "KINDS",
-    "PLACES",
-    "RESIDENT_MOST",
+    "HOST_AND_DEVICE",
+    "MEMORY_KINDS",
     "Memory",
     "OnlyDlpack",
     "OnlyInterface",
+    "allocated_memory",
     "cached_share",
+    "drop_from_cache",
     "engine_threads",
-    "forget",
-    "holding",
 ]
 
 DEVICE_KINDS = [
@@ -37,15 +37,15 @@ DEVICE_KINDS = [
     pytest.param("dlpack", marks=needs(cuda.device()), id="dlpack"),
     pytest.param("interface", marks=needs(cuda.device()), id="cuda-array-interface"),
 ]
-KINDS = [pytest.param("host", id="host"), *DEVICE_KINDS]
-# Where it does not matter who made the memory of a device.
-PLACES = KINDS[:2]
-# Of a file that is cold, this share may still be cached.
-RESIDENT_MOST = 0.01
+MEMORY_KINDS = [pytest.param("host", id="host"), *DEVICE_KINDS]
+# Host memory, and device memory as an object of gdrkit.
+HOST_AND_DEVICE = MEMORY_KINDS[:2]
+# A file counts as cold if at most this share of its bytes is in the page cache.
+CACHED_SHARE_MAX = 0.01
 
 
 class OnlyDlpack:
-    """Device memory that shows itself by DLPack alone, and knows how many have not let it go."""
+    """Device memory that other libraries can access by DLPack only."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory
@@ -58,7 +58,7 @@ class OnlyDlpack:
 
 
 class OnlyInterface:
-    """Device memory that shows itself by the CUDA array interface alone."""
+    """Device memory that other libraries can access by the CUDA array interface only."""
 
     def __init__(self, memory: CudaMemory) -> None:
         self.__cuda_array_interface__ = memory.__cuda_array_interface__
@@ -66,17 +66,25 @@ class OnlyInterface:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory, and what is handed over for it."""
+    """Memory of a case, as the object that is passed to `gdrkit.gds` and as the object that owns the bytes.
+
+    Attributes
+    ----------
+    buffer : object
+        The object that is passed to `gdrkit.gds`.
+    owner : CudaMemory or bytearray
+        The object that owns the bytes.
+    """
 
     buffer: Any
     owner: CudaMemory | bytearray
 
     def content(self) -> bytes:
-        """What it has."""
+        """Return all bytes of the memory."""
         return bytes(self.owner) if isinstance(self.owner, bytearray) else self.owner.read()
 
     def write(self, data: bytes) -> None:
-        """Put this at its beginning."""
+        """Write data to the beginning of the memory."""
         if isinstance(self.owner, bytearray):
             self.owner[: len(data)] = data
         else:
@@ -84,35 +92,37 @@ class Memory:
 
 
 @contextlib.contextmanager
-def holding(kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
-    """Memory of one of the kinds, filled with 0xa5; it must have been let go at the end."""
+def allocated_memory(kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
+    """Yield new memory of a kind, filled with 0xa5. No other object may refer to the memory at the end of the block."""
     if device is None:
         host = bytearray(b"\xa5" * length_bytes)
         yield Memory(host, host)
-        host.extend(b"free")  # BufferError: somebody still holds it.
+        # This raises BufferError if a memoryview of the array still exists.
+        host.extend(b"free")
         return
+    wrappers: dict[str, Callable[[CudaMemory], object]] = {"dlpack": OnlyDlpack, "interface": OnlyInterface}
     with device.allocate(length_bytes) as memory:
         memory.fill(0xA5)
-        yield Memory({"device": lambda it: it, "dlpack": OnlyDlpack, "interface": OnlyInterface}[kind](memory), memory)
+        yield Memory(memory if kind == "device" else wrappers[kind](memory), memory)
 
 
-def forget(path: Path, *, offset_bytes: int = 0, length_bytes: int = 0) -> None:
-    """Have the kernel drop what it has cached of a range (0 bytes: to the end), where it can."""
+def drop_from_cache(path: Path, *, offset_bytes: int = 0, length_bytes: int = 0) -> None:
+    """Ask the kernel to drop a range of the file from the page cache. Length 0 means up to the end of the file."""
     with path.open("rb") as file:
         os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def cached_share(path: Path) -> float:
-    """Which share of the file the kernel has cached, 0 to 1."""
+    """Return the share of the file that is in the page cache, from 0 to 1."""
     with gds.File(path, direct="never") as file:
         return file.cached_share()
 
 
 def engine_threads() -> int:
-    """How many threads of engines this process has."""
+    """Return the number of threads of the copy engine in this process."""
     names = []
-    for each in Path("/proc/self/task").iterdir():
+    for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            names.append((each / "comm").read_text().strip())
+            names.append((task / "comm").read_text().strip())
     return names.count("gdrkit-engine")

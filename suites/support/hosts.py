@@ -1,4 +1,4 @@
-"""Made-up hosts for reports: so many GPUs and NICs, every kind of route, a sweep, and a run folder of them."""
+"""Synthetic hosts for cases about reports: facts of any number of GPUs and NICs, records of every kind, run folders."""
 
 from __future__ import annotations
 
@@ -20,36 +20,42 @@ if TYPE_CHECKING:
 
 __all__ = ["HARDWARE", "host_facts", "host_records", "write_run"]
 
+# Substrate of a run whose APIs all used hardware.
 HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
+# Sizes in the ids of the synthetic throughput cases.
 SIZES = ("64KiB", "1MiB", "16MiB", "256MiB")
 
 
 def host_facts(*, gpus: int, nics: int) -> Facts:
-    """A host with two memory nodes, as a server with H200s has them."""
-    functions = tuple(_gpu(number, gpus) for number in range(gpus))
+    """Return the facts of a synthetic host with two NUMA nodes and H200 GPUs."""
+    functions = tuple(_gpu(index, gpus) for index in range(gpus))
     devices = tuple(
         CudaDeviceFacts(
-            index=number,
+            index=index,
             name="NVIDIA H200",
-            uuid=f"GPU-{number}",
+            uuid=f"GPU-{index}",
             pci_bus_id=function.address,
             attributes={"DMA_BUF_SUPPORTED": 1},
         )
-        for number, function in enumerate(functions)
+        for index, function in enumerate(functions)
     )
     return dataclasses.replace(
-        facts_of(driver="580.159.04", rdma=[_nic(number, nics) for number in range(nics)]),
+        facts_of(driver="580.159.04", rdma=[_nic(index, nics) for index in range(nics)]),
         gpus=functions,
         cuda=CudaFacts(driver_version="13.0", devices=devices, libraries=()),
     )
 
 
 def host_records(facts: Facts, *, factor: float = 1.0) -> Iterator[Record]:
-    """Routes of every state, files of one mount, a failure, a case that did not run, and a sweep `factor` as fast."""
+    """Yield records of every kind for a host.
+
+    There are registration routes of every outcome, file routes, a case that did not run, and transfer rates that are
+    multiplied by `factor`.
+    """
     devices = facts.cuda.devices if facts.cuda else ()
     for device in devices:
-        for number, nic in enumerate(facts.rdma_devices):
-            yield _route(device.index, nic.name, (device.index + number) % 4)
+        for nic_index, nic in enumerate(facts.rdma_devices):
+            yield _route_record(device.index, nic.name, (device.index + nic_index) % 4)
     yield record_of(
         case="cufile/test_read.py::test_a_read_is_direct",
         substrate={"cuda": "hardware", "cufile": "hardware"},
@@ -60,9 +66,9 @@ def host_records(facts: Facts, *, factor: float = 1.0) -> Iterator[Record]:
         case="gaudi/test_export.py::test_a_dmabuf",
         reasons=(CaseReason("no Gaudi here", need="gaudi.device", foreseen=True),),
     )
-    for direction, full in (("host_to_device", 55.0), ("device_to_host", 53.5)):
-        for number, size in enumerate(SIZES):
-            rate = full * factor * (number + 1) / len(SIZES)
+    for direction, full_rate in (("host_to_device", 55.0), ("device_to_host", 53.5)):
+        for size_index, size in enumerate(SIZES):
+            rate = full_rate * factor * (size_index + 1) / len(SIZES)
             yield record_of(
                 case=f"throughput/test_copies.py::test_pinned_copy[{direction}-{size}]",
                 substrate={"cuda": "hardware", "verbs": "twin"},
@@ -80,7 +86,7 @@ def host_records(facts: Facts, *, factor: float = 1.0) -> Iterator[Record]:
 def write_run(
     path: Path, facts: Facts, records: Sequence[Record], *, host: str = "node1", host_id: str | None = None
 ) -> Path:
-    """The folder of a run with these, not rendered yet."""
+    """Write the files of a run with these facts and records, but no report, to the folder `path`, and return `path`."""
     folder = RunFolder(path)
     folder.make_empty()
     failed = any(record.is_failure for record in records)
@@ -92,48 +98,49 @@ def write_run(
     return path
 
 
-def _gpu(number: int, count: int) -> PciDevice:
+def _gpu(index: int, count: int) -> PciDevice:
     return PciDevice(
-        address=f"0000:{0x1B + 16 * number:02x}:00.0",
+        address=f"0000:{0x1B + 16 * index:02x}:00.0",
         vendor_id=0x10DE,
         device_id=0x2335,
         class_code=0x030200,
         driver="nvidia",
-        numa_node=number * 2 // count,
+        numa_node=index * 2 // count,
         iommu_group=None,
         link_speed="32.0 GT/s PCIe",
         link_width="16",
     )
 
 
-def _nic(number: int, count: int) -> RdmaDevice:
+def _nic(index: int, count: int) -> RdmaDevice:
     return RdmaDevice(
-        name=f"mlx5_{number}",
+        name=f"mlx5_{index}",
         driver="mlx5_core",
         has_device=True,
-        node_guid=f"b83f:d203:00a1:7c{number:02x}",
+        node_guid=f"b83f:d203:00a1:7c{index:02x}",
         firmware="28.41.1000",
-        pci_address=f"0000:{0x1C + 16 * number:02x}:00.0",
-        numa_node=number * 2 // count,
+        pci_address=f"0000:{0x1C + 16 * index:02x}:00.0",
+        numa_node=index * 2 // count,
         ports=(PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand"),),
     )
 
 
-def _route(device: int, nic: str, kind: int) -> Record:
+def _route_record(device: int, nic: str, outcome: int) -> Record:
+    """Return a record about a registration route with one of four outcomes: pass, unproven, fallback, failure."""
     case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
     claimed = ClaimedRoute(device, nic, "dmabuf")
-    if kind == 0:
+    if outcome == 0:
         return record_of(case=case, routes=(claimed,), substrate=HARDWARE)
-    if kind == 1:
+    if outcome == 1:
         reason = CaseReason("the port's counter did not move")
         return record_of(Verdict.UNPROVEN, case=case, routes=(claimed,), substrate=HARDWARE, reasons=(reason,))
-    if kind == 2:
-        fallen = dataclasses.replace(
+    if outcome == 2:
+        fallback = dataclasses.replace(
             claimed, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
         )
-        return record_of(case=case, routes=(fallen,), substrate=HARDWARE)
-    refused = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
-    reason = CaseReason(f"{refused}. To do: update the driver of the NIC")
+        return record_of(case=case, routes=(fallback,), substrate=HARDWARE)
+    error = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
+    reason = CaseReason(f"{error}. To do: update the driver of the NIC")
     return record_of(
         Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed,), evidence={"traceback": "line 1\nline 2"}
     )

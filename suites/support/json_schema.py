@@ -1,4 +1,4 @@
-"""Validation of JSON documents by the schemas in reports/schema/, with the package jsonschema."""
+"""Validation of JSON documents with the schemas in reports/schema/, by the Python package jsonschema."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ __all__ = ["JSONSCHEMA", "problems", "unknown_keywords"]
 
 JSONSCHEMA = needs(host.module("jsonschema"))
 
-# Keywords that are no checks of their own.
+# Keywords that jsonschema does not check themselves: they are annotations, or are used by the check of `if`.
 _ANNOTATIONS = frozenset({"$schema", "$id", "title", "description", "then", "else"})
 # Keywords whose value is a schema.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties", "propertyNames", "if", "then", "else")
 
 
 def problems(schema: str, document: object) -> list[str]:
-    """Return one line for each violation of a schema, which is a file in reports/schema/."""
+    """Return one line for each violation of the schema by the document. `schema` is a file name in reports/schema/."""
     return [f"{error.json_path}: {error.message}" for error in _validator(schema).iter_errors(document)]
 
 
 @functools.cache
-def _validator(schema: str) -> Any:  # noqa: ANN401 - of jsonschema, which has no types.
+def _validator(schema: str) -> Any:  # noqa: ANN401 - jsonschema has no type hints.
     from jsonschema import Draft202012Validator
 
-    text = json.loads((install_paths().schemas / schema).read_bytes())
-    Draft202012Validator.check_schema(text)
-    # JSON Schema ignores a keyword that it does not know, so that a misspelt one would check nothing.
-    if unknown := list(unknown_keywords(text)):
+    content = json.loads((install_paths().schemas / schema).read_bytes())
+    Draft202012Validator.check_schema(content)
+    # JSON Schema ignores unknown keywords, so a misspelt keyword would check nothing.
+    if unknown := list(unknown_keywords(content)):
         message = f"{schema}: unknown keywords: {', '.join(unknown)}"
         raise ValueError(message)
-    return Draft202012Validator(text)
+    return Draft202012Validator(content)
 
 
 def unknown_keywords(schema: object, path: str = "$") -> Iterator[str]:
-    """Yield the path of each keyword, in a schema and the schemas in it, that is not one of JSON Schema."""
+    """Yield the path of each keyword in a schema, and in the schemas nested in it, that JSON Schema does not define."""
     from jsonschema import Draft202012Validator
 
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
-        where = f"{path}.{keyword}"
+        keyword_path = f"{path}.{keyword}"
         if keyword not in Draft202012Validator.VALIDATORS and keyword not in _ANNOTATIONS:
-            yield where
+            yield keyword_path
         elif keyword in _SCHEMA_KEYWORDS:
-            yield from unknown_keywords(value, where)
+            yield from unknown_keywords(value, keyword_path)
         elif keyword == "properties":
-            for name, part in value.items():
-                yield from unknown_keywords(part, f"{where}.{name}")
+            for name, nested in value.items():
+                yield from unknown_keywords(nested, f"{keyword_path}.{name}")
         elif keyword == "allOf":
-            for index, part in enumerate(value):
-                yield from unknown_keywords(part, f"{where}[{index}]")
+            for index, nested in enumerate(value):
+                yield from unknown_keywords(nested, f"{keyword_path}[{index}]")

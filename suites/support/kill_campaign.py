@@ -1,4 +1,7 @@
-"""Campaigns that kill processes in named phases."""
+"""Base class of kill campaigns: cases that kill a process many times, in each phase of its work.
+
+:mod:`support.tier_campaign` and :mod:`fault.kill_campaign` implement it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ PhaseT = TypeVar("PhaseT")
 
 
 class KillCampaign(abc.ABC, Generic[PhaseT]):
-    """Kills in every phase, equally often and in random order.
+    """A campaign that kills a process in every phase, equally often and in random order.
 
     Attributes
     ----------
@@ -23,14 +26,14 @@ class KillCampaign(abc.ABC, Generic[PhaseT]):
         Number of kills in each phase.
     """
 
-    def __init__(self, phases: Sequence[PhaseT], chance: Random) -> None:
+    def __init__(self, phases: Sequence[PhaseT], rng: Random) -> None:
         self.hits = dict.fromkeys(phases, 0)
-        self._chance = chance
+        self._rng = rng
 
     def run(self, kills: int) -> None:
         """Kill this number of processes."""
-        while (left := kills - sum(self.hits.values())) > 0:
-            for phase in self._chance.sample(list(self.hits), len(self.hits))[:left]:
+        while (kills_left := kills - sum(self.hits.values())) > 0:
+            for phase in self._rng.sample(list(self.hits), len(self.hits))[:kills_left]:
                 try:
                     self.kill(phase)
                 except AssertionError as error:

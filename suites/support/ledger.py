@@ -1,4 +1,4 @@
-"""Counters of a twin in this process."""
+"""The counters of a software twin that this process has loaded: calls by function, and traffic by NIC."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["calls", "delayed_at_once", "traffic"]
 
 
 def calls(api: Api) -> dict[str, int]:
-    """Return the number of calls by function since the library was loaded."""
+    """Return the number of calls of each function since the twin was loaded."""
     return cast("dict[str, int]", _ledger(api)["calls"])
 
 
 def traffic(api: Api) -> dict[str, dict[str, int]]:
-    """Return the bytes and requests that each NIC sent, and those that it served (``served_...``)."""
+    """Return, for each NIC, the bytes and requests that it sent, and that it served for others (``served_...``)."""
     return cast("dict[str, dict[str, int]]", _ledger(api)["traffic"])
 
 
 def delayed_at_once(api: Api) -> dict[str, int]:
-    """Return, by function, the largest number of calls that the fault plan delayed at the same time."""
+    """Return, for each function, the largest number of its calls that the fault plan delayed at the same time."""
     return cast("dict[str, int]", _ledger(api)["delayed"])
 
 
 def _ledger(api: Api) -> dict[str, object]:
-    state = launch.twin_control().ledger(api.value)
-    assert state is not None
-    return state
+    counters = launch.twin_control().ledger(api.value)
+    assert counters is not None
+    return counters

@@ -1,4 +1,7 @@
-"""Real file systems in image files, which a case mounts, fills, makes read-only, or copies as after a loss of power."""
+"""ext4 and xfs file systems in image files, for cases about full or read-only disks and about a loss of power.
+
+The functions mount the image files, so they need root.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["mounted", "power_cut", "remount"]
 
-# The smallest file systems that mkfs creates. The image is sparse.
-LENGTH_BYTES = {"ext4": 64 * MIB, "xfs": 320 * MIB}
-_MAKE = {"ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"], "xfs": ["mkfs.xfs", "-q", "-f"]}
-# A copy has the UUID of the original, and xfs refuses to mount the same UUID twice.
-_OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
+# Default length of an image: the smallest file system that mkfs creates. The image is a sparse file.
+_LENGTH_BYTES = {"ext4": 64 * MIB, "xfs": 320 * MIB}
+_MKFS_COMMANDS = {"ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"], "xfs": ["mkfs.xfs", "-q", "-f"]}
+# Mount options. The copy of an image has the UUID of the original, and without nouuid xfs does not mount a UUID twice.
+_MOUNT_OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
 
 
 @contextlib.contextmanager
 def mounted(file_system: str, mount: Path, *, length_bytes: int | None = None) -> Iterator[Path]:
-    """Create an ext4 or xfs in the file ``mount.image``, mount it on a new folder, and yield the folder."""
+    """Create a file system in the file ``mount.image``, mount it on the new folder `mount`, and yield the folder.
+
+    `file_system` is ``ext4`` or ``xfs``.
+    """
     image = mount.with_suffix(".image")
     with image.open("xb") as file:
-        file.truncate(length_bytes or LENGTH_BYTES[file_system])
-    _run(*_MAKE[file_system], str(image))
+        file.truncate(length_bytes or _LENGTH_BYTES[file_system])
+    _run(*_MKFS_COMMANDS[file_system], str(image))
     with _mount(file_system, image, mount):
         yield mount
     image.unlink()
@@ -36,7 +42,10 @@ def mounted(file_system: str, mount: Path, *, length_bytes: int | None = None) -
 
 @contextlib.contextmanager
 def power_cut(file_system: str, mount: Path, copy: Path) -> Iterator[Path]:
-    """Copy the image of a mounted file system, as after a loss of power, and yield the copy mounted on a new folder."""
+    """Copy the image of a file system while it is mounted, and yield the copy, mounted on the new folder `copy`.
+
+    The copy is in the state that the disk would have after a loss of power.
+    """
     image = copy.with_suffix(".image")
     _run("cp", "--sparse=always", str(mount.with_suffix(".image")), str(image))
     with _mount(file_system, image, copy):
@@ -52,19 +61,19 @@ def remount(mount: Path, mode: str) -> None:
 @contextlib.contextmanager
 def _mount(file_system: str, image: Path, mount: Path) -> Iterator[None]:
     mount.mkdir()
-    _run("mount", "-t", file_system, "-o", _OPTIONS[file_system], str(image), str(mount))
+    _run("mount", "-t", file_system, "-o", _MOUNT_OPTIONS[file_system], str(image), str(mount))
     try:
         yield
     finally:
-        # A case that failed may have left files open. The lazy unmount then succeeds.
-        done = subprocess.run(["umount", str(mount)], capture_output=True, check=False, env=_environ())
-        if done.returncode != 0:
+        # A failed case may have left files open. Then only the lazy unmount succeeds.
+        completed = subprocess.run(["umount", str(mount)], capture_output=True, check=False, env=_environ())
+        if completed.returncode != 0:
             _run("umount", "-l", str(mount))
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_environ())
-    assert done.returncode == 0, f"{' '.join(command)} failed: {done.stderr}"
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, env=_environ())
+    assert completed.returncode == 0, f"{' '.join(command)} failed: {completed.stderr}"
 
 
 def _environ() -> dict[str, str]:

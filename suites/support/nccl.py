@@ -1,7 +1,8 @@
-"""The part of NCCL that an all-reduce over gdrkit's memory needs, by ctypes.
+"""ctypes binding of the NCCL functions that an all-reduce over gdrkit's memory needs.
 
-Each rank is a separate process (:mod:`support.nccl_rank`) with one communicator. A thread with the communicators of
-several devices would have to group all collective calls, also their destruction; one call outside a group never ends.
+Each rank is a separate process (:mod:`support.nccl_rank`) with one communicator. The alternative would be one thread
+with the communicators of several devices. Such a thread must put all collective calls, and the destruction of the
+communicators, into NCCL groups, because a call outside of a group never returns.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
 
 __all__ = ["FUNCTIONS", "Communicator", "Nccl", "NcclError", "UniqueId", "folder_of_nccl", "loaded_library"]
 
-_INT32, _SUM = 2, 0
-_ELEMENT_BYTES = 4
+# Values of ncclDataType_t and ncclRedOp_t.
+_NCCL_INT32, _NCCL_SUM = 2, 0
+_INT32_BYTES = 4
+# NCCL_UNIQUE_ID_BYTES of nccl.h.
 UNIQUE_ID_BYTES = 128
 
 
 class UniqueId(ctypes.Structure):
-    """Identity of a communicator, by which its ranks find each other. NCCL takes it by value."""
+    """ncclUniqueId: identity of a communicator, by which its ranks find each other. It is passed by value."""
 
     _fields_ = (("internal", ctypes.c_uint8 * UNIQUE_ID_BYTES),)
 
 
-# The argument types in nccl.h. Without them, ctypes would pass integers as 32 bits, and truncate addresses and handles.
+# Argument types of the functions, as in nccl.h. Without the types, ctypes would truncate addresses to 32 bits.
 FUNCTIONS: dict[str, tuple[type, ...]] = {
     "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(UniqueId),),
@@ -44,21 +47,21 @@ FUNCTIONS: dict[str, tuple[type, ...]] = {
 
 
 class NcclError(RuntimeError):
-    """A call of NCCL failed."""
+    """An NCCL call failed."""
 
 
 class Nccl:
-    """The library of the package nvidia-nccl, or the one that the loader finds."""
+    """The NCCL library of the Python package nvidia-nccl, or else the library that the dynamic loader finds."""
 
     def __init__(self) -> None:
         folder = folder_of_nccl()
         self._library = ctypes.CDLL("libnccl.so.2" if folder is None else str(folder / "lib" / "libnccl.so.2"))
-        for name, arguments in FUNCTIONS.items():
+        for name, argument_types in FUNCTIONS.items():
             function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, c_int
-        for name, argument in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
+            function.argtypes, function.restype = argument_types, c_int
+        for name, argument_type in (("ncclGetErrorString", c_int), ("ncclGetLastError", c_void_p)):
             function = getattr(self._library, name)
-            function.argtypes, function.restype = (argument,), ctypes.c_char_p
+            function.argtypes, function.restype = (argument_type,), ctypes.c_char_p
 
     @property
     def version(self) -> int:
@@ -68,29 +71,32 @@ class Nccl:
         return version.value
 
     def unique_id(self) -> bytes:
-        """Return a new identity, and start the thread of this process that connects the ranks."""
+        """Return a new ncclUniqueId. NCCL starts a thread in this process, by which the ranks connect to each other."""
         unique_id = UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique_id))
         return bytes(unique_id)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call a function.
+        """Call the NCCL function `name`.
 
         Raises
         ------
         NcclError
-            The call failed. The text has its name, its status and the messages of NCCL.
+            The call failed. The text has the name of the function, its status and the messages of NCCL.
         """
         status = getattr(self._library, name)(*arguments)
         if status:
             texts = [self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)]
-            details = " / ".join((each or b"").decode(errors="replace").strip() for each in texts)
+            details = " / ".join((text or b"").decode(errors="replace").strip() for text in texts)
             message = f"{name} failed: {status}: {details}"
             raise NcclError(message)
 
 
 class Communicator:
-    """The communicator of this process on the current device of this thread. Its creation waits for all ranks."""
+    """The communicator of this process, on the current CUDA device of this thread.
+
+    The constructor returns when all ranks have called it.
+    """
 
     def __init__(self, nccl: Nccl, *, rank: int, ranks_count: int, unique_id: bytes) -> None:
         self._nccl = nccl
@@ -109,26 +115,26 @@ class Communicator:
             self._nccl.call("ncclCommDeregister", self._handle, handle)
 
     def all_reduce(self, source: int, target: int, *, length_bytes: int, stream: int) -> None:
-        """Queue the sum of the sources of all ranks, as 32-bit integers, into `target`."""
-        count = length_bytes // _ELEMENT_BYTES
-        self._nccl.call("ncclAllReduce", source, target, count, _INT32, _SUM, self._handle, stream)
+        """Enqueue on `stream`: `target` becomes the sum of the `source` buffers of all ranks, as 32-bit integers."""
+        count = length_bytes // _INT32_BYTES
+        self._nccl.call("ncclAllReduce", source, target, count, _NCCL_INT32, _NCCL_SUM, self._handle, stream)
 
     def close(self) -> None:
-        """Destroy the communicator, whose work must have completed. The call waits for all ranks."""
+        """Destroy the communicator. Its work must have completed. The call returns when all ranks have made it."""
         self._nccl.call("ncclCommDestroy", self._handle)
 
 
 def folder_of_nccl() -> Path | None:
-    """Return the folder of the package nvidia-nccl, which has its library and its header, or None."""
+    """Return the folder of the Python package nvidia-nccl, or None. It contains the library and its header."""
     try:
         package = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
         return None
-    folders = [] if package is None else [Path(each) for each in package.submodule_search_locations or []]
-    return next((each for each in folders if (each / "lib" / "libnccl.so.2").exists()), None)
+    folders = [] if package is None else [Path(location) for location in package.submodule_search_locations or []]
+    return next((folder for folder in folders if (folder / "lib" / "libnccl.so.2").exists()), None)
 
 
 def loaded_library() -> dict[str, str | None]:
-    """Return the build id of the loaded NCCL library by its SONAME."""
-    libraries = [each for each in evidence.libraries() if (each.soname or "").startswith("libnccl.so")]
-    return {each.soname or "": each.build_id for each in libraries}
+    """Return the SONAME of the loaded NCCL library, with its build id."""
+    libraries = [library for library in evidence.libraries() if (library.soname or "").startswith("libnccl.so")]
+    return {library.soname or "": library.build_id for library in libraries}

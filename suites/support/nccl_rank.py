@@ -1,8 +1,10 @@
-"""Program of one rank of an all-reduce over buffers of a pool.
+"""Program of one rank of an NCCL all-reduce over buffers of a gdrkit buffer pool.
 
-The first rank prints the identity of the communicator, and the others read it. The last line of each rank is a JSON
-object with its measurements. Before each step, a rank prints a line to standard error, which shows where it hangs. On
-SIGABRT it prints its stack.
+:mod:`support.rank_processes` starts one process per rank. The first rank prints the ncclUniqueId of the communicator,
+and the other ranks read it from standard input. The last line that a rank prints is a JSON object with its
+measurements.
+
+To show where a rank hangs, it prints a line to standard error before each step, and its stack on SIGABRT.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration import RdmaBuffer
 
-__all__ = ["VmmAllocator", "main", "own_first"]
+__all__ = ["VmmAllocator", "main", "visible_devices"]
 
 
 class VmmAllocator:
-    """Allocator of memory by virtual memory management, with the interface of a device."""
+    """An allocator of memory by CUDA virtual memory management (cuMemCreate), with the interface of a `Device`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def allocate(self, length_bytes: int) -> DeviceBuffer:
-        """Allocate memory in one chunk."""
+        """Allocate memory that is one physical chunk."""
         return VmmMemory.create(self._device, length_bytes)
 
 
@@ -57,17 +59,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     faulthandler.enable()
-    # The stack is sufficient. A core dump of a process with a device is as large as the device memory.
+    # A core dump would be as large as the device memory, and the stack that faulthandler prints is sufficient.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own_first(os.environ, rank=options.rank, ranks=options.ranks))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices(os.environ, rank=options.rank, ranks=options.ranks))
     _print_line(json.dumps(_measure(options)))
     _log_step("end")
 
 
-def own_first(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]:
-    """Return the value of CUDA_VISIBLE_DEVICES for a rank: its own device first, then all others.
+def visible_devices(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]:
+    """Return the value of CUDA_VISIBLE_DEVICES for a rank: the device of the rank, then the devices of the other ranks.
 
-    The first device is the current one of the runtime, which NCCL uses. The others stay visible as its peers.
+    The CUDA runtime, and so NCCL, uses the first device. The other devices stay visible, so that NCCL can use
+    peer-to-peer copies.
     """
     names = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = list(map(str, range(ranks))) if names == [""] else names
@@ -75,7 +78,7 @@ def own_first(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]
 
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:
-    """Measure all-reduces between two buffers of a pool."""
+    """Measure all-reduces from one buffer of a pool into another, and check the result."""
     with contextlib.ExitStack() as stack:
         _log_step("open the device")
         device = stack.enter_context(Device(0))
@@ -89,7 +92,7 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         _fill(source, target, options)
         # NCCL uses the current device.
         stack.enter_context(device.current())
-        _log_step("get the identity of the communicator")
+        _log_step("get the id of the communicator")
         nccl = Nccl()
         communicator = Communicator(
             nccl, rank=options.rank, ranks_count=options.ranks, unique_id=_shared_id(nccl, rank=options.rank)
@@ -110,15 +113,16 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         reduce_once()
         stream.synchronize()
         _log_step("measured all-reduces")
-        times_s = [_duration_s(reduce_once, stream.synchronize, options.repeats) for _ in range(options.rounds)]
+        times_s = [_mean_duration_s(reduce_once, stream.synchronize, options.repeats) for _ in range(options.rounds)]
         _log_step("check the bytes")
-        whole_bytes = options.length_bytes // options.ranks * options.ranks
-        pattern.check(target.read(length_bytes=whole_bytes), seed=options.seed)
+        # Each rank wrote an equal share of the pattern. The bytes after the last share are zeros.
+        checked_bytes = options.length_bytes // options.ranks * options.ranks
+        pattern.check(target.read(length_bytes=checked_bytes), seed=options.seed)
         return {"times_s": times_s, "version": nccl.version, "libraries": loaded_library()}
 
 
 def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -> None:
-    """Write the share of this rank into the source, and zeros elsewhere. The sum then has all shares."""
+    """Write a share of the pattern into the source, and zeros elsewhere. The sum over all ranks is the pattern."""
     share_bytes = options.length_bytes // options.ranks
     offset_bytes = options.rank * share_bytes
     for buffer in (source, target):
@@ -127,6 +131,7 @@ def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -
 
 
 def _shared_id(nccl: Nccl, *, rank: int) -> bytes:
+    """Return the ncclUniqueId of the communicator: rank 0 creates and prints it, the other ranks read it."""
     if rank == 0:
         unique_id = nccl.unique_id()
         _print_line(unique_id.hex())
@@ -136,7 +141,7 @@ def _shared_id(nccl: Nccl, *, rank: int) -> bytes:
     return unique_id
 
 
-def _duration_s(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
+def _mean_duration_s(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
     begin_ns = time.perf_counter_ns()
     for _ in range(repeats):
         work()

@@ -1,7 +1,8 @@
 """Programs that run as another user (uid 65534), for the cases about permissions.
 
-Such a user cannot enter pytest's temporary folder, and may not be able to read the checkout. So a program imports all
-modules that it needs before it calls :func:`become_unprivileged`, and works in a folder of :func:`open_folder`.
+That user cannot enter pytest's temporary folder, and may not be able to read the checkout. So a program imports all
+modules that it needs before it calls :func:`become_unprivileged`. It works in a folder of
+:func:`folder_for_all_users`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from support.python_child import suites_environ
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["UNPRIVILEGED_DOCTOR", "become_unprivileged", "open_folder", "program_command", "run_program"]
+__all__ = ["UNPRIVILEGED_DOCTOR", "become_unprivileged", "folder_for_all_users", "program_command", "run_program"]
 
-_UID = 65534
-# `gdrkit doctor` without the checks that act on devices.
+# User id and group id of the unprivileged user.
+_UID = _GID = 65534
+# Program for `gdrkit doctor --read-only` as an unprivileged user. This option omits the checks that act on devices.
 UNPRIVILEGED_DOCTOR = """
 import sys
 import gdrkit.cli, gdrkit.inventory, gdrkit.report.doctor, importlib.metadata
@@ -34,8 +36,8 @@ gdrkit.cli.main()
 
 
 @contextlib.contextmanager
-def open_folder() -> Iterator[Path]:
-    """Yield a temporary folder that every user may enter."""
+def folder_for_all_users() -> Iterator[Path]:
+    """Yield a temporary folder that every user may enter and list."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-") as name:
         folder = Path(name).resolve()
         folder.chmod(0o755)
@@ -43,19 +45,19 @@ def open_folder() -> Iterator[Path]:
 
 
 def become_unprivileged() -> None:
-    """Change the user and group of this process to 65534, for good."""
+    """Change the user and the group of this process to 65534. This cannot be undone."""
     os.setgroups([])
-    os.setgid(_UID)
+    os.setgid(_GID)
     os.setuid(_UID)
 
 
 def program_command(program: str, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment of a Python program that can import from the suites."""
+    """Return the command that runs a Python program, and `environ` changed so that it can import from the suites."""
     return [sys.executable, "-c", program], suites_environ(environ)
 
 
 def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program, which itself calls :func:`become_unprivileged`, and return its output."""
+    """Run a Python program, and return its exit code and output. The program must call :func:`become_unprivileged`."""
     command, environ = program_command(program, os.environ)
     return subprocess.run(
         [*command, *arguments], env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=60

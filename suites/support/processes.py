@@ -1,9 +1,10 @@
-"""Processes of cases: waiting with a deadline, their states in /proc, and children that exchange lines with a case."""
+"""Tools for cases with several processes: wait with a timeout, query /proc, and exchange lines with a child process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from support.python_child import module_command, suites_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "WAIT_S",
@@ -24,21 +25,22 @@ __all__ = [
     "is_gone",
     "is_idle",
     "is_stopped",
+    "limit_open_files",
     "open_files",
     "stop_process",
     "wait_until",
 ]
 
-# Within this time, a process must notice the end of another one.
+# Default timeout of `wait_until`. It is also the time within which a process must notice the end of another process.
 WAIT_S = 10.0
-# The start of an interpreter took half a minute on a busy machine.
+# The start of a Python interpreter took half a minute on a busy machine.
 _LINE_TIMEOUT_S = 90.0
 _POLL_PERIOD_S = 0.001
 _SHARED = "/dev/shm/"  # noqa: S108 - the folder of POSIX shared memory.
 
 
 class HungError(AssertionError):
-    """A process did not end, or did not do something, within its time."""
+    """A condition did not hold, or a process printed no line, before the timeout."""
 
 
 def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: float = WAIT_S) -> None:
@@ -46,13 +48,13 @@ def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: fl
     end_s, event = time.monotonic() + timeout_s, threading.Event()
     while not condition():
         if time.monotonic() > end_s:
-            message = f"not within {timeout_s} s: {description}"
+            message = f"timeout after {timeout_s} s: {description}"
             raise HungError(message)
         event.wait(_POLL_PERIOD_S)
 
 
 def is_stopped(process_id: int) -> bool:
-    """Return whether a signal has stopped every thread of the process."""
+    """Return whether every thread of the process is stopped by a signal."""
     states = _thread_states(process_id)
     return bool(states) and all(state == "T" for state in states)
 
@@ -64,7 +66,7 @@ def is_idle(process_id: int) -> bool:
 
 
 def is_gone(process_id: int) -> bool:
-    """Return whether the process has ended. Its parent may not have waited for it yet."""
+    """Return whether the process has ended. A process for which its parent has not waited (a zombie) has ended."""
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -78,8 +80,19 @@ def stop_process(process_id: int) -> None:
     wait_until(lambda: is_stopped(process_id), f"process {process_id} is stopped")
 
 
+@contextlib.contextmanager
+def limit_open_files(count: int) -> Iterator[None]:
+    """Set the soft limit of open files of this process during the block. Its hard limit must be at least `count`."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard_limit))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
+
+
 def open_files(process_id: int) -> list[str]:
-    """Return the targets of a process's descriptors, and the shared memory that it has mapped."""
+    """Return the paths of the files that a process has open, and of the shared memory that it has mapped."""
     targets = []
     for link in Path(f"/proc/{process_id}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -89,7 +102,7 @@ def open_files(process_id: int) -> list[str]:
 
 
 def _thread_states(process_id: int) -> list[str]:
-    """Return the state letter of each thread, or nothing if a thread or the process has just ended."""
+    """Return the state letter of each thread, or an empty list if a thread or the process has just ended."""
     try:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{process_id}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
@@ -98,6 +111,7 @@ def _thread_states(process_id: int) -> list[str]:
 
 
 def _state_in(stat: str) -> str:
+    """Return the state letter in the contents of a file ``stat`` of /proc."""
     # The name of the program is in parentheses, and may contain blanks and parentheses.
     return stat.rpartition(")")[2].split()[0]
 
@@ -105,7 +119,7 @@ def _state_in(stat: str) -> str:
 class LineChild:
     """A module of the suites in a child process that exchanges lines of text with the case.
 
-    The end of the context kills the process if it still runs.
+    Use it as a context manager. Its end kills the process if it still runs.
     """
 
     def __init__(self, module: str, *arguments: object) -> None:
@@ -137,16 +151,16 @@ class LineChild:
         return line
 
     def expect_line(self, expected: str) -> None:
-        """Require that this is the next line."""
+        """Read the next line, and require that it is `expected`."""
         line = self.read_line()
         assert line == expected, f"{line!r} instead of {expected!r}"
 
     def end(self, *, timeout_s: float = _LINE_TIMEOUT_S) -> None:
         """Close the standard input, and require that the process then ends with exit code 0."""
         self._input.close()
-        code = self.process.wait(timeout_s)
+        exit_code = self.process.wait(timeout_s)
         self._output.close()
-        assert code == 0, f"{self._name} ended with {code}"
+        assert exit_code == 0, f"{self._name} ended with exit code {exit_code}"
 
     def kill(self) -> None:
         """Kill the process by SIGKILL and wait for its end."""

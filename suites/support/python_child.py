@@ -1,4 +1,4 @@
-"""Child processes that run modules of the suites."""
+"""Command and environment of child processes that run modules of the suites."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def module_command(module: str, *arguments: object) -> list[str]:
 
 
 def suites_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return this environment with the folder of the suites first on PYTHONPATH."""
+    """Return `environ` with the folder of the suites first in PYTHONPATH."""
     path = os.pathsep.join(filter(None, (str(_SUITES), environ.get("PYTHONPATH", ""))))
     return {**environ, "PYTHONPATH": path}

@@ -1,7 +1,8 @@
-"""Processes of ranks that wait for each other, with one deadline after which all are killed.
+"""Start of the processes of all ranks of an NCCL job, with one deadline for all of them.
 
-The first line that the first rank prints is passed to the standard input of the others. If a rank fails, the error has
-the last output of all ranks.
+The ranks wait for each other, so all are killed if one fails or at the deadline. The first line that the first rank
+prints (its ncclUniqueId) is passed to the standard input of the other ranks. If a rank fails, the error has the last
+output of all ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RankError", "run_ranks"]
 
-# An aborted rank has this time, in seconds, to print its stack.
-_ABORT_S = 5.0
-_LOG_LINES = 40
-_CHUNK_BYTES = 1 << 16
+# Time that a rank has to print its stack after SIGABRT, in seconds.
+_ABORT_TIMEOUT_S = 5.0
+# An error has this number of last lines from each log file of each rank.
+_LOG_LINES_MAX = 40
+_READ_BYTES_MAX = 1 << 16
 
 
 class RankError(Exception):
@@ -31,18 +33,18 @@ class RankError(Exception):
 
 
 class _Rank:
-    """The process of a rank. Its standard error and the log of NCCL are files."""
+    """The process of a rank. Its standard error and its NCCL log are written to files."""
 
-    def __init__(self, number: int, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-        self.number, self.received = number, b""
-        self._log, self._debug = folder / f"rank{number}.stderr", folder / f"rank{number}.nccl"
-        with self._log.open("wb") as log:
+    def __init__(self, index: int, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+        self.index, self.output_data = index, b""
+        self._error_file, self._nccl_log = folder / f"rank{index}.stderr", folder / f"rank{index}.nccl"
+        with self._error_file.open("wb") as error_file:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=log,
-                env={**environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(self._debug)},
+                stderr=error_file,
+                env={**environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(self._nccl_log)},
                 start_new_session=True,
             )
         assert self.process.stdin is not None
@@ -51,7 +53,7 @@ class _Rank:
 
     def send(self, line: bytes) -> None:
         """Write a line to the standard input, and close it."""
-        # A rank that has ended is reported by its exit code.
+        # The pipe is broken if the rank has ended. Its exit code is then reported.
         with contextlib.suppress(BrokenPipeError):
             self.input.write(line)
             self.input.close()
@@ -61,11 +63,11 @@ class _Rank:
         if self.process.poll() is None:
             self._signal(signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(_ABORT_S)
+                self.process.wait(_ABORT_TIMEOUT_S)
             outcome = "was killed"
         else:
             outcome = f"exit {self.process.returncode}"
-        # Children of a process that has ended may still run, and may ignore SIGABRT.
+        # Child processes of the rank may still run, and they may ignore SIGABRT.
         self._signal(signal.SIGKILL)
         self.process.wait()
         for pipe in (self.input, self.output):
@@ -73,16 +75,16 @@ class _Rank:
                 pipe.close()
         return outcome
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, signal_number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.process.pid, signal_number)
 
     def report(self, outcome: str) -> str:
-        """Return the outcome and the last lines of standard error and of the log."""
-        parts = [f"--- rank {self.number}: {outcome}"]
-        for path in (self._log, self._debug):
+        """Return the outcome and the last lines of standard error and of the NCCL log."""
+        parts = [f"--- rank {self.index}: {outcome}"]
+        for path in (self._error_file, self._nccl_log):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            parts += lines[-_LOG_LINES:]
+            parts += lines[-_LOG_LINES_MAX:]
         return "\n".join(parts)
 
 
@@ -100,7 +102,7 @@ def run_ranks(
     environ : mapping
         Environment of the processes.
     deadline_s : float
-        Time, in seconds, within which all must end.
+        Time within which all ranks must end, in seconds.
 
     Returns
     -------
@@ -110,48 +112,48 @@ def run_ranks(
     Raises
     ------
     RankError
-        A rank ended with an exit code other than 0, or the deadline has passed. All processes have ended.
+        A rank ended with an exit code other than 0, or the deadline passed. All processes have ended by then.
     """
     ranks: list[_Rank] = []
     failure = None
     try:
-        for number, command in enumerate(commands):
-            ranks.append(_Rank(number, command, environ, folder))
+        for index, command in enumerate(commands):
+            ranks.append(_Rank(index, command, environ, folder))
         failure = _wait_for_all(ranks, deadline_s)
     finally:
-        outcomes = [each.end() for each in ranks]
+        outcomes = [rank.end() for rank in ranks]
     if failure is not None:
-        reports = [each.report(outcome) for each, outcome in zip(ranks, outcomes, strict=True)]
+        reports = [rank.report(outcome) for rank, outcome in zip(ranks, outcomes, strict=True)]
         raise RankError("\n".join([failure, *reports]))
-    return [each.received.decode().splitlines() for each in ranks]
+    return [rank.output_data.decode().splitlines() for rank in ranks]
 
 
 def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
-    """Read the output of the ranks until all have ended with exit code 0; return the reason if one does not."""
+    """Read the output of the ranks until all have ended. Return the reason if a rank failed or the deadline passed."""
     end_s = time.monotonic() + deadline_s
-    first, others = ranks[0], list(ranks[1:])
+    first_rank, waiting_ranks = ranks[0], list(ranks[1:])
     with selectors.DefaultSelector() as selector:
-        for each in ranks:
-            selector.register(each.output, selectors.EVENT_READ, each)
+        for waiting in ranks:
+            selector.register(waiting.output, selectors.EVENT_READ, waiting)
         while selector.get_map():
             events = selector.select(max(0.0, end_s - time.monotonic()))
             if not events:
-                return f"the ranks had not ended after {deadline_s:g} s"
+                return f"the ranks did not end within {deadline_s:g} s"
             for key, _ in events:
                 rank: _Rank = key.data
-                chunk = os.read(key.fd, _CHUNK_BYTES)
-                rank.received += chunk
+                chunk = os.read(key.fd, _READ_BYTES_MAX)
+                rank.output_data += chunk
                 if chunk:
                     continue
                 selector.unregister(key.fileobj)
                 try:
-                    code = rank.process.wait(max(0.0, end_s - time.monotonic()))
+                    exit_code = rank.process.wait(max(0.0, end_s - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    return f"rank {rank.number} had closed its output and not ended after {deadline_s:g} s"
-                if code:
-                    return f"rank {rank.number} ended with {code}"
-            if others and b"\n" in first.received:
-                for each in others:
-                    each.send(first.received.partition(b"\n")[0] + b"\n")
-                others = []
+                    return f"rank {rank.index} closed its output but did not end within {deadline_s:g} s"
+                if exit_code:
+                    return f"rank {rank.index} ended with exit code {exit_code}"
+            if waiting_ranks and b"\n" in first_rank.output_data:
+                for waiting in waiting_ranks:
+                    waiting.send(first_rank.output_data.partition(b"\n")[0] + b"\n")
+                waiting_ranks = []
     return None

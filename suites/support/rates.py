@@ -1,4 +1,7 @@
-"""Measurement of transfer rates: warm-up, rounds, median and spread, recorded with the case."""
+"""Measurement of transfer rates in cases: warm-up, rounds, median and spread. The record of the case gets the rates.
+
+Cases use the fixture `meter` with a :class:`Meter`. :func:`check_expected_numbers` compares the rates with a profile.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers"]
 
+# A measurement has 3 warm-up rounds, which are not counted, and 15 rounds.
 ROUNDS, WARM_UP_ROUNDS = 15, 3
-# A round transfers at least this much, so that its start and its end take a small part of the time.
+# A round on hardware transfers at least this many bytes, so that its start and its end take little of the time.
 ROUND_BYTES = 256 << 20
-# Software is measured only to test the measurement, so a smaller round is sufficient.
+# With software twins, only the measurement itself is tested, so a smaller round is sufficient.
 SOFTWARE_ROUND_BYTES = 4 << 20
+# Maximum number of transfers in a round.
 REPEATS_MAX = 256
 
 
@@ -43,7 +48,7 @@ class Rates:
     median, minimum, maximum : float
         Median, lowest and highest rate.
     spread_percent : float
-        Difference of the quartiles, in percent of the median.
+        Difference between the first and the third quartile, in percent of the median.
     rounds_count : int
         Number of rounds.
     """
@@ -55,9 +60,9 @@ class Rates:
     rounds_count: int
 
     @classmethod
-    def of(cls, moved_bytes: int, times_s: Sequence[float]) -> Rates:
-        """Return the rates of rounds that transferred `moved_bytes` each in these times."""
-        rates = sorted(moved_bytes / each / 1e9 for each in times_s)
+    def from_times(cls, moved_bytes: int, times_s: Sequence[float]) -> Rates:
+        """Return the rates of rounds. Each round transferred `moved_bytes`, and `times_s` has the duration of each."""
+        rates = sorted(moved_bytes / time_s / 1e9 for time_s in times_s)
         median = statistics.median(rates)
         low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
         return cls(
@@ -70,45 +75,45 @@ class Rates:
 
 
 class Meter:
-    """Measures transfers if the run has ``--benchmark-enable``. Otherwise, each transfer runs once with small sizes.
+    """Measures transfers if pytest has the option ``--benchmark-enable``. Otherwise, small transfers run once.
 
     Attributes
     ----------
     is_on : bool
-        Whether the run measures.
+        Whether the option is set, so that transfers are measured.
     """
 
     def __init__(self, request: pytest.FixtureRequest, evidence: Evidence) -> None:
         self._request = request
         self._evidence = evidence
         self.is_on = bool(request.config.getoption("--benchmark-enable"))
-        # The numbers are about the APIs that the case needs, even if its process has loaded others.
+        # The numbers are about the APIs that the case needs. Its process may have loaded more APIs.
         self._apis = sorted({need.name.partition(".")[0] for need in declared(request.node)} & {"cuda", "verbs"})
         substrate = request.config.stash[SESSION].substrate
         self._paths: dict[str, list[str]] = {}
-        self._has_full_size = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
+        self._measures_hardware = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
 
     @property
     def runs_count(self) -> int:
-        """Number of runs of each measured function: warm-up and rounds."""
+        """Number of calls of each measured function: warm-up rounds and rounds."""
         return WARM_UP_ROUNDS + ROUNDS if self.is_on else 1
 
     def length(self, full_bytes: int, *, small_bytes: int = 1 << 20) -> int:
         """Return the length to use: `full_bytes` if hardware is measured, else at most `small_bytes`."""
-        return full_bytes if self._has_full_size else min(full_bytes, small_bytes)
+        return full_bytes if self._measures_hardware else min(full_bytes, small_bytes)
 
     def count(self, full: int, *, small: int) -> int:
         """Return the number of operations to use: `full` if hardware is measured, else `small`."""
-        return full if self._has_full_size else small
+        return full if self._measures_hardware else small
 
     def repeats(self, length_bytes: int) -> int:
         """Return how many transfers of this length make up a round."""
-        round_bytes = ROUND_BYTES if self._has_full_size else SOFTWARE_ROUND_BYTES
+        round_bytes = ROUND_BYTES if self._measures_hardware else SOFTWARE_ROUND_BYTES
         return max(1, min(REPEATS_MAX, round_bytes // length_bytes)) if self.is_on else 2
 
     def measure(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
-        """Measure `work`, which transfers `moved_bytes`, and record the rate. Return None without a measurement."""
-        # The fixture is requested here, because pytest-benchmark warns about cases that have it and do not use it.
+        """Measure `work`, which transfers `moved_bytes`, and record the rate. Return None if the meter is off."""
+        # Requested only here, because pytest-benchmark warns about a case that requests but does not use the fixture.
         benchmark: BenchmarkFixture = self._request.getfixturevalue("benchmark")
         benchmark.extra_info["moved_bytes"] = moved_bytes
         if not self.is_on:
@@ -116,12 +121,12 @@ class Meter:
             return None
         benchmark.pedantic(work, rounds=ROUNDS, warmup_rounds=WARM_UP_ROUNDS)  # type: ignore[no-untyped-call]
         assert benchmark.stats is not None
-        return self.record("rate", Rates.of(moved_bytes, benchmark.stats.stats.data))
+        return self.record("rate", Rates.from_times(moved_bytes, benchmark.stats.stats.data))
 
     def measure_unrecorded(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
-        """Measure `work` and return its rates without a record, or None if the run does not measure."""
+        """Measure `work`, and return its rates without recording them. Return None if the meter is off."""
         times_s = [_duration_s(work) for _ in range(self.runs_count)]
-        return Rates.of(moved_bytes, times_s[WARM_UP_ROUNDS:]) if self.is_on else None
+        return Rates.from_times(moved_bytes, times_s[WARM_UP_ROUNDS:]) if self.is_on else None
 
     def compare(
         self,
@@ -131,23 +136,25 @@ class Meter:
         prepare: Callable[[], object] = lambda: None,
         check: Callable[[], object] = lambda: None,
     ) -> dict[str, Rates]:
-        """Measure several methods in turn, so that the load of the machine affects all of them, and record the rates.
+        """Measure several methods and record their rates.
+
+        Each round runs each method once, so that the load of the machine affects all methods equally.
 
         Parameters
         ----------
         methods : Mapping of str to callable
             The methods by name.
         moved_bytes : int
-            Number of bytes that each transfers.
+            Number of bytes that a call of a method transfers.
         prepare : callable
-            It is called before each run, outside of the measured time.
+            Function that is called before each call of a method, outside of the measured time.
         check : callable
-            It is called after the last run of each method.
+            Function that is called after the last call of each method.
 
         Returns
         -------
         dict of str to Rates
-            The rates by name; empty if the run does not measure.
+            The rates by name of the method; empty if the meter is off.
         """
         times_s: dict[str, list[float]] = {name: [] for name in methods}
         for runs_left in reversed(range(self.runs_count)):
@@ -158,10 +165,13 @@ class Meter:
                     check()
         if not self.is_on:
             return {}
-        return {name: self.record(name, Rates.of(moved_bytes, each[WARM_UP_ROUNDS:])) for name, each in times_s.items()}
+        return {
+            name: self.record(name, Rates.from_times(moved_bytes, times[WARM_UP_ROUNDS:]))
+            for name, times in times_s.items()
+        }
 
     def record(self, name: str, rates: Rates) -> Rates:
-        """Add rates to the record of the case, and return them."""
+        """Add the rates to the record of the case under `name`, and return them."""
         self.record_apis()
         self._evidence.number("rounds_count", rates.rounds_count)
         self._evidence.number(f"{name}_gb_per_s_median", rates.median)
@@ -171,7 +181,7 @@ class Meter:
         return rates
 
     def record_path(self, *devices: str, name: str = "rate") -> None:
-        """Record the devices (``GPU0``, ``mlx5_0``) on the path of a rate, whose links limit it."""
+        """Record the devices, such as ``GPU0`` and ``mlx5_0``, whose links limit the rate `name`."""
         self._paths[name] = list(devices)
         self._evidence["ways"] = self._paths
 
@@ -187,22 +197,22 @@ def _duration_s(work: Callable[[], object]) -> float:
 
 
 def check_expected_numbers(item: pytest.Item) -> None:
-    """Fail a case whose numbers were measured on hardware and are worse than its profile expects."""
-    recorded, session = item.stash[CASE].evidence, item.config.stash[SESSION]
-    apis, paths = recorded.values.get("measured_apis"), recorded.values.get("ways", {})
+    """Fail a case if its numbers were measured on hardware and are worse than the profile of the machine expects."""
+    case_evidence, session = item.stash[CASE].evidence, item.config.stash[SESSION]
+    apis, paths = case_evidence.values.get("measured_apis"), case_evidence.values.get("ways", {})
     if (
         not isinstance(apis, list)
         or not isinstance(paths, dict)
         or not ran_on_hardware(map(str, apis), session.substrate)
     ):
         return
-    no_log = evidence.KernelLog(lines=(), unreadable="not queried")
-    machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=no_log, environment={})
+    no_kernel_log = evidence.KernelLog(lines=(), unreadable="not queried")
+    machine = Machine(files=host.DiskFiles(), facts=session.facts, kernel_log=no_kernel_log, environment={})
     machine_topology = topology(machine)
     limits = {
         name: limit for name, path in paths.items() if (limit := path_limit(machine_topology, session.facts, path))
     }
-    checks = check_numbers(item.nodeid, recorded.numbers, profile=session.profile, limits=limits)
-    recorded["judged"] = checks
-    failed = [each.text for each in checks if each.verdict is Verdict.FAIL]
-    assert not failed, "; ".join(failed)
+    checks = check_numbers(item.nodeid, case_evidence.numbers, profile=session.profile, limits=limits)
+    case_evidence["judged"] = checks
+    failures = [check.text for check in checks if check.verdict is Verdict.FAIL]
+    assert not failures, "; ".join(failures)

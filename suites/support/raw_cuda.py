@@ -1,4 +1,4 @@
-"""CUDA memory behind gdrkit's back: what a program does that allocates and frees by itself."""
+"""Calls of the CUDA driver API without gdrkit, for cases in which the program allocates or frees memory itself."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RawMemory",
-    "dmabuf_of",
-    "ipc_status",
+    "ipc_export_status",
     "raw_allocate",
+    "raw_allocate_from_pool",
     "raw_allocate_managed",
-    "raw_allocate_pool",
+    "raw_export_dmabuf",
     "raw_free",
     "remap_chunk",
 ]
 
 
 class RawMemory:
-    """Memory of cuMemAlloc that a program frees whenever it likes, and at the latest when the block ends."""
+    """Memory of cuMemAlloc, which is freed by :meth:`free` or at the end of the block."""
 
     def __init__(self, device: Device, length_bytes: int) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class RawMemory:
         self._freed = False
 
     def free(self) -> None:
-        """cuMemFree, whatever is registered over it; once."""
+        """Free the memory, even if it is registered with a NIC. A second call does nothing."""
         if not self._freed:
             self._freed = True
             raw_free(self._device, self.address)
@@ -45,7 +45,7 @@ class RawMemory:
 
 
 def raw_allocate(device: Device, length_bytes: int) -> int:
-    """cuMemAlloc; gives the address."""
+    """Call cuMemAlloc, and return the address."""
     from cuda.bindings import driver
 
     with device.current():
@@ -55,7 +55,7 @@ def raw_allocate(device: Device, length_bytes: int) -> int:
 
 
 def raw_allocate_managed(device: Device, length_bytes: int) -> int:
-    """cuMemAllocManaged; gives the address."""
+    """Call cuMemAllocManaged, and return the address."""
     from cuda.bindings import driver
 
     with device.current():
@@ -65,7 +65,7 @@ def raw_allocate_managed(device: Device, length_bytes: int) -> int:
 
 
 def raw_free(device: Device, address: int) -> None:
-    """cuMemFree, whatever is registered over it."""
+    """Call cuMemFree, even if the memory is registered with a NIC."""
     from cuda.bindings import driver
 
     with device.current():
@@ -73,8 +73,8 @@ def raw_free(device: Device, address: int) -> None:
     assert result == driver.CUresult.CUDA_SUCCESS, result
 
 
-def raw_allocate_pool(device: Device, length_bytes: int) -> int:
-    """cuMemAllocAsync from the device's own pool, ready to use; gives the address, for :func:`raw_free`."""
+def raw_allocate_from_pool(device: Device, length_bytes: int) -> int:
+    """Call cuMemAllocAsync with the default pool of the device, and return the address. :func:`raw_free` frees it."""
     from cuda.bindings import driver
 
     with device.current():
@@ -85,8 +85,8 @@ def raw_allocate_pool(device: Device, length_bytes: int) -> int:
     return int(address)
 
 
-def ipc_status(device: Device, address: int) -> int:
-    """What cuIpcGetMemHandle says of the address."""
+def ipc_export_status(device: Device, address: int) -> int:
+    """Return the CUresult of cuIpcGetMemHandle for the address."""
     from cuda.bindings import driver
 
     with device.current():
@@ -94,37 +94,38 @@ def ipc_status(device: Device, address: int) -> int:
     return int(result)
 
 
-def dmabuf_of(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:
-    """cuMemGetHandleForAddressRange with exactly these arguments: the CUresult, and a descriptor or -1."""
+def raw_export_dmabuf(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:
+    """Call cuMemGetHandleForAddressRange, and return the CUresult and the descriptor of the dma-buf, or -1."""
     from cuda.bindings import driver
 
-    kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    handle_type = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     with device.current():
-        result, fd = driver.cuMemGetHandleForAddressRange(address, length_bytes, kind, flags)
+        result, fd = driver.cuMemGetHandleForAddressRange(address, length_bytes, handle_type, flags)
     return int(result), int(fd) if int(result) == 0 else -1
 
 
 def remap_chunk(device: Device, address: int, *, length_bytes: int) -> None:
-    """Unmap one chunk of VMM memory and map new memory in its place, as torch's expandable segments do. The new memory
-    goes when the chunk is unmapped.
+    """Unmap a chunk of VMM memory and map new memory at its address, as the expandable segments of PyTorch do.
+
+    The new memory is freed when the chunk is unmapped again.
     """
     from cuda.bindings import driver
 
-    def checked(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401 - whatever the call gives.
-        assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer
-        return answer[1] if len(answer) > 1 else None
+    def check_success(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the bindings have no types.
+        assert result[0] == driver.CUresult.CUDA_SUCCESS, result
+        return result[1] if len(result) > 1 else None
 
-    made = driver.CUmemAllocationProp()
-    made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    made.location.id = device.index
-    made.allocFlags.gpuDirectRDMACapable = 1
+    properties = driver.CUmemAllocationProp()
+    properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = device.index
+    properties.allocFlags.gpuDirectRDMACapable = 1
     access = driver.CUmemAccessDesc()
-    access.location = made.location
+    access.location = properties.location
     access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     with device.current():
-        checked(driver.cuMemUnmap(address, length_bytes))
-        handle = checked(driver.cuMemCreate(length_bytes, made, 0))
-        checked(driver.cuMemMap(address, length_bytes, 0, handle, 0))
-        checked(driver.cuMemSetAccess(address, length_bytes, [access], 1))
-        checked(driver.cuMemRelease(handle))
+        check_success(driver.cuMemUnmap(address, length_bytes))
+        handle = check_success(driver.cuMemCreate(length_bytes, properties, 0))
+        check_success(driver.cuMemMap(address, length_bytes, 0, handle, 0))
+        check_success(driver.cuMemSetAccess(address, length_bytes, [access], 1))
+        check_success(driver.cuMemRelease(handle))

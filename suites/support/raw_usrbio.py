@@ -1,6 +1,7 @@
-"""An application of usrbio without a client library: the agent's socket and a ring, byte by byte.
+"""A usrbio client without gdrkit's client library: it uses the agent's socket and the bytes of a ring directly.
 
-What the C library hides can be said wrongly here: names, targets, descriptors, entries of a ring.
+With it, a case can send link names, link targets, file descriptors and ring entries that the library never sends.
+:class:`AgentProcess` starts the agent.
 """
 
 from __future__ import annotations
@@ -29,99 +30,122 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-__all__ = ["AgentProcess", "RawClient", "RawIov", "RawRing", "Refusal", "shared_memory"]
+__all__ = ["AgentProcess", "RawClient", "RawIov", "RawRing", "Refusal", "shared_memory_files"]
 
-_SHARED = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is.
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.sem_open.restype = ctypes.c_void_p
+# Layout of a ring in memory: the four indices, an array of arguments, an array of completions and an array of
+# submissions (each with one element per slot), and the completion semaphore.
 _INDICES = struct.Struct("=iiii")
 _ARGUMENTS = struct.Struct("=16sQQQQQ")
 _COMPLETION = struct.Struct("=iiqQ")
 _SUBMISSION = struct.Struct("=iiQ")
+# The four indices of a ring: head and tail of the submissions, head and tail of the completions.
+_SUBMISSION_HEAD, _SUBMISSION_TAIL, _COMPLETION_HEAD, _COMPLETION_TAIL = range(4)
 _SEMAPHORE_BYTES, _SPARE_BYTES = 32, 4096
 _START_TIMEOUT_S = _END_TIMEOUT_S = 60.0
 
 
-class _Time(ctypes.Structure):
+class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Refusal(Exception):
-    """The agent answered with an errno."""
+    """The agent replied with an errno and a text."""
 
-    def __init__(self, number: int, sentence: str) -> None:
-        super().__init__(f"{errno.errorcode.get(number, number)}: {sentence}")
-        self.errno = number
+    def __init__(self, error_number: int, sentence: str) -> None:
+        super().__init__(f"{errno.errorcode.get(error_number, error_number)}: {sentence}")
+        self.errno = error_number
         self.sentence = sentence
 
 
-def shared_memory(mount: Path) -> set[Path]:
-    """The files of /dev/shm, memory and semaphores, to which the links of a mount lead now."""
-    found = set()
+def shared_memory_files(mount: Path) -> set[Path]:
+    """Return the targets, in /dev/shm, of the links that are published below a mount: memory and semaphores."""
+    targets = set()
     for link in (mount / "3fs-virt" / "iovs").iterdir():
-        # The agent may take one away meanwhile: a client that has ended leaves it to do.
+        # The agent may remove the link of a client that has ended.
         with contextlib.suppress(FileNotFoundError):
-            found.add(link.readlink())
-    return found
+            targets.add(link.readlink())
+    return targets
 
 
 class AgentProcess:
-    """``gdrkit agent`` of a plain mount, unless its options say otherwise, ready; use it as a context manager."""
+    """A running ``gdrkit agent``, the process that serves usrbio clients. Use it as a context manager.
+
+    Parameters
+    ----------
+    mount : Path
+        The mount point, a normal folder. It is also the store, unless the options name a storage server.
+    options : str
+        Options of the command.
+
+    Attributes
+    ----------
+    start_report : object
+        The JSON that the agent printed at its start.
+    end_report : dict
+        The JSON that the agent printed at its end.
+    error_output : str
+        What the agent wrote to standard error; set after its end.
+    """
 
     def __init__(self, mount: Path, *options: str) -> None:
         self.mount = mount
         store = () if "--server" in options else ("--store", str(mount))
         command = [sys.executable, "-m", "gdrkit", "agent", str(mount), *store, "--json", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.ended: dict[str, object] = {}
-        self.errors = ""
+        self.end_report: dict[str, object] = {}
+        self.error_output = ""
         try:
-            self.ready = json.loads(self._line())
+            self.start_report = json.loads(self._first_line())
         except BaseException:
             self.kill()
             raise
 
     def terminate(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM, wait for the end, and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        output, self.errors = self.process.communicate(timeout=_END_TIMEOUT_S)
+        output, self.error_output = self.process.communicate(timeout=_END_TIMEOUT_S)
         if output:
-            self.ended = json.loads(output)
+            self.end_report = json.loads(output)
         return self.process.returncode
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Send SIGKILL, and wait for the end."""
         self.process.kill()
-        _output, self.errors = self.process.communicate(timeout=_END_TIMEOUT_S)
+        _output, self.error_output = self.process.communicate(timeout=_END_TIMEOUT_S)
 
     @property
     def statistics(self) -> dict[str, int]:
-        """What it counted; after :meth:`terminate`."""
-        found = self.ended["statistics"]
-        assert isinstance(found, dict)
-        return found
+        """The counters that the agent printed at its end, after :meth:`terminate`."""
+        statistics = self.end_report["statistics"]
+        assert isinstance(statistics, dict)
+        return statistics
 
-    def children(self) -> list[int]:
-        """Its child processes; there is one at most, the storage server."""
-        found: list[int] = []
+    def child_process_ids(self) -> list[int]:
+        """Return the ids of the agent's child processes. The only possible child is its storage server."""
+        process_ids: list[int] = []
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            # A thread that has ended meanwhile has left its children to another one.
+            # A thread may end meanwhile. The kernel then lists its children at another thread.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                found += [int(number) for number in (task / "children").read_text().split()]
-        return found
+                process_ids += [int(process_id) for process_id in (task / "children").read_text().split()]
+        return process_ids
 
     def server_process_id(self) -> int:
-        """Of its storage server."""
-        return self.children()[0]
+        """Return the id of the storage server's process."""
+        return self.child_process_ids()[0]
 
-    def _line(self) -> str:
+    def _first_line(self) -> str:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], _START_TIMEOUT_S)
         line = self.process.stdout.readline() if ready else ""
         if not line:
-            # One that is late still runs, and would have whoever reads its errors wait for its end.
+            # Kill the process first, because reading its standard error below returns only after the process has ended.
             self.process.kill()
-            message = f"the agent is not ready: {self.process.stderr.read() if self.process.stderr else ''}"
+            message = (
+                f"the agent printed no line at its start: {self.process.stderr.read() if self.process.stderr else ''}"
+            )
             raise AssertionError(message)
         return line
 
@@ -134,38 +158,39 @@ class AgentProcess:
         if self.process.poll() is None:
             self.terminate()
         if error is not None:
-            error.add_note(f"the agent said: {self.errors}, {self.ended}")
+            error.add_note(f"output of the agent: {self.error_output}, {self.end_report}")
 
 
-class _Shared:
-    """Named shared memory of this process."""
+class _SharedMemory:
+    """Named POSIX shared memory that this process creates."""
 
     def __init__(self, length_bytes: int) -> None:
         self.id = uuid.uuid4()
-        self.path = _SHARED / f"hf3fs-iov-{self.id}"
+        self.path = _SHARED_MEMORY / f"hf3fs-iov-{self.id}"
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(self.fd, length_bytes)
         self.memory = mmap.mmap(self.fd, length_bytes)
 
     def close(self) -> None:
-        """Remove it."""
+        """Unmap and remove the memory."""
         self.memory.close()
         os.close(self.fd)
         self.path.unlink(missing_ok=True)
 
 
-class RawIov(_Shared):
-    """Host memory for data."""
+class RawIov(_SharedMemory):
+    """An iov: shared host memory for the data of reads and writes."""
 
     def name(self, suffix: str = "") -> str:
-        """Of its link."""
+        """Return the name of the link that publishes the memory, with any suffix."""
         return f"{self.id}{suffix}"
 
 
-class RawRing(_Shared):
-    """A ring that speaks the plain protocol of 3FS."""
+class RawRing(_SharedMemory):
+    """A ring with the memory layout of 3FS, without the extensions of gdrkit."""
 
     def __init__(self, entries: int, *, for_read: bool, io_depth: int = 0, suffix: str = "") -> None:
+        # A ring with n usable entries has n + 1 slots, so that a full ring differs from an empty one.
         self.slots = entries + 1
         super().__init__(
             _INDICES.size
@@ -175,39 +200,41 @@ class RawRing(_Shared):
         )
         self.for_read = for_read
         self.link = f"{self.id}.{'r' if for_read else 'w'}{io_depth}{suffix}"
-        self.arguments = _INDICES.size
-        self.completions = self.arguments + _ARGUMENTS.size * self.slots
-        self.submissions = self.completions + _COMPLETION.size * self.slots
-        self.semaphore = self.submissions + _SUBMISSION.size * self.slots
-        self._slot = 0
+        # Offsets in the memory, in bytes.
+        self._arguments_offset = _INDICES.size
+        self._completions_offset = self._arguments_offset + _ARGUMENTS.size * self.slots
+        self._submissions_offset = self._completions_offset + _COMPLETION.size * self.slots
+        self.semaphore_offset = self._submissions_offset + _SUBMISSION.size * self.slots
+        self._next_slot = 0
         self._view = (ctypes.c_char * len(self.memory)).from_buffer(self.memory)
-        # Of whole words: struct would clear the bytes before it writes them, and the agent looks at any time.
+        # The agent reads the indices at any time. ctypes writes an index with one store. struct writes it byte by byte,
+        # so the agent could read a half-written index.
         self._indices = (ctypes.c_int32 * 4).from_buffer(self.memory)
-        self._submit: int | None = None
+        self._submit_semaphore: int | None = None
 
     def attach(self, mount: Path) -> None:
-        """Find the submit semaphore of its priority."""
-        link = "submit-ios" + next((part for part in (".ph", ".pl") if self.link.endswith(part)), "")
+        """Open the submit semaphore of the agent for the priority of the ring."""
+        link = "submit-ios" + next((priority for priority in (".ph", ".pl") if self.link.endswith(priority)), "")
         target = (mount / "3fs-virt" / "iovs" / link).readlink()
-        self._submit = _LIBC.sem_open(f"/{target.name.removeprefix('sem.')}".encode(), 0)
-        assert self._submit
+        self._submit_semaphore = _LIBC.sem_open(f"/{target.name.removeprefix('sem.')}".encode(), 0)
+        assert self._submit_semaphore
 
     def index(self, number: int) -> int:
-        """Submission head 0 and tail 1, completion head 2 and tail 3."""
+        """Return an index: 0 and 1 are head and tail of the submissions, 2 and 3 head and tail of the completions."""
         return self._indices[number]
 
     def set_index(self, number: int, value: int) -> None:
-        """Write one of the four."""
+        """Set an index. The numbers are those of :meth:`index`."""
         self._indices[number] = value
 
     def prepare(
         self, iov: bytes, *, inode: int, length: int, buffer_offset: int = 0, file_offset: int = 0, userdata: int = 0
     ) -> int:
-        """Write an entry; gives its index."""
-        slot, self._slot = self._slot, (self._slot + 1) % self.slots
+        """Write the arguments of a transfer and its submission, and return the index of the slot."""
+        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % self.slots
         _ARGUMENTS.pack_into(
             self.memory,
-            self.arguments + slot * _ARGUMENTS.size,
+            self._arguments_offset + slot * _ARGUMENTS.size,
             iov,
             buffer_offset,
             inode,
@@ -215,110 +242,112 @@ class RawRing(_Shared):
             length,
             userdata,
         )
-        self.submit_index(slot, userdata)
+        self.write_submission(slot, userdata)
         return slot
 
-    def submit_index(self, index: int, userdata: int = 0) -> None:
-        """Write a submission that names any index."""
-        head = self.index(0)
-        _SUBMISSION.pack_into(self.memory, self.submissions + head * _SUBMISSION.size, index, 0, userdata)
-        self.set_index(0, (head + 1) % self.slots)
+    def write_submission(self, slot: int, userdata: int = 0) -> None:
+        """Write a submission for any slot, also for one that does not exist."""
+        head = self.index(_SUBMISSION_HEAD)
+        _SUBMISSION.pack_into(self.memory, self._submissions_offset + head * _SUBMISSION.size, slot, 0, userdata)
+        self.set_index(_SUBMISSION_HEAD, (head + 1) % self.slots)
 
     def submit(self) -> None:
-        """Wake the agent."""
-        assert _LIBC.sem_post(ctypes.c_void_p(self._submit)) == 0
+        """Post the submit semaphore."""
+        assert _LIBC.sem_post(ctypes.c_void_p(self._submit_semaphore)) == 0
 
     def wait(self, count: int, *, timeout_s: float = 30.0) -> list[tuple[int, int, int]]:
-        """(index, result, userdata) of so many completions, in their order; fewer when it takes too long."""
-        until = time.time() + timeout_s
-        found: list[tuple[int, int, int]] = []
-        limit = _Time(int(until), int(until % 1 * 1e9))
-        address = ctypes.addressof(self._view) + self.semaphore
-        while len(found) < count:
-            while self.index(3) != self.index(2) and len(found) < count:
-                tail = self.index(3)
+        """Return slot index, result and userdata of `count` completions, or of fewer completions after the timeout."""
+        end_s = time.time() + timeout_s
+        completions: list[tuple[int, int, int]] = []
+        deadline = _Timespec(int(end_s), int(end_s % 1 * 1e9))
+        address = ctypes.addressof(self._view) + self.semaphore_offset
+        while len(completions) < count:
+            while self.index(_COMPLETION_TAIL) != self.index(_COMPLETION_HEAD) and len(completions) < count:
+                tail = self.index(_COMPLETION_TAIL)
                 index, _, result, userdata = _COMPLETION.unpack_from(
-                    self.memory, self.completions + tail * _COMPLETION.size
+                    self.memory, self._completions_offset + tail * _COMPLETION.size
                 )
-                found.append((index, result, userdata))
-                self.set_index(3, (tail + 1) % self.slots)
-            if len(found) == count:
+                completions.append((index, result, userdata))
+                self.set_index(_COMPLETION_TAIL, (tail + 1) % self.slots)
+            if len(completions) == count:
                 break
-            ended = _LIBC.sem_timedwait(ctypes.c_void_p(address), ctypes.byref(limit)) != 0
-            if ended and ctypes.get_errno() == errno.ETIMEDOUT:
+            # A signal may also interrupt the wait (EINTR). Only the timeout ends it.
+            has_error = _LIBC.sem_timedwait(ctypes.c_void_p(address), ctypes.byref(deadline)) != 0
+            if has_error and ctypes.get_errno() == errno.ETIMEDOUT:
                 break
-        return found
+        return completions
 
     def close(self) -> None:
-        """Remove it."""
+        """Close the submit semaphore, and unmap and remove the memory."""
         del self._view, self._indices
-        if self._submit:
-            _LIBC.sem_close(ctypes.c_void_p(self._submit))
+        if self._submit_semaphore:
+            _LIBC.sem_close(ctypes.c_void_p(self._submit_semaphore))
         super().close()
 
 
 class RawClient:
-    """A connection to an agent; use it as a context manager."""
+    """A connection to the socket of an agent. Use it as a context manager."""
 
     def __init__(self, mount: Path) -> None:
         self.mount = mount
         self._sequence = 0
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(30)
-        folder = os.open(mount / "3fs-virt", os.O_PATH)
+        # The path of a Unix socket is limited to 107 bytes, so the path goes through a descriptor of the folder.
+        folder_fd = os.open(mount / "3fs-virt", os.O_PATH)
         try:
-            self.socket.connect(f"/proc/self/fd/{folder}/agent.sock")
+            self.socket.connect(f"/proc/self/fd/{folder_fd}/agent.sock")
         finally:
-            os.close(folder)
+            os.close(folder_fd)
 
-    def ask(self, request: AgentRequest, payload: bytes, descriptors: Sequence[int] = ()) -> bytes:
-        """Send a request; the payload of its reply."""
+    def request(self, request: AgentRequest, payload: bytes, descriptors: Sequence[int] = ()) -> bytes:
+        """Send a request, and return the payload of the reply. Raise :class:`Refusal` if the reply has an errno."""
         self._sequence += 1
-        message = AgentMessage(request, self._sequence, payload, descriptors=len(descriptors))
+        message = AgentMessage(request, self._sequence, payload, descriptor_count=len(descriptors))
         self.send(protocol.pack(message), descriptors)
-        reply = protocol.parse(self.receive(), descriptors=0, is_reply=True)
+        reply = protocol.parse(self.receive(), descriptor_count=0, is_reply=True)
         assert (reply.request, reply.sequence) == (request, self._sequence)
         if reply.status:
             raise Refusal(reply.status, reply.payload.decode())
         return reply.payload
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send anything."""
+        """Send any bytes as a message."""
         socket.send_fds(self.socket, [data], list(descriptors))
 
     def receive(self) -> bytes:
-        """The next message; empty when the agent closed the connection."""
+        """Return the next message, or no bytes if the agent has closed the connection."""
         return self.socket.recv(protocol.MESSAGE_BYTES_MAX)
 
     def hello(self) -> AgentHello:
-        """Say who this is."""
+        """Send HELLO, the first request of a connection, and return the reply."""
         payload = protocol.pack_hello(AgentHello(0, os.getpid(), "raw"))
-        return protocol.parse_hello(self.ask(AgentRequest.HELLO, payload))
+        return protocol.parse_hello(self.request(AgentRequest.HELLO, payload))
 
     def publish(self, name: str, target: str, handle: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-        """PublishRequest anything."""
-        self.ask(AgentRequest.PUBLISH, protocol.pack_publish(PublishRequest(name, target, handle)), descriptors)
+        """Publish a link with any name and target."""
+        self.request(AgentRequest.PUBLISH, protocol.pack_publish(PublishRequest(name, target, handle)), descriptors)
 
     def publish_iov(self, iov: RawIov, suffix: str = "") -> None:
-        """PublishRequest memory."""
+        """Publish an iov."""
         self.publish(iov.name(suffix), str(iov.path))
 
     def publish_ring(self, ring: RawRing) -> None:
-        """PublishRequest a ring, and have it ready."""
+        """Publish a ring, and open its submit semaphore."""
         self.publish(ring.link, str(ring.path))
         ring.attach(self.mount)
 
     def unpublish(self, name: str) -> None:
-        """Take it back."""
-        self.ask(AgentRequest.UNPUBLISH, protocol.pack_name(name))
+        """Remove the link `name` that :meth:`publish` created."""
+        self.request(AgentRequest.UNPUBLISH, protocol.pack_name(name))
 
     def register_file(self, descriptor: int) -> int:
-        """Register a file; its inode."""
-        payload = self.ask(AgentRequest.REGISTER_FILE, protocol.pack_number(0), [descriptor])
+        """Register a file, and return its inode number."""
+        payload = self.request(AgentRequest.REGISTER_FILE, protocol.pack_number(0), [descriptor])
         return protocol.parse_number(payload)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.socket.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Facts and records as small as the types allow, for cases about what is made of them."""
+"""Small synthetic machine facts, records and runs, for cases about reports and verdicts."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ NIC = RdmaDevice(
 )
 
 
-_CONTROL, _GPU = DeviceNode("/dev/nvidiactl", 195, 255), DeviceNode("/dev/nvidia0", 195, 0)
-_UVERBS = DeviceNode("/dev/infiniband/uverbs0", 231, 192)
-# The evidence of a kernel with one GPU and one NIC.
+_CONTROL_NODE, _GPU_NODE = DeviceNode("/dev/nvidiactl", 195, 255), DeviceNode("/dev/nvidia0", 195, 0)
+_UVERBS_NODE = DeviceNode("/dev/infiniband/uverbs0", 231, 192)
+# The kernel evidence of a machine with one GPU and one NIC.
 EVIDENCE = KernelEvidence(
     nvidia_version=DRIVER,
-    nvidia_control=_CONTROL,
-    gpus=(GpuEvidence(pci_address="0000:1b:00.0", pci_driver="nvidia", node=_GPU, missing=()),),
+    nvidia_control=_CONTROL_NODE,
+    gpus=(GpuEvidence(pci_address="0000:1b:00.0", pci_driver="nvidia", node=_GPU_NODE, missing=()),),
     rdma=(
         RdmaEvidence(
             name=NIC.name,
             node_guid="b83f:d203:00a1:7c52",
             driver="mlx5",
-            node=_UVERBS,
+            node=_UVERBS_NODE,
             pci_address=NIC.pci_address,
             pci_driver="mlx5_core",
             missing=(),
@@ -62,17 +62,18 @@ EVIDENCE = KernelEvidence(
 
 
 def library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | None = None) -> LoadedLibrary:
-    """A loaded library of this name."""
+    """Return a loaded library with this SONAME."""
     path = f"/usr/lib/{soname}"
     return LoadedLibrary(path=path, soname=None if error else soname, build_id="ab12", notes=notes, error=error)
 
 
+# The verbs twin as a loaded library.
 TWIN = library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
 
 
 def route(way: str, *, possible: bool = True) -> RouteFacts:
-    """A way of registration for GPU 0 and mlx5_0."""
-    refusal = ApiFailure(
+    """Return the facts of registration route `way` (dmabuf, peer_memory) between GPU 0 and mlx5_0."""
+    failure = ApiFailure(
         api="verbs",
         operation="ibv_reg_mr",
         status=14,
@@ -82,7 +83,7 @@ def route(way: str, *, possible: bool = True) -> RouteFacts:
         message="ibv_reg_mr failed: Bad address (EFAULT)",
         what_to_do="load a module",
     )
-    return RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=possible, failure=None if possible else refusal)
+    return RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=possible, failure=None if possible else failure)
 
 
 def facts_of(
@@ -92,7 +93,7 @@ def facts_of(
     routes: Sequence[RouteFacts] = (),
     failure: ApiFailure | None = None,
 ) -> Facts:
-    """Facts of a machine with this and nothing else."""
+    """Return the facts of a machine that has only these components."""
     return Facts(
         schema_version=1,
         machine="x86_64",
@@ -118,13 +119,16 @@ def facts_of(
 def facts_of_hardware(
     *, evidence: KernelEvidence | None = EVIDENCE, cuda_open: bool = True, verbs_open: bool = True
 ) -> Facts:
-    """Facts of a machine with one GPU and one NIC, and which of them were open when the APIs answered."""
+    """Return the facts of a machine with one GPU and one NIC.
+
+    `cuda_open` and `verbs_open` are true if the process had the device nodes of CUDA and verbs open.
+    """
     gpu = CudaDeviceFacts(index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id="0000:1B:00.0", attributes={})
     nic = NicFacts(name=NIC.name, driver="mlx5", node_guid="", active_ports=(1,), dmabuf=True, failure=None)
     return dataclasses.replace(
         facts_of(rdma=[NIC], driver=DRIVER),
-        cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL, _GPU) if cuda_open else ()),
-        verbs=VerbsFacts((nic,), (), nodes=(_UVERBS,) if verbs_open else ()),
+        cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL_NODE, _GPU_NODE) if cuda_open else ()),
+        verbs=VerbsFacts((nic,), (), nodes=(_UVERBS_NODE,) if verbs_open else ()),
         evidence=evidence,
     )
 
@@ -143,7 +147,7 @@ def record_of(
     files: tuple[ClaimedFile, ...] = (),
     uses: tuple[str, ...] = (),
 ) -> Record:
-    """A record of a case with this and nothing else."""
+    """Return a record with these fields, and with defaults for all other fields."""
     return Record(
         schema_version=1,
         case=case,
@@ -169,7 +173,7 @@ def record_of(
 
 
 def run_of(*, exit_code: int = 0, verdict: str = "The code passed", substrate: dict[str, str] | None = None) -> Run:
-    """A run with this outcome."""
+    """Return a run with this exit code, verdict and substrate."""
     return Run(
         schema_version=1,
         started="2026-11-20T12:00:00Z",

@@ -1,4 +1,4 @@
-"""Sharing with a peer: handle messages to it and from it through a socket, as two programs would do it."""
+"""Handle messages: exchange them with a peer process through a socket, and create valid and damaged handles."""
 
 from __future__ import annotations
 
@@ -24,48 +24,58 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer_handles import PeerNic
     from gdrkit.harness.peer_memory import PeerDevice
 
-__all__ = ["flipped", "from_peer", "memory_in_peer", "open_descriptors", "refusal", "region_in_peer", "sample"]
+__all__ = [
+    "import_in_peer",
+    "message_from_peer",
+    "open_descriptors",
+    "raised_error",
+    "register_dmabuf_in_peer",
+    "valid_handle",
+    "with_flipped_bit",
+]
 
-TIMEOUT_MS = 10_000.0
+_TIMEOUT_MS = 10_000.0
 
 
-def from_peer(
+def message_from_peer(
     memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None
 ) -> HandleMessage:
-    """What a peer exports, as it arrives here; the caller closes it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    """Let a peer process export its memory, and return its handle message, which the caller closes."""
+    local_socket, peer_socket = socket.socketpair()
+    with local_socket, peer_socket:
         memory.peer.request(
             "share.export",
             memory=memory.number,
             kind=int(kind),
             offset_bytes=offset_bytes,
             length_bytes=length_bytes,
-            descriptors=[theirs.fileno()],
+            descriptors=[peer_socket.fileno()],
         )
-        return receive(ours, timeout_ms=TIMEOUT_MS)
+        return receive(local_socket, timeout_ms=_TIMEOUT_MS)
 
 
-def memory_in_peer(device: PeerDevice, message: HandleMessage) -> PeerMemory:
-    """What a peer has of memory that is shared with it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        message.send(ours)
-        made = device.peer.request("share.import_memory", device=device.number, descriptors=[theirs.fileno()])
-    return PeerMemory(device.peer, made)
+def import_in_peer(device: PeerDevice, message: HandleMessage) -> PeerMemory:
+    """Send a handle message to a peer process, and return the memory that the peer imports from the message."""
+    local_socket, peer_socket = socket.socketpair()
+    with local_socket, peer_socket:
+        message.send(local_socket)
+        memory_number = device.peer.request(
+            "share.import_memory", device=device.number, descriptors=[peer_socket.fileno()]
+        )
+    return PeerMemory(device.peer, memory_number)
 
 
-def region_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
-    """Have a peer register a dma-buf that is sent to it."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        message.send(ours)
-        made = nic.peer.request("share.register_dmabuf", nic=nic.number, descriptors=[theirs.fileno()])
-    return PeerRegion(nic.peer, made)
+def register_dmabuf_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
+    """Send a message with a dma-buf to a peer process, and return the region that the peer registers."""
+    local_socket, peer_socket = socket.socketpair()
+    with local_socket, peer_socket:
+        message.send(local_socket)
+        region_number = nic.peer.request("share.register_dmabuf", nic=nic.number, descriptors=[peer_socket.fileno()])
+    return PeerRegion(nic.peer, region_number)
 
 
-def refusal(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
-    """What the call raises; nothing that it opened may stay open."""
+def raised_error(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
+    """Require that the call raises an error and leaves no handle and no descriptor open. Return the error."""
     before = handles.live(), open_descriptors()
     with pytest.raises(GdrkitError) as raised:
         call(*arguments, **options)
@@ -73,9 +83,9 @@ def refusal(call: Callable[..., object], *arguments: object, **options: object) 
     return raised.value
 
 
-def sample(**changes: object) -> ShareHandle:
-    """A handle that is right in itself."""
-    right = ShareHandle(
+def valid_handle(**changes: object) -> ShareHandle:
+    """Return a handle with valid fields, except for the changes."""
+    valid = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=MIB,
         offset_bytes=4096,
@@ -84,16 +94,19 @@ def sample(**changes: object) -> ShareHandle:
         owner=this_process(),
         ipc=bytes(range(64)),
     )
-    return replace(right, **changes)  # type: ignore[arg-type]
+    return replace(valid, **changes)  # type: ignore[arg-type]
 
 
-def flipped(data: bytes, bit: int) -> bytes:
-    """The same bytes with one bit turned."""
+def with_flipped_bit(data: bytes, bit: int) -> bytes:
+    """Return the data with one bit with_flipped_bit."""
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << (bit % 8)
     return bytes(changed)
 
 
 def open_descriptors() -> frozenset[str]:
-    """The descriptors that this process has open, without the one that looks."""
+    """Return the numbers of the open descriptors of this process.
+
+    The descriptor that this function opens for the query is not among them, because it is closed again.
+    """
     return frozenset(path.name for path in Path("/proc/self/fd").iterdir() if path.exists())

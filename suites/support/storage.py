@@ -1,4 +1,4 @@
-"""A storage server as a child process, and memory for its clients."""
+"""A storage server (``gdrkit serve``) as a child process, and registered memory for its clients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.memory_kinds import DMABUF
 from support.processes import is_stopped, wait_until
-from support.reach import DMABUF
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.storage.client import StorageClient
@@ -41,7 +41,21 @@ _END_TIMEOUT_S = 20.0
 
 @dataclass
 class Service:
-    """A running server. `root` is the folder of its store."""
+    """A running storage server.
+
+    Attributes
+    ----------
+    root : Path
+        Folder of the store.
+    process : subprocess.Popen
+        The process of the server.
+    address : str
+        Address to which clients connect.
+    log : Path
+        File with what the server writes to standard error.
+    clients : list of StorageClient
+        Clients of the case.
+    """
 
     root: Path
     process: subprocess.Popen[bytes]
@@ -50,7 +64,10 @@ class Service:
     clients: list[StorageClient] = field(default_factory=list)
 
     def connect(self, *nics: Nic, token: str | None = None, timeout_ms: float = 30_000) -> StorageClient:
-        """Return a client that uses these NICs (none: all), with the token of the store unless `token` is given."""
+        """Return a connected client.
+
+        It uses these NICs, or all NICs if none is given. Its token is `token`, or that of the store by default.
+        """
         token = self.token() if token is None else token
         return StorageClient(self.address, token=token, nics=nics or None, timeout_ms=timeout_ms)
 
@@ -59,20 +76,20 @@ class Service:
         return read_token(self.root)
 
     def log_text(self) -> str:
-        """Return what the server wrote to standard error."""
+        """Return the text that the server wrote to standard error."""
         return self.log.read_text()
 
     def descriptors(self) -> list[str]:
-        """Return the targets of the open descriptors of the server."""
+        """Return the paths of the files that the server has open."""
         targets = []
-        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
+        for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                targets.append(str(each.readlink()))
+                targets.append(str(link.readlink()))
         return sorted(targets)
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the server by SIGSTOP until the block ends."""
+        """Stop the server with SIGSTOP until the block ends."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             wait_until(lambda: is_stopped(self.process.pid), "the server stops")
@@ -81,7 +98,7 @@ class Service:
             self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill the server by SIGKILL and wait until its process has ended."""
+        """Kill the server with SIGKILL, and wait until its process has ended."""
         self.process.kill()
         self.process.wait(_END_TIMEOUT_S)
 
@@ -94,7 +111,7 @@ class Memory:
 
     @contextlib.contextmanager
     def registered_copy(self, client: StorageClient, data: bytes) -> Iterator[IOBuffer]:
-        """Yield registered memory with a copy of these bytes."""
+        """Yield memory that is registered with the client and holds a copy of `data`."""
         if self.device is None:
             with client.register(bytearray(data)) as buffer:
                 yield buffer
@@ -106,13 +123,13 @@ class Memory:
 
     @staticmethod
     def bytes_of(buffer: IOBuffer) -> bytes:
-        """Return the bytes of a buffer, which the device copies if they are in device memory."""
+        """Return the bytes of a buffer. The CUDA driver copies the bytes of device memory."""
         return buffer.copy_out()
 
 
 @contextlib.contextmanager
 def storage_server(root: Path, log: Path, *options: str) -> Iterator[Service]:
-    """Run a server of the store `root` until the block ends. SIGTERM must then end it with exit code 0."""
+    """Run a server of the store `root` until the block ends. Then require that it exits with code 0 on SIGTERM."""
     root.mkdir(exist_ok=True)
     with log.open("ab") as stderr:
         process = subprocess.Popen(
@@ -124,6 +141,7 @@ def storage_server(root: Path, log: Path, *options: str) -> Iterator[Service]:
     try:
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], _START_TIMEOUT_S)
+        # The line has the form "gdrkit serve: ... at ADDRESS by ...".
         line = process.stdout.readline().decode() if readable else ""
         assert line.startswith("gdrkit serve:"), (line, log.read_text())
         address = line.partition(" at ")[2].partition(" by ")[0]

@@ -1,7 +1,7 @@
-"""Observation of the system calls of one thread, with the errors that a case asks for (seccomp_unotify(2)).
+"""Error injection: observe the system calls of one thread, and let some of them fail (seccomp_unotify(2)).
 
-The kernel stops the thread at each of the named calls and asks this process what to do. The thread runs the real
-product on a real file system; nothing of the product is replaced.
+At each system call with a given name, the kernel stops the thread and notifies this process. This process either lets
+the call run or returns an error in its place. The thread runs the unchanged product on a real file system.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SystemCall", "run_observed"]
 
-_NUMBERS = {
+# System call numbers by machine and name.
+_CALL_NUMBERS = {
     "x86_64": {
         "lseek": 8,
         "pread64": 17,
         "fcntl": 72,
         "flock": 73,
         "fsync": 74,
+        "fdatasync": 75,
         "ftruncate": 77,
         "fchmod": 91,
         "fchown": 93,
@@ -62,6 +64,7 @@ _NUMBERS = {
         "pread64": 67,
         "preadv": 69,
         "fsync": 82,
+        "fdatasync": 83,
         "fadvise64": 223,
         "renameat2": 276,
         "seccomp": 277,
@@ -69,25 +72,28 @@ _NUMBERS = {
     },
 }
 _LIBC = ctypes.CDLL(None, use_errno=True)
+# Constants of linux/prctl.h, linux/seccomp.h and linux/filter.h: a prctl option, an operation of seccomp(2) and its
+# flag, instructions of a BPF program, return values of a filter, ioctls of the listener, and a flag of a reply.
 _SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _LOAD_NUMBER, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+# struct seccomp_notif and struct seccomp_notif_resp.
 _NOTIFICATION = struct.Struct("=QIIiIQ6Q")
 _REPLY = struct.Struct("=QqiI")
 
 
 @dataclass(frozen=True, slots=True)
 class SystemCall:
-    """One call, before the kernel executes it.
+    """A system call that the thread made and that the kernel has not yet executed.
 
     Attributes
     ----------
     name : str
         Name of the system call.
     path : str
-        Path of the file whose descriptor is the first argument.
+        Path of the file whose descriptor is the first argument; empty if the first argument is not a descriptor.
     arguments : tuple of int
         All six arguments as signed numbers.
     """
@@ -98,28 +104,33 @@ class SystemCall:
 
 
 class _Instruction(ctypes.Structure):
+    """struct sock_filter."""
+
     _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
 
 
 class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
     _fields_ = (("len", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction)))
 
 
 def run_observed(action: Callable[[], object], *names: str, reply: Callable[[SystemCall], int | None]) -> None:
     """Run `action` in a thread, and call `reply` before each system call of these names that the thread makes.
 
-    If `reply` returns None, the kernel executes the call. If it returns a number, the call is not executed and has this
-    result: minus an errno, or the value of a call that succeeds. Calls of other threads are not observed. But a thread
-    that `action` starts has the filter, too, so threads that live longer must exist before. An exception of `action` is
-    raised here.
+    If `reply` returns None, the kernel executes the call. If `reply` returns a number, the call is not executed and
+    returns this number: a negative errno, or the result of a successful call.
+
+    Calls of other threads are not observed. But a thread that `action` starts inherits the filter. So a thread that
+    outlives `action` must be started before this function is called. An exception of `action` is raised here.
     """
-    numbers = _NUMBERS[platform.machine()]
+    numbers = _CALL_NUMBERS[platform.machine()]
     listeners: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def run() -> None:
+    def install_and_act() -> None:
         listener = -1
         try:
-            listener = _install([numbers[name] for name in names], numbers["seccomp"])
+            listener = _install_filter([numbers[name] for name in names], numbers["seccomp"])
         finally:
             listeners.put(listener)
         action()
@@ -127,34 +138,35 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
     ended = os.eventfd(0)
     try:
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(run)
+            future = pool.submit(install_and_act)
             future.add_done_callback(lambda _: os.eventfd_write(ended, 1))
             listener = listeners.get()
             if listener >= 0:
                 try:
                     _serve(listener, ended, {numbers[name]: name for name in names}, reply)
                 finally:
-                    os.close(listener)  # A call that still waits then fails with ENOSYS.
+                    os.close(listener)  # A call that still waits for a reply then fails with ENOSYS.
             future.result()
     finally:
         os.close(ended)
 
 
-def _install(numbers: list[int], seccomp: int) -> int:
-    """Have the kernel report these calls of this thread, and return the descriptor that reports them."""
-    jumps = [_Instruction(_JUMP_IF_EQUAL, len(numbers) - index, 0, each) for index, each in enumerate(numbers)]
-    ends = [_Instruction(_RETURN, 0, 0, _ALLOW), _Instruction(_RETURN, 0, 0, _NOTIFY)]
-    program = [_Instruction(_LOAD_NUMBER, 0, 0, 0), *jumps, *ends]
+def _install_filter(numbers: list[int], seccomp: int) -> int:
+    """Install a filter for these calls in this thread, and return the descriptor for its notifications."""
+    # A matching number jumps to the last instruction, which notifies. The instruction before the last allows the call.
+    jumps = [_Instruction(_JUMP_IF_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)]
+    returns = [_Instruction(_RETURN, 0, 0, _ALLOW), _Instruction(_RETURN, 0, 0, _NOTIFY)]
+    program = [_Instruction(_LOAD_NUMBER, 0, 0, 0), *jumps, *returns]
     filters = (_Instruction * len(program))(*program)
     _LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     listener = _LIBC.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(_Program(len(program), filters)))
     if listener < 0:
-        raise OSError(ctypes.get_errno(), "seccomp")
+        raise OSError(ctypes.get_errno(), "seccomp(SECCOMP_SET_MODE_FILTER) failed")
     return int(listener)
 
 
 def _serve(listener: int, ended: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]) -> None:
-    """Answer until the action has ended."""
+    """Reply to the notifications until the event descriptor `ended` is readable."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(ended, select.POLLIN)
@@ -163,15 +175,15 @@ def _serve(listener: int, ended: int, names: dict[int, str], reply: Callable[[Sy
         try:
             fcntl.ioctl(listener, _RECEIVE, data)
         except OSError as error:
-            if error.errno != errno.ENOENT:  # A signal interrupted the call; the thread makes it again.
+            if error.errno != errno.ENOENT:  # A signal interrupted the system call, and the thread makes it again.
                 raise
             continue
-        number, _, _, call, _, _, *arguments = _NOTIFICATION.unpack(data)
-        signed = tuple(each - (1 << 64) if each >> 63 else each for each in arguments)
+        notification_id, _, _, call, _, _, *arguments = _NOTIFICATION.unpack(data)
+        signed = tuple(value - (1 << 64) if value >> 63 else value for value in arguments)
         result = reply(SystemCall(names[call], _path_of(signed[0]), signed))
         flags = _CONTINUE if result is None else 0
         value, error_number = (result or 0, 0) if (result or 0) >= 0 else (0, result)
-        fcntl.ioctl(listener, _SEND, _REPLY.pack(number, value, error_number, flags))
+        fcntl.ioctl(listener, _SEND, _REPLY.pack(notification_id, value, error_number, flags))
 
 
 def _path_of(descriptor: int) -> str:

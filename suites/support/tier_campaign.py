@@ -1,6 +1,9 @@
-"""Campaign that kills a process while it migrates a file between tiers.
+"""Kill campaign for the migration of files between storage tiers.
 
-After each kill, it checks that every file is in exactly one tier, has all its bytes, and is in the catalogue.
+The campaign kills a process while it migrates a file. After each kill, the campaign checks that every file is in
+exactly one tier, has all its bytes, and is in the catalogue.
+
+``python -m support.tier_campaign`` is the program of :class:`Mover`, the process that migrates files.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 from support.kill_campaign import KillCampaign
 from support.processes import LineChild
-from support.tier_world import NAMES, check_tiers, create_file
+from support.tier_world import TIER_NAMES, check_tiers, create_file
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError, Reason
@@ -26,25 +29,27 @@ from gdrkit.units import KIB, MIB
 
 __all__ = ["ANYWHERE", "PHASES", "Mover", "TierCampaign"]
 
-# The campaign kills the process from outside, after a random number of phases.
+# Not a phase: the campaign kills the process from outside, after a random number of phases.
 ANYWHERE = "anywhere"
 PHASES = (*(phase.value for phase in Phase), ANYWHERE)
 # A large file goes through these phases several times.
 _REPEATED = frozenset({Phase.COPY.value, Phase.VERIFY.value})
 _LARGE_BYTES = 9 * MIB
+# Exit codes of a migration.
 _BUSY, _FAILED = 1, 2
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class Mover(LineChild):
-    """A process that migrates files, each in a forked child.
+    """A process that migrates files. It forks a child process for each migration.
 
-    The fork saves the imports for each of hundreds of migrations.
+    A campaign makes hundreds of migrations. With the fork, Python imports the modules only once for all of them.
     """
 
     def __init__(self) -> None:
         super().__init__("support.tier_campaign")
-        self._migration = 0
+        # Process id of the running migration, or 0.
+        self._migration_id = 0
 
     def start(
         self,
@@ -54,10 +59,10 @@ class Mover(LineChild):
         *,
         phase: str | None = None,
         count: int = 1,
-        how: str = "kill",
+        signal_name: str = "kill",
         prints_phases: bool = False,
     ) -> int:
-        """Start a migration and return the id of its process.
+        """Start a migration, and return the id of its process.
 
         Parameters
         ----------
@@ -68,54 +73,54 @@ class Mover(LineChild):
         to : str
             Name of the new tier.
         phase : str, optional
-            Phase in which the process sends a signal to itself.
+            Phase in which the process sends a signal to itself; None for no signal.
         count : int
-            Number of the occurrence of the phase at which it does so.
-        how : str
+            The process sends the signal when the phase begins for the `count`-th time.
+        signal_name : str
             The signal: ``kill`` for SIGKILL, ``stop`` for SIGSTOP.
         prints_phases : bool
-            Whether the process prints a line at the begin of each phase.
+            Whether the process prints a line when a phase begins.
         """
         tiers = [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers]
         task: dict[str, object] = {"tiers": tiers, "catalogue": str(configuration.catalogue), "name": name, "to": to}
-        task |= {"phase": phase, "count": count, "how": how, "prints_phases": prints_phases}
+        task |= {"phase": phase, "count": count, "signal_name": signal_name, "prints_phases": prints_phases}
         self.write_line(json.dumps(task))
-        self._migration = int(self.read_line().removeprefix("pid "))
-        return self._migration
+        self._migration_id = int(self.read_line().removeprefix("pid "))
+        return self._migration_id
 
-    def migration_code(self) -> int:
-        """Wait for the end of the migration and return its exit code, or the negative number of its signal.
+    def wait_for_exit_code(self) -> int:
+        """Wait for the end of the migration, and return its exit code, or the negative number of its signal.
 
-        The code is 1 if the file was busy.
+        The exit code is 1 if the file was busy.
         """
         while not (line := self.read_line()).startswith("ended "):
             pass
-        self._migration = 0
+        self._migration_id = 0
         return int(line.removeprefix("ended "))
 
     def __exit__(self, *_: object) -> None:
-        if self._migration:
-            # A case failed while the migration was stopped.
-            os.kill(self._migration, signal.SIGKILL)
+        if self._migration_id:
+            # The case failed while the migration was stopped.
+            os.kill(self._migration_id, signal.SIGKILL)
         self.end()
 
 
 class TierCampaign(KillCampaign[str]):
-    """Files in tiers, and kills of processes that migrate them.
+    """A kill campaign with five files in three tiers.
 
     Parameters
     ----------
     configuration : Configuration
-        Empty tiers with the names :data:`NAMES`.
+        Empty tiers with the names :data:`TIER_NAMES`.
     mover : Mover
-        The process whose migrations are killed.
+        The process that starts the migrations.
     seed : int
         Seed of all random decisions.
 
     Attributes
     ----------
     killed_in_time : int
-        Number of kills from outside that ended a migration before its own end.
+        Number of kills from outside that reached a migration before it completed.
     """
 
     def __init__(self, configuration: Configuration, mover: Mover, *, seed: int) -> None:
@@ -126,22 +131,22 @@ class TierCampaign(KillCampaign[str]):
         self._files: dict[str, bytes] = {}
         sizes = {"empty": 0, "small": 17, "folder/page": 4 * KIB, "folder/odd": 100_003, "large": _LARGE_BYTES}
         with TierManager(configuration) as manager:
-            for number, (name, size) in enumerate(sizes.items()):
-                tier = self._chance.choice(NAMES)
-                self._files[name] = create_file(manager, name, size, seed=seed + number, tier=tier)
+            for index, (name, size) in enumerate(sizes.items()):
+                tier = self._rng.choice(TIER_NAMES)
+                self._files[name] = create_file(manager, name, size, seed=seed + index, tier=tier)
 
     def kill(self, phase: str) -> None:
-        """Kill a migration in this phase, restart, and check all files."""
-        name = "large" if phase in {*_REPEATED, ANYWHERE} else self._chance.choice(sorted(self._files))
+        """Kill a migration in this phase, open the tiers again, and check all files."""
+        name = "large" if phase in {*_REPEATED, ANYWHERE} else self._rng.choice(sorted(self._files))
         with TierManager(self.configuration) as manager:
             source = manager.find(name).tier
-        target = self._chance.choice([tier for tier in NAMES if tier != source])
+        target = self._rng.choice([tier for tier in TIER_NAMES if tier != source])
         try:
             if phase == ANYWHERE:
                 self._kill_from_outside(name, target)
             else:
                 self._kill_in_phase(name, target, phase)
-            if self._chance.random() < 0.25:
+            if self._rng.random() < 0.25:
                 shutil.rmtree(self.configuration.catalogue)
             check_tiers(self.configuration, self._files)
             self._change_a_file()
@@ -150,34 +155,34 @@ class TierCampaign(KillCampaign[str]):
             raise
 
     def _kill_in_phase(self, name: str, target: str, phase: str) -> None:
-        count = self._chance.randint(1, 3) if phase in _REPEATED else 1
+        count = self._rng.randint(1, 3) if phase in _REPEATED else 1
         self._mover.start(self.configuration, name, target, phase=phase, count=count)
-        assert self._mover.migration_code() == -signal.SIGKILL, f"the migration was not killed in {phase}"
+        assert self._mover.wait_for_exit_code() == -signal.SIGKILL, f"the migration was not killed in {phase}"
 
     def _kill_from_outside(self, name: str, target: str) -> None:
-        """Kill the migration after a random number of phases. It may be in any later phase by then."""
+        """Kill the migration after it reported a random number of phases. It may be in a later phase by then."""
         process_id = self._mover.start(self.configuration, name, target, prints_phases=True)
-        for _ in range(self._chance.randint(1, len(PHASES))):
+        for _ in range(self._rng.randint(1, len(PHASES))):
             assert not self._mover.read_line().startswith("ended")
         # On a busy machine, the migration may already have ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
-        self.killed_in_time += self._mover.migration_code() == -signal.SIGKILL
+        self.killed_in_time += self._mover.wait_for_exit_code() == -signal.SIGKILL
 
     def _change_a_file(self) -> None:
-        """Write to a random file, so that a later check would detect an old copy of it."""
-        name = self._chance.choice(sorted(set(self._files) - {"empty"}))
+        """Write to a random file, so that a later check would detect if the file is replaced by an old copy."""
+        name = self._rng.choice(sorted(set(self._files) - {"empty"}))
         data = bytearray(self._files[name])
-        begin = self._chance.randrange(len(data))
-        part = pattern.payload(min(64 * KIB, len(data) - begin), seed=self._chance.randrange(1 << 32))
+        begin = self._rng.randrange(len(data))
+        new_data = pattern.payload(min(64 * KIB, len(data) - begin), seed=self._rng.randrange(1 << 32))
         with TierManager(self.configuration) as manager, manager.open(name, "r+") as file:
-            os.pwrite(file.fileno(), part, begin)
-        data[begin : begin + len(part)] = part
+            os.pwrite(file.fileno(), new_data, begin)
+        data[begin : begin + len(new_data)] = new_data
         self._files[name] = bytes(data)
 
 
 def _migrate(task: dict[str, Any]) -> None:
-    """Execute one task of :meth:`Mover.start`, in the child."""
+    """Execute a task of :meth:`Mover.start`, in the forked child."""
     tiers = tuple(Tier(name, Path(directory), accesses_min) for name, directory, accesses_min in task["tiers"])
     count = 0
 
@@ -188,7 +193,7 @@ def _migrate(task: dict[str, Any]) -> None:
         if phase.value == task["phase"]:
             count += 1
             if count == task["count"]:
-                os.kill(os.getpid(), _SIGNALS[task["how"]])
+                os.kill(os.getpid(), _SIGNALS[task["signal_name"]])
 
     with TierManager(Configuration(tiers=tiers, catalogue=Path(task["catalogue"]), timeout_ms=20_000)) as manager:
         manager.move(task["name"], task["to"], observe=observe)
@@ -197,7 +202,7 @@ def _migrate(task: dict[str, Any]) -> None:
 def main() -> None:
     """Execute a migration for each line of standard input.
 
-    A line ``pid N`` reports the process of the migration, and ``ended CODE`` its end.
+    The line ``pid N`` reports the process id of the migration, and the line ``ended CODE`` its end.
     """
     for line in sys.stdin:
         child = os.fork()

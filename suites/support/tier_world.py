@@ -1,4 +1,4 @@
-"""Tiers for cases: their configuration, files with known bytes, and the checks that must hold after any restart."""
+"""Storage tiers for cases: a configuration, files with known bytes, and the checks that must hold after any restart."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import TierFinding
 
-__all__ = ["NAMES", "check_tiers", "configuration_of", "contents", "create_file", "unrepaired"]
+__all__ = ["TIER_NAMES", "check_tiers", "configuration_of", "contents", "create_file", "unrepaired"]
 
-NAMES = ("nvme", "ssd", "hdd")
+# Names of the tiers, from the fastest to the slowest.
+TIER_NAMES = ("nvme", "ssd", "hdd")
+# Heat that a file needs for each tier, in accesses.
 _ACCESSES_MIN = {"nvme": 100, "ssd": 10, "hdd": 0}
 
 
 def configuration_of(root: Path, **changes: object) -> Configuration:
-    """Return a configuration of three tiers in folders of `root`, which are created, and of a catalogue there."""
-    for name in NAMES:
+    """Create the folders of three tiers in `root`, and return their configuration, with the catalogue in `root` too."""
+    for name in TIER_NAMES:
         (root / name).mkdir(exist_ok=True)
-    tiers = tuple(Tier(name, root / name, _ACCESSES_MIN[name]) for name in NAMES)
+    tiers = tuple(Tier(name, root / name, _ACCESSES_MIN[name]) for name in TIER_NAMES)
     configuration = Configuration(tiers=tiers, catalogue=root / "catalogue", timeout_ms=20_000)
-    return replace(configuration, **changes)  # type: ignore[arg-type] # fields of it.
+    return replace(configuration, **changes)  # type: ignore[arg-type] # `changes` are fields of Configuration.
 
 
 def create_file(manager: TierManager, name: str, length_bytes: int, *, seed: int, tier: str | None = None) -> bytes:
-    """Create a file with the pattern of the seed, move it to `tier` if one is given, and return its bytes."""
+    """Create a file with the pattern of the seed, move it to `tier` unless that is None, and return its bytes."""
     data = pattern.payload(length_bytes, seed=seed)
     with manager.open(name, "a+") as file:
         assert os.pwrite(file.fileno(), data, 0) == length_bytes
@@ -51,12 +53,14 @@ def contents(manager: TierManager, name: str) -> bytes:
 
 
 def unrepaired(findings: list[TierFinding]) -> list[TierFinding]:
-    """Return the findings of a check that are errors and were not repaired."""
-    return [each for each in findings if each.is_wrong]
+    """Return the findings of a check that are errors and that the check did not repair."""
+    return [finding for finding in findings if finding.is_wrong]
 
 
 def check_tiers(configuration: Configuration, files: Mapping[str, bytes]) -> None:
-    """Require after a restart that each file is in one tier with all its bytes and in the catalogue, and no other file.
+    """Require that each file is in exactly one tier, with all its bytes, and in the catalogue.
+
+    The tiers must contain no other file. Call this after a restart.
 
     Parameters
     ----------
@@ -68,16 +72,18 @@ def check_tiers(configuration: Configuration, files: Mapping[str, bytes]) -> Non
     with TierManager(configuration) as manager:
         findings = manager.check()
         assert not unrepaired(findings), findings
-        assert not manager.catalogue.moves()
+        assert not manager.catalogue.reserved_move_ids()
         for name, data in files.items():
             tiers = [tier.name for tier in configuration.tiers if (tier.directory / name).exists()]
             assert len(tiers) == 1, f"{name} is in {tiers}"
             assert manager.find(name).tier == tiers[0]
             assert contents(manager, name) == data, f"{name} in {tiers[0]} has other bytes"
         for tier in configuration.tiers:
-            own = tier.directory / ".gdrkit-tiers"
-            left = [each for folder in ("incoming", "moves", "retired", "kept") for each in (own / folder).iterdir()]
-            assert not left, left
+            internal = tier.directory / ".gdrkit-tiers"
+            remains = [
+                path for name in ("incoming", "moves", "retired", "kept") for path in (internal / name).iterdir()
+            ]
+            assert not remains, remains
             names = {str(path.relative_to(tier.directory)) for path in tier.directory.rglob("*") if path.is_file()}
-            unexpected = {name for name in names if not name.startswith(own.name)} - set(files)
+            unexpected = {name for name in names if not name.startswith(internal.name)} - set(files)
             assert not unexpected, unexpected

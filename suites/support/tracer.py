@@ -1,4 +1,8 @@
-"""A tracer that keeps a process from ending: its parent cannot wait for it after SIGKILL, as if it were in state D."""
+"""A tracer (ptrace(2)) that keeps a killed process from ending, for cases about child processes that cannot be killed.
+
+The parent of a traced process cannot wait for it, even after SIGKILL. So the process behaves like a process in
+uninterruptible sleep (state D).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["traced"]
 
-# 0x4206 is PTRACE_SEIZE, which does not stop the process. The tracer ends with its input, or after two minutes.
+# 0x4206 is PTRACE_SEIZE, which does not stop the process. The tracer ends at the end of its input or after two minutes.
 _TRACER = """
 import ctypes, os, signal, sys
 signal.alarm(120)
@@ -24,7 +28,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def traced(process_id: int) -> Iterator[None]:
-    """Keep a child of this process from ending before the end of the block."""
+    """Keep a child process of this process from ending before the end of the block."""
     command = [sys.executable, "-c", _TRACER, str(process_id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
         assert tracer.stdout is not None

@@ -1,7 +1,10 @@
-"""udev's database with and without an entry for a file system, for as long as a case needs it.
+"""Entries in udev's database for the duration of a block, for cases with cuFile.
 
-libcufile asks it what a file lies on. Where the machine has no entry, a case writes one and takes it away again; runs
-beside it on the same machine agree by a lock: who needs it shares, who needs it gone is alone.
+libcufile reads the type of a file system from udev's database, /run/udev/data. If the machine has no entry for a file
+system, a case creates the entry and later removes it.
+
+Several runs on one machine use a lock file. Cases that need an entry lock the file together (shared). Cases that need
+the absence of an entry lock the file alone (exclusive).
 """
 
 from __future__ import annotations
@@ -13,81 +16,83 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdrkit.harness.needs.cufile import OURS, entry_of
+from gdrkit.harness.needs.cufile import SUITES_UDEV_LINE, find_udev_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["absent", "present", "unchanged"]
+__all__ = ["entries_unchanged", "entry_absent", "entry_present"]
 
-_LOCK = Path(tempfile.gettempdir()) / "gdrkit-suites-udev.lock"
-_FOLDER = Path("/run/udev/data")
-_ENTRY = f"E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=ext4\n{OURS}\n"
+_LOCK_FILE = Path(tempfile.gettempdir()) / "gdrkit-suites-udev.lock"
+_UDEV_DATA = Path("/run/udev/data")
+# The line SUITES_UDEV_LINE marks an entry that the suites have created.
+_ENTRY_TEXT = f"E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=ext4\n{SUITES_UDEV_LINE}\n"
 
 
 @contextlib.contextmanager
-def present(folder: Path) -> Iterator[None]:
-    """An entry for the file system of `folder`: udev's own, or one that goes again with the last who needs it."""
-    if entry_of(folder):
+def entry_present(folder: Path) -> Iterator[None]:
+    """Provide an entry for the file system of `folder`. If there is no entry, create one and remove it at the end."""
+    if find_udev_entry(folder):
         yield
         return
-    with _lock() as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        entry = _path(folder)
+    with _open_lock() as lock_fd:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH)
+        entry = _entry_path(folder)
         entry.parent.mkdir(parents=True, exist_ok=True)
-        # Moved into place, since others read it meanwhile.
-        whole = entry.with_name(f"{entry.name}.{os.getpid()}")
-        whole.write_text(_ENTRY, encoding="utf-8")
-        whole.replace(entry)
+        # The rename is atomic, because other processes may read the entry at the same time.
+        new_entry = entry.with_name(f"{entry.name}.{os.getpid()}")
+        new_entry.write_text(_ENTRY_TEXT, encoding="utf-8")
+        new_entry.replace(entry)
         try:
             yield
         finally:
+            # If another process still uses the entry, this lock fails, and that process removes the entry later.
             with contextlib.suppress(BlockingIOError):
-                # Somebody else still needs it, and will take it away.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _take_away(entry)
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(entry)
 
 
 @contextlib.contextmanager
-def absent(folder: Path) -> Iterator[None]:
-    """No entry for the file system of `folder`."""
-    with _lock() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        entry = _path(folder)
+def entry_absent(folder: Path) -> Iterator[None]:
+    """Remove the entry for the file system of `folder`, and keep other cases from creating one."""
+    with _open_lock() as lock_fd:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        entry = _entry_path(folder)
         if entry.exists():
-            _take_away(entry)
+            _remove(entry)
         yield
 
 
 @contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """No case of any run writes an entry, or takes one away."""
-    with _lock() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def entries_unchanged() -> Iterator[None]:
+    """Keep the cases of other runs from creating or removing entries."""
+    with _open_lock() as lock_fd:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
-def _lock() -> Iterator[int]:
-    """The lock of all runs; whoever made it, everybody may open it to read."""
+def _open_lock() -> Iterator[int]:
+    """Yield a descriptor of the lock file, not yet locked. Every user may open the file for reading."""
     try:
-        descriptor = os.open(_LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        descriptor = os.open(_LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _path(folder: Path) -> Path:
+def _entry_path(folder: Path) -> Path:
+    """Return the path of the entry for the device of the file system that contains `folder`."""
     device = folder.stat().st_dev
-    return _FOLDER / f"b{os.major(device)}:{os.minor(device)}"
+    return _UDEV_DATA / f"b{os.major(device)}:{os.minor(device)}"
 
 
-def _take_away(entry: Path) -> None:
+def _remove(entry: Path) -> None:
     entry.unlink(missing_ok=True)
-    # The folders too, unless they are somebody's.
-    for made in (entry.parent, entry.parent.parent):
+    # The folders are removed if they are empty.
+    for folder in (entry.parent, entry.parent.parent):
         with contextlib.suppress(OSError):
-            made.rmdir()
+            folder.rmdir()

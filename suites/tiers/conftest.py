@@ -1,4 +1,4 @@
-"""Fixtures for the cases of tiers."""
+"""Fixtures for the cases of storage tiers: a configuration of three tiers in folders, and a manager of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def engines_end() -> Iterator[None]:
-    """Close the engines after each case, so that the harness sees whether they leave handles open."""
+def close_engines() -> Iterator[None]:
+    """Close the copy engines after each case, so that the harness can detect handles that they left open."""
     yield
     gds.close_engines()
     gds.close_driver()
@@ -37,5 +37,5 @@ def configuration(tmp_path: Path) -> Configuration:
 @pytest.fixture
 def manager(configuration: Configuration) -> Iterator[TierManager]:
     """Open a manager of three tiers in folders."""
-    with TierManager(configuration) as opened:
-        yield opened
+    with TierManager(configuration) as tier_manager:
+        yield tier_manager

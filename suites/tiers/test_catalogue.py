@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sqlite3
 from contextlib import closing, contextmanager
@@ -19,22 +21,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+DATABASE_PAGE_BYTES = 4096
 
-def database(configuration: Configuration) -> Path:
+
+def database_path(configuration: Configuration) -> Path:
     return max(configuration.catalogue.glob("catalogue-*.sqlite"))
 
 
-def kinds(findings: list[TierFinding]) -> list[FindingKind]:
-    return sorted((each.kind for each in findings), key=lambda kind: kind.value)
+def finding_kinds(findings: list[TierFinding]) -> list[FindingKind]:
+    return sorted((finding.kind for finding in findings), key=lambda kind: kind.value)
 
 
 @contextmanager
-def locked(configuration: Configuration) -> Iterator[None]:
-    """Keep the catalogue locked during the block, as a process that writes and does not end."""
-    with closing(sqlite3.connect(database(configuration), isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+def locked_catalogue(configuration: Configuration) -> Iterator[None]:
+    """Lock the catalogue during the block, like another process that is in a long write transaction."""
+    with closing(sqlite3.connect(database_path(configuration), isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
         yield
-        other.execute("ROLLBACK")
+        connection.execute("ROLLBACK")
 
 
 def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
@@ -48,9 +52,9 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
         assert manager.catalogue.was_rebuilt
         assert {tier: manager.find(f"folder/{tier}").tier for tier in files} == {tier: tier for tier in files}
         assert {tier: contents(manager, f"folder/{tier}") for tier in files} == files
-        # A pin was set by a user and is kept. The heat is lost, and no file moves for that reason.
+        # The pin is kept, because a user has set it. The heat is lost, but no file moves because of that.
         with manager.plan() as plan:
-            assert [(each.name, each.destination) for each in plan.moves()] == [("folder/ssd", "nvme")]
+            assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 
 
 def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configuration: Configuration) -> None:
@@ -66,7 +70,7 @@ def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configu
 def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuration, begin: int) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 1000, seed=1, tier="ssd")
-    with database(configuration).open("r+b") as file:
+    with database_path(configuration).open("r+b") as file:
         file.seek(begin)
         file.write(b"no database at all " * 10)
     with TierManager(configuration) as manager:
@@ -78,7 +82,7 @@ def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuratio
 def test_empty_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1, tier="ssd")
-    database(configuration).write_bytes(b"")
+    database_path(configuration).write_bytes(b"")
     with TierManager(configuration) as manager:
         assert manager.find("file").tier == "ssd"
 
@@ -88,7 +92,7 @@ def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) 
         create_file(manager, "file", 1000, seed=1)
         manager.pin("file", "hdd")
     # Catalogues of earlier versions did not have this table.
-    with closing(sqlite3.connect(database(configuration))) as connection:
+    with closing(sqlite3.connect(database_path(configuration))) as connection:
         connection.execute("DROP TABLE routes")
     with TierManager(configuration) as manager:
         assert manager.find("file").pinned == "hdd"
@@ -96,20 +100,22 @@ def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) 
 
 
 def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Configuration) -> None:
-    files = {f"file-{number}": bytes([number]) * 100 for number in range(200)}
+    files = {f"file-{index}": bytes([index]) * 100 for index in range(200)}
     for name, data in files.items():
         (configuration.tiers[1].directory / name).write_bytes(data)
     TierManager(configuration).close()
-    path = database(configuration)
-    pages = path.stat().st_size // 4096
+    path = database_path(configuration)
+    page_count = path.stat().st_size // DATABASE_PAGE_BYTES
     with path.open("r+b") as file:
-        # The first pages are read when the catalogue is opened. The rows of the files are in the pages after them.
-        file.seek(4096 * 7)
-        file.write(b"\xa5" * 4096 * (pages - 7))
+        # The first seven pages are read when the catalogue is opened. The later pages contain the rows of the files.
+        file.seek(DATABASE_PAGE_BYTES * 7)
+        file.write(b"\xa5" * DATABASE_PAGE_BYTES * (page_count - 7))
     with TierManager(configuration) as manager:
-        assert kinds(manager.check()) == [FindingKind.DAMAGED]
+        assert finding_kinds(manager.check()) == [FindingKind.DAMAGED]
         assert contents(manager, "file-7") == files["file-7"]
-        assert [each.mended for each in manager.check(repair=True) if each.kind is FindingKind.DAMAGED] == [True]
+        assert [finding.mended for finding in manager.check(repair=True) if finding.kind is FindingKind.DAMAGED] == [
+            True
+        ]
         assert not manager.check()
         assert {name: contents(manager, name) for name in files} == files
 
@@ -117,17 +123,17 @@ def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Config
 def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1, tier="ssd")
-        with locked(configuration):
+        with locked_catalogue(configuration):
             for _ in range(300):
                 assert contents(manager, "file") == data
-        # The accesses are not lost: they are written when the catalogue is free.
+        # No access is lost: the counts are written when the catalogue is unlocked.
         assert manager.find("file").accesses == 301
 
 
 def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        with locked(configuration), pytest.raises(ApiError) as raised:
+        with locked_catalogue(configuration), pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         error = raised.value
         assert (error.api, error.reason, error.status_name) == (Api.SQLITE, Reason.BUSY, "SQLITE_BUSY")
@@ -138,14 +144,14 @@ def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuratio
 def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        other = sqlite3.connect(database(configuration), isolation_level=None)
+        connection = sqlite3.connect(database_path(configuration), isolation_level=None)
 
-        def lock(phase: Phase, name: str, offset_bytes: int) -> None:
+        def lock_catalogue(phase: Phase, name: str, offset_bytes: int) -> None:
             if phase is Phase.CATALOGUE:
-                other.execute("BEGIN IMMEDIATE")
+                connection.execute("BEGIN IMMEDIATE")
 
-        with closing(other), pytest.raises(ApiError) as raised:
-            manager.move("file", "nvme", observe=lock)
+        with closing(connection), pytest.raises(ApiError) as raised:
+            manager.move("file", "nvme", observe=lock_catalogue)
         assert raised.value.reason is Reason.BUSY
         assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
         manager.check(repair=True)
@@ -153,49 +159,49 @@ def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configu
 
 
 def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration) -> None:
-    day = 86400.0
-    now = [1_800_000_000.0]
+    day_s = 86400.0
+    now_s = [1_800_000_000.0]
 
     def heat_of(manager: TierManager, name: str) -> float:
         return heat(manager.find(name).score, at=manager.catalogue.now())
 
-    with TierManager(configuration, clock=lambda: now[0]) as manager:
+    with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
         for _ in range(49):
             manager.open("file").close()
         assert heat_of(manager, "file") == pytest.approx(50)
-        now[0] += 7 * day
+        now_s[0] += 7 * day_s
         assert heat_of(manager, "file") == pytest.approx(25)
         manager.open("file").close()
         assert heat_of(manager, "file") == pytest.approx(26)
-        now[0] -= 365 * day
+        now_s[0] -= 365 * day_s
         assert heat_of(manager, "file") == pytest.approx(26)
         manager.open("file").close()
         assert heat_of(manager, "file") == pytest.approx(27)
-    # The same holds for another process that reads the old time. From that time on, files cool as usual.
-    with TierManager(configuration, clock=lambda: now[0]) as manager:
+    # Another process, which starts with the earlier time, sees the same heat. From that time on, files cool as usual.
+    with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         assert heat_of(manager, "file") == pytest.approx(27)
-        now[0] += 7 * day
+        now_s[0] += 7 * day_s
         assert heat_of(manager, "file") == pytest.approx(13.5)
 
 
 def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) -> None:
-    now = [1_800_000_000.0]
-    with TierManager(configuration, clock=lambda: now[0]) as manager:
+    now_s = [1_800_000_000.0]
+    with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
         for _ in range(15):
             manager.open("file").close()
-    with TierManager(replace(configuration, half_life_s=3600.0), clock=lambda: now[0]) as manager:
+    with TierManager(replace(configuration, half_life_s=3600.0), clock=lambda: now_s[0]) as manager:
         assert heat(manager.find("file").score, at=manager.catalogue.now()) == pytest.approx(16)
-        now[0] += 3600
+        now_s[0] += 3600
         assert heat(manager.find("file").score, at=manager.catalogue.now()) == pytest.approx(8)
 
 
 def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        other = configuration.tiers[0].directory / "file"
-        other.write_bytes(b"another program's")
+        other_path = configuration.tiers[0].directory / "file"
+        other_path.write_bytes(b"another program's")
         (finding,) = manager.check()
         assert (finding.kind, finding.tier) == (FindingKind.TWICE, "hdd")
         assert "nvme" in finding.text
@@ -203,11 +209,11 @@ def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Config
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         assert raised.value.reason is Reason.CONFLICT
-        assert kinds(manager.check(repair=True)) == [FindingKind.TWICE]
-        assert (other.read_bytes(), contents(manager, "file")) == (b"another program's", data)
+        assert finding_kinds(manager.check(repair=True)) == [FindingKind.TWICE]
+        assert (other_path.read_bytes(), contents(manager, "file")) == (b"another program's", data)
         # A tier that does not have the name accepts the file.
         manager.move("file", "ssd")
-        other.unlink()
+        other_path.unlink()
         assert not manager.check()
 
 
@@ -221,14 +227,14 @@ def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, con
     with (hdd / "grown").open("ab") as file:
         file.write(b"more")
     expected = [FindingKind.CHANGED, FindingKind.ELSEWHERE, FindingKind.MISSING, FindingKind.UNKNOWN]
-    assert kinds(manager.check()) == expected
-    assert kinds(manager.check(repair=True)) == expected
+    assert finding_kinds(manager.check()) == expected
+    assert finding_kinds(manager.check(repair=True)) == expected
     assert not manager.check()
     assert (manager.find("moved").tier, manager.find("created").tier) == ("nvme", "ssd")
     assert manager.find("grown").size_bytes == 1004
     with pytest.raises(ApiError) as raised:
         manager.find("removed")
-    assert raised.value.errno == 2
+    assert raised.value.errno == errno.ENOENT
 
 
 def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configuration: Configuration) -> None:
@@ -240,12 +246,10 @@ def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configurati
 
 
 def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Configuration) -> None:
-    for number in range(10):
-        create_file(manager, f"f{number}", 5000 * number, seed=number, tier=("nvme", "ssd", "hdd")[number % 3])
+    for index in range(10):
+        create_file(manager, f"f{index}", 5000 * index, seed=index, tier=("nvme", "ssd", "hdd")[index % 3])
     manager.remove("f4")
     with manager.open("f5", "r+") as file:
-        import os
-
         os.ftruncate(file.fileno(), 3)
     for tier in manager.status():
         files = [path for path in (configuration.tier(tier.name).directory).iterdir() if path.is_file()]
@@ -257,9 +261,9 @@ def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Co
 def test_retired_file_without_a_record_is_kept_and_reported(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1)
-    own = configuration.tiers[2].directory / ".gdrkit-tiers"
-    (own / "retired" / "0123").write_bytes(b"the last of its kind")
+    own_folder = configuration.tiers[2].directory / ".gdrkit-tiers"
+    (own_folder / "retired" / "0123").write_bytes(b"the last of its kind")
     with TierManager(configuration) as manager:
-        assert kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]
-        assert kinds(manager.check()) == [FindingKind.KEPT]
-    assert (own / "kept" / "0123").read_bytes() == b"the last of its kind"
+        assert finding_kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]
+        assert finding_kinds(manager.check()) == [FindingKind.KEPT]
+    assert (own_folder / "kept" / "0123").read_bytes() == b"the last of its kind"

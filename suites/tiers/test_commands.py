@@ -22,27 +22,28 @@ class TiersCommand:
         self.root = root
         self._capsys = capsys
 
-    def run(self, *arguments: str, code: int = 0) -> str:
+    def run(self, *arguments: str, exit_code: int = 0) -> str:
         """Run a command and return its standard output. If it is expected to fail, also return its standard error."""
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as exited:
             main(["tiers", *arguments])
         output = self._capsys.readouterr()
-        assert exited.value.code == code, output.out + output.err
-        return output.out + (output.err if code else "")
+        assert exited.value.code == exit_code, output.out + output.err
+        return output.out + (output.err if exit_code else "")
 
-    def as_json(self, *arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - the JSON output of any command.
+    def as_json(self, *arguments: str, exit_code: int = 0) -> Any:  # noqa: ANN401 - the JSON output of any command.
         """Run a command with ``--json`` and return its output."""
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as exited:
             main(["tiers", *arguments, "--json"])
         output = self._capsys.readouterr()
-        assert exited.value.code == code, output.out + output.err
+        assert exited.value.code == exit_code, output.out + output.err
         return json.loads(output.out)
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> TiersCommand:
+    """Return the command with three tiers, which the environment configures."""
     configuration = configuration_of(tmp_path)
     monkeypatch.setenv("GDRKIT_TIERS", " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers))
     monkeypatch.setenv("GDRKIT_TIERS_CATALOGUE", str(configuration.catalogue))
@@ -81,23 +82,23 @@ def test_status_table_has_every_tier(command: TiersCommand) -> None:
 def test_check_with_a_finding_exits_with_1(command: TiersCommand) -> None:
     command.run("status")
     (command.root / "ssd" / "new").write_bytes(b"")
-    (finding,) = command.as_json("check", code=1)
+    (finding,) = command.as_json("check", exit_code=1)
     assert (finding["kind"], finding["name"], finding["tier"], finding["mended"]) == ("unknown", "new", "ssd", False)
-    assert "unknown" in command.run("check", "--repair", "--dry-run", code=1)
+    assert "unknown" in command.run("check", "--repair", "--dry-run", exit_code=1)
     assert "repaired" in command.run("check", "--repair")
     assert command.as_json("check") == []
 
 
 def test_bench_measures_each_tier_and_leaves_no_file(command: TiersCommand) -> None:
     speeds = command.as_json("bench", "--size", "8MiB")
-    assert [each["tier"] for each in speeds] == list(DEFAULT_TIERS)
-    assert all(each["read_gb_per_s"] > 0 and each["latency_us_median"] > 0 for each in speeds)
+    assert [speed["tier"] for speed in speeds] == list(DEFAULT_TIERS)
+    assert all(speed["read_gb_per_s"] > 0 and speed["latency_us_median"] > 0 for speed in speeds)
     assert "stated" in command.run("bench", "--size", "8MiB")
     assert not list(command.root.rglob("bench*"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"),
+    ("arguments", "exit_code", "text"),
     [
         (["pin", "nothing"], 1, "ENOENT"),
         (["pin", "../outside"], 2, "a name must be a relative path"),
@@ -110,8 +111,10 @@ def test_bench_measures_each_tier_and_leaves_no_file(command: TiersCommand) -> N
         (["status", "--tier", "nvme=/nowhere/at/all"], 3, "mount its file system"),
     ],
 )
-def test_invalid_command_prints_its_error(command: TiersCommand, arguments: list[str], code: int, text: str) -> None:
-    assert text in command.run(*arguments, code=code)
+def test_invalid_command_prints_its_error(
+    command: TiersCommand, arguments: list[str], exit_code: int, text: str
+) -> None:
+    assert text in command.run(*arguments, exit_code=exit_code)
 
 
 def test_file_in_use_stays_and_exit_code_is_0(command: TiersCommand) -> None:

@@ -1,6 +1,4 @@
-"""Readers and writers in threads and processes continue while files move. They read the written bytes, and no call of
-theirs fails.
-"""
+"""Readers and writers in threads and processes use files while the files move. No call fails, and no byte is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ import pytest
 from support.processes import wait_until
 from support.python_child import suites_environ
 from support.tier_campaign import Mover
-from support.tier_world import NAMES, contents, create_file, unrepaired
+from support.tier_world import TIER_NAMES, contents, create_file, unrepaired
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.tiers import TierManager
@@ -29,20 +27,21 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from gdrkit.tiers import Configuration
 
+# A version and its bitwise inverse. A record was torn if the two do not match.
 RECORD = struct.Struct("=QQ")
 FILE_BYTES = 512 * KIB
-MOVES = 24
+MOVE_COUNT = 24
 
 
-def versioned(number: int) -> bytes:
-    """Return the contents of one version of the file. Each record shows whether it was torn."""
-    return RECORD.pack(number, ~number & 0xFFFF_FFFF_FFFF_FFFF) * (FILE_BYTES // RECORD.size)
+def contents_of_version(version: int) -> bytes:
+    """Return the contents of one version of the file: the same record, repeated."""
+    return RECORD.pack(version, ~version & 0xFFFF_FFFF_FFFF_FFFF) * (FILE_BYTES // RECORD.size)
 
 
-def move_unless_busy(manager: TierManager, name: str, to: str) -> None:
-    """Move a file. It may stay, because the writer has it open."""
+def move_unless_busy(manager: TierManager, name: str, tier: str) -> None:
+    """Move a file. The file stays if the writer has it open at that moment."""
     try:
-        manager.move(name, to)
+        manager.move(name, tier)
     except ApiError as error:
         if error.reason is not Reason.BUSY:
             raise
@@ -50,11 +49,11 @@ def move_unless_busy(manager: TierManager, name: str, to: str) -> None:
 
 def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     data = create_file(manager, "file", FILE_BYTES, seed=1)
-    over = threading.Event()
+    is_finished = threading.Event()
 
     def read() -> int:
         count = 0
-        while not over.is_set():
+        while not is_finished.is_set():
             assert contents(manager, "file") == data
             count += 1
         return count
@@ -62,43 +61,43 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     with ThreadPoolExecutor(3) as threads:
         readers = [threads.submit(read) for _ in range(3)]
         with contextlib.ExitStack() as stack:
-            stack.callback(over.set)
-            for to in itertools.islice(itertools.cycle(NAMES), MOVES):
-                manager.move("file", to)
+            stack.callback(is_finished.set)
+            for tier in itertools.islice(itertools.cycle(TIER_NAMES), MOVE_COUNT):
+                manager.move("file", tier)
         assert all(reader.result() > 0 for reader in readers)
 
 
 def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
     create_file(manager, "file", FILE_BYTES, seed=1)
-    over, last = threading.Event(), [0]
+    is_finished, last_version = threading.Event(), [0]
 
     def write() -> None:
-        while not over.is_set():
-            last[0] += 1
+        while not is_finished.is_set():
+            last_version[0] += 1
             with manager.open("file", "r+") as file:
-                assert os.pwrite(file.fileno(), versioned(last[0]), 0) == FILE_BYTES
+                assert os.pwrite(file.fileno(), contents_of_version(last_version[0]), 0) == FILE_BYTES
 
     def read() -> None:
-        newest = 0
-        while not over.is_set():
-            before = last[0]
+        newest_read_version = 0
+        while not is_finished.is_set():
+            version_before_read = last_version[0]
             with manager.open("file") as file:
-                number, check = RECORD.unpack(os.pread(file.fileno(), RECORD.size, 0))
+                version, inverted_version = RECORD.unpack(os.pread(file.fileno(), RECORD.size, 0))
             # A record that was read during its write may be torn.
-            if check == ~number & 0xFFFF_FFFF_FFFF_FFFF:
-                assert number <= last[0]
-                assert number >= newest, "the file has the bytes of an older version"
-                newest = max(newest, min(number, before))
+            if inverted_version == ~version & 0xFFFF_FFFF_FFFF_FFFF:
+                assert version <= last_version[0]
+                assert version >= newest_read_version, "the file has the bytes of an older version"
+                newest_read_version = max(newest_read_version, min(version, version_before_read))
 
     with ThreadPoolExecutor(2) as threads:
-        running = [threads.submit(write), threads.submit(read)]
+        futures = [threads.submit(write), threads.submit(read)]
         with contextlib.ExitStack() as stack:
-            stack.callback(over.set)
-            for to in itertools.islice(itertools.cycle(NAMES), MOVES):
-                move_unless_busy(manager, "file", to)
-        for each in running:
-            each.result()
-    assert contents(manager, "file") == versioned(last[0])
+            stack.callback(is_finished.set)
+            for tier in itertools.islice(itertools.cycle(TIER_NAMES), MOVE_COUNT):
+                move_unless_busy(manager, "file", tier)
+        for future in futures:
+            future.result()
+    assert contents(manager, "file") == contents_of_version(last_version[0])
     assert not unrepaired(manager.check())
 
 
@@ -107,36 +106,36 @@ def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, co
     path = configuration.tiers[2].directory / "file"
 
     def is_writer_waiting() -> bool:
-        waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
-        return any(f":{inode} " in line for line in waiting)
+        waiting_locks = [line for line in Path("/proc/locks").read_text().splitlines() if "-> FLOCK" in line]
+        return any(f":{inode} " in line for line in waiting_locks)
 
-    with path.open("rb") as old, ThreadPoolExecutor(1) as threads:
-        inode = os.fstat(old.fileno()).st_ino
-        fcntl.flock(old, fcntl.LOCK_EX)
+    with path.open("rb") as old_file, ThreadPoolExecutor(1) as threads:
+        inode = os.fstat(old_file.fileno()).st_ino
+        fcntl.flock(old_file, fcntl.LOCK_EX)
         writer = threads.submit(manager.open, "file", "r+")
         wait_until(is_writer_waiting, "the writer waits for the lock")
         path.rename(configuration.tiers[0].directory / "elsewhere")
         path.write_bytes(b"new")
-        fcntl.flock(old, fcntl.LOCK_UN)
+        fcntl.flock(old_file, fcntl.LOCK_UN)
         with writer.result() as file:
             assert os.pread(file.fileno(), 10, 0) == b"new"
 
 
 def test_processes_share_one_catalogue(configuration: Configuration) -> None:
-    names = [f"file-{number}" for number in range(4)]
+    names = [f"file-{index}" for index in range(4)]
     with TierManager(configuration) as manager:
         files = {name: create_file(manager, name, 100_000 + len(name), seed=7) for name in names}
         with contextlib.ExitStack() as stack:
             movers = [stack.enter_context(Mover()) for _ in range(3)]
             for repetition in range(6):
-                for number, mover in enumerate(movers):
-                    to = NAMES[(repetition + number) % len(NAMES)]
+                for index, mover in enumerate(movers):
+                    tier = TIER_NAMES[(repetition + index) % len(TIER_NAMES)]
                     # Two processes move the same file. One of them may get BUSY, and then exits with 1.
-                    mover.start(configuration, names[(repetition + number // 2) % len(names)], to)
+                    mover.start(configuration, names[(repetition + index // 2) % len(names)], tier)
                 for name, data in files.items():
                     assert contents(manager, name) == data
                 for mover in movers:
-                    assert mover.migration_code() in {0, 1}
+                    assert mover.wait_for_exit_code() in {0, 1}
         assert not unrepaired(manager.check())
         assert {name: contents(manager, name) for name in names} == files
 
@@ -172,12 +171,14 @@ with TierManager(configuration_of(Path(sys.argv[1]))) as manager:
 
 
 def test_two_managers_create_a_file_once(configuration: Configuration) -> None:
-    with TierManager(configuration) as one, TierManager(configuration) as other:
+    with TierManager(configuration) as first_manager, TierManager(configuration) as second_manager:
         with ThreadPoolExecutor(2) as threads:
-            for number in range(20):
-                name = f"folder-{number}/file"
-                opened = list(threads.map(lambda manager, name=name: manager.open(name, "a+"), (one, other)))
-                assert len({os.fstat(file.fileno()).st_ino for file in opened}) == 1
-                for file in opened:
+            for index in range(20):
+                name = f"folder-{index}/file"
+                files = list(
+                    threads.map(lambda manager, name=name: manager.open(name, "a+"), (first_manager, second_manager))
+                )
+                assert len({os.fstat(file.fileno()).st_ino for file in files}) == 1
+                for file in files:
                     file.close()
-        assert not unrepaired(one.check())
+        assert not unrepaired(first_manager.check())

@@ -27,14 +27,14 @@ directory = "/b"
 """
 
 
-def test_default_tiers_are_those_of_the_update() -> None:
+def test_default_tiers_are_the_required_ones() -> None:
     configuration = configure(environ={})
     assert [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers] == [
         ("nvme", "/nvme", 100),
         ("ssd", "/ssd", 10),
         ("hdd", "/hdd", 0),
     ]
-    assert [(seed.rate_gb_per_s, seed.latency_us) for seed in DEFAULT_TIERS.values()] == [
+    assert [(tier.rate_gb_per_s, tier.latency_us) for tier in DEFAULT_TIERS.values()] == [
         (12, 10),
         (3.5, 100),
         (0.2, 5000),
@@ -74,7 +74,7 @@ def test_arguments_override_the_environment_and_the_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("tiers", "text"),
+    ("tiers", "error_text"),
     [
         (["nvme"], "a tier must be NAME=DIRECTORY"),
         (["nvme="], "a tier must be NAME=DIRECTORY"),
@@ -84,15 +84,15 @@ def test_arguments_override_the_environment_and_the_file(tmp_path: Path) -> None
         (["hdd=/x", "hdd=/y"], "must differ"),
         (["a b=/x"], "consist of letters"),
         (["../a=/x"], "consist of letters"),
-        (["ssd=/x", "hdd=/x"], "is inside it"),
-        (["ssd=/x", "hdd=/x/y"], "is inside it"),
+        (["ssd=/x", "hdd=/x"], "or inside that directory"),
+        (["ssd=/x", "hdd=/x/y"], "or inside that directory"),
         (["a=/x,accesses_min=5", "b=/y,accesses_min=9", "c=/z"], "must decrease"),
         (["a=/x,accesses_min=5"], "must decrease"),
-        (["a=/1", "b=/2", "c=/3", "d=/4"], "'a' has no accesses_min"),
+        (["a=/1", "b=/2", "c=/3", "d=/4"], "'a' must have accesses_min"),
     ],
 )
-def test_invalid_tiers_are_refused(tiers: list[str], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
+def test_invalid_tiers_are_refused(tiers: list[str], error_text: str) -> None:
+    with pytest.raises(UsageError, match=error_text):
         configure(tiers=tiers, catalogue=Path("/c"), environ={})
 
 
@@ -128,15 +128,16 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["/x", "/x/index", "/y/a/b"])
 def test_catalogue_inside_a_tier_is_refused(folder: str) -> None:
-    with pytest.raises(UsageError, match="file of a tier"):
+    with pytest.raises(UsageError, match="must be outside the tiers"):
         configure(tiers=["nvme=/x", "ssd=/y"], catalogue=Path(folder), environ={})
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4096", 4096), ("1 KiB", 1024), ("2GB", 2 * 10**9), ("1.5TiB", 3 << 39), ("0", 0), ("7 b", 7)]
+    ("text", "size_bytes"),
+    [("4096", 4096), ("1 KiB", 1024), ("2GB", 2 * 10**9), ("1.5TiB", 3 << 39), ("0", 0), ("7 b", 7)],
 )
-def test_size_is_parsed(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_size_is_parsed(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "-1", "GiB", "1 XiB", "1e9", "0x10"])

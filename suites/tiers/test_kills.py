@@ -1,8 +1,8 @@
 """A migration that is killed (kill -9) in any phase loses no byte, in folders and on mounted file systems.
 
 After the restart, one copy is the file, and the catalogue agrees with the disks. GDRKIT_TIER_KILLS is the number of
-kills per file system type, evenly over all phases: 20 by default, 300 in ``nox -s long``. The seed of the run
-(``--seed``) repeats a campaign. The cases of a power loss are in test_power_cuts.py.
+kills per file system type, evenly over all phases: 20 by default, 300 in ``nox -s long``. A campaign can be
+repeated with the seed of its run (``--seed``). The cases of a power loss are in test_power_cuts.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.mounts import mounted
 from support.tier_campaign import PHASES, Mover, TierCampaign
-from support.tier_world import NAMES, configuration_of
+from support.tier_world import TIER_NAMES, configuration_of
 
 from gdrkit.harness.needs import host, needs
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-KILLS = int(os.environ.get("GDRKIT_TIER_KILLS", "20"))
+KILL_COUNT = int(os.environ.get("GDRKIT_TIER_KILLS", "20"))
 FILE_SYSTEMS = [
     pytest.param("folders", id="folders"),
     pytest.param("ext4", id="ext4", marks=needs(host.file_system("ext4"))),
@@ -32,20 +32,20 @@ FILE_SYSTEMS = [
 
 
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
-@pytest.mark.timeout(120 + 10 * KILLS)
+@pytest.mark.timeout(120 + 10 * KILL_COUNT)
 def test_killed_migration_loses_no_byte(
     tmp_path: Path, seed: int, evidence: Evidence, capsys: pytest.CaptureFixture[str], file_system: str
 ) -> None:
     with contextlib.ExitStack() as stack:
         if file_system != "folders":
             # Two tiers have file systems of their own. The third one is a folder.
-            stack.enter_context(mounted(file_system, tmp_path / NAMES[0]))
-            stack.enter_context(mounted(file_system, tmp_path / NAMES[1]))
+            stack.enter_context(mounted(file_system, tmp_path / TIER_NAMES[0]))
+            stack.enter_context(mounted(file_system, tmp_path / TIER_NAMES[1]))
         mover = stack.enter_context(Mover())
         campaign = TierCampaign(configuration_of(tmp_path), mover, seed=seed)
-        campaign.run(KILLS)
+        campaign.run(KILL_COUNT)
     evidence["hits"] = campaign.hits
     evidence["killed_from_outside_before_the_end"] = campaign.killed_in_time
     with capsys.disabled():
         print(f"\n  {file_system}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - for the log.
-    assert min(campaign.hits.values()) >= KILLS // len(PHASES)
+    assert min(campaign.hits.values()) >= KILL_COUNT // len(PHASES)

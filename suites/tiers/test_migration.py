@@ -1,4 +1,4 @@
-"""One migration: what the copy keeps of the file, which files stay, and readers and writers during the migration."""
+"""One migration: the attributes that the copy keeps, files that stay, and readers and writers during the migration."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ if TYPE_CHECKING:
     from gdrkit.tiers import Configuration, TierManager
 
 
-def at(configuration: Configuration, tier: str, name: str) -> Path:
+def path_in(configuration: Configuration, tier: str, name: str) -> Path:
     return configuration.tier(tier).directory / name
 
 
-def failed_move(manager: TierManager, name: str, to: str, **options: object) -> ApiError:
-    """Return the error of a migration that fails, and check that the file is unchanged and nothing else is left."""
-    tier, before = manager.find(name).tier, contents(manager, name)
+def error_of_failed_move(manager: TierManager, name: str, destination: str, **options: object) -> ApiError:
+    """Start a migration that must fail, and return its error.
+
+    Check that the file is unchanged, and that the migration has left no copy and no reservation.
+    """
+    tier_before, contents_before = manager.find(name).tier, contents(manager, name)
     with pytest.raises(ApiError) as raised:
-        manager.move(name, to, **options)  # type: ignore[arg-type] # the option is an observer.
-    assert (manager.find(name).tier, contents(manager, name)) == (tier, before)
-    assert not [each for each in manager.check() if each.is_wrong]
-    assert not manager.catalogue.moves()
+        manager.move(name, destination, **options)  # type: ignore[arg-type] # the option is an observer.
+    assert (manager.find(name).tier, contents(manager, name)) == (tier_before, contents_before)
+    assert not [finding for finding in manager.check() if finding.is_wrong]
+    assert not manager.catalogue.reserved_move_ids()
     return raised.value
 
 
@@ -42,13 +45,13 @@ def test_migrated_file_has_the_same_bytes(manager: TierManager, length_bytes: in
     data = create_file(manager, "a/b/file", length_bytes, seed=1)
     manager.move("a/b/file", "nvme")
     assert contents(manager, "a/b/file") == data
-    assert at(manager.configuration, "nvme", "a/b/file").read_bytes() == data
-    assert not at(manager.configuration, "hdd", "a/b/file").exists()
+    assert path_in(manager.configuration, "nvme", "a/b/file").read_bytes() == data
+    assert not path_in(manager.configuration, "hdd", "a/b/file").exists()
 
 
 def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
-    path = at(configuration, "hdd", "file")
+    path = path_in(configuration, "hdd", "file")
     path.chmod(0o2641)
     os.utime(path, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
     if os.geteuid() == 0:
@@ -56,25 +59,25 @@ def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Conf
         path.chmod(0o2641)
     before = path.stat()
     manager.move("file", "ssd")
-    after = at(configuration, "ssd", "file").stat()
-    for each in ("st_mode", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns"):
-        assert getattr(after, each) == getattr(before, each), each
+    after = path_in(configuration, "ssd", "file").stat()
+    for field in ("st_mode", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns"):
+        assert getattr(after, field) == getattr(before, field), field
 
 
 def test_mode_of_a_folder_is_kept(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "private/file", 100, seed=1)
-    at(configuration, "hdd", "private").chmod(0o711)
+    path_in(configuration, "hdd", "private").chmod(0o711)
     manager.move("private/file", "ssd")
-    assert at(configuration, "ssd", "private").stat().st_mode & 0o7777 == 0o711
+    assert path_in(configuration, "ssd", "private").stat().st_mode & 0o7777 == 0o711
 
 
 def test_extended_attributes_are_kept(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
-    path = at(configuration, "hdd", "file")
+    path = path_in(configuration, "hdd", "file")
     os.setxattr(path, "user.origin", b"\0\xff bytes")
     os.setxattr(path, "user.empty", b"")
     manager.move("file", "nvme")
-    moved = at(configuration, "nvme", "file")
+    moved = path_in(configuration, "nvme", "file")
     assert {name: os.getxattr(moved, name) for name in os.listxattr(moved)} == {
         "user.origin": b"\0\xff bytes",
         "user.empty": b"",
@@ -82,25 +85,25 @@ def test_extended_attributes_are_kept(manager: TierManager, configuration: Confi
 
 
 def test_holes_stay_holes(manager: TierManager, configuration: Configuration) -> None:
-    island = pattern.payload(64 * KIB, seed=2)
+    data = pattern.payload(64 * KIB, seed=2)
     with manager.open("sparse", "a+") as file:
-        os.pwrite(file.fileno(), island, 40 * MIB)
+        os.pwrite(file.fileno(), data, 40 * MIB)
         os.ftruncate(file.fileno(), 100 * MIB)
     manager.move("sparse", "nvme")
-    moved = at(configuration, "nvme", "sparse")
+    moved = path_in(configuration, "nvme", "sparse")
     assert moved.stat().st_size == 100 * MIB
-    assert moved.stat().st_blocks * 512 <= 2 * len(island)
+    assert moved.stat().st_blocks * 512 <= 2 * len(data)
     with manager.open("sparse") as file:
-        assert os.pread(file.fileno(), len(island) + 2, 40 * MIB - 1) == b"\0" + island + b"\0"
+        assert os.pread(file.fileno(), len(data) + 2, 40 * MIB - 1) == b"\0" + data + b"\0"
 
 
 def test_file_with_two_hard_links_stays(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
-    at(configuration, "hdd", "second").hardlink_to(at(configuration, "hdd", "file"))
+    path_in(configuration, "hdd", "second").hardlink_to(path_in(configuration, "hdd", "file"))
     manager.check(repair=True)
-    error = failed_move(manager, "file", "nvme")
+    error = error_of_failed_move(manager, "file", "nvme")
     assert (error.reason, error.arguments["links"]) == (Reason.NOT_SUPPORTED, 2)
-    # The policy does not try to move it either.
+    # The policy does not try to move the file either.
     for _ in range(200):
         manager.open("file").close()
     assert manager.migrate().refused == ()
@@ -111,46 +114,50 @@ def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuratio
 
     def link(phase: Phase, name: str, offset_bytes: int) -> None:
         if phase is Phase.VERIFY and offset_bytes == 0:
-            at(configuration, "hdd", "second").hardlink_to(at(configuration, "hdd", "file"))
+            path_in(configuration, "hdd", "second").hardlink_to(path_in(configuration, "hdd", "file"))
 
     with pytest.raises(ApiError) as raised:
         manager.move("file", "nvme", observe=link)
     assert raised.value.reason is Reason.BUSY
-    assert at(configuration, "hdd", "file").stat().st_nlink == 2
-    assert not at(configuration, "nvme", "file").exists()
+    assert path_in(configuration, "hdd", "file").stat().st_nlink == 2
+    assert not path_in(configuration, "nvme", "file").exists()
 
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_in_any_phase_leaves_the_file_in_its_tier(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "folder/file", 100_000, seed=1)
 
-    def fail(reached: Phase, name: str, offset_bytes: int) -> None:
-        if reached is phase:
-            raise OSError(5, "injected by the case")
+    def fail(current_phase: Phase, name: str, offset_bytes: int) -> None:
+        if current_phase is phase:
+            raise OSError(errno.EIO, "injected by the case")
 
-    assert failed_move(manager, "folder/file", "nvme", observe=fail).errno == 5
+    assert error_of_failed_move(manager, "folder/file", "nvme", observe=fail).errno == errno.EIO
 
 
 @pytest.mark.parametrize("phase", [Phase.COPY, Phase.VERIFY, Phase.RENAME, Phase.RETIRE, Phase.CATALOGUE, Phase.REMOVE])
 def test_open_for_writing_ends_the_migration(manager: TierManager, configuration: Configuration, phase: Phase) -> None:
     create_file(manager, "file", 100_000, seed=1)
-    before = at(configuration, "hdd", "file").stat().st_ctime_ns
-    seen: list[Phase] = []
+    before = path_in(configuration, "hdd", "file").stat().st_ctime_ns
+    phases: list[Phase] = []
 
-    def write(reached: Phase, name: str, offset_bytes: int) -> None:
-        seen.append(reached)
-        if reached is phase and offset_bytes in {0, 100_000}:
-            # Any program would open it like this. Without O_NONBLOCK, it would wait for the end of the migration.
-            paths = [at(configuration, "hdd", "file"), *at(configuration, "hdd", ".gdrkit-tiers/retired").iterdir()]
-            path = next(each for each in paths if each.exists())
+    def write(current_phase: Phase, name: str, offset_bytes: int) -> None:
+        phases.append(current_phase)
+        if current_phase is phase and offset_bytes in {0, 100_000}:
+            # Any program may open the file like this. Without O_NONBLOCK, the call would wait for the end of the
+            # migration.
+            paths = [
+                path_in(configuration, "hdd", "file"),
+                *path_in(configuration, "hdd", ".gdrkit-tiers/retired").iterdir(),
+            ]
+            path = next(path for path in paths if path.exists())
             with pytest.raises(BlockingIOError):
                 os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
-    assert failed_move(manager, "file", "nvme", observe=write).reason is Reason.BUSY
-    # Each step checks for writers before it does anything, so the migration ends in this phase and not in the next.
-    assert seen[-1] is phase
+    assert error_of_failed_move(manager, "file", "nvme", observe=write).reason is Reason.BUSY
+    # Each step first checks for writers, so the migration fails in this phase, not in the next.
+    assert phases[-1] is phase
     if phase is Phase.RETIRE:
-        assert at(configuration, "hdd", "file").stat().st_ctime_ns == before
+        assert path_in(configuration, "hdd", "file").stat().st_ctime_ns == before
     manager.move("file", "nvme")
 
 
@@ -158,30 +165,30 @@ def test_open_for_writing_ends_the_migration(manager: TierManager, configuration
 def test_last_check_finds_that_the_copy_is_gone(
     manager: TierManager, configuration: Configuration, phase: Phase
 ) -> None:
-    """The old file is removed only if the copy has its name at that moment (issue 15, D)."""
+    """The old file is removed only if the copy still has its name at that moment."""
     create_file(manager, "file", 1000, seed=1)
-    seen: list[Phase] = []
+    phases: list[Phase] = []
 
-    def remove(reached: Phase, name: str, offset_bytes: int) -> None:
-        seen.append(reached)
-        if reached is phase:
-            at(configuration, "nvme", "file").rename(at(configuration, "nvme", "elsewhere"))
+    def remove(current_phase: Phase, name: str, offset_bytes: int) -> None:
+        phases.append(current_phase)
+        if current_phase is phase:
+            path_in(configuration, "nvme", "file").rename(path_in(configuration, "nvme", "elsewhere"))
 
     data = contents(manager, "file")
     with pytest.raises(ApiError) as raised:
         manager.move("file", "nvme", observe=remove)
     assert raised.value.errno == errno.ENOENT
-    assert seen[-1] is phase
-    at(configuration, "nvme", "elsewhere").unlink()
+    assert phases[-1] is phase
+    path_in(configuration, "nvme", "elsewhere").unlink()
     manager.check(repair=True)
-    assert at(configuration, "hdd", "file").read_bytes() == contents(manager, "file") == data
+    assert path_in(configuration, "hdd", "file").read_bytes() == contents(manager, "file") == data
 
 
 def test_file_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    with at(configuration, "hdd", "file").open("r+b", buffering=0) as other:
-        assert failed_move(manager, "file", "nvme").reason is Reason.BUSY
-        other.write(b"new")
+    with path_in(configuration, "hdd", "file").open("r+b", buffering=0) as file:
+        assert error_of_failed_move(manager, "file", "nvme").reason is Reason.BUSY
+        file.write(b"new")
     manager.move("file", "nvme")
     assert contents(manager, "file") == b"new" + data[3:]
 
@@ -190,51 +197,51 @@ def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration
     import mmap
 
     data = create_file(manager, "file", 4096, seed=1)
-    with at(configuration, "hdd", "file").open("r+b") as other:
-        mapped = mmap.mmap(other.fileno(), 4096)
+    with path_in(configuration, "hdd", "file").open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 4096)
     # The descriptor is closed, and the mapping still exists.
-    assert failed_move(manager, "file", "nvme").reason is Reason.BUSY
-    mapped[:3] = b"new"
-    mapped.close()
+    assert error_of_failed_move(manager, "file", "nvme").reason is Reason.BUSY
+    mapping[:3] = b"new"
+    mapping.close()
     manager.move("file", "nvme")
     assert contents(manager, "file") == b"new" + data[3:]
 
 
 def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 1000, seed=1)
-    draft = at(configuration, "hdd", "draft")
+    draft = path_in(configuration, "hdd", "draft")
     draft.write_bytes(b"saved by rename")
 
     def replace(phase: Phase, name: str, offset_bytes: int) -> None:
         if phase is Phase.RETIRE:
-            draft.replace(at(configuration, "hdd", "file"))
+            draft.replace(path_in(configuration, "hdd", "file"))
 
     with pytest.raises(ApiError) as raised:
         manager.move("file", "nvme", observe=replace)
     assert raised.value.reason is Reason.BUSY
     assert contents(manager, "file") == b"saved by rename"
-    assert not at(configuration, "nvme", "file").exists()
+    assert not path_in(configuration, "nvme", "file").exists()
 
 
 def test_open_file_stays_readable_after_migrations(manager: TierManager) -> None:
     data = create_file(manager, "file", 100_000, seed=1)
-    with manager.open("file") as before:
+    with manager.open("file") as file:
         manager.move("file", "nvme")
         manager.move("file", "ssd")
-        assert os.pread(before.fileno(), 100_000, 0) == data
-        assert Path(before.path).read_bytes() == data
+        assert os.pread(file.fileno(), 100_000, 0) == data
+        assert Path(file.path).read_bytes() == data
 
 
 def test_reader_finds_the_file_in_every_phase(manager: TierManager) -> None:
     data = create_file(manager, "file", 100_000, seed=1)
-    seen = []
+    phases = []
 
     def read(phase: Phase, name: str, offset_bytes: int) -> None:
         assert contents(manager, "file") == data, phase
-        seen.append(phase)
+        phases.append(phase)
 
     manager.move("file", "nvme", observe=read)
-    assert set(seen) == set(Phase)
+    assert set(phases) == set(Phase)
 
 
 def test_migration_to_a_full_tier_is_refused(configuration: Configuration) -> None:
@@ -247,7 +254,7 @@ def test_migration_to_a_full_tier_is_refused(configuration: Configuration) -> No
         for name in ("first", "second"):
             create_file(manager, name, 40 * KIB, seed=1)
         manager.move("first", "nvme")
-        assert failed_move(manager, "second", "nvme").reason is Reason.NO_SPACE
+        assert error_of_failed_move(manager, "second", "nvme").reason is Reason.NO_SPACE
 
 
 @needs(host.fuse)
@@ -265,8 +272,8 @@ def test_attributes_without_support_refuse_the_migration(tmp_path: Path) -> None
         with TierManager(replace(configuration, tiers=(on_fuse, *configuration.tiers[1:]))) as manager:
             create_file(manager, "plain", 100, seed=1)
             create_file(manager, "labelled", 100, seed=2)
-            os.setxattr(at(configuration, "hdd", "labelled"), "user.label", b"here")
+            os.setxattr(path_in(configuration, "hdd", "labelled"), "user.label", b"here")
             manager.move("plain", "nvme")
-            error = failed_move(manager, "labelled", "nvme")
-            assert error.errno == 95
+            error = error_of_failed_move(manager, "labelled", "nvme")
+            assert error.errno == errno.EOPNOTSUPP
             assert error.reason is Reason.NOT_SUPPORTED

@@ -1,4 +1,4 @@
-"""The result of a migration, every field of its errors, and files of other programs that its undo must not touch."""
+"""Migrations that fail: every field of their errors, and files of other programs that their undo must not touch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import Configuration, TierManager
 
+# Number of hexadecimal digits of the id of a migration.
+MIGRATION_ID_LENGTH = 32
+
 
 @pytest.fixture
 def hdd(configuration: Configuration) -> Path:
@@ -33,11 +36,11 @@ def nvme(configuration: Configuration) -> Path:
     return configuration.tier("nvme").directory
 
 
-def failed_move(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
-    """Return the error of a migration of ``file`` during which `action` is called at the beginning of a phase."""
+def error_of_failed_move(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
+    """Migrate the file ``file``, call `action` at the beginning of `phase`, and return the error of the migration."""
 
-    def observe(reached: Phase, _name: str, offset_bytes: int) -> None:
-        if reached is phase and not (phase is Phase.VERIFY and offset_bytes):
+    def observe(current_phase: Phase, _name: str, offset_bytes: int) -> None:
+        if current_phase is phase and not (phase is Phase.VERIFY and offset_bytes):
             action()
 
     with pytest.raises((ApiError, DataMismatch)) as raised:
@@ -45,7 +48,7 @@ def failed_move(manager: TierManager, phase: Phase, action: Callable[[], object]
     return raised.value
 
 
-def fail() -> None:
+def raise_io_error() -> None:
     """Raise the error of a failing device."""
     raise OSError(errno.EIO, "injected by the case")
 
@@ -58,21 +61,22 @@ def test_move_returns_the_allocated_bytes(manager: TierManager, hdd: Path, size_
     assert manager.move("file", "nvme") == 0
 
 
-def test_locks_of_a_migration(manager: TierManager, hdd: Path, nvme: Path) -> None:
+def test_migration_takes_its_locks_in_order(manager: TierManager, hdd: Path, nvme: Path) -> None:
     create_file(manager, "file", 1000, seed=1)
     locks: list[tuple[str, int]] = []
 
-    def record(call: SystemCall) -> None:
+    def record_lock(call: SystemCall) -> None:
         folder, _, name = call.path.rpartition("/")
-        locks.append((folder if len(name) >= 32 else call.path, call.arguments[1]))
+        # The name of a copy or of a record contains the id of the migration, which is random.
+        locks.append((folder if len(name) >= MIGRATION_ID_LENGTH else call.path, call.arguments[1]))
 
-    run_observed(lambda: manager.move("file", "nvme"), "flock", reply=record)
-    own = nvme / ".gdrkit-tiers"
+    run_observed(lambda: manager.move("file", "nvme"), "flock", reply=record_lock)
+    own_folder = nvme / ".gdrkit-tiers"
     assert locks[:-1] == [
         (str(hdd / "file"), fcntl.LOCK_EX | fcntl.LOCK_NB),
-        (str(own / "lock"), fcntl.LOCK_SH),
-        (str(own / "incoming"), fcntl.LOCK_EX),
-        (str(own / "moves"), fcntl.LOCK_EX),
+        (str(own_folder / "lock"), fcntl.LOCK_SH),
+        (str(own_folder / "incoming"), fcntl.LOCK_EX),
+        (str(own_folder / "moves"), fcntl.LOCK_EX),
     ]
     assert locks[-1][1] == fcntl.LOCK_UN
 
@@ -87,12 +91,12 @@ def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path,
 def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path) -> None:
     data = create_file(manager, "file", 1000, seed=1)
 
-    def spoil() -> None:
+    def change_last_byte() -> None:
         (copy,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
         with copy.open("r+b") as file:
             os.pwrite(file.fileno(), bytes([data[999] ^ 1]), 999)
 
-    error = failed_move(manager, Phase.SYNC, spoil)
+    error = error_of_failed_move(manager, Phase.SYNC, change_last_byte)
     assert isinstance(error, DataMismatch)
     assert (error.first_offset_bytes, error.length_bytes) == (0, 1000)
     assert len(error.expected) == len(error.actual) == 16
@@ -105,8 +109,8 @@ def test_failure_after_the_removal_notes_the_new_tier(
     manager: TierManager, hdd: Path, nvme: Path, phase: Phase
 ) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    error = failed_move(manager, phase, fail)
-    assert error.__notes__ == ["the migration has moved 'file' to nvme nevertheless"]
+    error = error_of_failed_move(manager, phase, raise_io_error)
+    assert error.__notes__ == ["'file' was moved to nvme, although a later step failed"]
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
     manager.check(repair=True)
@@ -117,7 +121,7 @@ def test_failure_after_the_removal_notes_the_new_tier(
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = failed_move(manager, phase, fail)
+    error = error_of_failed_move(manager, phase, raise_io_error)
     assert isinstance(error, ApiError)
     assert not hasattr(error, "__notes__")
     assert (error.api, error.operation, error.errno, error.reason) == (
@@ -145,7 +149,7 @@ def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> Non
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
 def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = failed_move(manager, phase, (nvme / "file").unlink)
+    error = error_of_failed_move(manager, phase, (nvme / "file").unlink)
     assert isinstance(error, ApiError)
     assert (error.operation, error.errno, error.arguments) == (
         "migrate",
@@ -157,11 +161,11 @@ def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, ph
 def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: Path, nvme: Path) -> None:
     data = create_file(manager, "file", 1000, seed=1)
 
-    def replace() -> None:
+    def replace_by_symbolic_link() -> None:
         (hdd / "file").rename(hdd / "other")
         (hdd / "file").symlink_to(hdd / "other")
 
-    error = failed_move(manager, Phase.RETIRE, replace)
+    error = error_of_failed_move(manager, Phase.RETIRE, replace_by_symbolic_link)
     assert isinstance(error, ApiError)
     assert (error.operation, error.reason, error.arguments) == ("migrate", Reason.BUSY, {"name": "file"})
     assert (hdd / "file").is_symlink()
@@ -172,12 +176,12 @@ def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: P
 def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Path, nvme: Path) -> None:
     data = create_file(manager, "file", 1000, seed=1)
 
-    def replace() -> None:
+    def replace_by_symbolic_link() -> None:
         (nvme / "file").rename(nvme / "elsewhere")
         (nvme / "file").symlink_to(nvme / "elsewhere")
-        fail()
+        raise_io_error()
 
-    error = failed_move(manager, Phase.FOLDER, replace)
+    error = error_of_failed_move(manager, Phase.FOLDER, replace_by_symbolic_link)
     (note,) = error.__notes__
     assert "unlink(name='file') failed: File exists (EEXIST)" in note
     assert "another file has the name" in note

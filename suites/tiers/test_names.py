@@ -1,4 +1,4 @@
-"""No name leads out of a tier, and gdrkit does not touch symbolic links and special files in a tier."""
+"""A name cannot lead out of a tier, and gdrkit does not touch symbolic links and special files in a tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import Configuration, TierManager
 
-INVALID = [
+INVALID_NAMES = [
     "",
     ".",
     "..",
@@ -33,7 +33,7 @@ INVALID = [
 ]
 
 
-@pytest.mark.parametrize("name", [*INVALID, "lost+found/x", ".gdrkit-tiers/tier.json", "a/" * 2048 + "b"])
+@pytest.mark.parametrize("name", [*INVALID_NAMES, "lost+found/x", ".gdrkit-tiers/tier.json", "a/" * 2048 + "b"])
 @pytest.mark.parametrize("mode", ["r", "a+"])
 def test_invalid_name_is_refused(manager: TierManager, name: str, mode: str) -> None:
     with pytest.raises(UsageError) as raised:
@@ -52,7 +52,8 @@ def test_unusual_name_is_accepted(manager: TierManager, name: str) -> None:
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def folder_outside(tmp_path: Path) -> Path:
+    """Return a folder outside the tiers, with one file."""
     folder = tmp_path / "outside"
     folder.mkdir()
     (folder / "file").write_bytes(b"not in a tier")
@@ -62,37 +63,37 @@ def outside(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["link/file", "file-link"])
 @pytest.mark.parametrize("mode", ["r", "r+", "a+"])
 def test_symbolic_link_is_not_followed(
-    manager: TierManager, configuration: Configuration, outside: Path, name: str, mode: str
+    manager: TierManager, configuration: Configuration, folder_outside: Path, name: str, mode: str
 ) -> None:
     for tier in configuration.tiers:
-        (tier.directory / "link").symlink_to(outside)
-        (tier.directory / "file-link").symlink_to(outside / "file")
+        (tier.directory / "link").symlink_to(folder_outside)
+        (tier.directory / "file-link").symlink_to(folder_outside / "file")
     with pytest.raises(ApiError):
         manager.open(name, mode)
     with pytest.raises(ApiError):
         manager.move(name, "nvme")
-    assert {each.kind for each in manager.check()} == {FindingKind.FOREIGN}
-    assert (outside / "file").read_bytes() == b"not in a tier"
+    assert {finding.kind for finding in manager.check()} == {FindingKind.FOREIGN}
+    assert (folder_outside / "file").read_bytes() == b"not in a tier"
 
 
 @pytest.mark.parametrize("phase", [Phase.COPY, Phase.RENAME, Phase.FOLDER, Phase.RETIRE])
 @pytest.mark.parametrize("tier", ["hdd", "nvme"])
 def test_folder_replaced_by_a_link_is_not_followed(
-    manager: TierManager, configuration: Configuration, outside: Path, phase: Phase, tier: str
+    manager: TierManager, configuration: Configuration, folder_outside: Path, phase: Phase, tier: str
 ) -> None:
     data = create_file(manager, "folder/file", 1000, seed=1)
     create_file(manager, "folder/other", 1000, seed=2, tier="nvme")
     folder = configuration.tier(tier).directory / "folder"
 
-    def swap(reached: Phase, name: str, offset_bytes: int) -> None:
-        if reached is phase and offset_bytes in {0, 1000} and not folder.is_symlink():
+    def replace_folder_by_link(current_phase: Phase, name: str, offset_bytes: int) -> None:
+        if current_phase is phase and offset_bytes in {0, 1000} and not folder.is_symlink():
             folder.rename(folder.with_name("real"))
-            folder.symlink_to(outside)
+            folder.symlink_to(folder_outside)
 
     with pytest.raises(ApiError):
-        manager.move("folder/file", "nvme", observe=swap)
-    assert sorted(each.name for each in outside.iterdir()) == ["file"]
-    assert (outside / "file").read_bytes() == b"not in a tier"
+        manager.move("folder/file", "nvme", observe=replace_folder_by_link)
+    assert sorted(path.name for path in folder_outside.iterdir()) == ["file"]
+    assert (folder_outside / "file").read_bytes() == b"not in a tier"
     folder.unlink()
     folder.with_name("real").rename(folder)
     manager.check(repair=True)
@@ -100,22 +101,22 @@ def test_folder_replaced_by_a_link_is_not_followed(
     assert not manager.check()
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
-def test_special_file_is_not_touched(manager: TierManager, configuration: Configuration, kind: str) -> None:
+@pytest.mark.parametrize("file_type", ["fifo", "folder", "socket"])
+def test_special_file_is_not_touched(manager: TierManager, configuration: Configuration, file_type: str) -> None:
     import socket
 
     path = configuration.tiers[2].directory / "special"
     with socket.socket(socket.AF_UNIX) as listener:
-        if kind == "socket":
+        if file_type == "socket":
             listener.bind(str(path))
-        elif kind == "fifo":
+        elif file_type == "fifo":
             os.mkfifo(path)
         else:
             path.mkdir()
     for mode in ("r", "r+"):
         with pytest.raises(ApiError):
             manager.open("special", mode)
-    assert {each.kind for each in manager.check()} <= {FindingKind.FOREIGN}
+    assert {finding.kind for finding in manager.check()} <= {FindingKind.FOREIGN}
 
 
 def test_closed_manager_raises_closed_resource(configuration: Configuration) -> None:

@@ -12,29 +12,37 @@ from support.tier_world import configuration_of, create_file
 
 from gdrkit.serialization import to_json_data
 from gdrkit.tiers import Configuration, TierManager
-from gdrkit.tiers.heat import NEVER, heat, score_after, score_least, score_of
+from gdrkit.tiers.heat import NEVER_ACCESSED, heat, score_after, score_least, score_of
 from gdrkit.tiers.policy import Decision, FileRow, MoveReason, TierLimits, decide
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+# A time in half-lives, and a space in bytes.
 NOW = 2900.0
 UNLIMITED = 1 << 60
 
 
 def tier_limits(*limits: int) -> list[TierLimits]:
+    """Return three tiers with these limits in bytes, by default without a limit."""
     values = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (UNLIMITED,) * 3, strict=True)
-    return [TierLimits(*each) for each in values]
+    return [TierLimits(*fields) for fields in values]
 
 
-def row(
-    accesses: int, tier: str = "hdd", *, size: int = 100, pinned: str | None = None, links: int = 1, n: int = 1
+def file_row(
+    accesses: int,
+    tier: str = "hdd",
+    *,
+    size_bytes: int = 100,
+    pinned: str | None = None,
+    links: int = 1,
+    file_id: int = 1,
 ) -> FileRow:
-    return FileRow(n, tier, size, score_of(accesses, at=NOW), pinned, links)
+    return FileRow(file_id, tier, size_bytes, score_of(accesses, at=NOW), pinned, links)
 
 
-def decided(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
+def decisions_for(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
     return list(decide(rows, tier_limits(*limits), at=NOW, hysteresis=hysteresis))
 
 
@@ -42,21 +50,21 @@ def decided(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.
     ("accesses", "tier"),
     [(0, "hdd"), (1, "hdd"), (9, "hdd"), (10, "ssd"), (99, "ssd"), (100, "nvme"), (1_000_000, "nvme")],
 )
-@pytest.mark.parametrize("here", ["nvme", "ssd", "hdd"])
-def test_default_thresholds_select_the_tier(accesses: int, tier: str, here: str) -> None:
-    decisions = decided(row(accesses, here), hysteresis=0.0)
-    assert [each.destination for each in decisions] == ([] if here == tier else [tier])
+@pytest.mark.parametrize("current_tier", ["nvme", "ssd", "hdd"])
+def test_default_thresholds_select_the_tier(accesses: int, tier: str, current_tier: str) -> None:
+    decisions = decisions_for(file_row(accesses, current_tier), hysteresis=0.0)
+    assert [decision.destination for decision in decisions] == ([] if current_tier == tier else [tier])
 
 
-@pytest.mark.parametrize(("accesses", "stays"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
-def test_file_stays_within_the_hysteresis(accesses: int, *, stays: bool) -> None:
-    assert (decided(row(accesses, "nvme")) == []) == stays
+@pytest.mark.parametrize(("accesses", "is_kept"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
+def test_file_stays_within_the_hysteresis(accesses: int, *, is_kept: bool) -> None:
+    assert (decisions_for(file_row(accesses, "nvme")) == []) == is_kept
 
 
 def test_hotter_files_get_the_space() -> None:
-    rows = [row(500, n=1), row(400, n=2), row(300, n=3)]
-    decisions = decided(*rows, limits=(250, 100, UNLIMITED))
-    assert [(each.id, each.destination, each.why) for each in decisions] == [
+    rows = [file_row(500, file_id=1), file_row(400, file_id=2), file_row(300, file_id=3)]
+    decisions = decisions_for(*rows, limits=(250, 100, UNLIMITED))
+    assert [(decision.id, decision.destination, decision.why) for decision in decisions] == [
         (1, "nvme", MoveReason.HEAT),
         (2, "nvme", MoveReason.HEAT),
         (3, "ssd", MoveReason.NO_SPACE),
@@ -64,21 +72,25 @@ def test_hotter_files_get_the_space() -> None:
 
 
 def test_hotter_file_displaces_a_colder_one() -> None:
-    decisions = decided(row(500, n=1), row(200, "nvme", n=2), limits=(100, UNLIMITED, UNLIMITED))
-    assert [(each.id, each.destination) for each in decisions] == [(1, "nvme"), (2, "ssd")]
+    decisions = decisions_for(
+        file_row(500, file_id=1), file_row(200, "nvme", file_id=2), limits=(100, UNLIMITED, UNLIMITED)
+    )
+    assert [(decision.id, decision.destination) for decision in decisions] == [(1, "nvme"), (2, "ssd")]
 
 
 def test_file_stays_if_no_tier_has_space() -> None:
-    assert decided(row(500, "hdd"), limits=(10, 10, 10)) == []
+    assert decisions_for(file_row(500, "hdd"), limits=(10, 10, 10)) == []
 
 
 def test_pinned_file_gets_its_space_first() -> None:
-    decisions = decided(row(0, "nvme", pinned="nvme", n=1), row(500, n=2), limits=(100, UNLIMITED, UNLIMITED))
-    assert [(each.id, each.destination) for each in decisions] == [(2, "ssd")]
+    decisions = decisions_for(
+        file_row(0, "nvme", pinned="nvme", file_id=1), file_row(500, file_id=2), limits=(100, UNLIMITED, UNLIMITED)
+    )
+    assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
 
 def test_pinned_file_moves_to_its_tier() -> None:
-    (decision,) = decided(row(500, "hdd", pinned="ssd"))
+    (decision,) = decisions_for(file_row(500, "hdd", pinned="ssd"))
     assert (decision.destination, decision.why) == ("ssd", MoveReason.PINNED)
 
 
@@ -86,26 +98,37 @@ def test_pinned_file_moves_to_its_tier() -> None:
     ("free_bytes", "expected"), [(99, []), (100, [Decision(1, 100, "ssd", -1, MoveReason.PINNED)])]
 )
 def test_pin_needs_space_in_its_tier(free_bytes: int, expected: list[Decision]) -> None:
-    assert decided(row(500, pinned="ssd"), limits=(UNLIMITED, free_bytes, UNLIMITED)) == expected
+    assert decisions_for(file_row(500, pinned="ssd"), limits=(UNLIMITED, free_bytes, UNLIMITED)) == expected
 
 
 def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
-    assert decided(row(500, "ssd", pinned="tape")) == []
+    assert decisions_for(file_row(500, "ssd", pinned="tape")) == []
 
 
 def test_hard_links_keep_a_file_and_its_space() -> None:
-    linked = row(500, "nvme", size=60, links=2, n=1)
-    decisions = decided(linked, row(400, size=40, n=2), row(300, size=1, n=3), limits=(100, UNLIMITED, UNLIMITED))
+    linked = file_row(500, "nvme", size_bytes=60, links=2, file_id=1)
+    decisions = decisions_for(
+        linked,
+        file_row(400, size_bytes=40, file_id=2),
+        file_row(300, size_bytes=1, file_id=3),
+        limits=(100, UNLIMITED, UNLIMITED),
+    )
     assert decisions == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
 
 
 def test_unknown_tier_keeps_its_files_alone() -> None:
-    assert decided(row(500, "tape", n=1), row(0, "nvme", n=2)) == [Decision(2, 100, "hdd", 2, MoveReason.HEAT)]
+    assert decisions_for(file_row(500, "tape", file_id=1), file_row(0, "nvme", file_id=2)) == [
+        Decision(2, 100, "hdd", 2, MoveReason.HEAT)
+    ]
 
 
 def test_decision_has_every_field() -> None:
-    rows = [row(0, "hdd", pinned="nvme", size=1, n=1), row(500, "ssd", size=2, n=2), row(20, "nvme", size=3, n=3)]
-    assert decided(*rows) == [
+    rows = [
+        file_row(0, "hdd", pinned="nvme", size_bytes=1, file_id=1),
+        file_row(500, "ssd", size_bytes=2, file_id=2),
+        file_row(20, "nvme", size_bytes=3, file_id=3),
+    ]
+    assert decisions_for(*rows) == [
         Decision(1, 1, "nvme", -2, MoveReason.PINNED),
         Decision(2, 2, "nvme", -1, MoveReason.HEAT),
         Decision(3, 3, "ssd", 1, MoveReason.HEAT),
@@ -114,48 +137,60 @@ def test_decision_has_every_field() -> None:
 
 @pytest.mark.parametrize("tier", ["nvme", "ssd"])
 def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
-    warm = [TierLimits("nvme", 100, UNLIMITED), TierLimits("ssd", 20, UNLIMITED), TierLimits("hdd", 10, UNLIMITED)]
-    decisions = list(decide([row(0, tier)], warm, at=NOW, hysteresis=0.1))
-    assert [each.destination for each in decisions] == ["hdd"]
+    tiers_above_zero = [
+        TierLimits("nvme", 100, UNLIMITED),
+        TierLimits("ssd", 20, UNLIMITED),
+        TierLimits("hdd", 10, UNLIMITED),
+    ]
+    decisions = list(decide([file_row(0, tier)], tiers_above_zero, at=NOW, hysteresis=0.1))
+    assert [decision.destination for decision in decisions] == ["hdd"]
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
-    least = score_least(100, at=NOW)
-    for score, tier in ((least, "nvme"), (math.nextafter(least, 0), "ssd")):
-        assert [each.destination for each in decided(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
-    stays = score_least(100, at=NOW, share=0.9)
-    for score, destinations in ((stays, []), (math.nextafter(stays, 0), ["ssd"])):
-        assert [each.destination for each in decided(FileRow(1, "nvme", 100, score, None, 1))] == destinations
+    least_to_enter = score_least(100, at=NOW)
+    for score, tier in ((least_to_enter, "nvme"), (math.nextafter(least_to_enter, 0), "ssd")):
+        assert [decision.destination for decision in decisions_for(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
+    least_to_stay = score_least(100, at=NOW, share=0.9)
+    for score, destinations in ((least_to_stay, []), (math.nextafter(least_to_stay, 0), ["ssd"])):
+        assert [
+            decision.destination for decision in decisions_for(FileRow(1, "nvme", 100, score, None, 1))
+        ] == destinations
 
 
 @pytest.mark.parametrize(("free_bytes", "tier"), [(100, "nvme"), (99, "ssd")])
 def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
-    assert [each.destination for each in decided(row(500), limits=(free_bytes, UNLIMITED, UNLIMITED))] == [tier]
+    assert [
+        decision.destination for decision in decisions_for(file_row(500), limits=(free_bytes, UNLIMITED, UNLIMITED))
+    ] == [tier]
 
 
 def test_file_that_stays_keeps_its_space() -> None:
-    decisions = decided(row(500, "nvme", size=60, n=1), row(400, size=50, n=2), limits=(100, UNLIMITED, UNLIMITED))
-    assert [(each.id, each.destination) for each in decisions] == [(2, "ssd")]
+    decisions = decisions_for(
+        file_row(500, "nvme", size_bytes=60, file_id=1),
+        file_row(400, size_bytes=50, file_id=2),
+        limits=(100, UNLIMITED, UNLIMITED),
+    )
+    assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
 
 def test_heat_halves_with_every_half_life() -> None:
     score = score_of(100, at=NOW)
-    assert [round(heat(score, at=NOW + lives), 6) for lives in range(4)] == [100, 50, 25, 12.5]
-    assert heat(NEVER, at=NOW) == 0
+    assert [round(heat(score, at=NOW + half_lives), 6) for half_lives in range(4)] == [100, 50, 25, 12.5]
+    assert heat(NEVER_ACCESSED, at=NOW) == 0
 
 
 def test_hundred_accesses_are_a_heat_of_100() -> None:
-    score = NEVER
-    for number in range(100):
-        score = score_after(score, accesses=1, at=NOW + number * 1e-5)
+    score = NEVER_ACCESSED
+    for index in range(100):
+        score = score_after(score, accesses=1, at=NOW + index * 1e-5)
     assert heat(score, at=NOW + 1e-3) == pytest.approx(100, rel=1e-3)
     assert math.isfinite(score_after(score, accesses=1, at=NOW + 1e6))
     assert score_after(1e9, accesses=1, at=NOW) == 1e9
 
 
 def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:
-    now = [1_800_000_000.0]
-    with TierManager(configuration, clock=lambda: now[0]) as manager:
+    now_s = [1_800_000_000.0]
+    with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         for name, accesses in (("hot", 100), ("warm", 10), ("cold", 9)):
             create_file(manager, name, 1000, seed=1)
             for _ in range(accesses - 1):
@@ -166,7 +201,7 @@ def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> No
         assert tiers == {"hot": "nvme", "warm": "ssd", "cold": "hdd"}
         assert manager.migrate().moved == 0
         # After two half-lives, the heat of the two files is 25 and 2.5.
-        now[0] += 2 * configuration.half_life_s
+        now_s[0] += 2 * configuration.half_life_s
         assert manager.migrate().moved == 2
         tiers = {name: manager.find(name).tier for name in ("hot", "warm", "cold")}
         assert tiers == {"hot": "ssd", "warm": "hdd", "cold": "hdd"}
@@ -177,7 +212,7 @@ def test_plan_moves_nothing(manager: TierManager) -> None:
     for _ in range(99):
         manager.open("file").close()
     with manager.plan() as plan:
-        assert [(each.name, each.source, each.destination) for each in plan.moves()] == [("file", "hdd", "nvme")]
+        assert [(move.name, move.source, move.destination) for move in plan.moves()] == [("file", "hdd", "nvme")]
     assert manager.find("file").tier == "hdd"
 
 
@@ -235,7 +270,7 @@ def test_file_that_cannot_move_does_not_stop_the_others(manager: TierManager) ->
         manager.pin(name, "nvme")
     with manager.open("first", "r+"):
         result = manager.migrate()
-    assert (result.moved, [each.name for each in result.refused]) == (1, ["first"])
+    assert (result.moved, [move.name for move in result.refused]) == (1, ["first"])
     assert manager.migrate().moved == 1
 
 

@@ -23,81 +23,86 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import Configuration, TierManager
 
-# The result of a system call; None: the kernel executes the call.
+# The result that a system call returns instead of being executed. None: the kernel executes the call.
 Reply = int | None
 # os.preadv() of Python uses either of these system calls.
-READS = "preadv preadv2"
+READ_CALLS = "preadv preadv2"
 
 
 def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> None:
-    """Move a file to the fastest tier. `reply` returns the results of the named system calls."""
+    """Move a file to the fastest tier. `reply` determines the results of the system calls in `calls`."""
     run_observed(lambda: manager.move(name, "nvme"), *calls.split(), reply=reply)
 
 
-def failed_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str) -> ApiError:
-    """Return the error of a migration that fails, and check that the file is unchanged and nothing else is left."""
+def error_of_failed_move(
+    manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str
+) -> ApiError:
+    """Start a migration that must fail, and return its error.
+
+    Check that the file is unchanged, and that the migration has left no copy and no reservation.
+    """
     data = contents(manager, name)
     with pytest.raises(ApiError) as raised:
         run_move(manager, name, reply=reply, calls=calls)
     assert (manager.find(name).tier, contents(manager, name)) == ("hdd", data)
     assert not unrepaired(manager.check())
-    assert not manager.catalogue.moves()
+    assert not manager.catalogue.reserved_move_ids()
     return raised.value
 
 
 def trace_of(manager: TierManager, root: Path, name: str) -> list[str]:
-    """Move a file, and return the phases with the fsync(2) calls between them, by path below the tiers."""
+    """Move a file, and return the phases and the fsync(2) calls in their order. Paths are relative to `root`."""
     trace: list[str] = []
 
     def record(call: SystemCall) -> None:
         if call.path.startswith(str(root)):
             path = Path(call.path).relative_to(root)
-            # The name of a copy and of a record is the random id of the migration.
-            named = path.with_name("ID") if path.parent.name in {"incoming", "moves"} else path
-            trace.append(f"fsync {named}")
+            # The name of a copy or of a record contains the id of the migration, which is random.
+            path_with_id = path.with_name("ID") if path.parent.name in {"incoming", "moves"} else path
+            trace.append(f"fsync {path_with_id}")
 
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         trace.append(f"{phase.value} {offset_bytes}")
 
     run_observed(lambda: manager.move(name, "nvme", observe=observe), "fsync", reply=record)
-    return [each for each in trace if "catalogue/" not in each]
+    return [entry for entry in trace if "catalogue/" not in entry]
 
 
 def test_each_step_is_synced_before_the_next(manager: TierManager, configuration: Configuration) -> None:
-    size = 4 * MIB + 5
-    create_file(manager, "a/file", size, seed=1)
+    size_bytes = 4 * MIB + 5
+    create_file(manager, "a/file", size_bytes, seed=1)
     (configuration.tier("nvme").directory / "a").mkdir()
-    own = ".gdrkit-tiers"
+    own_folder = ".gdrkit-tiers"
     assert trace_of(manager, configuration.catalogue.parent, "a/file") == [
         "record 0",
-        *(f"fsync nvme/{own}/{name}" for name in ("moves/ID", "moves", "incoming")),
-        *(f"copy {offset}" for offset in (0, 4 * MIB, size)),
-        f"attributes {size}",
-        f"sync {size}",
-        f"fsync nvme/{own}/incoming/ID",
+        *(f"fsync nvme/{own_folder}/{name}" for name in ("moves/ID", "moves", "incoming")),
+        *(f"copy {offset}" for offset in (0, 4 * MIB, size_bytes)),
+        f"attributes {size_bytes}",
+        f"sync {size_bytes}",
+        f"fsync nvme/{own_folder}/incoming/ID",
         *(f"verify {offset}" for offset in (0, 4 * MIB)),
-        f"rename {size}",
-        f"folder {size}",
+        f"rename {size_bytes}",
+        f"folder {size_bytes}",
         "fsync nvme/a",
-        f"retire {size}",
-        f"retired {size}",
-        f"fsync hdd/{own}/retired",
+        f"retire {size_bytes}",
+        f"retired {size_bytes}",
+        f"fsync hdd/{own_folder}/retired",
         "fsync hdd/a",
-        f"catalogue {size}",
-        f"remove {size}",
-        f"fsync hdd/{own}/retired",
-        f"forget {size}",
-        f"fsync nvme/{own}/moves",
-        f"done {size}",
+        f"catalogue {size_bytes}",
+        f"remove {size_bytes}",
+        f"fsync hdd/{own_folder}/retired",
+        f"forget {size_bytes}",
+        f"fsync nvme/{own_folder}/moves",
+        f"done {size_bytes}",
     ]
 
 
 def test_undone_migration_is_synced(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "a/file", 1000, seed=1)
-    synced: list[str] = []
+    synced_paths: list[str] = []
 
     def fail(phase: Phase, _name: str, _offset_bytes: int) -> None:
-        synced.clear()
+        synced_paths.clear()
         if phase is Phase.RETIRED:
             raise OSError(errno.EIO, "injected by the case")
 
@@ -105,11 +110,11 @@ def test_undone_migration_is_synced(manager: TierManager, configuration: Configu
         manager.move("a/file", "nvme", observe=fail)
 
     with pytest.raises(ApiError):
-        run_observed(move, "fsync", reply=lambda call: synced.append(call.path))
+        run_observed(move, "fsync", reply=lambda call: synced_paths.append(call.path))
     hdd, nvme = (configuration.tier(tier).directory for tier in ("hdd", "nvme"))
-    own = [nvme / ".gdrkit-tiers/moves"]
-    below = [Path(each) for each in synced if configuration.catalogue not in Path(each).parents]
-    assert below == [hdd / "a", hdd / ".gdrkit-tiers/retired", *own]
+    own_paths = [nvme / ".gdrkit-tiers/moves"]
+    tier_paths = [Path(path) for path in synced_paths if configuration.catalogue not in Path(path).parents]
+    assert tier_paths == [hdd / "a", hdd / ".gdrkit-tiers/retired", *own_paths]
 
 
 def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None:
@@ -120,7 +125,7 @@ def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None
         if "/incoming/" in call.path:
             calls.append((call.name.removesuffix("2"), call.arguments[1:4] if call.name == "fadvise64" else ()))
 
-    run_move(manager, "file", reply=record, calls=f"fsync fadvise64 {READS}")
+    run_move(manager, "file", reply=record, calls=f"fsync fadvise64 {READ_CALLS}")
     assert calls == [("fsync", ()), ("fadvise64", (0, 0, os.POSIX_FADV_DONTNEED)), ("preadv", ())]
 
 
@@ -128,7 +133,7 @@ def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configu
     create_file(manager, "file", 1000, seed=1)
     nvme = configuration.tier("nvme").directory
     modes = set()
-    locked = []
+    locked_phases = []
 
     def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
         copies = [*(nvme / ".gdrkit-tiers/incoming").iterdir(), *nvme.glob("file")]
@@ -138,11 +143,11 @@ def test_copy_is_private_and_locked_in_every_phase(manager: TierManager, configu
             with path.open("rb") as copy:
                 with pytest.raises(BlockingIOError):
                     fcntl.flock(copy, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                locked.append(phase)
+                locked_phases.append(phase)
 
     manager.move("file", "nvme", observe=observe)
     assert modes == {0o600}
-    assert set(locked) == set(Phase) - {Phase.RECORD}
+    assert set(locked_phases) == set(Phase) - {Phase.RECORD}
     with (nvme / "file").open("rb") as copy:
         fcntl.flock(copy, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -152,8 +157,8 @@ def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase 
     create_file(manager, "file", 1000, seed=1)
     create_file(manager, "before", 1000, seed=1, tier="nvme")
 
-    def fail(reached: Phase, _name: str, _offset_bytes: int) -> None:
-        if reached is phase:
+    def fail(current_phase: Phase, _name: str, _offset_bytes: int) -> None:
+        if current_phase is phase:
             raise OSError(errno.EIO, "injected by the case")
 
     before = len(evidence.descriptors())
@@ -197,7 +202,7 @@ def is_copy(call: SystemCall) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "reason"),
+    ("calls", "error_number", "reason"),
     [
         ("ftruncate", errno.EFBIG, Reason.NO_SPACE),
         ("fchmod", errno.EPERM, Reason.NO_PERMISSION),
@@ -205,44 +210,50 @@ def is_copy(call: SystemCall) -> bool:
         ("fsetxattr", errno.ENOSPC, Reason.NO_SPACE),
         ("fsync", errno.EDQUOT, Reason.NO_SPACE),
         ("fsync", errno.EIO, Reason.IO_ERROR),
-        (READS, errno.EIO, Reason.IO_ERROR),
+        (READ_CALLS, errno.EIO, Reason.IO_ERROR),
         ("flock", errno.ENOLCK, Reason.OTHER),
     ],
 )
 def test_failed_call_on_the_copy_ends_the_migration(
-    manager: TierManager, configuration: Configuration, name: str, number: int, reason: Reason
+    manager: TierManager, configuration: Configuration, calls: str, error_number: int, reason: Reason
 ) -> None:
     create_file(manager, "file", 1000, seed=1)
     os.setxattr(configuration.tier("hdd").directory / "file", "user.origin", b"here")
-    error = failed_move(manager, "file", reply=lambda call: -number if is_copy(call) else None, calls=name)
-    assert (error.errno, error.reason, error.operation) == (number, reason, "migrate")
+    error = error_of_failed_move(
+        manager, "file", reply=lambda call: -error_number if is_copy(call) else None, calls=calls
+    )
+    assert (error.errno, error.reason, error.operation) == (error_number, reason, "migrate")
     assert error.arguments == {"name": "file", "source": "hdd", "destination": "nvme"}
 
 
 @pytest.mark.parametrize(
-    ("number", "moves"), [(errno.EOPNOTSUPP, True), (errno.ENOSYS, True), (errno.EIO, False), (errno.EACCES, False)]
+    ("error_number", "is_moved"),
+    [(errno.EOPNOTSUPP, True), (errno.ENOSYS, True), (errno.EIO, False), (errno.EACCES, False)],
 )
-def test_failed_listing_of_attributes(manager: TierManager, number: int, *, moves: bool) -> None:
+def test_file_moves_if_attributes_are_unsupported(manager: TierManager, error_number: int, *, is_moved: bool) -> None:
     create_file(manager, "file", 1000, seed=1)
-    if moves:
-        run_move(manager, "file", reply=lambda _call: -number, calls="flistxattr")
+    if is_moved:
+        run_move(manager, "file", reply=lambda _call: -error_number, calls="flistxattr")
         assert manager.find("file").tier == "nvme"
     else:
-        assert failed_move(manager, "file", reply=lambda _call: -number, calls="flistxattr").errno == number
+        assert (
+            error_of_failed_move(manager, "file", reply=lambda _call: -error_number, calls="flistxattr").errno
+            == error_number
+        )
 
 
 def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    refused = []
+    refused_flags = []
 
     def refuse(call: SystemCall) -> Reply:
         if call.arguments[1] != fcntl.F_SETFL:
             return None
-        refused.append(call.arguments[2] & os.O_NOATIME)
+        refused_flags.append(call.arguments[2] & os.O_NOATIME)
         return -errno.EPERM
 
     run_move(manager, "file", reply=refuse, calls="fcntl")
-    assert refused == [os.O_NOATIME]
+    assert refused_flags == [os.O_NOATIME]
     assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
 
 
@@ -254,7 +265,7 @@ def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Co
         for owner in ((1234, 0), (0, 1234)):
             manager.move("file", "hdd")
             os.chown(configuration.tier("hdd").directory / "file", *owner)
-            error = failed_move(
+            error = error_of_failed_move(
                 manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown"
             )
             assert error.reason is Reason.NO_PERMISSION
@@ -264,10 +275,10 @@ def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Co
 def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
     create_file(manager, "file", 4 * MIB + 5, seed=1)
 
-    def end(call: SystemCall) -> Reply:
+    def report_end_of_file(call: SystemCall) -> Reply:
         return 0 if call.path.endswith("hdd/file") and call.arguments[3] == 4 * MIB else None
 
-    error = failed_move(manager, "file", reply=end, calls=READS)
+    error = error_of_failed_move(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
     assert (error.reason, error.operation, error.errno) == (Reason.BUSY, "read", errno.EBUSY)
     assert error.arguments == {"offset_bytes": 4 * MIB}
 
@@ -280,8 +291,8 @@ def test_label_of_the_old_location_is_not_copied(manager: TierManager, configura
     os.setxattr(path, name, b"\x01" + bytes(20))
     os.setxattr(path, "user.kept", b"yes")
     manager.move("file", "nvme")
-    moved = configuration.tier("nvme").directory / "file"
-    assert os.listxattr(moved) == ["user.kept"]
+    moved_path = configuration.tier("nvme").directory / "file"
+    assert os.listxattr(moved_path) == ["user.kept"]
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 12 * MIB - 1, 12 * MIB + 64 * KIB, 30 * MIB - 1])
@@ -293,7 +304,7 @@ def test_hole_with_data_in_the_copy_is_an_error(
         os.ftruncate(file.fileno(), 30 * MIB)
     incoming = configuration.tier("nvme").directory / ".gdrkit-tiers/incoming"
 
-    def spoil(phase: Phase, _name: str, offset: int) -> None:
+    def write_into_hole(phase: Phase, _name: str, offset: int) -> None:
         if phase is Phase.SYNC:
             (copy,) = incoming.iterdir()
             with copy.open("r+b") as file:
@@ -301,7 +312,7 @@ def test_hole_with_data_in_the_copy_is_an_error(
 
     data = contents(manager, "sparse")
     with pytest.raises(ApiError) as raised:
-        manager.move("sparse", "nvme", observe=spoil)
+        manager.move("sparse", "nvme", observe=write_into_hole)
     error = raised.value
     assert (error.errno, error.reason, error.operation) == (errno.EIO, Reason.IO_ERROR, "read")
     assert 0 <= offset_bytes - error.arguments["offset_bytes"] < 4 * MIB  # type: ignore[operator] # a number.
@@ -309,17 +320,17 @@ def test_hole_with_data_in_the_copy_is_an_error(
     assert not unrepaired(manager.check())
 
 
-@pytest.mark.parametrize(("number", "moves"), [(errno.EINVAL, True), (errno.EIO, False)])
-def test_copy_without_seek_data_is_read_completely(manager: TierManager, number: int, *, moves: bool) -> None:
+@pytest.mark.parametrize(("error_number", "is_moved"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_copy_without_seek_data_is_read_completely(manager: TierManager, error_number: int, *, is_moved: bool) -> None:
     with manager.open("sparse", "a+") as file:
         os.pwrite(file.fileno(), b"x", 9 * MIB)
         os.ftruncate(file.fileno(), 10 * MIB)
 
     def refuse(call: SystemCall) -> Reply:
-        return -number if is_copy(call) and call.arguments[2] == os.SEEK_DATA else None
+        return -error_number if is_copy(call) and call.arguments[2] == os.SEEK_DATA else None
 
-    if moves:
+    if is_moved:
         run_move(manager, "sparse", reply=refuse, calls="lseek")
         assert contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
     else:
-        assert failed_move(manager, "sparse", reply=refuse, calls="lseek").errno == number
+        assert error_of_failed_move(manager, "sparse", reply=refuse, calls="lseek").errno == error_number

@@ -1,8 +1,9 @@
-"""Transfers between files in tiers and memory, by the names of the files: every byte, and the reported route."""
+"""Transfers between memory and files that are named by their logical names: every byte, and the reported route."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.tiers import Configuration
 
-STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
+OBSERVED_STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_write_to_a_file_opened_for_reading_is_refused(manager: TierManager) -> 
 def test_read_of_a_missing_file_is_enoent(manager: TierManager) -> None:
     with pytest.raises(ApiError) as raised:
         manager.read_into("nothing", bytearray(10))
-    assert raised.value.errno == 2
+    assert raised.value.errno == errno.ENOENT
 
 
 def test_tier_without_device_transfers_is_unproven(manager: TierManager) -> None:
@@ -112,7 +113,7 @@ def test_route_to_device_memory_is_reported(manager: TierManager, device: Device
         manager.write_from("file", memory)
     assert contents(manager, "file") == bytes([7]) * MIB
     nvme, *others = manager.status()
-    assert nvme.route.state in STATES
+    assert nvme.route.state in OBSERVED_STATES
     assert nvme.route.route == result.route.value
     evidence["route"] = nvme.route
     # Only an observed direct route is reported as proven. Any other route has a cause.
@@ -165,15 +166,15 @@ def run_tiers(configuration: Configuration, *arguments: str, **environ: str) -> 
 
 @needs(cuda.device())
 def test_bench_reports_the_route_and_status_repeats_it(configuration: Configuration) -> None:
-    measured = [each["route"] for each in run_tiers(configuration, "bench", "--size", "8MiB")]
-    assert {each["state"] for each in measured} <= {state.value for state in STATES}
-    assert [each["route"] for each in run_tiers(configuration, "status")] == measured
+    bench_routes = [tier["route"] for tier in run_tiers(configuration, "bench", "--size", "8MiB")]
+    assert {route["state"] for route in bench_routes} <= {state.value for state in OBSERVED_STATES}
+    assert [tier["route"] for tier in run_tiers(configuration, "status")] == bench_routes
 
 
 @pytest.fixture
-def on_a_disk() -> Iterator[Configuration]:
+def configuration_on_disk() -> Iterator[Configuration]:
     """Yield the configuration of three tiers in folders of a disk whose files libcufile registers."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.present(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.entry_present(Path(folder)):
         yield configuration_of(Path(folder))
 
 
@@ -184,23 +185,25 @@ def fault_environ(folder: Path, *rules: str) -> dict[str, str]:
     return {"GDRKIT_TWINS_FAULTS": str(plan), "CUFILE_LOGFILE_PATH": str(folder / "cufile.log")}
 
 
-ON_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_present)
+NEEDS_CUFILE_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_present)
 
 
-@ON_TWIN
+@NEEDS_CUFILE_TWIN
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
-def test_proven_route_is_reported_as_proven(tmp_path: Path, on_a_disk: Configuration, route: str) -> None:
+def test_proven_route_is_reported_as_proven(tmp_path: Path, configuration_on_disk: Configuration, route: str) -> None:
     environ = fault_environ(tmp_path, f"cufile.route call=* route={route}")
-    routes = [each["route"] for each in run_tiers(on_a_disk, "bench", "--size", "8MiB", **environ)]
+    routes = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "8MiB", **environ)]
     assert routes == [{"state": "proven", "route": route, "why": ""}] * 3
-    assert [each["route"] for each in run_tiers(on_a_disk, "status")] == routes
+    assert [tier["route"] for tier in run_tiers(configuration_on_disk, "status")] == routes
 
 
-@ON_TWIN
+@NEEDS_CUFILE_TWIN
 @pytest.mark.parametrize("call", [3, 4], ids=["first", "second"])
-def test_bench_route_is_the_worst_of_the_timed_reads(tmp_path: Path, on_a_disk: Configuration, call: int) -> None:
-    """The probe and the first read, which is not timed, go directly. One of the two timed reads does not."""
+def test_bench_route_is_the_worst_of_the_timed_reads(
+    tmp_path: Path, configuration_on_disk: Configuration, call: int
+) -> None:
+    """The probe and the untimed first read take the direct route. One of the two timed reads does not."""
     environ = fault_environ(tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix")
-    first, *_ = [each["route"] for each in run_tiers(on_a_disk, "bench", "--size", "16MiB", **environ)]
-    assert (first["state"], first["route"]) == ("fell_back", "posix")
-    assert first["why"]
+    nvme_route, *_ = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "16MiB", **environ)]
+    assert (nvme_route["state"], nvme_route["route"]) == ("fell_back", "posix")
+    assert nvme_route["why"]

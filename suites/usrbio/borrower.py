@@ -1,8 +1,8 @@
-"""A second process that uses memory which another process published.
+"""A process that uses memory which another process published: ``python -m usrbio.borrower MOUNT FILE``.
 
-``python -m usrbio.borrower MOUNT FILE`` is the process. It reads one command per line: ``open ID LENGTH``,
-``open_gpu ID LENGTH``, ``import HANDLE``, ``read OFFSET LENGTH`` (from the same offset of the file), ``close`` and
-``end``. For each, it prints the result of the operation: a number of bytes, 0, or a negative errno.
+The process reads one command per line: ``open ID LENGTH``, ``open_gpu ID LENGTH``, ``import HANDLE``, ``read OFFSET
+LENGTH`` (from OFFSET of the file to OFFSET of the memory), ``close``, ``end``, and ``hello``, which does nothing. For
+each command it prints a result: a number of bytes, 0, or a negative errno.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Borrower"]
 
 
 class Borrower(LineChild):
-    """The process, seen from the case."""
+    """The process, which a case starts and controls."""
 
     def __init__(self, mount: Path, file: Path) -> None:
         super().__init__("usrbio.borrower", mount, file)
         assert self.call("hello") == 0
 
-    def call(self, *words: object) -> int:
+    def call(self, *command: object) -> int:
         """Send one command and return its result."""
-        self.write_line(" ".join(map(str, words)))
+        self.write_line(" ".join(map(str, command)))
         return int(self.read_line())
 
     def close(self) -> None:
@@ -44,46 +44,46 @@ class Borrower(LineChild):
         self.end()
 
 
-def _open(mount: str, command: str, words: Sequence[str]) -> Iovec:
+def _open(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
     if command == "import":
-        return usrbio.import_gpu_iovec(mount, bytes.fromhex(words[0]))
+        return usrbio.import_gpu_iovec(mount, bytes.fromhex(arguments[0]))
     open_iovec = usrbio.open_gpu_iovec if command == "open_gpu" else usrbio.open_iovec
-    return open_iovec(mount, words[0], length_bytes=int(words[1]))
+    return open_iovec(mount, arguments[0], length_bytes=int(arguments[1]))
 
 
 def _read(ring: Ioring, iov: Iovec, fd: int, offset: int, length: int) -> int:
     ring.prepare(iov[offset : offset + length], True, fd, offset)  # noqa: FBT003 - as in programs for 3FS.
-    (done,) = ring.submit().wait(min_results=1, timeout=timedelta(seconds=60))
-    return done.result
+    (completed,) = ring.submit().wait(min_results=1, timeout=timedelta(seconds=60))
+    return completed.result
 
 
-def _main(arguments: Sequence[str]) -> int:
-    mount, file = arguments
+def _main(program_arguments: Sequence[str]) -> int:
+    mount, file = program_arguments
     with contextlib.ExitStack() as stack:
         fd = os.open(file, os.O_RDONLY)
         stack.callback(os.close, fd)
         usrbio.register_fd(fd)
         stack.callback(usrbio.deregister_fd, fd)
         ring = stack.enter_context(usrbio.make_ioring(mount, 8, for_read=True))
-        memory: list[Iovec] = []
+        iovs: list[Iovec] = []
         for line in sys.stdin:
-            command, *words = line.split()
+            command, *arguments = line.split()
             result = 0
             try:
                 if command in {"open", "open_gpu", "import"}:
-                    memory.append(_open(mount, command, words))
+                    iovs.append(_open(mount, command, arguments))
                 elif command == "read":
-                    result = _read(ring, memory[-1], fd, *map(int, words))
+                    result = _read(ring, iovs[-1], fd, *map(int, arguments))
                 elif command == "close":
-                    memory.pop().close()
+                    iovs.pop().close()
             except usrbio.UsrbioError as error:
                 result = -(error.errno or 0)
             sys.stdout.write(f"{result}\n")
             sys.stdout.flush()
             if command == "end":
                 break
-        for each in memory:
-            each.close()
+        for iov in iovs:
+            iov.close()
     return 0
 
 

@@ -21,7 +21,7 @@ __all__ = ["TARGET"]
 _UUID = "0f0e0d0c-0b0a-0908-0706-050403020100"
 _TARGET = "gdr://v2/device/0/allocation/2097152/offset/4096/size/65536/"
 _LENGTH = struct.Struct("=I")
-# Offset in the header of the field that has the length of the payload.
+# Offset of the length of the payload in the header.
 _LENGTH_OFFSET = 8
 
 
@@ -58,20 +58,20 @@ def _parse_or_einval(parse: Callable[[str], object], text: str) -> None:
             raise
 
 
-def _parse_message(data: bytes, *, descriptors: int) -> bytes:
-    message = protocol.parse(data, descriptors=descriptors)
+def _parse_message(data: bytes, *, descriptor_count: int) -> bytes:
+    message = protocol.parse(data, descriptor_count=descriptor_count)
     payload = _parse_payload(message.request, message.payload)
-    return protocol.pack(AgentMessage(message.request, message.sequence, payload, message.descriptors))
+    return protocol.pack(AgentMessage(message.request, message.sequence, payload, message.descriptor_count))
 
 
-def _check(data: bytes) -> None:
-    """Parse the data as a message with each number of descriptors, also with the valid length in its header."""
-    for candidate in (data, _with_length(data)):
-        for descriptors in range(protocol.DESCRIPTORS_MAX + 1):
-            fuzz.parse_or_malformed(partial(_parse_message, descriptors=descriptors), candidate)
+def _parse_in_all_ways(data: bytes) -> None:
+    """Parse the data as a message with each number of descriptors. Parse it again with a valid length in its header."""
+    for candidate in (data, _with_valid_length(data)):
+        for descriptor_count in range(protocol.DESCRIPTORS_MAX + 1):
+            fuzz.parse_or_malformed(partial(_parse_message, descriptor_count=descriptor_count), candidate)
 
 
-def _with_length(data: bytes) -> bytes:
+def _with_valid_length(data: bytes) -> bytes:
     header = bytearray(data[: protocol.HEADER_BYTES].ljust(protocol.HEADER_BYTES, b"\0"))
     _LENGTH.pack_into(header, _LENGTH_OFFSET, max(0, len(data) - protocol.HEADER_BYTES))
     return bytes(header) + data[protocol.HEADER_BYTES :]
@@ -99,8 +99,10 @@ def _valid_messages() -> list[bytes]:
     return [protocol.pack(each) for each in messages]
 
 
-# The alphabet of names makes more of the changed messages valid.
-TARGET = fuzz.FuzzTarget(_check, _valid_messages(), (protocol, link_names), alphabet=b"0123456789abcdef.-/rwpthlbg")
+# Changed messages are valid more often if the fuzzer takes new bytes from the alphabet of link names.
+TARGET = fuzz.FuzzTarget(
+    _parse_in_all_ways, _valid_messages(), (protocol, link_names), alphabet=b"0123456789abcdef.-/rwpthlbg"
+)
 
 if __name__ == "__main__":
     fuzz.main({"messages": TARGET})

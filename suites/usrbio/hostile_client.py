@@ -1,7 +1,7 @@
 """A client that attacks the agent of a mount until the end of its standard input.
 
-``python -m usrbio.hostile_client MOUNT ATTACK`` prints ``attacks`` after the first round, and the number of rounds at
-the end. Each round uses a new connection and new memory.
+``python -m usrbio.hostile_client MOUNT ATTACK`` repeats the attack in rounds, each with a new connection and new
+memory. It prints ``attacks`` after the first round, and the number of rounds at the end.
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ if TYPE_CHECKING:
 
 __all__ = ["ATTACKS", "main"]
 
-_WORDS = struct.Struct("=QI")
-_VALUE_MAX = 0x7FFFFFFF
-# With this value of the field `private` of a semaphore, sem_post of glibc aborts its caller.
+# The start of a sem_t of glibc: value and number of waiters in 64 bits, and the field `private`.
+_SEMAPHORE = struct.Struct("=QI")
+_SEMAPHORE_VALUE_MAX = 0x7FFFFFFF
+# With this value of `private`, sem_post() of glibc aborts its caller.
 _ABORTING_PRIVATE = 0x40
-# Value, number of waiters, and `private`.
+# Value, number of waiters, and `private` of each.
 _INVALID_SEMAPHORES = (
     (0, 1, _ABORTING_PRIVATE),
-    (_VALUE_MAX, 1, _ABORTING_PRIVATE),
-    (_VALUE_MAX, 0, 0xFFFFFFFF),
+    (_SEMAPHORE_VALUE_MAX, 1, _ABORTING_PRIVATE),
+    (_SEMAPHORE_VALUE_MAX, 0, 0xFFFFFFFF),
     (0xFFFFFFFF, 0xFFFFFFFF, 1),
     (0, 0x7FFFFFFF, 0x80000000),
 )
 _COMPLETION_TIMEOUT_S = 10.0
+# Indices of a ring; see RawRing.index.
+_COMPLETION_HEAD, _COMPLETION_TAIL = 2, 3
 
 
 def _pause(duration_s: float) -> bool:
-    """Wait for this time or until standard input ends, and return whether it has ended."""
+    """Wait for this time, or until standard input ends. Return whether standard input has ended."""
     return bool(select.select([sys.stdin], [], [], duration_s)[0])
 
 
 @contextlib.contextmanager
-def _published(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+def _client_with_ring(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
     """Yield a connection with published memory and a published ring."""
     with RawClient(mount) as client, contextlib.ExitStack() as stack:
         iov, ring = RawIov(length_bytes), RawRing(32, for_read=True)
@@ -58,48 +61,51 @@ def _published(mount: Path, length_bytes: int) -> Iterator[tuple[RawClient, RawI
         yield client, iov, ring
 
 
-def _poll(ring: RawRing, count: int) -> None:
-    """Wait for completions without the semaphore."""
+def _poll_completions(ring: RawRing, count: int) -> None:
+    """Wait for this number of completions. The semaphore is corrupt, so the function reads the indices of the ring."""
     end_s = time.monotonic() + _COMPLETION_TIMEOUT_S
-    while (ring.index(2) - ring.index(3)) % ring.slots < count and time.monotonic() < end_s:
+    while (
+        ring.index(_COMPLETION_HEAD) - ring.index(_COMPLETION_TAIL)
+    ) % ring.slots < count and time.monotonic() < end_s:
         _pause(0.0005)
 
 
-def corrupt_completions(mount: Path, number: int) -> None:
+def corrupt_completions(mount: Path, round_number: int) -> None:
     """Write invalid values into the completion semaphore of the client's ring, which the agent posts."""
-    with _published(mount, 64 * KIB) as (_, iov, ring):
+    with _client_with_ring(mount, 64 * KIB) as (_, iov, ring):
         for value, waiters, private in _INVALID_SEMAPHORES:
-            _WORDS.pack_into(ring.memory, ring.semaphore, waiters << 32 | value, private)
-            ring.prepare(iov.id.bytes, inode=number, length=4096)
+            _SEMAPHORE.pack_into(ring.memory, ring.semaphore_offset, waiters << 32 | value, private)
+            # No file with this inode is registered, so the agent completes the operation with EBADF.
+            ring.prepare(iov.id.bytes, inode=round_number, length=4096)
             ring.submit()
-            _poll(ring, 1)
-            ring.set_index(3, ring.index(2))
+            _poll_completions(ring, 1)
+            ring.set_index(_COMPLETION_TAIL, ring.index(_COMPLETION_HEAD))
 
 
-def corrupt_submissions(mount: Path, number: int) -> None:
+def corrupt_submissions(mount: Path, round_number: int) -> None:
     """Write invalid values into the submit semaphores, which all clients post, and sometimes truncate their files."""
     for link in ("submit-ios.ph", "submit-ios", "submit-ios.pl"):
         with (mount / "3fs-virt" / "iovs" / link).readlink().open("r+b") as file:
-            if number % 4 == 0:
+            if round_number % 4 == 0:
                 os.truncate(file.fileno(), 0)
                 _pause(0.002)
-            elif os.fstat(file.fileno()).st_size >= _WORDS.size:
-                value, waiters, private = _INVALID_SEMAPHORES[number % len(_INVALID_SEMAPHORES)]
+            elif os.fstat(file.fileno()).st_size >= _SEMAPHORE.size:
+                value, waiters, private = _INVALID_SEMAPHORES[round_number % len(_INVALID_SEMAPHORES)]
                 # A write to mapped memory would fault if another attacker truncates the file at the same time.
-                os.pwrite(file.fileno(), _WORDS.pack(waiters << 32 | value, private), 0)
+                os.pwrite(file.fileno(), _SEMAPHORE.pack(waiters << 32 | value, private), 0)
     _pause(0.001)
 
 
-def truncate_memory(mount: Path, number: int) -> None:
+def truncate_memory(mount: Path, round_number: int) -> None:
     """Truncate the client's memory while the server writes to it."""
-    del number
-    with _published(mount, MIB) as (client, iov, ring), (mount / "input").open("rb") as file:
+    del round_number
+    with _client_with_ring(mount, MIB) as (client, iov, ring), (mount / "input").open("rb") as file:
         inode = client.register_file(file.fileno())
-        for part in range(16):
-            ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=part * 64 * KIB)
+        for index in range(16):
+            ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=index * 64 * KIB)
         ring.submit()
         os.ftruncate(iov.fd, 0)
-        _poll(ring, 16)
+        _poll_completions(ring, 16)
     _pause(0.02)
 
 
@@ -109,9 +115,9 @@ ATTACKS = {"completions": corrupt_completions, "submissions": corrupt_submission
 def main(mount: Path, attack: str) -> None:
     """Attack until the end of standard input, and print the number of rounds."""
     rounds = 0
-    for number in itertools.count():
+    for round_number in itertools.count():
         try:
-            ATTACKS[attack](mount, number)
+            ATTACKS[attack](mount, round_number)
         except Refusal as error:
             if error.errno not in {errno.EREMOTEIO, errno.EBUSY}:
                 raise

@@ -1,7 +1,8 @@
 """Clients of an agent that end by SIGKILL: ``python -m usrbio.killed_clients MOUNT COUNT``.
 
-The program forks COUNT clients, one after the other. Each connects, publishes memory and a ring, registers a file and
-submits reads. It kills itself after one of these steps, which depends on its number.
+The program forks COUNT clients, one after the other. A client connects, publishes memory, publishes a ring, registers a
+file and submits reads, and waits for the results. It kills itself after one of these five steps: the first client after
+the first step, the second client after the second step, and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gdrkit.units import KIB
 
 __all__ = ["main"]
 
-_STEPS = 5
+_STEP_COUNT = 5
 
 
 def _kill_this_process() -> None:
@@ -38,8 +39,8 @@ def _run_client(mount: Path, last_step: int) -> None:
     if last_step == 2:
         _kill_this_process()
     inode = client.register_file(os.open(mount / "input", os.O_RDONLY))
-    for part in range(4):
-        ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=part * 64 * KIB)
+    for index in range(4):
+        ring.prepare(iov.id.bytes, inode=inode, length=64 * KIB, buffer_offset=index * 64 * KIB)
     ring.submit()
     if last_step == 3:
         _kill_this_process()
@@ -53,7 +54,7 @@ def main(mount: Path, count: int) -> None:
         process_id = os.fork()
         if process_id == 0:
             try:
-                _run_client(mount, number % _STEPS)
+                _run_client(mount, number % _STEP_COUNT)
             finally:
                 os._exit(1)
         _, status = os.waitpid(process_id, 0)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 pytestmark = needs(STRACE, verbs.nic())
 
 
-def test_unexpected_accept_error_is_reported_and_retried(tmp_path: Path) -> None:
+def test_agent_accepts_again_after_an_unexpected_error(tmp_path: Path) -> None:
     with AgentProcess(tmp_path) as agent:
         with failing_call(agent.process.pid, "accept4", "EPROTO"), RawClient(tmp_path) as client:
             client.hello()
         with RawClient(tmp_path) as client:
             client.hello()
         assert agent.terminate() == 0
-    assert "Protocol error" in agent.errors
+    assert "Protocol error" in agent.error_output

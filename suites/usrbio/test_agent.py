@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory_files
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -28,28 +28,32 @@ FILE_BYTES = 3 * MIB + 17
 
 @pytest.fixture
 def mount(tmp_path: Path, seed: int) -> Path:
+    """Return the folder of a mount, which has one file."""
     (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     return tmp_path
 
 
 @pytest.fixture
 def agent(mount: Path) -> Iterator[AgentProcess]:
-    with AgentProcess(mount) as running:
-        semaphores = shared_memory(mount)
-        yield running
-    assert running.process.returncode == 0, running.errors
+    """Yield a running agent. After its end, check that it has removed its semaphores, links and socket."""
+    with AgentProcess(mount) as agent_process:
+        semaphores = shared_memory_files(mount)
+        yield agent_process
+    assert agent_process.process.returncode == 0, agent_process.error_output
     assert len(semaphores) == 3
     assert [path for path in semaphores if path.exists()] == []
-    assert links(mount) == set()
+    assert link_names(mount) == set()
     assert not (mount / "3fs-virt" / "agent.sock").exists()
 
 
-def links(mount: Path) -> set[str]:
+def link_names(mount: Path) -> set[str]:
+    """Return the names of the links of publications and semaphores."""
     return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir()}
 
 
 @contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
+def open_descriptor(path: Path, flags: int) -> Iterator[int]:
+    """Open a file until the block ends, and yield its descriptor."""
     descriptor = os.open(path, flags, 0o644)
     try:
         yield descriptor
@@ -58,6 +62,7 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
+    """Return a context in which the agent must refuse a request with this errno."""
     return pytest.raises(Refusal, check=lambda error: error.errno == expected_errno)
 
 
@@ -70,26 +75,26 @@ def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
         client.publish_iov(iov)
         client.publish_ring(reader)
         client.publish_ring(writer)
-        assert {iov.name(), reader.link, writer.link} < links(agent.mount)
-        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
-        copy = stack.enter_context(opened(agent.mount / "copy", os.O_RDWR | os.O_CREAT))
-        inode, copy_inode = client.register_file(source), client.register_file(copy)
-        assert inode == os.fstat(source).st_ino
-        step = 64 * KIB
-        offsets = range(0, FILE_BYTES, step)
+        assert {iov.name(), reader.link, writer.link} < link_names(agent.mount)
+        source_fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
+        copy_fd = stack.enter_context(open_descriptor(agent.mount / "copy", os.O_RDWR | os.O_CREAT))
+        inode, copy_inode = client.register_file(source_fd), client.register_file(copy_fd)
+        assert inode == os.fstat(source_fd).st_ino
+        chunk_bytes = 64 * KIB
+        offsets = range(0, FILE_BYTES, chunk_bytes)
         for offset in offsets:
             reader.prepare(
-                iov.id.bytes, inode=inode, length=step, buffer_offset=offset, file_offset=offset, userdata=offset
+                iov.id.bytes, inode=inode, length=chunk_bytes, buffer_offset=offset, file_offset=offset, userdata=offset
             )
         reader.submit()
         results = {userdata: result for _, result, userdata in reader.wait(len(offsets))}
-        assert results == {offset: min(step, FILE_BYTES - offset) for offset in offsets}
+        assert results == {offset: min(chunk_bytes, FILE_BYTES - offset) for offset in offsets}
         pattern.check(iov.memory[:FILE_BYTES], seed=seed)
         writer.prepare(iov.id.bytes, inode=copy_inode, length=FILE_BYTES)
         writer.submit()
         assert [result for _, result, _ in writer.wait(1)] == [FILE_BYTES]
         pattern.check((agent.mount / "copy").read_bytes(), seed=seed)
-    assert agent.terminate() == 0, agent.errors
+    assert agent.terminate() == 0, agent.error_output
     assert agent.statistics["operations"] == len(offsets) + 1
     assert agent.statistics["bytes"] == 2 * FILE_BYTES
 
@@ -97,18 +102,20 @@ def test_ring_reads_and_writes_a_file(agent: AgentProcess, seed: int) -> None:
 def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> None:
     with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
         own_iov, other_iov, ring = RawIov(MIB), RawIov(MIB), RawRing(32, for_read=True)
-        for shared in (own_iov, other_iov, ring):
+        write_ring = RawRing(2, for_read=False)
+        for shared in (own_iov, other_iov, ring, write_ring):
             stack.callback(shared.close)
         client.publish_iov(own_iov, f".b{256 * KIB}")
         other.publish_iov(other_iov)
         client.publish_ring(ring)
-        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
-        write_only = stack.enter_context(opened(agent.mount / "out", os.O_WRONLY | os.O_CREAT))
-        inode, write_only_inode = client.register_file(source), client.register_file(write_only)
-        other_file = stack.enter_context(opened(agent.mount / "other", os.O_RDWR | os.O_CREAT))
-        other_inode = other.register_file(other_file)
+        client.publish_ring(write_ring)
+        fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
+        write_only_fd = stack.enter_context(open_descriptor(agent.mount / "out", os.O_WRONLY | os.O_CREAT))
+        inode, write_only_inode = client.register_file(fd), client.register_file(write_only_fd)
+        other_fd = stack.enter_context(open_descriptor(agent.mount / "other", os.O_RDWR | os.O_CREAT))
+        other_inode = other.register_file(other_fd)
         uint64_max = (1 << 64) - 1
-        invalid: list[tuple[int, dict[str, int | bytes]]] = [
+        invalid_entries: list[tuple[int, dict[str, int | bytes]]] = [
             (-errno.EACCES, {"iov": other_iov.id.bytes}),
             (-errno.EACCES, {"iov": uuid.uuid4().bytes}),
             (-errno.EINVAL, {"length": 0}),
@@ -122,81 +129,85 @@ def test_invalid_ring_entry_completes_with_its_errno(agent: AgentProcess) -> Non
             (-errno.EBADF, {"inode": 0}),
             (-errno.EACCES, {"inode": write_only_inode}),
         ]
-        for number, (_, values) in enumerate(invalid):
-            entry: dict[str, int | bytes] = {"iov": own_iov.id.bytes, "inode": inode, "length": 4 * KIB, **values}
+        for number, (_, fields) in enumerate(invalid_entries):
+            entry: dict[str, int | bytes] = {"iov": own_iov.id.bytes, "inode": inode, "length": 4 * KIB, **fields}
             ring.prepare(userdata=number, **entry)  # type: ignore[arg-type]
         ring.submit()
-        results = {userdata: result for _, result, userdata in ring.wait(len(invalid))}
-        assert results == {number: expected for number, (expected, _) in enumerate(invalid)}
+        results = {userdata: result for _, result, userdata in ring.wait(len(invalid_entries))}
+        assert results == {number: expected for number, (expected, _) in enumerate(invalid_entries)}
         ring.prepare(own_iov.id.bytes, inode=inode, length=4 * KIB, userdata=99)
         ring.submit()
         assert [(result, userdata) for _, result, userdata in ring.wait(1)] == [(4 * KIB, 99)]
+        write_ring.prepare(own_iov.id.bytes, inode=inode, length=4 * KIB)
+        write_ring.submit()
+        assert [result for _, result, _ in write_ring.wait(1)] == [-errno.EACCES]
 
 
+# Index 0 is the head of the submissions, index 3 the tail of the completions.
 @pytest.mark.parametrize(("index", "value"), [(0, 1 << 20), (0, -1), (3, -5)])
 def test_ring_with_invalid_indices_breaks_and_others_work(agent: AgentProcess, index: int, value: int) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
-        iov, bad, good = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
-        for shared in (iov, bad, good):
+        iov, broken_ring, intact_ring = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
+        for shared in (iov, broken_ring, intact_ring):
             stack.callback(shared.close)
         client.publish_iov(iov)
-        client.publish_ring(bad)
-        client.publish_ring(good)
-        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
-        inode = client.register_file(source)
-        # The agent may read the ring as soon as it has an entry, so the invalid index is written first. prepare()
-        # changes the head (index 0), so an invalid head is written after it.
+        client.publish_ring(broken_ring)
+        client.publish_ring(intact_ring)
+        fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
+        inode = client.register_file(fd)
+        # The agent may read the ring as soon as the ring has an entry, so an invalid tail is written before prepare().
+        # An invalid head is written after prepare(), because prepare() changes the head.
         if index:
-            bad.set_index(index, value)
-        bad.prepare(iov.id.bytes, inode=inode, length=KIB)
+            broken_ring.set_index(index, value)
+        broken_ring.prepare(iov.id.bytes, inode=inode, length=KIB)
         if not index:
-            bad.set_index(index, value)
-        bad.submit()
-        good.prepare(iov.id.bytes, inode=inode, length=KIB)
-        good.submit()
-        assert [result for _, result, _ in good.wait(1)] == [KIB]
-    assert agent.terminate() == 0, agent.errors
+            broken_ring.set_index(index, value)
+        broken_ring.submit()
+        intact_ring.prepare(iov.id.bytes, inode=inode, length=KIB)
+        intact_ring.submit()
+        assert [result for _, result, _ in intact_ring.wait(1)] == [KIB]
+    assert agent.terminate() == 0, agent.error_output
     assert agent.statistics["broken_rings"] == 1
 
 
 def test_truncated_ring_breaks_and_the_agent_survives(agent: AgentProcess) -> None:
     with RawClient(agent.mount) as client, contextlib.ExitStack() as stack:
-        iov, bad, good = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
-        for shared in (iov, bad, good):
+        iov, broken_ring, intact_ring = RawIov(MIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
+        for shared in (iov, broken_ring, intact_ring):
             stack.callback(shared.close)
         client.publish_iov(iov)
-        client.publish_ring(bad)
-        client.publish_ring(good)
-        source = stack.enter_context(opened(agent.mount / "file", os.O_RDONLY))
-        inode = client.register_file(source)
-        os.ftruncate(bad.fd, 0)
-        good.prepare(iov.id.bytes, inode=inode, length=KIB)
-        good.submit()
-        assert [result for _, result, _ in good.wait(1)] == [KIB]
-    assert agent.terminate() == 0, agent.errors
+        client.publish_ring(broken_ring)
+        client.publish_ring(intact_ring)
+        fd = stack.enter_context(open_descriptor(agent.mount / "file", os.O_RDONLY))
+        inode = client.register_file(fd)
+        os.ftruncate(broken_ring.fd, 0)
+        intact_ring.prepare(iov.id.bytes, inode=inode, length=KIB)
+        intact_ring.submit()
+        assert [result for _, result, _ in intact_ring.wait(1)] == [KIB]
+    assert agent.terminate() == 0, agent.error_output
     assert agent.statistics["broken_rings"] == 1
 
 
 def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path) -> None:
-    before = links(agent.mount)
+    links_before = link_names(agent.mount)
     with RawClient(agent.mount) as client, RawClient(agent.mount) as other, contextlib.ExitStack() as stack:
         iov = RawIov(MIB)
         stack.callback(iov.close)
-        missing = str(iov.path.with_name(f"hf3fs-iov-{uuid.uuid4()}"))
-        short = RawIov(100)
-        stack.callback(short.close)
-        symlink = RawIov(KIB)
-        stack.callback(symlink.close)
-        symlink.path.unlink()
-        symlink.path.symlink_to(iov.path)
+        missing_path = str(iov.path.with_name(f"hf3fs-iov-{uuid.uuid4()}"))
+        short_iov = RawIov(100)
+        stack.callback(short_iov.close)
+        linked_iov = RawIov(KIB)
+        stack.callback(linked_iov.close)
+        linked_iov.path.unlink()
+        linked_iov.path.symlink_to(iov.path)
         for name, target, expected_errno in [
-            (iov.name(), missing, errno.ENOENT),
+            (iov.name(), missing_path, errno.ENOENT),
             (iov.name(), "/etc/passwd", errno.EINVAL),
             (iov.name(), f"{iov.path.parent}/../../etc/passwd", errno.EINVAL),
-            (symlink.name(), str(symlink.path), errno.EINVAL),
+            (linked_iov.name(), str(linked_iov.path), errno.EINVAL),
             (iov.name(".x"), str(iov.path), errno.EINVAL),
             ("../evil", str(iov.path), errno.EINVAL),
-            (f"{short.id}.r0", str(short.path), errno.EINVAL),
+            (f"{short_iov.id}.r0", str(short_iov.path), errno.EINVAL),
             (iov.name(".gdr.d0"), "gdr://v2/nonsense", errno.EINVAL),
             (iov.name(".gdr.d0"), "gdr://v2/device/0/allocation/64/offset/0/size/64/dmabuf", errno.EOPNOTSUPP),
         ]:
@@ -210,7 +221,7 @@ def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path)
         with refused_with(errno.ENOENT):
             other.unpublish(iov.name())
         client.unpublish(iov.name())
-        assert links(agent.mount) == before
+        assert link_names(agent.mount) == links_before
         assert iov.path.exists()
 
 
@@ -220,50 +231,50 @@ def test_file_outside_of_the_store_is_not_registered(
     outside = tmp_path_factory.mktemp("outside") / "file"
     outside.write_bytes(b"1")
     with RawClient(agent.mount) as client:
-        for path, flags, numbers in [
+        for path, flags, allowed_errnos in [
             (outside, os.O_RDONLY, {errno.EXDEV, errno.EACCES, errno.ENOENT}),
             (agent.mount, os.O_RDONLY, {errno.EBADF}),
             (agent.mount / "file", os.O_PATH, {errno.EBADF}),
         ]:
-            with opened(path, flags) as descriptor, pytest.raises(Refusal) as refusal:
+            with open_descriptor(path, flags) as descriptor, pytest.raises(Refusal) as refusal:
                 client.register_file(descriptor)
-            assert refusal.value.errno in numbers
+            assert refusal.value.errno in allowed_errnos
         with refused_with(errno.ENOENT):
-            client.ask(AgentRequest.DEREGISTER_FILE, protocol.pack_number(1))
+            client.request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(1))
 
 
-def test_punched_hole_and_hard_link(agent: AgentProcess, seed: int) -> None:
-    with RawClient(agent.mount) as client, opened(agent.mount / "file", os.O_RDWR) as file:
-        client.ask(AgentRequest.PUNCH_HOLE, protocol.pack_punch(0, ((64 * KIB, 128 * KIB),)), [file])
+def test_punch_hole_and_hard_link_change_the_file_system(agent: AgentProcess, seed: int) -> None:
+    with RawClient(agent.mount) as client, open_descriptor(agent.mount / "file", os.O_RDWR) as file_fd:
+        client.request(AgentRequest.PUNCH_HOLE, protocol.pack_punch(0, ((64 * KIB, 128 * KIB),)), [file_fd])
         content = (agent.mount / "file").read_bytes()
         assert content[64 * KIB : 128 * KIB] == bytes(64 * KIB)
         assert content[: 64 * KIB] == pattern.payload(FILE_BYTES, seed=seed)[: 64 * KIB]
-        with opened(agent.mount, os.O_PATH) as folder:
-            client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
+        with open_descriptor(agent.mount, os.O_PATH) as folder_fd:
+            client.request(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file_fd, folder_fd])
             assert (agent.mount / "second").samefile(agent.mount / "file")
             with refused_with(errno.EEXIST):
-                client.ask(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file, folder])
+                client.request(AgentRequest.HARD_LINK, protocol.pack_name("second"), [file_fd, folder_fd])
             with refused_with(errno.EINVAL):
-                client.ask(AgentRequest.HARD_LINK, protocol.pack_name("../second"), [file, folder])
+                client.request(AgentRequest.HARD_LINK, protocol.pack_name("../second"), [file_fd, folder_fd])
 
 
 def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None:
     hello = protocol.pack(AgentMessage(AgentRequest.HELLO, 1, bytes(48)))
-    with RawClient(agent.mount) as good, opened(agent.mount / "file", os.O_RDONLY) as file:
+    with RawClient(agent.mount) as valid_client, open_descriptor(agent.mount / "file", os.O_RDONLY) as fd:
         for data, descriptors in [
             (b"x", []),
             (hello[:-1], []),
             (b"X" + hello[1:], []),
             (hello + bytes(protocol.MESSAGE_BYTES_MAX), []),
-            (hello, [file]),
-            (hello, [file] * 5),
+            (hello, [fd]),
+            (hello, [fd] * 5),
         ]:
-            with RawClient(agent.mount) as bad:
-                bad.send(data, descriptors)
-                assert bad.receive() == b""
+            with RawClient(agent.mount) as malformed_client:
+                malformed_client.send(data, descriptors)
+                assert malformed_client.receive() == b""
         with refused_with(errno.EINVAL):
-            good.ask(AgentRequest.UNPUBLISH, b"\xff\xff")
-        good.hello()
+            valid_client.request(AgentRequest.UNPUBLISH, b"\xff\xff")
+        valid_client.hello()
 
 
 def test_second_agent_of_a_mount_is_refused(agent: AgentProcess) -> None:
@@ -276,41 +287,44 @@ def test_unnamed_memory_is_named_until_its_client_ends(agent: AgentProcess) -> N
     name = str(uuid.uuid4())
     path = folder / f"hf3fs-iov-{name}"
     with contextlib.ExitStack() as stack:
-        memory = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        stack.callback(os.close, memory)
-        os.ftruncate(memory, 64 * KIB)
-        read_only = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY)
-        stack.callback(os.close, read_only)
-        other_folder = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
-        stack.callback(os.close, other_folder)
-        os.ftruncate(other_folder, 64 * KIB)
+        memory_fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        stack.callback(os.close, memory_fd)
+        os.ftruncate(memory_fd, 64 * KIB)
+        read_only_fd = os.open(f"/proc/self/fd/{memory_fd}", os.O_RDONLY)
+        stack.callback(os.close, read_only_fd)
+        other_folder_fd = os.open(agent.mount, os.O_TMPFILE | os.O_RDWR, 0o600)
+        stack.callback(os.close, other_folder_fd)
+        os.ftruncate(other_folder_fd, 64 * KIB)
         with RawClient(agent.mount) as client:
             for target, descriptors in (
-                (str(folder / "other"), [memory]),
-                (str(agent.mount / path.name), [memory]),
-                (str(path), [read_only]),
-                (str(path), [memory, memory]),
-                (str(path), [other_folder] if os.fstat(other_folder).st_dev != folder.stat().st_dev else [read_only]),
+                (str(folder / "other"), [memory_fd]),
+                (str(agent.mount / path.name), [memory_fd]),
+                (str(path), [read_only_fd]),
+                (str(path), [memory_fd, memory_fd]),
+                (
+                    str(path),
+                    [other_folder_fd] if os.fstat(other_folder_fd).st_dev != folder.stat().st_dev else [read_only_fd],
+                ),
             ):
                 with refused_with(errno.EINVAL):
                     client.publish(name, target, descriptors=descriptors)
                 assert not path.exists()
             path.write_bytes(b"other")
             with refused_with(errno.EEXIST):
-                client.publish(name, str(path), descriptors=[memory])
+                client.publish(name, str(path), descriptors=[memory_fd])
             assert path.read_bytes() == b"other"
             path.unlink()
-            client.publish(name, str(path), descriptors=[memory])
-            assert os.path.samestat(path.stat(), os.fstat(memory))
+            client.publish(name, str(path), descriptors=[memory_fd])
+            assert os.path.samestat(path.stat(), os.fstat(memory_fd))
             second_name = str(uuid.uuid4())
             with refused_with(errno.EINVAL):
-                client.publish(second_name, str(folder / f"hf3fs-iov-{second_name}"), descriptors=[memory])
+                client.publish(second_name, str(folder / f"hf3fs-iov-{second_name}"), descriptors=[memory_fd])
         with RawClient(agent.mount) as other_client:
             while path.exists():
                 other_client.hello()
 
 
-OTHER_USER = 65534
+OTHER_UID = 65534
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -318,16 +332,16 @@ def test_memory_of_another_user_is_not_published(agent: AgentProcess) -> None:
     iov = RawIov(64 * KIB)
     try:
         with RawClient(agent.mount) as client:
-            os.chown(iov.path, OTHER_USER, OTHER_USER)
+            os.chown(iov.path, OTHER_UID, OTHER_UID)
             with refused_with(errno.EACCES):
                 client.publish_iov(iov)
-            unnamed = os.open(iov.path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
-            os.ftruncate(unnamed, 64 * KIB)
-            os.fchown(unnamed, OTHER_USER, OTHER_USER)
+            unnamed_fd = os.open(iov.path.parent, os.O_TMPFILE | os.O_RDWR, 0o600)
+            os.ftruncate(unnamed_fd, 64 * KIB)
+            os.fchown(unnamed_fd, OTHER_UID, OTHER_UID)
             name = str(uuid.uuid4())
             with refused_with(errno.EACCES):
-                client.publish(name, f"{iov.path.parent}/hf3fs-iov-{name}", b"", [unnamed])
-            os.close(unnamed)
+                client.publish(name, f"{iov.path.parent}/hf3fs-iov-{name}", b"", [unnamed_fd])
+            os.close(unnamed_fd)
             os.chown(iov.path, os.geteuid(), os.getegid())
             client.publish_iov(iov)
     finally:

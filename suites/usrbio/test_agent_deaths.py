@@ -11,10 +11,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.other_user import open_folder, run_program
+from support.other_user import folder_for_all_users, run_program
 from support.processes import wait_until
 from support.python_child import suites_environ
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, shared_memory
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, shared_memory_files
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-CLIENT = """
+BUSY_CLIENT_PROGRAM = """
 import os, sys
 from pathlib import Path
 from support.python_child import suites_environ
@@ -51,14 +51,16 @@ def mount(tmp_path: Path, seed: int) -> Path:
     return tmp_path
 
 
-def links(mount: Path) -> set[str]:
+def publication_names(mount: Path) -> set[str]:
+    """Return the names of the links of publications."""
     return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir() if not link.name.startswith("submit-ios")}
 
 
 @contextlib.contextmanager
 def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run a client that reads a file again and again, until the block ends."""
     with subprocess.Popen(
-        [sys.executable, "-c", CLIENT, str(mount)],
+        [sys.executable, "-c", BUSY_CLIENT_PROGRAM, str(mount)],
         stdout=subprocess.PIPE,
         text=True,
         env=suites_environ(),
@@ -74,38 +76,39 @@ def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
 def test_killed_client_leaves_nothing(mount: Path) -> None:
     with AgentProcess(mount) as agent:
         with busy_client(mount) as client:
-            assert len(links(mount)) == 2
-            memory = shared_memory(mount)
+            assert len(publication_names(mount)) == 2
+            memory = shared_memory_files(mount)
             client.kill()
             client.wait()
-            wait_until(lambda: not links(mount), "the links of the killed client are removed", timeout_s=60)
-        assert {path for path in memory if path.exists()} == shared_memory(mount)
+            wait_until(lambda: not publication_names(mount), "the links of the killed client are removed", timeout_s=60)
+        assert {path for path in memory if path.exists()} == shared_memory_files(mount)
         assert list((mount / "3fs-virt" / "publications").iterdir()) == []
-        assert agent.terminate() == 0, agent.errors
+        assert agent.terminate() == 0, agent.error_output
 
 
 def test_next_agent_removes_what_a_killed_agent_left(mount: Path) -> None:
-    with AgentProcess(mount) as first, busy_client(mount) as client:
-        memory = shared_memory(mount)
+    with AgentProcess(mount) as killed_agent, busy_client(mount) as client:
+        memory = shared_memory_files(mount)
+        # The memory and the ring of the client, and the three submit semaphores of the agent.
         assert len(memory) == 5
-        first.kill()
+        killed_agent.kill()
         client.kill()
         client.wait()
-    with AgentProcess(mount) as second:
-        assert links(mount) == set()
+    with AgentProcess(mount) as next_agent:
+        assert publication_names(mount) == set()
         assert [path for path in memory if path.exists()] == []
         with RawClient(mount) as new_client:
             new_client.hello()
-        assert second.terminate() == 0, second.errors
+        assert next_agent.terminate() == 0, next_agent.error_output
 
 
 def test_memory_of_a_running_client_survives_its_agent(mount: Path) -> None:
     iov = RawIov(64 * KIB)
     try:
-        with AgentProcess(mount) as first:
+        with AgentProcess(mount) as killed_agent:
             client = RawClient(mount)
             client.publish_iov(iov)
-            first.kill()
+            killed_agent.kill()
         assert client.receive() == b""
         client.close()
         with AgentProcess(mount), RawClient(mount) as client:
@@ -123,9 +126,9 @@ def test_killed_server_is_started_again(mount: Path, seed: int) -> None:
         stack.callback(ring.close)
         client.publish_iov(iov)
         client.publish_ring(ring)
-        file = os.open(mount / "file", os.O_RDONLY)
-        stack.callback(os.close, file)
-        inode = client.register_file(file)
+        fd = os.open(mount / "file", os.O_RDONLY)
+        stack.callback(os.close, fd)
+        inode = client.register_file(fd)
         os.kill(agent.server_process_id(), signal.SIGKILL)
         results: list[int] = []
 
@@ -139,31 +142,31 @@ def test_killed_server_is_started_again(mount: Path, seed: int) -> None:
 
         wait_until(is_served_again, "a new server serves the ring", timeout_s=60)
         pattern.check(iov.memory[:], seed=seed)
-        assert agent.terminate() == 0, agent.errors
+        assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["session_renewals"] == 1
 
 
 def test_agent_ends_during_transfers_of_its_clients(mount: Path) -> None:
     with AgentProcess(mount) as agent, busy_client(mount) as client:
-        assert agent.terminate() == 0, agent.errors
+        assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["outstanding"] >= 0
         client.kill()
         client.wait()
-        assert links(mount) == set()
+        assert publication_names(mount) == set()
 
 
 @needs(host.capability("CAP_SETUID"))
 def test_other_user_is_refused_by_the_agent() -> None:
-    with open_folder() as mount, AgentProcess(mount) as agent:
-        # The mode of the socket refuses other users. If the mode is changed, the agent refuses them.
+    with folder_for_all_users() as mount, AgentProcess(mount) as agent:
+        # Normally the mode of the socket refuses other users. With this mode, the agent itself must refuse them.
         for path in (mount / "3fs-virt", mount / "3fs-virt" / "agent.sock"):
             path.chmod(0o777)
-        result = run_program(OTHER_USER, str(mount))
+        result = run_program(HELLO_PROGRAM, str(mount))
         assert result.stdout == f"{errno.EACCES}\n", result.stderr
-        assert agent.terminate() == 0, agent.errors
+        assert agent.terminate() == 0, agent.error_output
 
 
-OTHER_USER = """
+HELLO_PROGRAM = """
 import sys
 from pathlib import Path
 from support.python_child import suites_environ
@@ -177,25 +180,27 @@ except Refusal as error:
 """
 
 
-def stopped_in_flight(agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack) -> tuple[RawIov, RawRing]:
+def submit_to_stopped_server(
+    agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack
+) -> tuple[RawIov, RawRing]:
     """Submit an operation to a server that is stopped by SIGSTOP, and return its iov and ring."""
     iov, ring = RawIov(MIB), RawRing(32, for_read=True)
     stack.callback(iov.close)
     stack.callback(ring.close)
     client.publish_iov(iov)
     client.publish_ring(ring)
-    file = os.open(client.mount / "file", os.O_RDONLY)
-    stack.callback(os.close, file)
-    inode = client.register_file(file)
-    server = agent.server_process_id()
-    os.kill(server, signal.SIGSTOP)
-    stack.callback(resume, server)
+    fd = os.open(client.mount / "file", os.O_RDONLY)
+    stack.callback(os.close, fd)
+    inode = client.register_file(fd)
+    server_process_id = agent.server_process_id()
+    os.kill(server_process_id, signal.SIGSTOP)
+    stack.callback(continue_process, server_process_id)
     ring.prepare(iov.id.bytes, inode=inode, length=MIB)
     ring.submit()
     return iov, ring
 
 
-def resume(process_id: int) -> None:
+def continue_process(process_id: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, signal.SIGCONT)
 
@@ -206,11 +211,11 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
-        iov, ring = stopped_in_flight(agent, client, stack)
-        server = agent.server_process_id()
+        iov, ring = submit_to_stopped_server(agent, client, stack)
+        server_process_id = agent.server_process_id()
         assert ring.wait(1)[0][1] == -errno.EREMOTEIO
         iov.memory[:] = b"\xee" * MIB
-        resume(server)
+        continue_process(server_process_id)
         inode = (mount / "file").stat().st_ino
 
         def is_served_again() -> bool:
@@ -223,8 +228,8 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
         wait_until(is_served_again, "a new server serves the ring", timeout_s=60)
         assert iov.memory[:4096] == pattern.payload(MIB, seed=seed)[4096:8192]
         assert iov.memory[4096:] == b"\xee" * (MIB - 4096)
-        assert agent.server_process_id() != server
-        assert agent.terminate() == 0, agent.errors
+        assert agent.server_process_id() != server_process_id
+        assert agent.terminate() == 0, agent.error_output
 
 
 def test_memory_is_not_written_after_the_connection_ends(mount: Path) -> None:
@@ -233,13 +238,13 @@ def test_memory_is_not_written_after_the_connection_ends(mount: Path) -> None:
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
-        iov, ring = stopped_in_flight(agent, client, stack)
-        server = agent.server_process_id()
+        iov, ring = submit_to_stopped_server(agent, client, stack)
+        server_process_id = agent.server_process_id()
         agent.process.send_signal(signal.SIGTERM)
-        # When the agent closes the connection, no operation of the client is in flight.
+        # The agent closes the connection only when no operation of the client is in flight.
         assert client.receive() == b""
         assert [result for _, result, _ in ring.wait(1, timeout_s=0.1)] == [-errno.EREMOTEIO]
         iov.memory[:] = b"\xee" * MIB
-        resume(server)
-        assert agent.terminate() == 0, agent.errors
+        continue_process(server_process_id)
+        assert agent.terminate() == 0, agent.error_output
         assert iov.memory[:] == b"\xee" * MIB

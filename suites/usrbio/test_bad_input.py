@@ -1,7 +1,7 @@
-"""Wrong calls of an application have the documented errno, and lose no data.
+"""Wrong calls of an application fail with the documented errno, and lose no data.
 
-These cases use the Python interface and a real agent. Cases of every errno of the C interface are in
-native/usrbio/tests, messages of a client without the library in test_agent.py, and network messages in suites/storage.
+These cases use the Python interface and a real agent. native/usrbio/tests has the cases of every errno of the C
+interface, test_agent.py the invalid messages to an agent, and suites/storage the invalid network messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.fuzz import changed_inputs, run_fuzzer
-from support.other_user import open_folder, run_program
+from support.other_user import folder_for_all_users, run_program
 from support.processes import HungError, open_files, wait_until
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
 from usrbio.fuzz_messages import TARGET
@@ -48,31 +48,34 @@ TIMEOUT = timedelta(seconds=10)
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    """Yield a running agent with an empty mount."""
     mount = tmp_path / "mount"
     mount.mkdir()
-    with AgentProcess(mount) as running:
-        yield running
+    with AgentProcess(mount) as agent_process:
+        yield agent_process
 
 
-def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[usrbio.UsrbioError]]:
-    return pytest.raises(usrbio.UsrbioError, check=lambda error: error.errno == number)
+def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[usrbio.UsrbioError]]:
+    """Return a context in which a call of the library must fail with this errno."""
+    return pytest.raises(usrbio.UsrbioError, check=lambda error: error.errno == expected_errno)
 
 
 @contextlib.contextmanager
-def opened(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, registered: bool = True) -> Iterator[int]:
+def open_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, is_registered: bool = True) -> Iterator[int]:
+    """Open a file until the block ends, register its descriptor for rings, and yield the descriptor."""
     fd = os.open(path, flags, 0o600)
     try:
-        if registered:
+        if is_registered:
             usrbio.register_fd(fd)
         yield fd
     finally:
-        if registered:
+        if is_registered:
             usrbio.deregister_fd(fd)
         os.close(fd)
 
 
 @contextlib.contextmanager
-def application(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Ioring, Ioring]]:
+def memory_and_rings(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Ioring, Ioring]]:
     """Yield memory of 1 MiB, a ring of reads and a ring of writes."""
     with (
         usrbio.create_iovec(str(mount), length_bytes=MIB, block_size=block_size) as iov,
@@ -84,37 +87,37 @@ def application(mount: Path, *, block_size: int = 0) -> Iterator[tuple[Iovec, Io
 
 def results_of(ring: Ioring, count: int = 1) -> list[int]:
     """Submit, and return the results of this number of operations."""
-    done = ring.submit().wait(min_results=count, timeout=TIMEOUT)
-    assert len(done) == count
-    return [each.result for each in done]
+    completed = ring.submit().wait(min_results=count, timeout=TIMEOUT)
+    assert len(completed) == count
+    return [iov.result for iov in completed]
 
 
 def test_path_outside_of_a_mount_is_refused(agent: AgentProcess, tmp_path: Path) -> None:
     paths = ((tmp_path, errno.ENOENT), (tmp_path / "none", errno.ENOENT), ("/" + "m" * 256, errno.EINVAL))
-    for path, number in paths:
-        with refused(number):
+    for path, expected_errno in paths:
+        with refused_with(expected_errno):
             usrbio.create_iovec(str(path), length_bytes=MIB)
-        with refused(number):
+        with refused_with(expected_errno):
             usrbio.make_ioring(str(path), ENTRIES)
     assert usrbio.extract_mount_point(tmp_path) is None
     assert usrbio.extract_mount_point(agent.mount) == str(agent.mount)
-    with opened(tmp_path / "outside", registered=False) as fd:
+    with open_file(tmp_path / "outside", is_registered=False) as fd:
         assert not usrbio.is_hf3fs(fd)
-        with refused(errno.EBADF):
+        with refused_with(errno.EBADF):
             usrbio.register_fd(fd)
-        with refused(errno.ENOTTY):
+        with refused_with(errno.ENOTTY):
             usrbio.punch_hole(fd, [0], [1])
-    with refused(errno.EXDEV), opened(agent.mount / "file", registered=False):
+    with refused_with(errno.EXDEV), open_file(agent.mount / "file", is_registered=False):
         usrbio.hardlink(agent.mount / "file", tmp_path / "second")
 
 
 def test_full_ring_is_eagain_and_loses_nothing(agent: AgentProcess, seed: int) -> None:
     data = pattern.payload(ENTRIES * KIB, seed=seed)
-    with opened(agent.mount / "file") as fd, application(agent.mount) as (iov, _, writer):
+    with open_file(agent.mount / "file") as fd, memory_and_rings(agent.mount) as (iov, _, writer):
         memoryview(iov)[: len(data)] = data
-        for number in range(ENTRIES):
-            writer.prepare(iov[number * KIB : (number + 1) * KIB], WRITE, fd, number * KIB)
-        with refused(errno.EAGAIN):
+        for index in range(ENTRIES):
+            writer.prepare(iov[index * KIB : (index + 1) * KIB], WRITE, fd, index * KIB)
+        with refused_with(errno.EAGAIN):
             writer.prepare(iov[:KIB], WRITE, fd, 0)
         assert results_of(writer, ENTRIES) == [KIB] * ENTRIES
         writer.prepare(iov[:KIB], WRITE, fd, len(data))
@@ -123,65 +126,66 @@ def test_full_ring_is_eagain_and_loses_nothing(agent: AgentProcess, seed: int) -
 
 
 def test_unregistered_descriptor_is_ebadf(agent: AgentProcess) -> None:
-    with application(agent.mount) as (iov, reader, _), opened(agent.mount / "file", registered=False) as fd:
-        with refused(errno.EBADF):
+    with memory_and_rings(agent.mount) as (iov, reader, _), open_file(agent.mount / "file", is_registered=False) as fd:
+        with refused_with(errno.EBADF):
             reader.prepare(iov[:1], READ, fd, 0)
         usrbio.register_fd(fd)
-        with refused(errno.EINVAL):
+        with refused_with(errno.EINVAL):
             usrbio.register_fd(fd)
         usrbio.deregister_fd(fd)
-        for number in (fd, -1, -fd, 1 << 30):
-            usrbio.deregister_fd(number)
-            with refused(errno.EBADF):
-                reader.prepare(iov[:1], READ, number, 0)
-        for number in (-1, 1 << 30):
-            with refused(errno.EBADF):
-                usrbio.register_fd(number)
+        for unregistered_fd in (fd, -1, -fd, 1 << 30):
+            usrbio.deregister_fd(unregistered_fd)
+            with refused_with(errno.EBADF):
+                reader.prepare(iov[:1], READ, unregistered_fd, 0)
+        for unregistered_fd in (-1, 1 << 30):
+            with refused_with(errno.EBADF):
+                usrbio.register_fd(unregistered_fd)
 
 
 def test_descriptor_without_the_access_right_is_refused(agent: AgentProcess) -> None:
     (agent.mount / "file").write_bytes(b"x" * KIB)
-    with application(agent.mount) as (iov, reader, writer):
-        with opened(agent.mount / "file", os.O_RDONLY) as fd:
-            with refused(errno.EACCES):
+    with memory_and_rings(agent.mount) as (iov, reader, writer):
+        with open_file(agent.mount / "file", os.O_RDONLY) as fd:
+            with refused_with(errno.EACCES):
                 writer.prepare(iov[:1], WRITE, fd, 0)
-            with refused(errno.EBADF):
+            with refused_with(errno.EBADF):
                 usrbio.punch_hole(fd, [0], [1])
-        with opened(agent.mount / "file", os.O_WRONLY) as fd, refused(errno.EACCES):
+        with open_file(agent.mount / "file", os.O_WRONLY) as fd, refused_with(errno.EACCES):
             reader.prepare(iov[:1], READ, fd, 0)
-        with opened(agent.mount / "file") as fd, refused(errno.EINVAL):
+        with open_file(agent.mount / "file") as fd, refused_with(errno.EINVAL):
             reader.prepare(iov[:1], WRITE, fd, 0)
     assert (agent.mount / "file").read_bytes() == b"x" * KIB
 
 
 def test_invalid_range_is_einval(agent: AgentProcess) -> None:
-    with opened(agent.mount / "file") as fd, application(agent.mount, block_size=64 * KIB) as (iov, reader, _):
-        for part in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
-            with refused(errno.EINVAL):
-                reader.prepare(part, READ, fd, 0)
+    with open_file(agent.mount / "file") as fd, memory_and_rings(agent.mount, block_size=64 * KIB) as (iov, reader, _):
+        for invalid_slice in (iov[64 * KIB - 1 : 64 * KIB + 1], iov[: 64 * KIB + 1], iov[:0]):
+            with refused_with(errno.EINVAL):
+                reader.prepare(invalid_slice, READ, fd, 0)
         for offset in ((1 << 63) - 1, 1 << 63, (1 << 64) - 1):
-            with refused(errno.EINVAL):
+            with refused_with(errno.EINVAL):
                 reader.prepare(iov[:2], READ, fd, offset)
         for start, end in ([], []), ([2], [1]):
-            with refused(errno.EINVAL):
+            with refused_with(errno.EINVAL):
                 usrbio.punch_hole(fd, start, end)
         with pytest.raises(UsageError, match="1000"):
             usrbio.punch_hole(fd, [0] * 1001, [1] * 1001)
-        with refused(errno.EINVAL):
+        with refused_with(errno.EINVAL):
             usrbio.punch_hole(fd, [0], [1], 1)
         reader.prepare(iov[64 * KIB : 128 * KIB], READ, fd, 0)
         assert results_of(reader) == [0]
 
 
 def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
-    """The Python interface has no such argument. In C it is a pointer."""
+    """Only the C interface has a pointer argument, so this case calls the library by ctypes."""
     library = ctypes.CDLL(str(library_path()))
     mount = os.fsencode(agent.mount)
+    # The sizes of struct hf3fs_iov and struct hf3fs_ior.
     iov, ring = ctypes.create_string_buffer(312), ctypes.create_string_buffer(600)
     size = ctypes.c_size_t(64 * KIB)
     assert library.hf3fs_iovcreate(iov, mount, size, ctypes.c_size_t(0), -1) == 0
     assert library.hf3fs_iorcreate(ring, mount, ENTRIES, READ, 0, -1) == 0
-    base = int.from_bytes(iov.raw[:8], sys.byteorder)
+    base_address = int.from_bytes(iov.raw[:8], sys.byteorder)
     fd = os.open(agent.mount / "file", os.O_RDWR | os.O_CREAT, 0o600)
     assert library.hf3fs_reg_fd(fd, ctypes.c_uint64(0)) <= 0
     # The errors of these three functions are positive.
@@ -191,17 +195,17 @@ def test_pointer_outside_of_the_iov_is_einval_in_c(agent: AgentProcess) -> None:
     )
     assert library.hf3fs_punchhole(fd, 0, None, None, ctypes.c_size_t(0)) == errno.EINVAL
     for address, length in (
-        (base - 1, 2),
-        (base + 64 * KIB, 1),
-        (base + 64 * KIB - 1, 2),
-        (base + 8, (1 << 64) - 8),
-        (base, (1 << 64) - 1),
+        (base_address - 1, 2),
+        (base_address + 64 * KIB, 1),
+        (base_address + 64 * KIB - 1, 2),
+        (base_address + 8, (1 << 64) - 8),
+        (base_address, (1 << 64) - 1),
         (0, 1),
     ):
-        code = library.hf3fs_prep_io(
+        result = library.hf3fs_prep_io(
             ring, iov, READ, ctypes.c_void_p(address), fd, ctypes.c_size_t(0), ctypes.c_uint64(length), None
         )
-        assert code == -errno.EINVAL, (address - base, length)
+        assert result == -errno.EINVAL, (address - base_address, length)
     library.hf3fs_dereg_fd(fd)
     os.close(fd)
     library.hf3fs_iordestroy(ring)
@@ -214,31 +218,31 @@ def test_full_disk_is_enospc_and_keeps_acknowledged_writes(tmp_path: Path, seed:
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "gdrkit-small", str(mount)], check=True)
     try:
-        with AgentProcess(mount), opened(mount / "file") as fd, application(mount) as (iov, reader, writer):
-            acknowledged = 0
+        with AgentProcess(mount), open_file(mount / "file") as fd, memory_and_rings(mount) as (iov, reader, writer):
+            acknowledged_bytes = 0
             results: list[int] = []
             # Write until the disk is full.
             while not results or results[-1] == MIB:
-                memoryview(iov)[:] = pattern.payload(MIB, seed=seed, offset_bytes=acknowledged)
-                writer.prepare(iov[:], WRITE, fd, acknowledged)
+                memoryview(iov)[:] = pattern.payload(MIB, seed=seed, offset_bytes=acknowledged_bytes)
+                writer.prepare(iov[:], WRITE, fd, acknowledged_bytes)
                 results += results_of(writer)
-                acknowledged += max(results[-1], 0)
-                assert acknowledged <= 8 * MIB
+                acknowledged_bytes += max(results[-1], 0)
+                assert acknowledged_bytes <= 8 * MIB
             assert results[-1] == -errno.ENOSPC
-            assert acknowledged >= 4 * MIB
-            for offset in range(0, acknowledged, MIB):
+            assert acknowledged_bytes >= 4 * MIB
+            for offset in range(0, acknowledged_bytes, MIB):
                 reader.prepare(iov[:], READ, fd, offset)
                 assert results_of(reader) == [MIB]
                 pattern.check(memoryview(iov)[:], seed=seed, offset_bytes=offset)
-            # With free space again, the same file and ring work.
+            # After space was freed, the file and the ring can be used again.
             usrbio.punch_hole(fd, [0], [4 * MIB])
-            writer.prepare(iov[:], WRITE, fd, acknowledged)
+            writer.prepare(iov[:], WRITE, fd, acknowledged_bytes)
             assert results_of(writer) == [MIB]
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
-OTHER_USER = """
+PUBLISHING_PROGRAM = """
 import sys
 from gdrkit import usrbio
 from support.other_user import become_unprivileged
@@ -254,27 +258,27 @@ for call in (lambda: usrbio.create_iovec(sys.argv[1], length_bytes=4096), lambda
 
 @needs(host.capability("CAP_SETUID"))
 def test_other_user_gets_eacces_from_the_library() -> None:
-    with open_folder() as mount, AgentProcess(mount):
-        result = run_program(OTHER_USER, str(mount))
+    with folder_for_all_users() as mount, AgentProcess(mount):
+        result = run_program(PUBLISHING_PROGRAM, str(mount))
     assert result.stdout.split() == [str(errno.EACCES)] * 2, result.stderr
 
 
 @pytest.mark.parametrize("target", ["gdr://v2/device/0", "gdr://v2/device/1/allocation/9/offset/0/size/9/dmabuf"])
 def test_refused_publication_closes_its_descriptors(agent: AgentProcess, target: str) -> None:
-    with opened(agent.mount / "file", registered=False) as fd, RawClient(agent.mount) as client:
+    with open_file(agent.mount / "file", is_registered=False) as fd, RawClient(agent.mount) as client:
         with pytest.raises(Refusal, check=lambda error: error.errno == errno.EINVAL):
             client.publish(f"{uuid.uuid4()}.gdr.d0", target, bytes(384), [fd])
         assert str(agent.mount / "file") not in open_files(agent.process.pid)
 
 
 def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: int) -> None:
-    rng, pid = random.Random(seed), agent.process.pid
-    with opened(agent.mount / "file") as fd, application(agent.mount) as (iov, _, writer):
+    rng, agent_process_id = random.Random(seed), agent.process.pid
+    with open_file(agent.mount / "file") as fd, memory_and_rings(agent.mount) as (iov, _, writer):
         # The first transfer through a NIC opens descriptors that stay open.
-        for number in range(2 * ENTRIES):
-            writer.prepare(iov[:KIB], WRITE, fd, number * KIB)
+        for index in range(2 * ENTRIES):
+            writer.prepare(iov[:KIB], WRITE, fd, index * KIB)
             assert results_of(writer) == [KIB]
-        before = Counter(open_files(pid))
+        files_before = Counter(open_files(agent_process_id))
         for data in changed_inputs(TARGET, seed, 500):
             with RawClient(agent.mount) as peer, contextlib.suppress(ConnectionError):
                 peer.send(data, [fd] * rng.randrange(4))
@@ -288,10 +292,14 @@ def test_hostile_peer_loses_only_its_own_connection(agent: AgentProcess, seed: i
             writer.prepare(iov[:], WRITE, fd, 0)
             assert results_of(writer) == [MIB]
         try:
-            wait_until(lambda: Counter(open_files(pid)) == before, "the agent has closed its descriptors", timeout_s=60)
+            wait_until(
+                lambda: Counter(open_files(agent_process_id)) == files_before,
+                "the agent has closed its descriptors",
+                timeout_s=60,
+            )
         except HungError as error:
-            after = Counter(open_files(pid))
-            error.add_note(f"more: {after - before}, less: {before - after}")
+            files_after = Counter(open_files(agent_process_id))
+            error.add_note(f"opened: {files_after - files_before}, closed: {files_before - files_after}")
             raise
 
 

@@ -52,14 +52,14 @@ def test_link_alone_registers_memory_by_its_address(tmp_path: Path, memory: cuda
         stack.callback(ring.close)
         client.publish(name, target)
         client.publish_ring(ring)
-        file = os.open(tmp_path / "file", os.O_RDONLY)
-        stack.callback(os.close, file)
-        inode = client.register_file(file)
+        fd = os.open(tmp_path / "file", os.O_RDONLY)
+        stack.callback(os.close, fd)
+        inode = client.register_file(fd)
         ring.prepare(identity.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
         ring.submit()
         assert [result for _, result, _ in ring.wait(1)] == [64 * KIB]
         client.unpublish(name)
-    assert agent.process.returncode == 0, agent.errors
+    assert agent.process.returncode == 0, agent.error_output
     pattern.check(memory.read(offset_bytes=4097, length_bytes=64 * KIB), seed=seed, offset_bytes=17)
     assert memory.read(length_bytes=4097) == b"\xa5" * 4097
     assert memory.read(offset_bytes=4097 + 64 * KIB, length_bytes=64) == b"\xa5" * 64
@@ -73,10 +73,10 @@ def test_link_with_the_size_of_another_allocation_is_refused(tmp_path: Path, mem
         f"allocation/{allocation.length_bytes}/", f"allocation/{allocation.length_bytes + 1}/"
     )
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
-        with pytest.raises(Refusal, match=f"the link says {allocation.length_bytes + 1} bytes") as refused:
+        with pytest.raises(Refusal, match=f"the link says {allocation.length_bytes + 1} bytes") as error:
             client.publish(name, wrong_target)
-        assert refused.value.errno == errno.EOPNOTSUPP
-    assert agent.process.returncode == 0, agent.errors
+        assert error.value.errno == errno.EOPNOTSUPP
+    assert agent.process.returncode == 0, agent.error_output
 
 
 @needs(software(Api.VERBS))
@@ -86,8 +86,8 @@ def test_link_alone_without_peer_memory_is_refused(
     monkeypatch.setenv("GDRKIT_TWINS_PEERMEM", "0")
     _identity, name, target = link_of(memory)
     with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client:
-        with pytest.raises(Refusal, match="EFAULT") as refused:
+        with pytest.raises(Refusal, match="EFAULT") as error:
             client.publish(name, target)
-        assert refused.value.errno == errno.EOPNOTSUPP
+        assert error.value.errno == errno.EOPNOTSUPP
         assert not [link for link in (tmp_path / "3fs-virt" / "iovs").iterdir() if link.name == name]
-    assert agent.process.returncode == 0, agent.errors
+    assert agent.process.returncode == 0, agent.error_output

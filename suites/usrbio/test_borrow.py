@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.application import Application
 from support.processes import wait_until
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory_files
 from usrbio.borrower import Borrower
 
 from gdrkit import pattern, usrbio
@@ -30,27 +30,30 @@ if TYPE_CHECKING:
 
 needs_nic = needs(verbs.nic())
 needs_device = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
+# The commands by which a Borrower opens or imports memory.
 METHODS = [
     pytest.param("open", marks=needs_nic),
     pytest.param("open_gpu", marks=needs_device),
     pytest.param("import", marks=needs_device),
 ]
-LENGTH = 3 * MIB + 17
+FILE_BYTES = 3 * MIB + 17
 
 
 @pytest.fixture
 def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
-    (tmp_path / "file").write_bytes(pattern.payload(LENGTH, seed=seed))
-    with AgentProcess(tmp_path) as running:
-        yield running
-        memory = shared_memory(tmp_path)
-    assert running.process.returncode == 0, running.errors
+    """Yield a running agent. After its end, check that no shared memory and no link is left."""
+    (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+    with AgentProcess(tmp_path) as agent_process:
+        yield agent_process
+        memory = shared_memory_files(tmp_path)
+    assert agent_process.process.returncode == 0, agent_process.error_output
     assert [path for path in memory if path.exists()] == []
     assert list((tmp_path / "3fs-virt" / "iovs").iterdir()) == []
 
 
-def refused(number: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
-    return pytest.raises(Refusal, check=lambda error: error.errno == number)
+def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytest.ExceptionInfo[Refusal]]:
+    """Return a context in which the agent must refuse a request with this errno."""
+    return pytest.raises(Refusal, check=lambda error: error.errno == expected_errno)
 
 
 def wait_for_links(mount: Path, count: int) -> None:
@@ -64,9 +67,9 @@ class Owner:
 
     def __init__(self, mount: Path, method: str) -> None:
         kind = "host" if method == "open" else "device"
-        self.application = Application(mount, kind=kind, length_bytes=LENGTH)
+        self.application = Application(mount, kind=kind, length_bytes=FILE_BYTES)
         iov = self.application.iov
-        self.command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, LENGTH]
+        self.command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, FILE_BYTES]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,17 +77,17 @@ def test_owner_and_borrower_use_memory_until_the_owner_ends(agent: AgentProcess,
     owner = Owner(agent.mount, method)
     with contextlib.ExitStack() as stack:
         stack.callback(owner.application.close)
-        other = stack.enter_context(Borrower(agent.mount, agent.mount / "file"))
-        assert other.call(*owner.command) == 0
+        borrower = stack.enter_context(Borrower(agent.mount, agent.mount / "file"))
+        assert borrower.call(*owner.command) == 0
         owner.application.fill(0xA5)
-        assert other.call("read", 4097, 2 * MIB) == 2 * MIB
+        assert borrower.call("read", 4097, 2 * MIB) == 2 * MIB
         owner.application.check(4097, 2 * MIB, seed=seed, file_offset=4097)
         assert owner.application.peek(0, 4097) == b"\xa5" * 4097
         assert owner.application.peek(4097 + 2 * MIB, 64) == b"\xa5" * 64
         owner.application.close()
-        assert other.call("read", 0, 4096) == -errno.EACCES
-        assert other.call("close") == 0
-        other.close()
+        assert borrower.call("read", 0, 4096) == -errno.EACCES
+        assert borrower.call("close") == 0
+        borrower.close()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -93,16 +96,16 @@ def test_end_of_a_borrower_does_not_affect_the_owner(agent: AgentProcess, method
     fd = os.open(agent.mount / "file", os.O_RDONLY)
     try:
         usrbio.register_fd(fd)
-        links = len(list((agent.mount / "3fs-virt" / "iovs").iterdir()))
-        for dies in (False, True):
-            with Borrower(agent.mount, agent.mount / "file") as other:
+        link_count = len(list((agent.mount / "3fs-virt" / "iovs").iterdir()))
+        for is_killed in (False, True):
+            with Borrower(agent.mount, agent.mount / "file") as borrower:
                 for _ in range(2):
-                    assert other.call(*owner.command) == 0
-                assert other.call("close") == 0
-                assert other.call("read", 1, 64 * KIB) == 64 * KIB
-                if not dies:
-                    other.close()
-            wait_for_links(agent.mount, links)
+                    assert borrower.call(*owner.command) == 0
+                assert borrower.call("close") == 0
+                assert borrower.call("read", 1, 64 * KIB) == 64 * KIB
+                if not is_killed:
+                    borrower.close()
+            wait_for_links(agent.mount, link_count)
             owner.application.fill(0)
             assert owner.application.read((fd, 5, 5, MIB)) == [MIB]
             owner.application.check(5, MIB, seed=seed, file_offset=5)
@@ -118,94 +121,104 @@ class TwoClients:
     def __init__(self, mount: Path, stack: contextlib.ExitStack) -> None:
         self.owner, self.other = (stack.enter_context(RawClient(mount)) for _ in range(2))
         self.iov, self.ring, self.owner_ring = RawIov(64 * KIB), RawRing(8, for_read=True), RawRing(8, for_read=True)
-        for each in (self.iov, self.ring, self.owner_ring):
-            stack.callback(each.close)
+        for shared in (self.iov, self.ring, self.owner_ring):
+            stack.callback(shared.close)
         self.owner.publish_iov(self.iov)
         self.owner.publish_ring(self.owner_ring)
         self.other.publish_ring(self.ring)
-        file = os.open(mount / "file", os.O_RDONLY)
-        stack.callback(os.close, file)
-        self.inode = self.other.register_file(file)
+        fd = os.open(mount / "file", os.O_RDONLY)
+        stack.callback(os.close, fd)
+        self.inode = self.other.register_file(fd)
 
     def borrow(
         self, client: RawClient, *, name: str | None = None, target: str | None = None, handle: bytes = b""
     ) -> None:
+        """Borrow the iov for a client, or something else if the arguments name it."""
         request = PublishRequest(name or self.iov.name(), target or str(self.iov.path), handle)
-        client.ask(AgentRequest.BORROW, protocol.pack_publish(request))
+        client.request(AgentRequest.BORROW, protocol.pack_publish(request))
 
     def return_iov(self, client: RawClient) -> None:
-        client.ask(AgentRequest.RETURN_BORROWED, protocol.pack_name(self.iov.name()))
+        client.request(AgentRequest.RETURN_BORROWED, protocol.pack_name(self.iov.name()))
 
     def read(self) -> int:
+        """Read a file into the iov by the ring of the other client, and return the result."""
         self.ring.prepare(self.iov.id.bytes, inode=self.inode, length=4096)
         self.ring.submit()
         return self.ring.wait(1)[0][1]
 
 
 @pytest.fixture
-def two(agent: AgentProcess) -> Iterator[TwoClients]:
+def clients(agent: AgentProcess) -> Iterator[TwoClients]:
     with contextlib.ExitStack() as stack:
         yield TwoClients(agent.mount, stack)
 
 
 @needs_nic
-def test_only_a_published_iov_can_be_borrowed(two: TwoClients) -> None:
-    with refused(errno.ENOENT):
-        two.borrow(two.other, name=two.iov.name(".b4096"))
-    with refused(errno.EINVAL):
-        two.borrow(two.other, target=str(two.owner_ring.path))
-    with refused(errno.EINVAL):
-        two.borrow(two.other, handle=b"handle")
-    with refused(errno.ENOENT):
-        two.borrow(two.other, name=two.owner_ring.link, target=str(two.owner_ring.path))
-    with refused(errno.EEXIST):
-        two.other.publish_iov(two.iov)
-    with refused(errno.ENOENT):
-        two.return_iov(two.other)
-    assert two.read() == -errno.EACCES
+def test_only_a_published_iov_can_be_borrowed(clients: TwoClients) -> None:
+    with refused_with(errno.ENOENT):
+        clients.borrow(clients.other, name=clients.iov.name(".b4096"))
+    with refused_with(errno.EINVAL):
+        clients.borrow(clients.other, target=str(clients.owner_ring.path))
+    with refused_with(errno.EINVAL):
+        clients.borrow(clients.other, handle=b"handle")
+    with refused_with(errno.ENOENT):
+        clients.borrow(clients.other, name=clients.owner_ring.link, target=str(clients.owner_ring.path))
+    with refused_with(errno.EEXIST):
+        clients.other.publish_iov(clients.iov)
+    with refused_with(errno.ENOENT):
+        clients.return_iov(clients.other)
+    assert clients.read() == -errno.EACCES
 
 
 @needs_nic
-def test_iov_is_borrowed_until_it_is_returned_as_often(two: TwoClients) -> None:
+def test_iov_is_borrowed_until_every_borrow_is_returned(clients: TwoClients) -> None:
     # The owner can borrow its own iov too. Returning it does not end the publication.
-    two.borrow(two.owner)
-    two.return_iov(two.owner)
-    with refused(errno.ENOENT):
-        two.return_iov(two.owner)
-    two.borrow(two.other)
-    two.borrow(two.other)
-    two.return_iov(two.other)
-    assert two.read() == 4096
-    with refused(errno.ENOENT):
-        two.other.unpublish(two.iov.name())
-    two.return_iov(two.other)
-    assert two.read() == -errno.EACCES
+    clients.borrow(clients.owner)
+    clients.return_iov(clients.owner)
+    with refused_with(errno.ENOENT):
+        clients.return_iov(clients.owner)
+    clients.borrow(clients.other)
+    clients.borrow(clients.other)
+    clients.return_iov(clients.other)
+    assert clients.read() == 4096
+    with refused_with(errno.ENOENT):
+        clients.other.unpublish(clients.iov.name())
+    clients.return_iov(clients.other)
+    assert clients.read() == -errno.EACCES
 
 
 @needs_nic
-def test_unpublish_or_end_of_the_owner_ends_the_borrowing(two: TwoClients) -> None:
-    two.borrow(two.other)
-    two.owner.unpublish(two.iov.name())
-    assert two.read() == -errno.EACCES
-    with refused(errno.ENOENT):
-        two.return_iov(two.other)
-    two.owner.publish_iov(two.iov)
-    assert two.read() == -errno.EACCES, "a new publication is not borrowed yet"
-    two.borrow(two.other)
-    assert two.read() == 4096
-    two.owner.close()
-    wait_until(lambda: two.read() == -errno.EACCES, "the iov of an ended owner is not borrowed any more", timeout_s=60)
+def test_unpublish_or_end_of_the_owner_ends_the_borrowing(clients: TwoClients) -> None:
+    clients.borrow(clients.other)
+    clients.owner.unpublish(clients.iov.name())
+    assert clients.read() == -errno.EACCES
+    with refused_with(errno.ENOENT):
+        clients.return_iov(clients.other)
+    clients.owner.publish_iov(clients.iov)
+    assert clients.read() == -errno.EACCES, "a new publication is not borrowed yet"
+    clients.borrow(clients.other)
+    assert clients.read() == 4096
+    clients.owner.close()
+    wait_until(
+        lambda: clients.read() == -errno.EACCES, "the iov of an ended owner is not borrowed any more", timeout_s=60
+    )
 
 
 def test_client_of_another_user_cannot_borrow() -> None:
-    served: list[int] = []
-    borrowers = Borrowers(owner=1, uid=1000, target="there", serve=served.append, remove=served.remove)
+    borrowing_clients: list[int] = []
+    borrowers = Borrowers(
+        owner=1,
+        uid=1000,
+        target="there",
+        add_to_client=borrowing_clients.append,
+        remove_from_client=borrowing_clients.remove,
+    )
     with pytest.raises(AgentError, check=lambda error: error.errno == errno.EACCES):
         borrowers.borrow(2, uid=1001, target="there")
-    assert served == []
+    assert borrowing_clients == []
     borrowers.borrow(2, uid=1000, target="there")
-    assert served == [2]
+    assert borrowing_clients == [2]
     borrowers.close()
-    assert served == []
+    assert borrowing_clients == []
     with pytest.raises(AgentError, check=lambda error: error.errno == errno.ENOENT):
         borrowers.borrow(3, uid=1000, target="there")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.application import Application
-from support.raw_usrbio import AgentProcess, shared_memory
+from support.raw_usrbio import AgentProcess, shared_memory_files
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, needs, verbs
@@ -39,20 +39,22 @@ SIZES = [
     pytest.param(64 * MIB, 12345, 777, id="64MiB"),
     pytest.param(GIB, 1, 1, id="1GiB"),
 ]
-UNTOUCHED = 0xA5
+# The memory is filled with this byte, to detect writes outside of a transfer.
+CANARY_BYTE = 0xA5
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
-    with AgentProcess(tmp_path) as running:
-        yield running
-        memory = shared_memory(tmp_path)
-    assert running.process.returncode == 0, running.errors
+    """Yield a running agent. After its end, check that no shared memory is left."""
+    with AgentProcess(tmp_path) as agent_process:
+        yield agent_process
+        memory = shared_memory_files(tmp_path)
+    assert agent_process.process.returncode == 0, agent_process.error_output
     assert [path for path in memory if path.exists()] == []
 
 
 @pytest.fixture
-def opened(agent: AgentProcess) -> Iterator[Callable[[str], int]]:
+def open_file(agent: AgentProcess) -> Iterator[Callable[[str], int]]:
     """A function that opens and registers a file of the mount, and creates it if it is missing."""
     with contextlib.ExitStack() as stack:
 
@@ -67,15 +69,18 @@ def opened(agent: AgentProcess) -> Iterator[Callable[[str], int]]:
 
 
 def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
+    """Create a file with the bytes of the pattern."""
     with path.open("wb") as file:
-        for at in range(0, length_bytes, 16 * MIB):
-            file.write(pattern.payload(min(16 * MIB, length_bytes - at), seed=seed, offset_bytes=at))
+        for offset_bytes in range(0, length_bytes, 16 * MIB):
+            file.write(
+                pattern.payload(min(16 * MIB, length_bytes - offset_bytes), seed=seed, offset_bytes=offset_bytes)
+            )
 
 
 @pytest.mark.parametrize(("length_bytes", "file_offset", "memory_offset"), SIZES)
 def test_every_byte_of_a_file_is_read_and_written_back(
     agent: AgentProcess,
-    opened: Callable[[str], int],
+    open_file: Callable[[str], int],
     kind: str,
     seed: int,
     length_bytes: int,
@@ -84,83 +89,87 @@ def test_every_byte_of_a_file_is_read_and_written_back(
     evidence: Evidence,
 ) -> None:
     make_file(agent.mount / "file", file_offset + length_bytes, seed=seed)
-    source, copy = opened("file"), opened("copy")
+    source_fd, copy_fd = open_file("file"), open_file("copy")
     memory_bytes = memory_offset + length_bytes + 64
     with Application(agent.mount, kind=kind, length_bytes=memory_bytes) as application:
-        application.fill(UNTOUCHED)
-        assert application.read((source, memory_offset, file_offset, length_bytes)) == [length_bytes]
+        application.fill(CANARY_BYTE)
+        assert application.read((source_fd, memory_offset, file_offset, length_bytes)) == [length_bytes]
         application.check(memory_offset, length_bytes, seed=seed, file_offset=file_offset)
-        for at, around in ((0, memory_offset), (memory_offset + length_bytes, 64)):
-            assert application.peek(at, around) == bytes([UNTOUCHED]) * around, "bytes around it have changed"
-        assert application.write((copy, memory_offset, 5, length_bytes)) == [length_bytes]
+        for begin, length in ((0, memory_offset), (memory_offset + length_bytes, 64)):
+            assert application.peek(begin, length) == bytes([CANARY_BYTE]) * length, (
+                "bytes outside of the transfer have changed"
+            )
+        assert application.write((copy_fd, memory_offset, 5, length_bytes)) == [length_bytes]
     with (agent.mount / "copy").open("rb") as written, (agent.mount / "file").open("rb") as original:
         assert written.read(5) == bytes(5)
         original.seek(file_offset)
         # The check above has compared the original with the pattern. Computing the pattern again would take longer.
-        while part := original.read(16 * MIB):
-            assert written.read(len(part)) == part
+        while data := original.read(16 * MIB):
+            assert written.read(len(data)) == data
         assert written.read() == b""
     evidence["bytes"] = 2 * length_bytes
 
 
 @pytest.mark.qualify
 def test_read_at_the_end_of_a_file_is_short(
-    agent: AgentProcess, opened: Callable[[str], int], kind: str, seed: int
+    agent: AgentProcess, open_file: Callable[[str], int], kind: str, seed: int
 ) -> None:
-    size = 70_001
-    make_file(agent.mount / "file", size, seed=seed)
-    fd = opened("file")
+    file_bytes = 70_001
+    make_file(agent.mount / "file", file_bytes, seed=seed)
+    fd = open_file("file")
     with Application(agent.mount, kind=kind, length_bytes=MIB) as application:
-        application.fill(UNTOUCHED)
-        transfers = [(fd, 0, 0, 128 * KIB), (fd, 128 * KIB, size - 1, 4096), (fd, 256 * KIB, size, 4096)]
-        assert application.read(*transfers, (fd, 512 * KIB, size + MIB, 1)) == [size, 1, 0, 0]
-        application.check(0, size, seed=seed, file_offset=0)
-        application.check(128 * KIB, 1, seed=seed, file_offset=size - 1)
-        assert application.peek(size, 100) == bytes([UNTOUCHED]) * 100
-        assert application.peek(256 * KIB, 4096) == bytes([UNTOUCHED]) * 4096
+        application.fill(CANARY_BYTE)
+        transfers = [(fd, 0, 0, 128 * KIB), (fd, 128 * KIB, file_bytes - 1, 4096), (fd, 256 * KIB, file_bytes, 4096)]
+        assert application.read(*transfers, (fd, 512 * KIB, file_bytes + MIB, 1)) == [file_bytes, 1, 0, 0]
+        application.check(0, file_bytes, seed=seed, file_offset=0)
+        application.check(128 * KIB, 1, seed=seed, file_offset=file_bytes - 1)
+        assert application.peek(file_bytes, 100) == bytes([CANARY_BYTE]) * 100
+        assert application.peek(256 * KIB, 4096) == bytes([CANARY_BYTE]) * 4096
 
 
 @pytest.mark.qualify
 def test_hole_of_a_file_is_read_as_zeros(
-    agent: AgentProcess, opened: Callable[[str], int], kind: str, seed: int
+    agent: AgentProcess, open_file: Callable[[str], int], kind: str, seed: int
 ) -> None:
     with (agent.mount / "file").open("wb") as file:
         file.truncate(MIB)
-        for at in (0, 300 * KIB):
-            file.seek(at)
-            file.write(pattern.payload(5000, seed=seed, offset_bytes=at))
-    fd = opened("file")
+        for offset in (0, 300 * KIB):
+            file.seek(offset)
+            file.write(pattern.payload(5000, seed=seed, offset_bytes=offset))
+    fd = open_file("file")
     expected = (agent.mount / "file").read_bytes()
     with Application(agent.mount, kind=kind, length_bytes=2 * MIB) as application:
-        application.fill(UNTOUCHED)
+        application.fill(CANARY_BYTE)
         assert application.read((fd, 1, 0, MIB), (fd, MIB + 7, 2000, 64 * KIB)) == [MIB, 64 * KIB]
         assert application.peek(1, MIB) == expected
         assert application.peek(MIB + 7, 64 * KIB) == expected[2000 : 2000 + 64 * KIB]
-        assert application.peek(0, 1) == bytes([UNTOUCHED])
+        assert application.peek(0, 1) == bytes([CANARY_BYTE])
 
 
-def test_hole_is_enodata_if_holes_are_forbidden(agent: AgentProcess, opened: Callable[[str], int], kind: str) -> None:
+def test_hole_is_enodata_if_holes_are_forbidden(
+    agent: AgentProcess, open_file: Callable[[str], int], kind: str
+) -> None:
     (agent.mount / "file").touch()
     os.truncate(agent.mount / "file", MIB)
-    fd = opened("file")
+    fd = open_file("file")
     with (
         Application(agent.mount, kind=kind, length_bytes=MIB) as application,
-        usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as strict,
+        usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as ring,
     ):
-        strict.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
-        assert [each.result for each in strict.submit().wait(min_results=1)] == [-errno.ENODATA]
+        ring.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
+        assert [each.result for each in ring.submit().wait(min_results=1)] == [-errno.ENODATA]
 
 
 @pytest.mark.qualify
 def test_64_rings_read_their_own_parts_at_once(
-    agent: AgentProcess, opened: Callable[[str], int], kind: str, seed: int
+    agent: AgentProcess, open_file: Callable[[str], int], kind: str, seed: int
 ) -> None:
     make_file(agent.mount / "file", 4 * MIB, seed=seed)
-    fd, part = opened("file"), 64 * KIB
+    fd, bytes_per_ring = open_file("file"), 64 * KIB
     with Application(agent.mount, kind=kind, length_bytes=4 * MIB, entries=16, rings=64) as application:
-        for number, ring in enumerate(application.readers):
-            for at in range(number * part, (number + 1) * part, 8 * KIB):
-                ring.prepare(application.iov[at : at + 8 * KIB], True, fd, at)  # noqa: FBT003
+        for index, ring in enumerate(application.readers):
+            for offset in range(index * bytes_per_ring, (index + 1) * bytes_per_ring, 8 * KIB):
+                ring.prepare(application.iov[offset : offset + 8 * KIB], True, fd, offset)  # noqa: FBT003
             ring.submit()
         for ring in application.readers:
             assert [each.result for each in ring.wait(min_results=8)] == [8 * KIB] * 8
@@ -172,22 +181,22 @@ def test_eight_applications_read_and_write_concurrently(
 ) -> None:
     command = [sys.executable, "-m", "support.application", str(agent.mount), f"--kind={kind}"]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for number in range(8):
-        make_file(agent.mount / f"file{number}", MIB, seed=seed + number)
-    running = [
+    for index in range(8):
+        make_file(agent.mount / f"file{index}", MIB, seed=seed + index)
+    processes = [
         subprocess.Popen(
             [
                 *command,
-                str(agent.mount / f"file{number}"),
-                str(agent.mount / f"copy{number}"),
-                f"--seed={seed + number}",
+                str(agent.mount / f"file{index}"),
+                str(agent.mount / f"copy{index}"),
+                f"--seed={seed + index}",
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environ,
         )
-        for number in range(8)
+        for index in range(8)
     ]
-    outputs = [process.communicate(timeout=240) for process in running]
-    assert [process.returncode for process in running] == [0] * 8, [errors.decode()[-2000:] for _, errors in outputs]
+    outputs = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, [errors.decode()[-2000:] for _, errors in outputs]
     evidence["bytes"] = sum(json.loads(output)["bytes"] for output, _ in outputs)

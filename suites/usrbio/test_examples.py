@@ -7,7 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_usrbio import AgentProcess, shared_memory
+from support.raw_usrbio import AgentProcess, shared_memory_files
 
 import gdrkit
 from gdrkit import pattern
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export, host.compiler)
 
-LENGTH = 5 * MIB + 4099
+FILE_BYTES = 5 * MIB + 4099
 EXAMPLES = ("availability", "create_read", "wrap", "exporter", "importer", "utility")
 
 
@@ -40,40 +40,40 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         check=True,
     ).stdout.split()
     folder = tmp_path_factory.mktemp("examples")
-    strict = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1"]
+    compiler_options = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1"]
     for name in EXAMPLES:
         source = package / "examples" / f"{name}.c"
         library = [*flags, f"-Wl,-rpath,{package / 'lib'}", "-ldl"]
-        subprocess.run(["cc", *strict, str(source), "-o", str(folder / name), *library], check=True)
+        subprocess.run(["cc", *compiler_options, str(source), "-o", str(folder / name), *library], check=True)
     return {name: folder / name for name in EXAMPLES}
 
 
 @pytest.fixture
 def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
-    (tmp_path / "file").write_bytes(pattern.payload(LENGTH, seed=seed))
-    with AgentProcess(tmp_path) as running:
-        yield running
-        memory = shared_memory(tmp_path)
+    (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+    with AgentProcess(tmp_path) as agent_process:
+        yield agent_process
+        memory = shared_memory_files(tmp_path)
         links = [link.name for link in (tmp_path / "3fs-virt" / "iovs").iterdir()]
     assert [name for name in links if not name.startswith("submit-ios")] == []
-    assert running.process.returncode == 0, running.errors
+    assert agent_process.process.returncode == 0, agent_process.error_output
     assert [path for path in memory if path.exists()] == []
 
 
-def run(program: Path, *arguments: object) -> bytes:
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, check=False, timeout=120)
-    assert done.returncode == 0, (done.returncode, done.stderr.decode())
-    return done.stdout
+def run_example(program: Path, *arguments: object) -> bytes:
+    completed = subprocess.run([program, *map(str, arguments)], capture_output=True, check=False, timeout=120)
+    assert completed.returncode == 0, (completed.returncode, completed.stderr.decode())
+    return completed.stdout
 
 
 @pytest.mark.parametrize("name", ["create_read", "wrap"])
 def test_example_reads_a_file_into_device_memory(
     agent: AgentProcess, programs: dict[str, Path], name: str, seed: int, evidence: Evidence
 ) -> None:
-    output = run(programs[name], agent.mount, agent.mount / "file", 0)
-    assert len(output) == LENGTH
+    output = run_example(programs[name], agent.mount, agent.mount / "file", 0)
+    assert len(output) == FILE_BYTES
     pattern.check(output, seed=seed)
-    evidence["bytes"] = LENGTH
+    evidence["bytes"] = FILE_BYTES
 
 
 def test_importer_reads_into_memory_of_the_exporter(
@@ -81,18 +81,18 @@ def test_importer_reads_into_memory_of_the_exporter(
 ) -> None:
     # The path of a socket has a length limit.
     socket_path = tmp_path_factory.getbasetemp().parent / f"socket-{os.getpid()}"
-    command = [str(programs["exporter"]), str(agent.mount), str(LENGTH), "0", str(socket_path)]
+    command = [str(programs["exporter"]), str(agent.mount), str(FILE_BYTES), "0", str(socket_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as exporter:
         try:
             wait_for_listener(exporter, socket_path)
-            importer_output = run(programs["importer"], agent.mount, agent.mount / "file", socket_path).decode()
+            importer_output = run_example(programs["importer"], agent.mount, agent.mount / "file", socket_path).decode()
             output, errors = exporter.communicate(timeout=120)
         finally:
             exporter.kill()
             socket_path.unlink(missing_ok=True)
     assert exporter.returncode == 0, errors.decode()
-    assert importer_output == f"{LENGTH} bytes were read into the memory of another process, on device 0\n"
-    assert len(output) == LENGTH
+    assert importer_output == f"{FILE_BYTES} bytes were read into the memory of another process, on device 0\n"
+    assert len(output) == FILE_BYTES
     pattern.check(output, seed=seed)
 
 
@@ -100,16 +100,17 @@ def wait_for_listener(exporter: subprocess.Popen[bytes], socket_path: Path) -> N
     """Wait until the kernel's table of sockets has a listener at this path."""
     from pathlib import Path
 
-    accepting = "00010000"
+    # __SO_ACCEPTCON of the kernel.
+    listening_flag = "00010000"
     while exporter.poll() is None:
         for line in Path("/proc/net/unix").read_text().splitlines():
-            words = line.split()
-            if words[-1] == str(socket_path) and words[3] == accepting:
+            fields = line.split()
+            if fields[-1] == str(socket_path) and fields[3] == listening_flag:
                 return
     assert exporter.stderr is not None
     raise AssertionError(exporter.stderr.read().decode())
 
 
 def test_examples_report_devices_and_iovs(agent: AgentProcess, programs: dict[str, Path]) -> None:
-    assert run(programs["availability"]).startswith(b"GDR is available with ")
-    assert run(programs["utility"], agent.mount, 0) == b"device: GPU iov on device 0\nhost: host iov\n"
+    assert run_example(programs["availability"]).startswith(b"GDR is available with ")
+    assert run_example(programs["utility"], agent.mount, 0) == b"device: GPU iov on device 0\nhost: host iov\n"

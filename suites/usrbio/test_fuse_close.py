@@ -40,8 +40,8 @@ def test_close_after_a_failed_unmount_unmounts(tmp_path: Path) -> None:
     for name in ("mount", "store", "empty"):
         (tmp_path / name).mkdir()
     command = [sys.executable, "-c", PROGRAM, *(str(tmp_path / name) for name in ("mount", "store", "empty"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    closes = json.loads(done.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    closes = json.loads(completed.stdout)
     assert closes["first"] == ["umount", "busy", True]
     assert closes["second"] == [False, []]

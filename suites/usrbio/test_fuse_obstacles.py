@@ -1,4 +1,4 @@
-"""A machine without FUSE: the error of a mount has the errno of the obstacle."""
+"""A machine without FUSE: the error of a mount has the errno of the cause, such as a missing /dev/fuse."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ mount --bind /dev/null /mnt/null
 mount --rbind /mnt /dev
 exec "$@" """
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["ENODEV", "no_device"], done.stderr
+    assert completed.stdout.split() == ["ENODEV", "no_device"], completed.stderr

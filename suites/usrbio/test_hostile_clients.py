@@ -48,7 +48,7 @@ def test_attack_by_shared_memory_hurts_no_other_client(
         assert attacker.stdout is not None
         try:
             assert attacker.stdout.readline() == "attacks\n"
-            honest = subprocess.run(
+            honest_client = subprocess.run(
                 module_command("usrbio.verifying_client", tmp_path, OPERATIONS),
                 capture_output=True,
                 text=True,
@@ -59,14 +59,14 @@ def test_attack_by_shared_memory_hurts_no_other_client(
             output, _ = attacker.communicate(input="\n", timeout=60)
         finally:
             attacker.kill()
-        assert honest.returncode == 0, honest.stderr
-        statistics = json.loads(honest.stdout)
+        assert honest_client.returncode == 0, honest_client.stderr
+        statistics = json.loads(honest_client.stdout)
         assert statistics["failed"] == {}
         assert statistics["wrong_bytes"] == 0
         assert statistics["operations"] >= OPERATIONS
         assert attacker.returncode == 0
         assert int(output.split()[-1]) > 0
-        assert agent.terminate() == 0, agent.errors
+        assert agent.terminate() == 0, agent.error_output
     evidence.number("attacks_count", int(output.split()[-1]))
     evidence["honest_client"] = statistics
     evidence["agent"] = agent.statistics

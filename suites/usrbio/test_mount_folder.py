@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.other_user import folder_for_all_users, run_program
 
-from gdrkit.errors import GdrkitError, Reason, SetupMissing, UsageError
+from gdrkit.errors import ApiError, GdrkitError, Reason, SetupMissing, UsageError
+from gdrkit.harness.needs import host, needs
 from gdrkit.host import PrivateFolder, ProcessIdentity, process_identity
 from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.mount import AgentMount, LinkFolder, adopt_unnamed, check_mount, open_shared
@@ -22,12 +24,13 @@ from gdrkit.usrbio.agent.mount import AgentMount, LinkFolder, adopt_unnamed, che
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-SHARED = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
-SUBMIT = ["submit-ios.ph", "submit-ios", "submit-ios.pl"]
-OTHER_USER = os.geteuid() + 1
+SHM_FOLDER = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
+SEMAPHORE_LINKS = ["submit-ios.ph", "submit-ios", "submit-ios.pl"]
+OTHER_UID = os.geteuid() + 1
 
 
 def errno_of(call: Callable[[], object]) -> int:
+    """Return the errno of the AgentError that a call raises."""
     with pytest.raises(AgentError) as error:
         call()
     return error.value.errno
@@ -36,7 +39,7 @@ def errno_of(call: Callable[[], object]) -> int:
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """Shared memory of one byte with the name of an iov."""
-    path = SHARED / f"hf3fs-iov-{uuid.uuid4()}"
+    path = SHM_FOLDER / f"hf3fs-iov-{uuid.uuid4()}"
     path.write_bytes(b"x")
     yield path
     path.unlink(missing_ok=True)
@@ -44,31 +47,43 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture
 def links(tmp_path: Path) -> Iterator[LinkFolder]:
-    with PrivateFolder.below(tmp_path / "links") as first, PrivateFolder.below(tmp_path / "records") as second:
-        yield LinkFolder(first, second)
+    """Yield an empty folder of links."""
+    with (
+        PrivateFolder.below(tmp_path / "links") as links_folder,
+        PrivateFolder.below(tmp_path / "records") as records_folder,
+    ):
+        yield LinkFolder(links_folder, records_folder)
 
 
 def identity_of(process_id: int) -> ProcessIdentity:
+    """Return the identity of a running process."""
     identity = process_identity(process_id)
     assert identity is not None
     return identity
 
 
 def ended_process() -> ProcessIdentity:
+    """Return the identity of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         return identity_of(child.pid)
 
 
-def unnamed(folder: Path = SHARED, *, length_bytes: int = 1, flags: int = os.O_RDWR) -> int:
+def open_unnamed_file(folder: Path = SHM_FOLDER, *, length_bytes: int = 1, flags: int = os.O_RDWR) -> int:
     """Return a descriptor of a new file without a name."""
-    created = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    os.ftruncate(created, length_bytes)
-    descriptor = os.open(f"/proc/self/fd/{created}", flags)
-    os.close(created)
+    writable_fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(writable_fd, length_bytes)
+    descriptor = os.open(f"/proc/self/fd/{writable_fd}", flags)
+    os.close(writable_fd)
     return descriptor
 
 
+def open_descriptors() -> set[str]:
+    """Return the descriptors of this process."""
+    return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the names are enough.
+
+
 def is_open(descriptor: int) -> bool:
+    """Return whether this process has the descriptor."""
     return Path(f"/proc/self/fd/{descriptor}").exists()
 
 
@@ -81,7 +96,7 @@ def test_mount_makes_private_folders_and_semaphores(tmp_path: Path) -> None:
         assert mount.socket_path == tmp_path / "3fs-virt" / "agent.sock"
         for folder in (mount.virtual_folder, mount.virtual_folder / "iovs", mount.virtual_folder / "publications"):
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        targets = [(mount.virtual_folder / "iovs" / name).readlink() for name in SUBMIT]
+        targets = [(mount.virtual_folder / "iovs" / name).readlink() for name in SEMAPHORE_LINKS]
         assert [f"/{target.name.removeprefix('sem.')}" for target in targets] == list(mount.semaphores)
         assert len(set(targets)) == 3
         assert [stat.S_IMODE(target.stat().st_mode) for target in targets] == [0o600] * 3
@@ -109,6 +124,34 @@ def test_missing_mount_is_enoent(tmp_path: Path) -> None:
     assert dict(refused.value.arguments) == {"path": str(tmp_path / "missing" / "3fs-virt")}
 
 
+def test_other_error_of_mkdir_is_an_api_error(tmp_path: Path) -> None:
+    with pytest.raises(ApiError) as refused:
+        AgentMount(tmp_path / ("x" * 256))
+    assert not isinstance(refused.value, SetupMissing)
+    assert (refused.value.operation, refused.value.errno) == ("mkdir", errno.ENAMETOOLONG)
+
+
+MOUNT_PROGRAM = """
+import sys
+from pathlib import Path
+from gdrkit.errors import SetupMissing
+from gdrkit.usrbio.agent.mount import AgentMount
+from support.other_user import become_unprivileged
+become_unprivileged()
+try:
+    AgentMount(Path(sys.argv[1]))
+except SetupMissing as error:
+    print(error.operation, error.errno, error.reason.name, error.what_to_do)
+"""
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_mount_without_the_right_to_write_is_eacces() -> None:
+    with folder_for_all_users() as folder:
+        result = run_program(MOUNT_PROGRAM, str(folder))
+    assert result.stdout.startswith(f"mkdir {errno.EACCES} NO_PERMISSION give this user the right"), result.stderr
+
+
 def test_agent_folder_is_removed_at_close(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -130,7 +173,7 @@ def test_agent_folder_that_is_not_empty_stays(tmp_path: Path) -> None:
 def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None:
     AgentMount(tmp_path).close()
     virtual = tmp_path / "3fs-virt"
-    semaphore = SHARED / f"sem.hf3fs-submit-ios.{uuid.uuid4()}"
+    semaphore = SHM_FOLDER / f"sem.hf3fs-submit-ios.{uuid.uuid4()}"
     semaphore.touch()
     other_file = tmp_path / "sem.hf3fs-submit-ios"
     other_file.touch()
@@ -140,7 +183,7 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
     (virtual / "iovs" / "submit-ios").symlink_to(other_file)
     (virtual / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
     with AgentMount(tmp_path) as mount:
-        assert sorted(each.name for each in (virtual / "iovs").iterdir()) == ["file", *sorted(SUBMIT)]
+        assert sorted(each.name for each in (virtual / "iovs").iterdir()) == ["file", *sorted(SEMAPHORE_LINKS)]
         assert not mount.socket_path.exists()
         assert not (virtual / "server.sock").exists()
         assert not semaphore.exists()
@@ -151,38 +194,38 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
 def test_memory_of_an_ended_client_is_removed(tmp_path: Path, memory: Path, case: str) -> None:
     AgentMount(tmp_path).close()
     owner = identity_of(os.getpid()) if case == "owner runs" else ended_process()
-    info = memory.stat()
-    named = SHARED / f"gdrkit-case-{uuid.uuid4()}" if case == "other name" else memory
-    if named != memory:
-        memory.rename(named)
+    status = memory.stat()
+    shared_path = SHM_FOLDER / f"gdrkit-case-{uuid.uuid4()}" if case == "other name" else memory
+    if shared_path != memory:
+        memory.rename(shared_path)
     record = {
         "boot_id": owner.boot_id.hex(),
         "process_id": owner.process_id,
         "namespace": owner.namespace,
         "started_ticks": owner.started_ticks,
-        "shared": named.name,
-        "device": info.st_dev,
-        "inode": info.st_ino + (case == "another file"),
+        "shared": shared_path.name,
+        "device": status.st_dev,
+        "inode": status.st_ino + (case == "another file"),
     }
-    path = tmp_path / "3fs-virt" / "publications" / "name"
-    path.write_text(json.dumps(record))
-    path.chmod(0o600)
+    record_path = tmp_path / "3fs-virt" / "publications" / "name"
+    record_path.write_text(json.dumps(record))
+    record_path.chmod(0o600)
     try:
         with AgentMount(tmp_path):
-            assert named.exists() == (case != "removed")
-            assert path.exists() == (case == "owner runs")
+            assert shared_path.exists() == (case != "removed")
+            assert record_path.exists() == (case == "owner runs")
     finally:
-        named.unlink(missing_ok=True)
+        shared_path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"boot_id": "x", "process_id": 1}', "null"])
 def test_malformed_record_is_removed(tmp_path: Path, text: str) -> None:
     AgentMount(tmp_path).close()
-    path = tmp_path / "3fs-virt" / "publications" / "name"
-    path.write_text(text)
-    path.chmod(0o600)
+    record_path = tmp_path / "3fs-virt" / "publications" / "name"
+    record_path.write_text(text)
+    record_path.chmod(0o600)
     with AgentMount(tmp_path):
-        assert not path.exists()
+        assert not record_path.exists()
 
 
 def test_mount_must_be_a_folder(tmp_path: Path) -> None:
@@ -199,24 +242,30 @@ def test_mount_must_be_a_folder(tmp_path: Path) -> None:
 
 def test_shared_memory_is_opened_with_its_attributes(memory: Path) -> None:
     shared = open_shared(str(memory), uid=os.geteuid())
-    info = memory.stat()
+    status = memory.stat()
     assert (shared.name, shared.length_bytes) == (memory.name, 1)
-    assert shared.identity == (info.st_dev, info.st_ino)
+    assert shared.identity == (status.st_dev, status.st_ino)
     assert os.pread(shared.fd, 1, 0) == b"x"
     assert os.pwrite(shared.fd, b"y", 0) == 1
     assert not os.get_inheritable(shared.fd)
     fd = shared.fd
     shared.close()
-    shared.close()
     assert not is_open(fd)
+    descriptors = open_descriptors()
+    shared.close()
+    assert open_descriptors() == descriptors
 
 
-@pytest.mark.parametrize("target", [f"{SHARED}/", f"{SHARED}/.", f"{SHARED}/..", "/dev/x", "shm", f"{SHARED}/a/b", ""])
+@pytest.mark.parametrize(
+    "target", [f"{SHM_FOLDER}/", f"{SHM_FOLDER}/.", f"{SHM_FOLDER}/..", "/dev/x", "shm", f"{SHM_FOLDER}/a/b", ""]
+)
 def test_target_outside_of_dev_shm_is_einval(target: str) -> None:
     assert errno_of(lambda: open_shared(target, uid=os.geteuid())) == errno.EINVAL
 
 
 def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
+    descriptors = open_descriptors()
+
     def error_number() -> int:
         return errno_of(lambda: open_shared(str(memory), uid=os.geteuid()))
 
@@ -233,12 +282,13 @@ def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
     memory.mkdir()
     assert error_number() == errno.EISDIR
     memory.rmdir()
+    assert open_descriptors() == descriptors
 
 
 def test_memory_of_another_user_is_eacces(memory: Path) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    assert errno_of(lambda: open_shared(str(memory), uid=OTHER_USER)) == errno.EACCES
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    descriptors = open_descriptors()
+    assert errno_of(lambda: open_shared(str(memory), uid=OTHER_UID)) == errno.EACCES
+    assert open_descriptors() == descriptors
 
 
 def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:
@@ -256,25 +306,26 @@ def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:
 
 def test_unnamed_memory_gets_its_name(memory: Path) -> None:
     memory.unlink()
-    shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
     assert (shared.name, shared.length_bytes, shared.is_unnamed) == (memory.name, 1, True)
     shared.give_name()
-    info = memory.stat()
-    assert shared.identity == (info.st_dev, info.st_ino)
+    status = memory.stat()
+    assert shared.identity == (status.st_dev, status.st_ino)
     assert Path(f"/proc/self/fd/{shared.fd}").readlink() == memory
+    assert os.pwrite(shared.fd, b"y", 0) == 1
     assert not os.get_inheritable(shared.fd)
     shared.close()
 
 
 def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
-    shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
     assert errno_of(shared.give_name) == errno.EEXIST
     shared.close()
     assert memory.read_bytes() == b"x"
 
 
 @pytest.mark.parametrize(
-    ("fault", "number"),
+    ("fault", "expected_errno"),
     [
         ("name", errno.EINVAL),
         ("folder", errno.EINVAL),
@@ -287,16 +338,16 @@ def test_name_of_unnamed_memory_must_be_free(memory: Path) -> None:
         ("user", errno.EACCES),
     ],
 )
-def test_descriptor_of_other_memory_is_closed(tmp_path: Path, memory: Path, fault: str, number: int) -> None:
+def test_descriptor_of_other_memory_is_closed(tmp_path: Path, memory: Path, fault: str, expected_errno: int) -> None:
     target = {"name": "/dev/shm/iov", "folder": f"/tmp/{memory.name}"}.get(fault, str(memory))  # noqa: S108
     flags = {"read-only": os.O_RDONLY, "write-only": os.O_WRONLY, "path": os.O_PATH}.get(fault, os.O_RDWR)
     if fault == "named":
         descriptor = os.open(memory, os.O_RDWR)
     else:
-        folder = tmp_path if fault == "other file system" else SHARED
-        descriptor = unnamed(folder, length_bytes=int(fault != "empty"), flags=flags)
-    uid = OTHER_USER if fault == "user" else os.geteuid()
-    assert errno_of(lambda: adopt_unnamed(target, descriptor, uid=uid)) == number
+        folder = tmp_path if fault == "other file system" else SHM_FOLDER
+        descriptor = open_unnamed_file(folder, length_bytes=int(fault != "empty"), flags=flags)
+    uid = OTHER_UID if fault == "user" else os.geteuid()
+    assert errno_of(lambda: adopt_unnamed(target, descriptor, uid=uid)) == expected_errno
     assert not is_open(descriptor)
 
 
@@ -323,15 +374,15 @@ def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, mem
     owner = identity_of(os.getpid())
     shared = open_shared(str(memory), uid=os.geteuid())
     links.add("name", str(memory), owner=owner, shared=shared)
-    info = memory.stat()
+    status = memory.stat()
     assert json.loads((tmp_path / "records" / "name").read_text()) == {
         "boot_id": owner.boot_id.hex(),
         "process_id": os.getpid(),
         "namespace": owner.namespace,
         "started_ticks": owner.started_ticks,
         "shared": memory.name,
-        "device": info.st_dev,
-        "inode": info.st_ino,
+        "device": status.st_dev,
+        "inode": status.st_ino,
     }
     links.remove("name", str(memory))
     assert list((tmp_path / "records").iterdir()) == []
@@ -342,7 +393,7 @@ def test_record_names_the_owner_of_a_link(links: LinkFolder, tmp_path: Path, mem
 def test_refused_link_leaves_no_record_and_no_name(links: LinkFolder, tmp_path: Path, memory: Path) -> None:
     memory.unlink()
     links.add("name", "other", owner=None, shared=None)
-    shared = adopt_unnamed(str(memory), unnamed(), uid=os.geteuid())
+    shared = adopt_unnamed(str(memory), open_unnamed_file(), uid=os.geteuid())
     owner = identity_of(os.getpid())
     assert errno_of(lambda: links.add("name", str(memory), owner=owner, shared=shared)) == errno.EEXIST
     shared.close()

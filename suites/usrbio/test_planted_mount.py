@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.other_user import open_folder, run_program
-from support.raw_usrbio import shared_memory
+from support.other_user import folder_for_all_users, run_program
+from support.raw_usrbio import shared_memory_files
 
 from gdrkit.errors import SetupMissing
 from gdrkit.harness.needs import host, needs, verbs
@@ -75,12 +75,12 @@ def test_mount_that_others_can_write_needs_a_sticky_bit(virtual: Path) -> None:
     assert "chmod +t" in mount_error(virtual).what_to_do
     virtual.parent.chmod(0o1777)
     with AgentMount(virtual.parent):
-        assert len(shared_memory(virtual.parent)) == 3
+        assert len(shared_memory_files(virtual.parent)) == 3
         for path in (virtual, virtual / "iovs", virtual / "publications"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-PLANT = """
+PLANTING_PROGRAM = """
 import os, sys
 from support.other_user import become_unprivileged
 become_unprivileged()
@@ -91,10 +91,10 @@ os.symlink("/etc", os.path.join(sys.argv[1], "iovs"))
 
 @needs(host.capability("CAP_SETUID"))
 def test_virtual_folder_of_another_user_is_refused() -> None:
-    with open_folder() as mount:
+    with folder_for_all_users() as mount:
         mount.chmod(0o1777)
-        planted = run_program(PLANT, str(mount / "3fs-virt"))
-        assert planted.returncode == 0, planted.stderr
+        completed = run_program(PLANTING_PROGRAM, str(mount / "3fs-virt"))
+        assert completed.returncode == 0, completed.stderr
         assert "user 65534" in mount_error(mount / "3fs-virt").detail
 
 
@@ -119,10 +119,10 @@ def test_agent_command_names_the_planted_link(virtual: Path, victim: Path, name:
         (virtual / name).rmdir()
     (virtual / name).symlink_to(victim / ("created" if name == "server.lock" else ""))
     command = [sys.executable, "-m", "gdrkit", "agent", str(virtual.parent), "--store", str(virtual.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 3
-    assert f"To do: remove {virtual / name}" in done.stderr
-    assert "Traceback" not in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 3
+    assert f"To do: remove {virtual / name}" in completed.stderr
+    assert "Traceback" not in completed.stderr
     assert sorted(path.name for path in victim.iterdir()) == ["file", "link"]
 
 

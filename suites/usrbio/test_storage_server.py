@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import signal
 import socket
 import stat
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.processes import wait_until
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.harness.needs import needs, verbs
@@ -23,8 +28,8 @@ pytestmark = needs(verbs.nic())
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[AgentMount]:
-    with AgentMount(tmp_path) as opened:
-        yield opened
+    with AgentMount(tmp_path) as agent_mount:
+        yield agent_mount
 
 
 @pytest.fixture
@@ -42,15 +47,15 @@ def is_running(process_id: int | None) -> bool:
 def test_server_starts_once_and_ends_with_close(server: EmbeddedServer, mount: AgentMount) -> None:
     assert server.process_id is None
     server.prepare()
-    first = server.process_id
+    process_id = server.process_id
     server.prepare()
-    assert server.process_id == first
+    assert server.process_id == process_id
     assert stat.S_ISSOCK((mount.virtual_folder / "server.sock").stat().st_mode)
     with server.connect() as connection:
         assert connection.gettimeout() == 30
     server.close()
     server.close()
-    assert not is_running(first)
+    assert not is_running(process_id)
     assert not (mount.virtual_folder / "server.sock").exists()
 
 
@@ -63,23 +68,41 @@ def test_server_has_a_process_group_of_its_own(server: EmbeddedServer) -> None:
 def test_server_that_was_given_up_is_started_again(server: EmbeddedServer) -> None:
     server.give_up()
     server.prepare()
-    first = server.process_id
+    first_process_id = server.process_id
     server.give_up()
     server.give_up()
     server.prepare()
-    assert server.process_id != first
-    assert not is_running(first)
+    assert server.process_id != first_process_id
+    assert not is_running(first_process_id)
+    second_process_id = server.process_id
+    server.prepare()
+    assert server.process_id == second_process_id
     server.connect().close()
+
+
+def test_stopped_server_that_was_given_up_is_killed_at_once(server: EmbeddedServer) -> None:
+    server.prepare()
+    process_id = server.process_id
+    assert process_id is not None
+    os.kill(process_id, signal.SIGSTOP)
+    server.give_up()
+    options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    wait_until(lambda: os.waitid(os.P_PID, process_id, options) is not None, "the server is killed")
+
+
+def test_connection_to_a_server_that_does_not_run_fails(server: EmbeddedServer) -> None:
+    with pytest.raises(FileNotFoundError):
+        server.connect()
 
 
 def test_server_that_was_killed_is_started_again(server: EmbeddedServer) -> None:
     server.prepare()
-    first = server.process_id
-    assert first is not None
-    os.kill(first, 9)
-    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    first_process_id = server.process_id
+    assert first_process_id is not None
+    os.kill(first_process_id, 9)
+    os.waitid(os.P_PID, first_process_id, os.WEXITED | os.WNOWAIT)
     server.prepare()
-    assert server.process_id != first
+    assert server.process_id != first_process_id
 
 
 def test_failed_start_of_a_server_has_its_exit_code(mount: AgentMount, tmp_path: Path) -> None:
@@ -89,6 +112,68 @@ def test_failed_start_of_a_server_has_its_exit_code(mount: AgentMount, tmp_path:
     assert error.value.reason is Reason.PEER_GONE
     assert embedded.process_id is None
     embedded.close()
+
+
+@contextlib.contextmanager
+def held_server_lock(mount: AgentMount) -> Iterator[int]:
+    """Hold the lock that the storage server of an earlier agent holds, until the block ends. Yield its descriptor."""
+    lock_fd = mount.open("server.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        yield lock_fd
+    finally:
+        os.close(lock_fd)
+
+
+def test_server_waits_for_the_end_of_an_earlier_one(server: EmbeddedServer, mount: AgentMount) -> None:
+    with held_server_lock(mount) as lock_fd:
+        unlock = threading.Timer(0.5, fcntl.flock, [lock_fd, fcntl.LOCK_UN])
+        unlock.start()
+        server.prepare()
+        unlock.join()
+    assert is_running(server.process_id)
+
+
+def test_running_server_holds_the_lock(server: EmbeddedServer, mount: AgentMount) -> None:
+    lock_fd = mount.open("server.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        server.prepare()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        server.close()
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(lock_fd)
+
+
+def test_earlier_server_that_does_not_end_is_reported(server: EmbeddedServer, mount: AgentMount) -> None:
+    """The case takes 20 s, the time for which an agent waits."""
+    with held_server_lock(mount):
+        descriptors = set(Path("/proc/self/fd").iterdir())
+        with pytest.raises(BrokenResource, match="the storage server of an earlier agent does not end") as error:
+            server.prepare()
+        assert set(Path("/proc/self/fd").iterdir()) == descriptors
+    assert error.value.reason is Reason.BUSY
+    assert server.process_id is None
+    # The agent tries again later, and succeeds after the end of the earlier server.
+    server.prepare()
+    assert is_running(server.process_id)
+
+
+def test_server_whose_start_hangs_is_killed_and_reported(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The case takes 30 s, the time for which an agent waits."""
+    # Python imports this module at the start of the child.
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(300)\n")
+    with monkeypatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        with pytest.raises(BrokenResource, match="not ready within 30 s") as error:
+            server.prepare()
+    assert error.value.reason is Reason.TIMEOUT
+    assert server.process_id is None
+    server.prepare()
+    assert is_running(server.process_id)
 
 
 def test_only_an_embedded_server_takes_descriptors(server: EmbeddedServer) -> None:

@@ -1,4 +1,4 @@
-"""A ring between two threads: one prepares, the other waits."""
+"""A ring that two threads use: one prepares operations, the other waits for their results."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ ROUNDS = 3000
 
 
 def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) -> None:
-    """A ring of one entry reuses its only index as soon as the library has received the completion."""
+    """The library reuses the only index of this ring as soon as it has received the completion of the operation."""
     (tmp_path / "file").write_bytes(bytes(4 * KIB))
     with AgentProcess(tmp_path) as agent:
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         usrbio.register_fd(fd)
-        memory = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
+        iovec = usrbio.create_iovec(str(tmp_path), length_bytes=4 * KIB)
         ring = usrbio.make_ioring(str(tmp_path), 1, for_read=True)
         completed: list[object] = []
 
-        def reap() -> None:
+        def collect_completions() -> None:
             while len(completed) < ROUNDS:
                 completed.extend(iov.userdata for iov in ring.wait(min_results=1, timeout=timedelta(seconds=30)))
 
-        waiter = threading.Thread(target=reap)
+        waiter = threading.Thread(target=collect_completions)
         waiter.start()
         for number in range(ROUNDS):
             while True:
                 try:
-                    ring.prepare(memory[0:512], read=True, fd=fd, off=0, userdata=number)
+                    ring.prepare(iovec[0:512], read=True, fd=fd, off=0, userdata=number)
                 except usrbio.UsrbioError as error:
                     if error.errno != errno.EAGAIN:
                         raise
@@ -53,5 +53,5 @@ def test_ring_index_is_reused_before_its_completion_is_returned(tmp_path: Path) 
         ring.destroy()
         usrbio.deregister_fd(fd)
         os.close(fd)
-        memory.close()
-        assert agent.terminate() == 0, agent.errors
+        iovec.close()
+        assert agent.terminate() == 0, agent.error_output

@@ -17,41 +17,42 @@ from pathlib import Path
 from gdrkit import pattern, usrbio
 from gdrkit.units import KIB
 
-_DEPTH = 64
-_LENGTH = 4 * KIB
+_RING_ENTRIES = 64
+_OPERATION_BYTES = 4 * KIB
 _TIMEOUT = timedelta(seconds=60)
 
 
-def main(mount: Path, operations: int) -> None:
-    """Make at least this number of operations, half of them writes, and print their results."""
+def main(mount: Path, operation_count: int) -> None:
+    """Execute at least this number of operations, half of them writes, and print their results."""
     path = mount / f"verified-{os.getpid()}"
-    results: Counter[int] = Counter()
+    counts_by_result: Counter[int] = Counter()
     wrong_bytes = 0
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     usrbio.register_fd(fd)
     with (
-        usrbio.create_iovec(str(mount), length_bytes=_DEPTH * _LENGTH) as iov,
-        usrbio.make_ioring(str(mount), _DEPTH) as reader,
-        usrbio.make_ioring(str(mount), _DEPTH, for_read=False) as writer,
+        usrbio.create_iovec(str(mount), length_bytes=_RING_ENTRIES * _OPERATION_BYTES) as iov,
+        usrbio.make_ioring(str(mount), _RING_ENTRIES) as reader,
+        usrbio.make_ioring(str(mount), _RING_ENTRIES, for_read=False) as writer,
         contextlib.ExitStack() as stack,
     ):
         memory = stack.enter_context(memoryview(iov))
-        for batch in range(-(-operations // (2 * _DEPTH))):
-            data = pattern.payload(len(memory), seed=batch)
-            memory[:] = data
+        for batch in range(-(-operation_count // (2 * _RING_ENTRIES))):
+            expected = pattern.payload(len(memory), seed=batch)
+            memory[:] = expected
             for ring, for_read in ((writer, False), (reader, True)):
                 if for_read:
                     memory[:] = bytes(len(memory))
-                for begin in range(0, len(memory), _LENGTH):
-                    ring.prepare(iov[begin : begin + _LENGTH], for_read, fd, begin)
-                done = ring.submit().wait(min_results=_DEPTH, timeout=_TIMEOUT)
-                results.update(each.result for each in done)
-                results[0] += _DEPTH - len(done)
-            wrong_bytes += 0 if memory == data else sum(a != b for a, b in zip(memory, data, strict=True))
+                for begin in range(0, len(memory), _OPERATION_BYTES):
+                    ring.prepare(iov[begin : begin + _OPERATION_BYTES], for_read, fd, begin)
+                completed = ring.submit().wait(min_results=_RING_ENTRIES, timeout=_TIMEOUT)
+                counts_by_result.update(iov_slice.result for iov_slice in completed)
+                # An operation that did not complete in time counts as one of 0 bytes, which is a failure.
+                counts_by_result[0] += _RING_ENTRIES - len(completed)
+            wrong_bytes += 0 if memory == expected else sum(a != b for a, b in zip(memory, expected, strict=True))
     usrbio.deregister_fd(fd)
     os.close(fd)
-    failed = {number: count for number, count in results.items() if number != _LENGTH and count}
-    print(json.dumps({"operations": results.total(), "failed": failed, "wrong_bytes": wrong_bytes}))  # noqa: T201
+    failed = {number: count for number, count in counts_by_result.items() if number != _OPERATION_BYTES and count}
+    print(json.dumps({"operations": counts_by_result.total(), "failed": failed, "wrong_bytes": wrong_bytes}))  # noqa: T201
 
 
 if __name__ == "__main__":

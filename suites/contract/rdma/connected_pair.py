@@ -1,4 +1,4 @@
-"""Two connected queue pairs of one process, so that a case has both ends of a transfer."""
+"""Two connected queue pairs of one process: the requester posts the requests, and the responder is its peer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import CompletionQueue, Nic, QueuePair
 
-__all__ = ["ALL_ACCESS", "WAIT_MS", "connected", "refused", "unconnected"]
+__all__ = ["ALL_ACCESS", "WAIT_MS", "connected_pairs", "raises_errno", "unconnected_pair"]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 # Soft-RoCE in an emulated guest is slow. Only a case that fails waits this long.
@@ -23,41 +23,44 @@ WAIT_MS = 20_000.0
 
 
 @contextlib.contextmanager
-def connected(
+def connected_pairs(
     nic: Nic, *, limits: dict[str, int] | None = None, access: Access = ALL_ACCESS, **options: int
 ) -> Iterator[tuple[QueuePair, QueuePair]]:
-    """Yield the local and the remote queue pair, each with its own completion queue.
+    """Yield the requester and the responder. Each of these queue pairs has a separate completion queue.
 
     Parameters
     ----------
     nic : Nic
-        The NIC of both.
+        The NIC of both queue pairs.
     limits : dict of str to int, optional
-        Limits of both queue pairs, as for :meth:`unconnected`.
+        Limits of both queue pairs, as for :func:`unconnected_pair`.
     access : Access
-        The access that the remote queue pair allows.
+        The access that the responder allows.
     options : int
         Further options of ``QueuePair.connect``.
     """
-    with unconnected(nic, limits=limits) as ours, unconnected(nic, limits=limits) as theirs:
-        ours.connect(theirs.endpoint(), access=ALL_ACCESS, **options)
-        theirs.connect(ours.endpoint(), access=access, **options)
-        yield ours, theirs
+    with unconnected_pair(nic, limits=limits) as requester, unconnected_pair(nic, limits=limits) as responder:
+        requester.connect(responder.endpoint(), access=ALL_ACCESS, **options)
+        responder.connect(requester.endpoint(), access=access, **options)
+        yield requester, responder
 
 
 @contextlib.contextmanager
-def unconnected(
+def unconnected_pair(
     nic: Nic, *, limits: dict[str, int] | None = None, queue: CompletionQueue | None = None
 ) -> Iterator[QueuePair]:
-    """Yield a queue pair in the state RESET, which uses `queue` or a new completion queue."""
+    """Yield a queue pair in the state RESET.
+
+    Its completions go to `queue`, or to a new completion queue. `limits` are the limits of ``Nic.queue_pair``.
+    """
     with contextlib.ExitStack() as stack:
-        chosen = queue or stack.enter_context(nic.completion_queue())
-        yield stack.enter_context(nic.queue_pair(chosen, chosen, **(limits or {})))
+        used_queue = queue or stack.enter_context(nic.completion_queue())
+        yield stack.enter_context(nic.queue_pair(used_queue, used_queue, **(limits or {})))
 
 
 @contextlib.contextmanager
-def refused(*numbers: int) -> Iterator[None]:
+def raises_errno(*error_numbers: int) -> Iterator[None]:
     """Require that the block raises an ApiError with one of these errnos."""
     with pytest.raises(ApiError) as raised:
         yield
-    assert raised.value.errno in numbers, raised.value
+    assert raised.value.errno in error_numbers, raised.value

@@ -1,4 +1,4 @@
-"""libibverbs by ctypes, without gdrkit's order of destruction, so that a case can destroy objects in a wrong order."""
+"""libibverbs by ctypes. Unlike gdrkit, it lets a case destroy objects in a wrong order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CtypesVerbs"]
 
-_RELIABLE_CONNECTED = 2
-_LOCAL_WRITE = 1
-_BYTES = 4096
+_RELIABLE_CONNECTED = 2  # IBV_QPT_RC
+_LOCAL_WRITE = 1  # IBV_ACCESS_LOCAL_WRITE
+_MEMORY_BYTES = 4096
 
 
 class _Capacity(ctypes.Structure):
@@ -24,7 +24,7 @@ class _Capacity(ctypes.Structure):
     )
 
 
-class _PairAttributes(ctypes.Structure):
+class _QueuePairAttributes(ctypes.Structure):
     """``struct ibv_qp_init_attr``."""
 
     _fields_ = (
@@ -39,7 +39,7 @@ class _PairAttributes(ctypes.Structure):
 
 
 class CtypesVerbs:
-    """An open device. Functions that create an object return its address; others return an errno, or 0."""
+    """An open device. Methods that create an object return its address. Other methods return 0 or an errno."""
 
     def __init__(self, name: str) -> None:
         self._library = library = ctypes.CDLL("libibverbs.so.1", use_errno=True)
@@ -50,36 +50,36 @@ class CtypesVerbs:
         library.ibv_get_device_name.restype = ctypes.c_char_p
         count = ctypes.c_int()
         devices = library.ibv_get_device_list(ctypes.byref(count))
-        by_name = {library.ibv_get_device_name(pointer(each)): each for each in devices[: count.value]}
-        self._context = self._checked(library.ibv_open_device(pointer(by_name[name.encode()])))
+        device_by_name = {library.ibv_get_device_name(pointer(device)): device for device in devices[: count.value]}
+        self._context = self._checked(library.ibv_open_device(pointer(device_by_name[name.encode()])))
         library.ibv_free_device_list(devices)
-        self._memory = ctypes.create_string_buffer(_BYTES)
+        self._memory = ctypes.create_string_buffer(_MEMORY_BYTES)
 
-    def domain(self) -> ctypes.c_void_p:
+    def allocate_domain(self) -> ctypes.c_void_p:
         """Call ibv_alloc_pd."""
         return self._checked(self._library.ibv_alloc_pd(self._context))
 
-    def channel(self) -> ctypes.c_void_p:
+    def create_channel(self) -> ctypes.c_void_p:
         """Call ibv_create_comp_channel."""
         return self._checked(self._library.ibv_create_comp_channel(self._context))
 
-    def queue(self, channel: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
+    def create_queue(self, channel: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
         """Call ibv_create_cq."""
         return self._checked(self._library.ibv_create_cq(self._context, 16, None, channel, 0))
 
-    def pair(self, domain: ctypes.c_void_p, queue: ctypes.c_void_p) -> ctypes.c_void_p:
+    def create_pair(self, domain: ctypes.c_void_p, queue: ctypes.c_void_p) -> ctypes.c_void_p:
         """Call ibv_create_qp."""
-        attributes = _PairAttributes(
+        attributes = _QueuePairAttributes(
             send_cq=queue, recv_cq=queue, cap=_Capacity(4, 4, 1, 1, 0), qp_type=_RELIABLE_CONNECTED
         )
         return self._checked(self._library.ibv_create_qp(domain, ctypes.byref(attributes)))
 
-    def region(self, domain: ctypes.c_void_p) -> ctypes.c_void_p:
+    def register(self, domain: ctypes.c_void_p) -> ctypes.c_void_p:
         """Call ibv_reg_mr."""
-        length_bytes = ctypes.c_size_t(_BYTES)
+        length_bytes = ctypes.c_size_t(_MEMORY_BYTES)
         return self._checked(self._library.ibv_reg_mr(domain, self._memory, length_bytes, _LOCAL_WRITE))
 
-    def deallocate(self, domain: ctypes.c_void_p) -> int:
+    def deallocate_domain(self, domain: ctypes.c_void_p) -> int:
         """Call ibv_dealloc_pd."""
         return int(self._library.ibv_dealloc_pd(domain))
 
@@ -109,5 +109,6 @@ class CtypesVerbs:
 
     @staticmethod
     def _checked(address: int | None) -> ctypes.c_void_p:
+        """Return the address as a pointer, and fail the case if it is NULL."""
         assert address, f"errno {ctypes.get_errno()}"
         return ctypes.c_void_p(address)

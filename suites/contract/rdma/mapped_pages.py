@@ -14,23 +14,27 @@ if TYPE_CHECKING:
 
 __all__ = ["mapped_pages"]
 
-_FAILED = ctypes.c_void_p(-1).value
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @contextlib.contextmanager
 def mapped_pages(count: int, *, unmapped_from: int | None = None, writable: bool = True) -> Iterator[int]:
-    """Map `count` pages, unmap those from the index `unmapped_from` on again, and yield the address of the first."""
+    """Map `count` pages, and yield the address of the first page.
+
+    The pages from index `unmapped_from` on are unmapped again before the block.
+    """
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = library.mmap(None, count * HOST_PAGE_BYTES, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    assert address not in {None, _FAILED}, ctypes.get_errno()
-    mapped = count if unmapped_from is None else unmapped_from
-    if mapped < count:
-        assert library.munmap(address + mapped * HOST_PAGE_BYTES, (count - mapped) * HOST_PAGE_BYTES) == 0
+    assert address not in {None, _MAP_FAILED}, ctypes.get_errno()
+    mapped_count = count if unmapped_from is None else unmapped_from
+    if mapped_count < count:
+        unmapped_bytes = (count - mapped_count) * HOST_PAGE_BYTES
+        assert library.munmap(address + mapped_count * HOST_PAGE_BYTES, unmapped_bytes) == 0
     try:
         yield address
     finally:
-        assert library.munmap(address, mapped * HOST_PAGE_BYTES) == 0
+        assert library.munmap(address, mapped_count * HOST_PAGE_BYTES) == 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import CompletionQueue, Nic
 
-__all__ = ["STEPS", "Mask", "RawPair", "register", "step_address", "values"]
+__all__ = ["REQUIRED_ATTRIBUTES", "Mask", "RawPair", "path_to_itself", "register", "valid_attributes"]
 
 
 class Mask(enum.IntFlag):
@@ -42,7 +42,7 @@ class Mask(enum.IntFlag):
 
 
 # The attributes that ibv_modify_qp(3) requires for each transition of a reliable connection.
-STEPS: Mapping[QueuePairState, Mask] = {
+REQUIRED_ATTRIBUTES: Mapping[QueuePairState, Mask] = {
     QueuePairState.INIT: Mask.PKEY_INDEX | Mask.PORT | Mask.ACCESS_FLAGS,
     QueuePairState.RTR: Mask.AV
     | Mask.PATH_MTU
@@ -56,7 +56,7 @@ STEPS: Mapping[QueuePairState, Mask] = {
 _MTU_256 = 1
 
 
-def values(nic: Nic) -> dict[str, int]:
+def valid_attributes(nic: Nic) -> dict[str, int]:
     """Return a valid value for each attribute of all transitions. The mask of a call selects some of them."""
     return {
         "pkey_index": 0,
@@ -75,9 +75,9 @@ def values(nic: Nic) -> dict[str, int]:
     }
 
 
-def step_address(nic: Nic, **other: int | str) -> dict[str, int | str]:
-    """Return the fields of ``ibv_ah_attr`` for the path from a NIC to itself, with `other` values for some."""
-    own: dict[str, int | str] = {
+def path_to_itself(nic: Nic, **changed: int | str) -> dict[str, int | str]:
+    """Return the fields of ``ibv_ah_attr`` for the path from a NIC to itself. `changed` replaces some of them."""
+    fields: dict[str, int | str] = {
         "is_global": 1,
         "dlid": nic.port.lid,
         "port_num": nic.port.number,
@@ -85,12 +85,12 @@ def step_address(nic: Nic, **other: int | str) -> dict[str, int | str]:
         "sgid_index": nic.gid_index,
         "hop_limit": 64,
     }
-    return own | other
+    return fields | changed
 
 
 @dataclass
 class RawPair:
-    """A queue pair whose transitions a case makes one by one."""
+    """A queue pair whose state a case changes by single transitions."""
 
     nic: Nic
     queue: CompletionQueue
@@ -106,14 +106,14 @@ class RawPair:
         """The state that ibv_query_qp returns."""
         return QueuePairState(_pyverbs.query_state(self.pair))
 
-    def step(self, state: QueuePairState | int, mask: Mask | None = None, **other: int) -> None:
-        """Make one transition with valid values, except those in `other`.
+    def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed: int) -> None:
+        """Make one transition to `state` with valid attributes. `changed` replaces the values of some of them.
 
-        The call has the attributes of `mask`, or those that the transition requires if it is None.
+        The call passes the attributes of `mask`. If `mask` is None, it passes those that the transition requires.
         """
-        attribute_mask = STEPS.get(QueuePairState(state), Mask(0)) if mask is None else mask
-        address = step_address(self.nic) if Mask.AV in attribute_mask else None
-        attributes = {**values(self.nic), **other, "qp_state": int(state)}
+        attribute_mask = REQUIRED_ATTRIBUTES.get(QueuePairState(state), Mask(0)) if mask is None else mask
+        address = path_to_itself(self.nic) if Mask.AV in attribute_mask else None
+        attributes = {**valid_attributes(self.nic), **changed, "qp_state": int(state)}
         _pyverbs.modify(self.pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes)
 
     def modify(self, mask: Mask, address: dict[str, int | str] | None = None, **attributes: int) -> None:
@@ -122,9 +122,9 @@ class RawPair:
 
     def advance(self, state: QueuePairState) -> None:
         """Make all transitions from RESET to `state`."""
-        for step in STEPS:
-            if step <= state:
-                self.step(step)
+        for next_state in REQUIRED_ATTRIBUTES:
+            if next_state <= state:
+                self.move_to(next_state)
 
     def post_send(self, work_id: int) -> None:
         """Post a SEND without data."""
@@ -143,7 +143,7 @@ class RawPair:
 def register(nic: Nic, address: int, *, length_bytes: int, access: int) -> Iterator[tuple[int, int]]:
     """Call ibv_reg_mr with exactly these arguments, and yield lkey and rkey."""
     region = _pyverbs.register_address(
-        nic.domain, address=address, length_bytes=length_bytes, access=access, device=False
+        nic.domain, address=address, length_bytes=length_bytes, access=access, is_device=False
     )
     try:
         yield region.lkey, region.rkey

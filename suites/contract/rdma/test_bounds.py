@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected
+from contract.rdma.connected_pair import WAIT_MS, connected_pairs
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -24,7 +24,10 @@ UNTOUCHED = b"\xa5" * LENGTH_BYTES
 OPERATIONS = pytest.mark.parametrize("operation", ["write", "read"])
 
 
-def post(operation: str, pair: QueuePair, local: Region | list[ScatterGatherElement], remote: RemoteRange) -> Status:
+def post_and_wait(
+    operation: str, pair: QueuePair, local: Region | list[ScatterGatherElement], remote: RemoteRange
+) -> Status:
+    """Post a write or a read, and return the status of its completion."""
     if operation == "write":
         pair.post_write(local, remote, work_id=1)
     else:
@@ -34,24 +37,30 @@ def post(operation: str, pair: QueuePair, local: Region | list[ScatterGatherElem
 
 @OPERATIONS
 @pytest.mark.parametrize(
-    ("begin", "length_bytes"),
+    ("begin_offset", "length_bytes"),
     [
         pytest.param(-1, 16, id="from-the-byte-before"),
-        pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-behind"),
+        pytest.param(LENGTH_BYTES - 15, 16, id="to-the-byte-after"),
         pytest.param(0, LENGTH_BYTES + 1, id="one-byte-too-long"),
-        pytest.param(LENGTH_BYTES, 1, id="behind-the-end"),
+        pytest.param(LENGTH_BYTES, 1, id="after-the-end"),
         pytest.param(1 << 40, 16, id="far-away"),
     ],
 )
 def test_remote_bytes_outside_the_region_are_inaccessible(
-    nic: Nic, operation: str, begin: int, length_bytes: int
+    nic: Nic, operation: str, begin_offset: int, length_bytes: int
 ) -> None:
-    data, own = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
-    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as target_region:
+    remote_bytes, local_bytes = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
+    with (
+        connected_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local,
+        nic.register_host(remote_bytes) as target_region,
+    ):
         whole_range = target_region.remote()
-        outside = RemoteRange(address=whole_range.address + begin, rkey=whole_range.rkey, length_bytes=length_bytes)
-        assert post(operation, ours, local, outside) is Status.REM_ACCESS_ERR
-    assert (bytes(data), bytes(own)) == (UNTOUCHED, bytes(LENGTH_BYTES + 1))
+        outside_range = RemoteRange(
+            address=whole_range.address + begin_offset, rkey=whole_range.rkey, length_bytes=length_bytes
+        )
+        assert post_and_wait(operation, requester, local, outside_range) is Status.REM_ACCESS_ERR
+    assert (bytes(remote_bytes), bytes(local_bytes)) == (UNTOUCHED, bytes(LENGTH_BYTES + 1))
 
 
 @OPERATIONS
@@ -68,33 +77,46 @@ def test_every_byte_inside_a_region_is_accessible(
     nic: Nic, seed: int, operation: str, offset_bytes: int, length_bytes: int
 ) -> None:
     payload = pattern.payload(length_bytes, seed=seed)
-    data, own = bytearray(UNTOUCHED), bytearray(payload)
+    remote_bytes, local_bytes = bytearray(UNTOUCHED), bytearray(payload)
     if operation == "read":
-        data[offset_bytes : offset_bytes + length_bytes], own = payload, bytearray(length_bytes)
-    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as target_region:
+        remote_bytes[offset_bytes : offset_bytes + length_bytes], local_bytes = payload, bytearray(length_bytes)
+    with (
+        connected_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local,
+        nic.register_host(remote_bytes) as target_region,
+    ):
         remote = target_region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        assert post(operation, ours, local, remote) is Status.SUCCESS
-    assert own == payload
+        assert post_and_wait(operation, requester, local, remote) is Status.SUCCESS
+    assert local_bytes == payload
     expected = bytearray(UNTOUCHED)
     expected[offset_bytes : offset_bytes + length_bytes] = payload
-    assert data == expected
+    assert remote_bytes == expected
 
 
 @OPERATIONS
 def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
     # InfiniBand specification, C9-88: the responder does not check address and key of a request of length 0.
-    with connected(nic) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         remote = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
-        assert post(operation, ours, [], remote) is Status.SUCCESS
+        assert post_and_wait(operation, requester, [], remote) is Status.SUCCESS
 
 
 @OPERATIONS
-@pytest.mark.parametrize("begin", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="behind")])
-def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, begin: int) -> None:
-    data, own = bytearray(b"\xa5" * KIB), bytearray(KIB)
-    with connected(nic) as (ours, _), nic.register_host(own) as local, nic.register_host(data) as target_region:
+@pytest.mark.parametrize("begin_offset", [pytest.param(-1, id="before"), pytest.param(KIB - 15, id="after")])
+def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, begin_offset: int) -> None:
+    remote_bytes, local_bytes = bytearray(b"\xa5" * KIB), bytearray(KIB)
+    with (
+        connected_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local,
+        nic.register_host(remote_bytes) as target_region,
+    ):
         element = local.element()
-        outside = [ScatterGatherElement(address=element.address + begin, length_bytes=16, lkey=element.lkey)]
-        assert post(operation, ours, outside, target_region.remote(length_bytes=16)) is Status.LOC_PROT_ERR
-    assert data == b"\xa5" * KIB
-    assert own == bytes(KIB)
+        outside_elements = [
+            ScatterGatherElement(address=element.address + begin_offset, length_bytes=16, lkey=element.lkey)
+        ]
+        assert (
+            post_and_wait(operation, requester, outside_elements, target_region.remote(length_bytes=16))
+            is Status.LOC_PROT_ERR
+        )
+    assert remote_bytes == b"\xa5" * KIB
+    assert local_bytes == bytes(KIB)

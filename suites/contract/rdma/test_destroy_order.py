@@ -1,6 +1,6 @@
-"""Objects in use are not destroyed (EBUSY) and stay usable; ibv_dealloc_pd(3), ibv_destroy_cq(3).
+"""Objects that other objects use are not destroyed (EBUSY) and stay usable; ibv_dealloc_pd(3), ibv_destroy_cq(3).
 
-The cases call libibverbs by ctypes, because pyverbs would close the children first.
+The cases call libibverbs by ctypes, because pyverbs would destroy the dependent objects first.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ pytestmark = needs(verbs.nic())
 
 
 @pytest.fixture
-def raw(nic: Nic) -> Iterator[CtypesVerbs]:
+def ctypes_verbs(nic: Nic) -> Iterator[CtypesVerbs]:
     """Yield the ctypes binding of libibverbs with the NIC open."""
-    with CtypesVerbs(nic.name) as opened:
-        yield opened
+    with CtypesVerbs(nic.name) as verbs_of_nic:
+        yield verbs_of_nic
 
 
-def test_domain_with_a_region_is_not_destroyed(raw: CtypesVerbs) -> None:
-    domain = raw.domain()
-    region = raw.region(domain)
-    assert raw.deallocate(domain) == errno.EBUSY
-    assert raw.deregister(region) == 0
-    assert raw.deallocate(domain) == 0
+def test_domain_with_a_region_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
+    domain = ctypes_verbs.allocate_domain()
+    region = ctypes_verbs.register(domain)
+    assert ctypes_verbs.deallocate_domain(domain) == errno.EBUSY
+    assert ctypes_verbs.deregister(region) == 0
+    assert ctypes_verbs.deallocate_domain(domain) == 0
 
 
-def test_domain_with_a_queue_pair_is_not_destroyed(raw: CtypesVerbs) -> None:
-    domain, queue = raw.domain(), raw.queue()
-    pair = raw.pair(domain, queue)
-    assert raw.deallocate(domain) == errno.EBUSY
-    assert raw.destroy_pair(pair) == 0
-    assert raw.destroy_queue(queue) == 0
-    assert raw.deallocate(domain) == 0
+def test_domain_with_a_queue_pair_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
+    domain, queue = ctypes_verbs.allocate_domain(), ctypes_verbs.create_queue()
+    pair = ctypes_verbs.create_pair(domain, queue)
+    assert ctypes_verbs.deallocate_domain(domain) == errno.EBUSY
+    assert ctypes_verbs.destroy_pair(pair) == 0
+    assert ctypes_verbs.destroy_queue(queue) == 0
+    assert ctypes_verbs.deallocate_domain(domain) == 0
 
 
-def test_completion_queue_in_use_is_not_destroyed(raw: CtypesVerbs) -> None:
-    domain, queue = raw.domain(), raw.queue()
-    pair = raw.pair(domain, queue)
-    assert raw.destroy_queue(queue) == errno.EBUSY
-    assert raw.destroy_pair(pair) == 0
-    assert raw.destroy_queue(queue) == 0
-    assert raw.deallocate(domain) == 0
+def test_completion_queue_in_use_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
+    domain, queue = ctypes_verbs.allocate_domain(), ctypes_verbs.create_queue()
+    pair = ctypes_verbs.create_pair(domain, queue)
+    assert ctypes_verbs.destroy_queue(queue) == errno.EBUSY
+    assert ctypes_verbs.destroy_pair(pair) == 0
+    assert ctypes_verbs.destroy_queue(queue) == 0
+    assert ctypes_verbs.deallocate_domain(domain) == 0
 
 
-def test_completion_channel_in_use_is_not_destroyed(raw: CtypesVerbs) -> None:
-    channel = raw.channel()
-    queue = raw.queue(channel)
-    assert raw.destroy_channel(channel) == errno.EBUSY
-    assert raw.destroy_queue(queue) == 0
-    assert raw.destroy_channel(channel) == 0
+def test_completion_channel_in_use_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
+    channel = ctypes_verbs.create_channel()
+    queue = ctypes_verbs.create_queue(channel)
+    assert ctypes_verbs.destroy_channel(channel) == errno.EBUSY
+    assert ctypes_verbs.destroy_queue(queue) == 0
+    assert ctypes_verbs.destroy_channel(channel) == 0

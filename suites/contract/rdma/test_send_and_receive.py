@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected, refused, unconnected
+from contract.rdma.connected_pair import WAIT_MS, connected_pairs, raises_errno, unconnected_pair
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -31,22 +31,22 @@ TOO_LONG_AT_REQUESTER = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
 TOO_LONG_AT_RECEIVER = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
 
-def quarters(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
-    """Return four elements of the region, the last one first."""
-    part = length_bytes // 4
-    return [region.element(offset_bytes=index * part, length_bytes=part) for index in (3, 2, 1, 0)]
+def quarter_elements(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
+    """Return four elements of one quarter of the region each, the last quarter first."""
+    quarter_bytes = length_bytes // 4
+    return [region.element(offset_bytes=index * quarter_bytes, length_bytes=quarter_bytes) for index in (3, 2, 1, 0)]
 
 
 def reversed_quarters(data: bytes) -> bytes:
-    """Return the bytes that the elements of :func:`quarters` contain, joined."""
-    part = len(data) // 4
-    return b"".join(data[index * part : (index + 1) * part] for index in (3, 2, 1, 0))
+    """Return the bytes that the elements of :func:`quarter_elements` contain, joined."""
+    quarter_bytes = len(data) // 4
+    return b"".join(data[index * quarter_bytes : (index + 1) * quarter_bytes] for index in (3, 2, 1, 0))
 
 
 def post_receives(pair: QueuePair, count: int) -> None:
     """Post `count` receives without elements."""
-    for number in range(count):
-        pair.post_receive((), work_id=number)
+    for work_id in range(count):
+        pair.post_receive((), work_id=work_id)
 
 
 @pytest.mark.parametrize("length_bytes", LENGTHS)
@@ -54,25 +54,25 @@ def test_message_arrives_and_bytes_after_it_are_unchanged(nic: Nic, seed: int, l
     payload = pattern.payload(length_bytes, seed=seed)
     target = bytearray(REGION_BYTES)
     with (
-        connected(nic) as (ours, theirs),
+        connected_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(payload) or bytearray(1)) as source,
         nic.register_host(target) as region,
     ):
-        theirs.post_receive(region, work_id=1)
-        ours.post_send(source, work_id=2, length_bytes=length_bytes)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        responder.post_receive(region, work_id=1)
+        requester.post_send(source, work_id=2, length_bytes=length_bytes)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
+        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert (received.length_bytes, received.opcode, received.immediate) == (length_bytes, CompletionOpcode.RECV, None)
     assert target == payload + bytes(REGION_BYTES - length_bytes)
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
 def test_send_transfers_its_immediate(nic: Nic, immediate: int) -> None:
-    with connected(nic) as (ours, theirs), nic.register_host(bytearray(KIB)) as region:
-        theirs.post_receive(region, work_id=1)
-        ours.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    with connected_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
+        responder.post_receive(region, work_id=1)
+        requester.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
+        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert (received.immediate, received.length_bytes, received.opcode) == (immediate, 3, CompletionOpcode.RECV)
 
 
@@ -80,14 +80,14 @@ def test_send_transfers_its_immediate(nic: Nic, immediate: int) -> None:
 def test_write_with_immediate_consumes_a_receive(nic: Nic, immediate: int) -> None:
     target = bytearray(KIB)
     with (
-        connected(nic) as (ours, theirs),
+        connected_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
         nic.register_host(target) as target_region,
     ):
-        theirs.post_receive((), work_id=1)
-        ours.post_write(local, target_region.remote(), work_id=2, immediate=immediate)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        received = theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        responder.post_receive((), work_id=1)
+        requester.post_write(local, target_region.remote(), work_id=2, immediate=immediate)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
+        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert (received.immediate, received.opcode, received.work_id) == (
         immediate,
         CompletionOpcode.RECV_RDMA_WITH_IMM,
@@ -99,17 +99,17 @@ def test_write_with_immediate_consumes_a_receive(nic: Nic, immediate: int) -> No
 def test_receives_are_filled_in_posting_order(nic: Nic) -> None:
     target = bytearray(8)
     with (
-        connected(nic) as (ours, theirs),
+        connected_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(range(8))) as source,
         nic.register_host(target) as region,
     ):
-        for number in range(8):
-            theirs.post_receive(region, work_id=number, local_offset_bytes=7 - number, length_bytes=1)
-        for number in range(8):
-            ours.post_send(source, work_id=number, local_offset_bytes=number, length_bytes=1)
-        for number in range(8):
-            assert ours.wait(WAIT_MS).expect(Status.SUCCESS).work_id == number
-            assert theirs.wait_received(WAIT_MS).expect(Status.SUCCESS).work_id == number
+        for work_id in range(8):
+            responder.post_receive(region, work_id=work_id, local_offset_bytes=7 - work_id, length_bytes=1)
+        for work_id in range(8):
+            requester.post_send(source, work_id=work_id, local_offset_bytes=work_id, length_bytes=1)
+        for work_id in range(8):
+            assert requester.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
+            assert responder.wait_received(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
     assert target == bytes(reversed(range(8)))
 
 
@@ -118,17 +118,17 @@ def test_elements_are_gathered_in_order(nic: Nic, seed: int, operation: str) -> 
     payload = pattern.payload(8 * KIB, seed=seed)
     target = bytearray(8 * KIB)
     with (
-        connected(nic) as (ours, theirs),
+        connected_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(payload)) as source,
         nic.register_host(target) as target_region,
     ):
         if operation == "send":
-            theirs.post_receive(target_region, work_id=1)
-            ours.post_send(quarters(source, 8 * KIB), work_id=2)
-            theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+            responder.post_receive(target_region, work_id=1)
+            requester.post_send(quarter_elements(source, 8 * KIB), work_id=2)
+            responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            ours.post_write(quarters(source, 8 * KIB), target_region.remote(), work_id=2)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+            requester.post_write(quarter_elements(source, 8 * KIB), target_region.remote(), work_id=2)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
     assert target == reversed_quarters(payload)
 
 
@@ -137,39 +137,42 @@ def test_elements_are_scattered_in_order(nic: Nic, seed: int, operation: str) ->
     payload = pattern.payload(8 * KIB, seed=seed)
     target = bytearray(8 * KIB)
     with (
-        connected(nic) as (ours, theirs),
+        connected_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(payload)) as source,
         nic.register_host(target) as target_region,
     ):
         if operation == "send":
-            theirs.post_receive(quarters(target_region, 8 * KIB), work_id=1)
-            ours.post_send(source, work_id=2)
-            theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+            responder.post_receive(quarter_elements(target_region, 8 * KIB), work_id=1)
+            requester.post_send(source, work_id=2)
+            responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            ours.post_read(quarters(target_region, 8 * KIB), source.remote(), work_id=2)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+            requester.post_read(quarter_elements(target_region, 8 * KIB), source.remote(), work_id=2)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
     assert reversed_quarters(bytes(target)) == payload
 
 
 @pytest.mark.parametrize("operation", ["send", "receive"])
 def test_too_many_elements_are_refused(nic: Nic, operation: str) -> None:
-    with connected(nic, limits={"elements_max": 2}) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+    with (
+        connected_pairs(nic, limits={"elements_max": 2}) as (requester, _),
+        nic.register_host(bytearray(KIB)) as region,
+    ):
         elements = [region.element(length_bytes=1)] * 1000
-        with refused(errno.EINVAL):
-            (ours.post_send if operation == "send" else ours.post_receive)(elements, work_id=1)
+        with raises_errno(errno.EINVAL):
+            (requester.post_send if operation == "send" else requester.post_receive)(elements, work_id=1)
 
 
 def test_inline_bytes_can_be_changed_after_the_post(nic: Nic, seed: int) -> None:
     payload = pattern.payload(32, seed=seed)
     source, target = bytearray(payload), bytearray(32)
     with (
-        connected(nic, limits={"inline_bytes_max": 32}) as (ours, _),
+        connected_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
         nic.register_host(source) as local,
         nic.register_host(target) as target_region,
     ):
-        ours.post_write(local, target_region.remote(), work_id=1, inline=True)
+        requester.post_write(local, target_region.remote(), work_id=1, inline=True)
         memoryview(source)[:] = bytes(32)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
     assert target == payload
 
 
@@ -177,74 +180,74 @@ def test_inline_bytes_need_no_key(nic: Nic, seed: int) -> None:
     payload = pattern.payload(32, seed=seed)
     target = bytearray(32)
     with (
-        connected(nic, limits={"inline_bytes_max": 32}) as (ours, theirs),
+        connected_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, responder),
         nic.register_host(bytearray(payload)) as local,
         nic.register_host(target) as target_region,
     ):
-        registered = local.element()
-        theirs.post_receive(target_region, work_id=1)
-        ours.post_send([ScatterGatherElement(registered.address, registered.length_bytes, 0)], work_id=2, inline=True)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        element = local.element()
+        responder.post_receive(target_region, work_id=1)
+        requester.post_send([ScatterGatherElement(element.address, element.length_bytes, 0)], work_id=2, inline=True)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
+        responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert target == payload
 
 
 def test_too_many_inline_bytes_are_refused(nic: Nic) -> None:
-    # Far more bytes are posted, because a device may grant a larger limit than requested.
+    # The case posts 64 KiB inline, because a device may grant a larger limit than the requested 32 bytes.
     with (
-        connected(nic, limits={"inline_bytes_max": 32}) as (ours, _),
+        connected_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
         nic.register_host(bytearray(64 * KIB)) as local,
-        refused(errno.EINVAL, errno.ENOMEM),
+        raises_errno(errno.EINVAL, errno.ENOMEM),
     ):
-        ours.post_send(local, work_id=1, inline=True)
+        requester.post_send(local, work_id=1, inline=True)
 
 
 def test_full_receive_queue_refuses_another_receive(nic: Nic) -> None:
-    with connected(nic, limits={"receives_max": 4}) as (ours, _):
-        post_receives(ours, 4)
+    with connected_pairs(nic, limits={"receives_max": 4}) as (requester, _):
+        post_receives(requester, 4)
         # A device may grant a deeper queue than requested, but not an unlimited one.
-        with refused(errno.ENOMEM):
-            post_receives(ours, 100_000)
+        with raises_errno(errno.ENOMEM):
+            post_receives(requester, 100_000)
 
 
 def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
-    with connected(nic) as (ours, theirs), nic.register_host(bytearray(4 * KIB)) as region:
-        theirs.post_receive(region, work_id=1, length_bytes=2 * KIB)
-        ours.post_send(region, work_id=2, length_bytes=2 * KIB + 1)
-        assert ours.wait(WAIT_MS).status in TOO_LONG_AT_REQUESTER
-        assert theirs.wait_received(WAIT_MS).status in TOO_LONG_AT_RECEIVER
+    with connected_pairs(nic) as (requester, responder), nic.register_host(bytearray(4 * KIB)) as region:
+        responder.post_receive(region, work_id=1, length_bytes=2 * KIB)
+        requester.post_send(region, work_id=2, length_bytes=2 * KIB + 1)
+        assert requester.wait(WAIT_MS).status in TOO_LONG_AT_REQUESTER
+        assert responder.wait_received(WAIT_MS).status in TOO_LONG_AT_RECEIVER
 
 
 @pytest.mark.parametrize("operation", ["send", "write-with-immediate"])
 def test_missing_receive_ends_in_rnr_retry_exceeded(nic: Nic, operation: str) -> None:
-    with connected(nic, rnr_retry_count=1) as (ours, _), nic.register_host(bytearray(KIB)) as region:
+    with connected_pairs(nic, rnr_retry_count=1) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         if operation == "send":
-            ours.post_send(region, work_id=1, length_bytes=16)
+            requester.post_send(region, work_id=1, length_bytes=16)
         else:
-            ours.post_write(region, region.remote(length_bytes=16), work_id=1, local_offset_bytes=512, immediate=1)
-        assert ours.wait(WAIT_MS).status is Status.RNR_RETRY_EXC_ERR
+            requester.post_write(region, region.remote(length_bytes=16), work_id=1, local_offset_bytes=512, immediate=1)
+        assert requester.wait(WAIT_MS).status is Status.RNR_RETRY_EXC_ERR
 
 
 def test_late_receive_within_the_retries_succeeds(nic: Nic) -> None:
     target = bytearray(KIB)
     with (
-        # Timer code 30 means a retry after 0.5 s.
-        connected(nic, rnr_timer_code=30) as (ours, theirs),
+        # Timer code 30 means that the requester retries after 0.5 s.
+        connected_pairs(nic, rnr_timer_code=30) as (requester, responder),
         nic.register_host(bytearray(b"\xa5" * KIB)) as source,
         nic.register_host(target) as region,
     ):
-        ours.post_send(source, work_id=1)
-        theirs.post_receive(region, work_id=2)
-        ours.wait(WAIT_MS).expect(Status.SUCCESS)
-        theirs.wait_received(WAIT_MS).expect(Status.SUCCESS)
+        requester.post_send(source, work_id=1)
+        responder.post_receive(region, work_id=2)
+        requester.wait(WAIT_MS).expect(Status.SUCCESS)
+        responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
     assert target == b"\xa5" * KIB
 
 
 def test_missing_peer_queue_pair_ends_in_retry_exceeded(nic: Nic) -> None:
-    with unconnected(nic) as ours, nic.register_host(bytearray(KIB)) as region:
-        with unconnected(nic) as destroyed:
-            other = destroyed.endpoint()
-        # Some drivers retry without end at a retry count of 7.
-        ours.connect(other, retry_count=1, timeout_exponent=12)
-        ours.post_send(region, work_id=1)
-        assert ours.wait(WAIT_MS).status is Status.RETRY_EXC_ERR
+    with unconnected_pair(nic) as requester, nic.register_host(bytearray(KIB)) as region:
+        with unconnected_pair(nic) as destroyed_pair:
+            destroyed_endpoint = destroyed_pair.endpoint()
+        # With the default retry count of 7, some drivers retry for ever.
+        requester.connect(destroyed_endpoint, retry_count=1, timeout_exponent=12)
+        requester.post_send(region, work_id=1)
+        assert requester.wait(WAIT_MS).status is Status.RETRY_EXC_ERR

@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import refused
+from contract.rdma.connected_pair import raises_errno
 
 from gdrkit import verbs as rdma
 from gdrkit.errors import Reason, UsageError
@@ -21,14 +21,14 @@ pytestmark = needs(verbs.nic())
 
 @pytest.mark.parametrize("port", [0, 200])
 def test_missing_port_is_refused(nic: Nic, port: int) -> None:
-    with refused(errno.EINVAL):
+    with raises_errno(errno.EINVAL):
         _pyverbs.call("ibv_query_port", nic.context.query_port, port)  # type: ignore[attr-defined]
 
 
 def test_open_with_a_missing_port_or_gid_is_refused(nic: Nic) -> None:
-    for other in ({"port": 200}, {"port": nic.port.number, "gid_index": 1 << 20}):
+    for options in ({"port": 200}, {"port": nic.port.number, "gid_index": 1 << 20}):
         with pytest.raises(UsageError):
-            rdma.Nic.open(nic.name, **other)
+            rdma.Nic.open(nic.name, **options)
 
 
 def test_open_of_a_missing_device_lists_the_present_ones(nic: Nic) -> None:

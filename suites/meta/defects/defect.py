@@ -1,6 +1,6 @@
-"""Data model of the defect injection: a defect that is injected again, and the review finding that describes it.
+"""Data model of the defect injection: fixed defects that can be put back, and the findings of the reviews.
 
-``meta.defects.run`` injects each defect and checks that the case in suites/review which covers it fails.
+``meta.defects.run`` puts each defect back and checks that its case in suites/review fails.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Defect", "Finding", "NativeUnit"]
+    from meta.mutants.patches import Patch
+
+__all__ = ["Defect", "Finding", "NativeDefect"]
 
 
 @dataclass(frozen=True, slots=True)
-class NativeUnit:
-    """A defect of the C library: `native/NAME.cpp` in this folder replaces one of its translation units."""
+class NativeDefect:
+    """A defect of the usrbio client library: the patch of one source file, and a one-line description."""
 
-    name: str
+    patch: Patch
     text: str
 
 
@@ -33,35 +35,35 @@ class Defect:
     case : str
         File and name of the case that must fail, below suites/review. Every other case there must pass.
     symptom : str
-        Text that the failure of that case must contain. Any other failure does not count as caught.
+        Text that the failure of that case must contain. With any other failure, the defect does not count as caught.
     module : str
-        The module of gdrkit that has the defect, or the translation unit.
-    injection : callable or NativeUnit
-        The function that injects the defect into the imported module, or the translation unit that contains it.
+        The module of gdrkit that gets the defect, or the source file of the C library.
+    injection : callable or NativeDefect
+        The function that injects the defect into the imported module, or the patch of the C library.
     """
 
     finding: str
     case: str
     symptom: str
     module: str
-    injection: Callable[[Any], None] | NativeUnit
+    injection: Callable[[Any], None] | NativeDefect
 
     @property
     def name(self) -> str:
         """Name of the defect in GDRKIT_DEFECT."""
-        return self.injection.name if isinstance(self.injection, NativeUnit) else self.injection.__name__
+        return self.injection.patch.name if isinstance(self.injection, NativeDefect) else self.injection.__name__
 
     @property
     def text(self) -> str:
         """Description of the defect in one line."""
-        if isinstance(self.injection, NativeUnit):
+        if isinstance(self.injection, NativeDefect):
             return self.injection.text
         return (self.injection.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A review finding, described in one line."""
+    """A finding of a review: its identifier (see `Defect.finding`), and a description in one line."""
 
-    number: str
+    identifier: str
     text: str

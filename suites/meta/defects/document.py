@@ -1,4 +1,4 @@
-"""Generator of docs/findings.md from the table of the review."""
+"""Generator of docs/findings.md: the findings of the reviews, and the cases that detect each defect."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "findings.md"
 
 _HEAD = """# Defects of the first GDR code, and the cases that detect them
 
-The numbered findings are from the GDR review. The lettered ones were found later. `nox -s review` shows that each case
-can fail: it puts each defect back into gdrkit, in a separate process, and requires that the case fails with the symptom
-below and that no other case of the review fails. For a defect of the C library, the session builds the library with the
-defect. The session prints this table with the observed symptoms, and writes this file.
+The first GDR (GPUDirect RDMA) code had these defects. The findings with numbers are from its first review, those with
+letters are from later reviews. gdrkit has none of the defects, and a case in `suites/review` detects each of them.
+
+`nox -s review` shows that each case can fail. For each defect, the session starts a separate process in which the
+defect is put back into gdrkit. The case must then fail with the symptom below, and no other case of the review may
+fail. A defect of the C library is put back by a build of the library. The session prints this table with the observed
+symptoms, and writes this file.
 """
 
 
 def render() -> str:
-    """Return the text of the document."""
+    """Return the text of docs/findings.md."""
     lines = [_HEAD]
-    for finding in sorted(FINDINGS, key=lambda finding: finding.number):
-        rows = [defect for defect in DEFECTS.values() if defect.finding == finding.number]
+    for finding in sorted(FINDINGS, key=lambda finding: finding.identifier):
+        defects = [defect for defect in DEFECTS.values() if defect.finding == finding.identifier]
         lines += [
-            f"## {finding.number}: {finding.text}\n",
+            f"## {finding.identifier}: {finding.text}\n",
             "| case | defect that is put back | symptom |",
             "|---|---|---|",
         ]
-        lines += [f"| `{row.case.rpartition('::')[2]}` | {row.text} | {row.symptom} |" for row in rows]
+        lines += [f"| `{defect.case.rpartition('::')[2]}` | {defect.text} | {defect.symptom} |" for defect in defects]
         lines.append("")
     return "\n".join(lines)

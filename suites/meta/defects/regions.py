@@ -1,40 +1,43 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of registration, of the cache and of the manager."""
+"""Defects that can be put back into memory registration, the region cache and `GdrManager`, one function each.
+
+``meta.defects.run`` calls each function with the imported module of gdrkit.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 __all__ = [
-    "any_nic",
-    "arbitrary_eviction",
-    "available_anyway",
-    "eviction_in_use",
-    "first_chunk_only",
-    "free_first",
-    "invalidate_for_all",
+    "accept_one_nic",
+    "accept_unregistrable_gpu",
+    "check_first_chunk_only",
+    "deregister_leased",
+    "evict_leased",
+    "evict_most_recent",
+    "free_before_deregistration",
+    "identify_by_address",
+    "ignore_frees",
+    "leave_device_current",
     "never_deregister",
-    "no_nics_no_error",
-    "null_cache",
-    "null_pointer",
-    "same_address_same_memory",
-    "sticky_device",
-    "unwatched",
+    "register_null_pointer",
+    "return_no_cache",
+    "return_no_nics",
 ]
 
 
-def null_cache(manager: Any) -> None:
+def return_no_cache(manager: Any) -> None:
     """`GdrManager.cache` returns None if there is no cache"""
     manager.GdrManager.cache = lambda self, gpu_index: self._caches.get(gpu_index)
 
 
-def available_anyway(manager: Any) -> None:
-    """the start accepts a GPU whose memory no NIC can register"""
-    original = manager.GdrManager._try
+def accept_unregistrable_gpu(manager: Any) -> None:
+    """`GdrManager` starts with a GPU whose memory no NIC can register"""
+    original = manager.GdrManager._probe
 
-    def _try(self: Any, device: Any, *, is_asked: bool) -> Any:
-        state = original(self, device, is_asked=is_asked)
-        if not is_asked:
+    def _probe(self: Any, device: Any, *, is_enabled: bool) -> Any:
+        state = original(self, device, is_enabled=is_enabled)
+        if not is_enabled:
             return state
         self._devices[device.index] = device
         route = manager.RegistrationRoute.DMABUF
@@ -42,15 +45,15 @@ def available_anyway(manager: Any) -> None:
             index=state.index, uuid=state.uuid, pci_bus_id=state.pci_bus_id, route=route, obstacle=None
         )
 
-    manager.GdrManager._try = _try
+    manager.GdrManager._probe = _probe
 
 
-def no_nics_no_error(manager: Any) -> None:
+def return_no_nics(manager: Any) -> None:
     """an unavailable manager returns an empty list of NICs instead of an error"""
     manager.GdrManager.nics = property(lambda self: self._nics if self.state.available else ())
 
 
-def null_pointer(policy: Any) -> None:
+def register_null_pointer(policy: Any) -> None:
     """the fallback to peer memory does not check the pointer"""
     from gdrkit.verbs import _pyverbs
     from gdrkit.verbs.region import Region
@@ -59,14 +62,16 @@ def null_pointer(policy: Any) -> None:
         memory = registration.memory
         for nic in nics:
             region = _pyverbs.register_address(
-                nic.domain, address=memory.address, length_bytes=memory.length_bytes, access=int(access), device=True
+                nic.domain, address=memory.address, length_bytes=memory.length_bytes, access=int(access), is_device=True
             )
-            registration._add(nic, Region(nic, region, length_bytes=memory.length_bytes, memory=None, keeper=None))
+            registration._add_region(
+                nic, Region(nic, region, length_bytes=memory.length_bytes, memory=None, keeper=None)
+            )
 
-    policy._WAYS[policy.RegistrationRoute.PEER_MEMORY] = _by_address
+    policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.PEER_MEMORY] = _by_address
 
 
-def any_nic(policy: Any) -> None:
+def accept_one_nic(policy: Any) -> None:
     """a registration with one NIC counts as success"""
     from gdrkit.errors import ApiError, Unsupported
 
@@ -75,20 +80,20 @@ def any_nic(policy: Any) -> None:
         if all(refusals):
             raise refusals[0]
         dmabuf = registration.memory.export_dmabuf()
-        registration._hold(dmabuf)
+        registration._add_dmabuf(dmabuf)
         for nic in nics:
             try:
-                registration._add(nic, nic.register_dmabuf(dmabuf, access=access))
+                registration._add_region(nic, nic.register_dmabuf(dmabuf, access=access))
             except Unsupported:
                 raise
             except ApiError:
                 if not registration.nics:
                     raise
 
-    policy._WAYS[policy.RegistrationRoute.DMABUF] = _by_dmabuf
+    policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.DMABUF] = _by_dmabuf
 
 
-def free_first(memory: Any) -> None:
+def free_before_deregistration(memory: Any) -> None:
     """`CudaMemory.close` frees the memory and then deregisters it"""
 
     def close(self: Any) -> None:
@@ -105,7 +110,7 @@ def free_first(memory: Any) -> None:
     memory.CudaMemory.close = close
 
 
-def unwatched(cache: Any) -> None:
+def ignore_frees(cache: Any) -> None:
     """the cache is not notified of a free"""
 
     def _watch(self: Any, memory: Any) -> None:
@@ -115,7 +120,7 @@ def unwatched(cache: Any) -> None:
     cache.RegionCache._watch = _watch
 
 
-def invalidate_for_all(cache: Any) -> None:
+def deregister_leased(cache: Any) -> None:
     """`invalidate` also deregisters regions with open leases"""
 
     def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
@@ -134,34 +139,34 @@ def never_deregister(cache: Any) -> None:
     original = cache.RegionCache._finish_release
 
     def _finish_release(self: Any, entry: Any) -> None:
-        if entry.linked or entry.leases:
+        if entry.is_linked or entry.lease_count:
             original(self, entry)
             return
         with self._lock:
-            self._deregistering.pending.discard(entry)
+            self._pending_deregistrations.pending.discard(entry)
 
     cache.RegionCache._finish_release = _finish_release
 
 
-def arbitrary_eviction(entries: Any) -> None:
+def evict_most_recent(entries: Any) -> None:
     """the cache evicts the most recently used region"""
     original = entries.EntryIndex.eviction_candidates
 
     def eviction_candidates(self: Any) -> Any:
-        for entry in reversed(tuple(self.used)):
-            self.used.move_to_end(entry)
+        for entry in reversed(tuple(self.by_last_use)):
+            self.by_last_use.move_to_end(entry)
         return original(self)
 
     entries.EntryIndex.eviction_candidates = eviction_candidates
 
 
-def eviction_in_use(cache: Any) -> None:
+def evict_leased(cache: Any) -> None:
     """the cache evicts regions that are in use"""
 
     def _evict(self: Any) -> Any:
         victims = []
         while self._index.is_over_limit:
-            entry = next(iter(self._index.used))
+            entry = next(iter(self._index.by_last_use))
             victims += self._unlink(entry)
             self._evictions += 1
         self._is_over_limit = False
@@ -170,25 +175,25 @@ def eviction_in_use(cache: Any) -> None:
     cache.RegionCache._evict = _evict
 
 
-def same_address_same_memory(pointer: Any) -> None:
+def identify_by_address(pointer: Any) -> None:
     """a lookup identifies memory by its address and does not query the buffer id"""
     original = pointer.presence
     pointer.presence = lambda key: (lambda: True) if len(key) == 1 else original(key)
 
 
-def first_chunk_only(pointer: Any) -> None:
+def check_first_chunk_only(pointer: Any) -> None:
     """a lookup queries the buffer id of the first chunk only"""
     original = pointer.presence
     pointer.presence = lambda key: original(key[:1])
 
 
-def sticky_device(driver: Any) -> None:
+def leave_device_current(driver: Any) -> None:
     """a call changes the current device and does not restore it"""
     import contextlib
 
     @contextlib.contextmanager
-    def context(handle: int) -> Any:
+    def current_context(handle: int) -> Any:
         driver.call("cuCtxPushCurrent", ctx=handle)
         yield
 
-    driver.context = context
+    driver.current_context = current_context

@@ -1,14 +1,24 @@
 # ruff: noqa: ANN401, ARG005, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of sharing: earlier behaviour of export and import."""
+"""Defects that can be put back into the export and import of device memory, one function each.
+
+``meta.defects.run`` calls each function with the imported module of gdrkit.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
-__all__ = ["base_for_interior", "metadata_only", "no_base_check", "no_device_check", "null_import", "placeholder"]
+__all__ = [
+    "export_base_for_interior",
+    "export_empty_handle",
+    "export_placeholder",
+    "import_null_pointer",
+    "skip_base_check",
+    "skip_device_check",
+]
 
 
-def placeholder(share: Any) -> None:
+def export_placeholder(share: Any) -> None:
     """without CUDA, `export_address` returns only metadata and reports success"""
     from gdrkit.errors import Unsupported
 
@@ -32,7 +42,7 @@ def placeholder(share: Any) -> None:
     share.export_address = export_address
 
 
-def metadata_only(gdr_handle: Any) -> None:
+def export_empty_handle(gdr_handle: Any) -> None:
     """`export_gdr` leaves the IPC handle empty"""
 
     def export_gdr(memory: Any) -> bytes:
@@ -58,7 +68,7 @@ class _NullMemory:
     close = __exit__
 
 
-def null_import(gdr_handle: Any) -> None:
+def import_null_pointer(gdr_handle: Any) -> None:
     """`import_gdr` returns memory with a null pointer"""
 
     def import_gdr(device: Any, data: bytes) -> _NullMemory:
@@ -68,20 +78,20 @@ def null_import(gdr_handle: Any) -> None:
     gdr_handle.import_gdr = import_gdr
 
 
-def base_for_interior(share: Any) -> None:
+def export_base_for_interior(share: Any) -> None:
     """an IPC export omits the offset of the memory in its allocation"""
 
-    def _place(memory: Any, offset_bytes: int) -> tuple[int, int]:
+    def _locate(memory: Any, offset_bytes: int) -> tuple[int, int]:
         return memory.allocation_key()[0][1], 0
 
-    share._place = _place
+    share._locate = _locate
 
 
-def no_base_check(gdr_handle: Any) -> None:
+def skip_base_check(gdr_handle: Any) -> None:
     """`export_gdr` accepts interior memory of an allocation"""
     gdr_handle._require_base = lambda memory: None
 
 
-def no_device_check(gdr_handle: Any) -> None:
+def skip_device_check(gdr_handle: Any) -> None:
     """`import_gdr` does not check the device number"""
     gdr_handle._require_device = lambda handle, device: None

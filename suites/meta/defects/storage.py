@@ -1,26 +1,38 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of the storage client: former CPU accesses to device memory."""
+"""Defects that can be put back into the storage client: accesses of the CPU to device memory, one function each.
+
+``meta.defects.run`` calls each function with the imported module of gdrkit.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-__all__ = ["host_buffer_of_device", "inline_read", "inline_write", "memset_holes", "sum_read", "sum_written"]
+__all__ = [
+    "checksum_read_by_cpu",
+    "checksum_write_by_cpu",
+    "copy_short_read_by_cpu",
+    "copy_short_write_by_cpu",
+    "fill_holes_by_cpu",
+    "register_device_as_host",
+]
 
+# Longest transfer whose data the defects put into the message itself.
 _INLINE_BYTES = 4096
 
 
 def _address(buffer: Any) -> int:
-    return int(buffer._registered.memory.address) + int(buffer._offset_bytes)
+    """Return the device address of the first byte of a buffer."""
+    return int(buffer._registration.memory.address) + int(buffer._offset_bytes)
 
 
 def _view(buffer: Any, length_bytes: int) -> memoryview:
-    """Return device memory as a view of its address, as if the CPU could access it."""
+    """Return a memoryview at the device address of a buffer. The process gets SIGSEGV when it reads the view."""
     return memoryview((ctypes.c_ubyte * length_bytes).from_address(_address(buffer))).cast("B")
 
 
-def inline_read(batch: Any) -> None:
+def copy_short_read_by_cpu(batch: Any) -> None:
     """the data of a short read is in the reply, and the CPU copies it into device memory"""
     original = batch.Batch._join
 
@@ -38,37 +50,37 @@ def inline_read(batch: Any) -> None:
     batch.Batch._join = _join
 
 
-def inline_write(batch: Any) -> None:
+def copy_short_write_by_cpu(batch: Any) -> None:
     """the CPU copies the data of a short write into the request"""
     original = batch.Batch._operation
 
-    def _operation(self: Any, part: Any, *arguments: Any) -> Any:
-        buffer = part.buffer
+    def _operation(self: Any, request: Any, *arguments: Any) -> Any:
+        buffer = request.buffer
         is_write = self._opcode is batch.IoOpcode.WRITE
         if is_write and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
             ctypes.string_at(_address(buffer), buffer.length_bytes)
-        return original(self, part, *arguments)
+        return original(self, request, *arguments)
 
     batch.Batch._operation = _operation
 
 
-def sum_read(batch: Any) -> None:
+def checksum_read_by_cpu(batch: Any) -> None:
     """the CPU computes the checksum of received data in device memory"""
     join, flags_of = batch.Batch._join, batch.Batch._flags
-    wanted, valid = batch.OperationFlag.CHECKSUM_WANTED, batch.ResultFlag.CHECKSUM_VALID
+    checksum_wanted, checksum_valid = batch.OperationFlag.CHECKSUM_WANTED, batch.ResultFlag.CHECKSUM_VALID
 
     def _flags(self: Any, chunk: Any) -> Any:
         flags, checksum = flags_of(self, chunk)
-        return flags | wanted if self._opcode is batch.IoOpcode.READ else flags, checksum
+        return flags | checksum_wanted if self._opcode is batch.IoOpcode.READ else flags, checksum
 
     def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
         joined = join(self, request, chunks, results)
         for chunk, result in zip(chunks, results, strict=True):
-            # The server computes the checksum of the bytes that it sent, so it does not cover a read with holes.
-            is_summed = self._opcode is batch.IoOpcode.READ and result.flags & valid and not result.holes
-            if is_summed and chunk.is_device_memory and crc32c(_view(chunk, result.result)) != result.checksum:
+            # The checksum of the server covers only the bytes that it sent, so a read with holes cannot be compared.
+            is_comparable = self._opcode is batch.IoOpcode.READ and result.flags & checksum_valid and not result.holes
+            if is_comparable and chunk.is_device_memory and crc32c(_view(chunk, result.result)) != result.checksum:
                 message = "the checksum differs from the server's"
                 raise AssertionError(message)
         return joined
@@ -76,7 +88,7 @@ def sum_read(batch: Any) -> None:
     batch.Batch._flags, batch.Batch._join = _flags, _join
 
 
-def sum_written(batch: Any) -> None:
+def checksum_write_by_cpu(batch: Any) -> None:
     """the CPU computes the checksum of device memory before it is written"""
     original = batch.Batch._flags
 
@@ -90,7 +102,7 @@ def sum_written(batch: Any) -> None:
     batch.Batch._flags = _flags
 
 
-def memset_holes(iobuffer: Any) -> None:
+def fill_holes_by_cpu(iobuffer: Any) -> None:
     """the CPU fills the holes of a file in device memory"""
     original = iobuffer.IOBuffer.zero
 
@@ -103,7 +115,7 @@ def memset_holes(iobuffer: Any) -> None:
     iobuffer.IOBuffer.zero = zero
 
 
-def host_buffer_of_device(iobuffer: Any) -> None:
+def register_device_as_host(iobuffer: Any) -> None:
     """borrowed device memory is registered as host memory"""
     original = iobuffer.IOBuffer.of_device.__func__
 

@@ -1,34 +1,70 @@
 # ruff: noqa: ANN401, SLF001 - this file replaces private functions of gdrkit, which have no types here.
-"""Defects of the usrbio client, in Python and in the C library. The folder native/ has the sources of the latter."""
+"""Defects that can be put back into the usrbio client: functions for the Python part, patches for the C library.
+
+``meta.defects.run`` calls each function with the imported module of gdrkit.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-from meta.defects.defect import NativeUnit
+from meta.defects.defect import NativeDefect
+from meta.mutants.patches import Patch
 
 __all__ = [
     "DECIMAL_FLAGS",
     "LINK_ERRORS_IGNORED",
+    "NATIVE_DEFECTS",
     "OVERFLOWING_RANGE",
     "RAW_ADDRESS",
-    "address_for_handle",
-    "published_as_host",
+    "export_address_as_handle",
+    "publish_as_host",
 ]
 
-RAW_ADDRESS = NativeUnit("raw_address", "the link of a GPU iov contains the virtual address in its owner's process")
-LINK_ERRORS_IGNORED = NativeUnit("link_errors_ignored", "the result of symlink(2) for published memory is ignored")
-OVERFLOWING_RANGE = NativeUnit("overflowing_range", "`hf3fs_prep_io` adds the address and the length")
-DECIMAL_FLAGS = NativeUnit("decimal_flags", "the flags in the name of a ring are in base 10")
+_CLIENT = "native/usrbio/client"
+# The two statements that make the target of the symbolic link which publishes device memory: the correct one, and one
+# with the virtual address in place of the IPC handle.
+_LINK_TARGET = "return {gpu.device, gpu.allocation.bytes, gpu.pointer - gpu.allocation.base, gpu.size_bytes, gpu.ipc};"
+_ADDRESS_TARGET = """IpcBytes address{};
+        std::copy_n(reinterpret_cast<const std::uint8_t*>(&gpu.pointer), sizeof gpu.pointer, address.begin());
+        return {gpu.device, gpu.size_bytes, 0, gpu.size_bytes, address};"""
+
+RAW_ADDRESS = NativeDefect(
+    Patch("raw_address", f"{_CLIENT}/gpu_publish.cpp", _LINK_TARGET, _ADDRESS_TARGET),
+    "the link of a GPU iov contains the virtual address in its owner's process",
+)
+LINK_ERRORS_IGNORED = NativeDefect(
+    Patch("link_errors_ignored", f"{_CLIENT}/publication.cpp", "path.c_str()) == 0 ? 0 : -errno", "path.c_str()) & 0"),
+    "the result of symlink(2) for published memory is ignored",
+)
+OVERFLOWING_RANGE = NativeDefect(
+    Patch(
+        "overflowing_range",
+        f"{_CLIENT}/io.cpp",
+        "offset < iov.size && length <= iov.size - offset",
+        "offset + length <= iov.size",
+    ),
+    "`hf3fs_prep_io` adds the address and the length",
+)
+DECIMAL_FLAGS = NativeDefect(
+    Patch(
+        "decimal_flags",
+        f"{_CLIENT}/names.cpp",
+        "    std::string digits;\n",
+        "    return std::to_string(flags);\n    std::string digits;\n",
+    ),
+    "the flags in the name of a ring are in base 10",
+)
+NATIVE_DEFECTS = (RAW_ADDRESS, LINK_ERRORS_IGNORED, OVERFLOWING_RANGE, DECIMAL_FLAGS)
 
 
-def address_for_handle(gpu: Any) -> None:
+def export_address_as_handle(gpu: Any) -> None:
     """`GpuSharedBuffer` exports its virtual address, and the importer uses it in its own process"""
     from gdrkit import cuda
     from gdrkit.registration.gdr_handle import GdrHandle
 
-    shared = gpu.GpuSharedBuffer
+    buffer_class = gpu.GpuSharedBuffer
 
     def export(self: Any) -> bytes:
         address = int(self.iovec.address).to_bytes(64, "little")
@@ -41,10 +77,10 @@ def address_for_handle(gpu: Any) -> None:
         memory = cuda.borrow(cuda.Device(parsed.device_index), address, length_bytes=parsed.length_bytes)
         return cls(gpu.make_gpu_iovec(hf3fs_mount_point, memory, device=parsed.device_index), is_owner=False)
 
-    shared.export, shared.open = export, classmethod(open_raw)
+    buffer_class.export, buffer_class.open = export, classmethod(open_raw)
 
 
-def published_as_host(gpu: Any) -> None:
+def publish_as_host(gpu: Any) -> None:
     """existing device memory is published as host memory"""
     import uuid
 

@@ -1,14 +1,16 @@
 """Generator of mutants of Python files: ``python generate.py``, in the environment that has mutmut.
 
-The operators are those of mutmut 3, applied to the syntax tree of libcst, and one that removes a statement, which
-mutmut does not have. Each operator of a module is drawn equally often, because half of all possible mutants replace an
-argument by None, and most of those only crash. The request is one JSON object on standard input: ``root``, ``seed``,
+``meta.mutants.run`` starts this program. The request is one JSON object on standard input: ``root``, ``seed``,
 ``count`` and ``modules`` (paths by module). The reply is a JSON list on standard output. This file imports nothing of
-gdrkit, because its environment does not have it.
+gdrkit, because the environment that has mutmut does not have gdrkit.
+
+The mutation operators are those of mutmut 3, applied to the syntax tree of libcst, and one more that removes a
+statement. Each operator is drawn equally often in a module. Without that, half of the sample would replace an argument
+by None, and most of those mutants only crash.
 
 The generator does not change code that no case can or should check: annotations, decorators, imports, ``__all__``, the
-body of ``if TYPE_CHECKING``, type variables and casts, False where None has the same effect, and text for people (log
-messages, messages of errors, thread names).
+body of ``if TYPE_CHECKING``, type variables, casts, and text for people (log messages, error messages, thread names).
+It does not replace False by None, because None is false, too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose", "main"]
 
-# Handle and getLogger take a name that is only displayed.
+# The argument of Handle and of getLogger is a name that is only displayed.
 _SKIPPED_CALLS = m.Call(
     func=m.OneOf(
         *map(m.Name, ("cast", "TypeVar", "TypeAlias", "Handle")),
@@ -64,8 +66,9 @@ def _is_text(node: cst.CSTNode) -> bool:
 
 
 def _is_text_argument(call: cst.Call, argument: cst.Arg) -> bool:
+    """Return whether no case should check an argument of a call, because it is text for people."""
     keyword = argument.keyword.value if argument.keyword else ""
-    # The name of a thread is for people. The daemon flag matters only to a process that ends without a close.
+    # A thread name is text for people. The daemon flag matters only to a process that ends without close().
     is_of_thread = m.matches(call.func, m.OneOf(m.Name("Thread"), m.Attribute(attr=m.Name("Thread"))))
     return _is_text(argument.value) or keyword in _TEXT_NAMES or (is_of_thread and keyword in {"name", "daemon"})
 
@@ -80,7 +83,7 @@ _OPERATORS = (*mutation_operators, (cst.Expr, _remove_statement), (cst.Raise, _r
 
 
 def _only_makes_false_none(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
-    """Return whether a mutation replaces False by None, which is false, too."""
+    """Return whether a mutation only replaces False by None."""
     pairs = [(node, changed)]
     if isinstance(node, cst.Call) and isinstance(changed, cst.Call) and len(node.args) == len(changed.args):
         pairs = list(zip(node.args, changed.args, strict=True))
@@ -91,8 +94,8 @@ def _only_makes_false_none(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
     return any(m.matches(old, old_false) and m.matches(new, new_none) for old, new in pairs)
 
 
-def _concerns_text(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
-    """Return whether a mutation only removes a text."""
+def _changes_only_text(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
+    """Return whether a mutation changes only text for people."""
     if not isinstance(node, cst.Call) or not isinstance(changed, cst.Call):
         return _is_text(node)
     remaining = {id(argument) for argument in changed.args}
@@ -100,20 +103,20 @@ def _concerns_text(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
     return bool(removed) and all(_is_text_argument(node, argument) for argument in removed)
 
 
-def _sites(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
-    """Yield every mutation below a node: the node, what replaces it, and the name of the operator."""
+def _mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
+    """Yield every mutation of a node and its children: the changed node, its replacement, the name of the operator."""
     if m.matches(node, _SKIPPED):
         return
-    for kind, operator in _OPERATORS:
-        if isinstance(node, kind):
+    for node_type, operator in _OPERATORS:
+        if isinstance(node, node_type):
             name = operator.__name__.removeprefix("operator_").removeprefix("_")
             for changed in operator(node):
-                if not _concerns_text(node, changed) and not _only_makes_false_none(node, changed):
+                if not _changes_only_text(node, changed) and not _only_makes_false_none(node, changed):
                     yield node, changed, name
     for child in node.children:
         if isinstance(node, cst.Call) and isinstance(child, cst.Arg) and _is_text_argument(node, child):
             continue
-        yield from _sites(child)
+        yield from _mutations(child)
 
 
 def _compiles(source: str) -> bool:
@@ -124,26 +127,25 @@ def _compiles(source: str) -> bool:
     return True
 
 
-def _mutants(root: Path, files: Sequence[str], generator: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield the mutants of one module in the order in which they are drawn."""
-    sites: list[tuple[str, cst.Module, cst.CSTNode, cst.CSTNode, str]] = []
+def _draw_mutants(root: Path, files: Sequence[str], generator: random.Random) -> Iterator[dict[str, Any]]:
+    """Yield the mutants of one module in random order, each operator in turn."""
+    mutations: list[tuple[str, cst.Module, cst.CSTNode, cst.CSTNode, str]] = []
     for file in files:
         tree = cst.parse_module((root / file).read_text())
-        sites += [(file, tree, *site) for site in _sites(tree)]
-    generator.shuffle(sites)
-    # The order is the first of each operator, then the second of each, and so on.
-    turns: Counter[str] = Counter()
-    order = []
-    for site in sites:
-        turns[site[4]] += 1
-        order.append(turns[site[4]])
-    sites = [
-        site for _, _, site in sorted(zip(order, range(len(sites)), sites, strict=True), key=lambda each: each[:2])
-    ]
-    for file, tree, node, changed, operator in sites:
+        mutations += [(file, tree, *mutation) for mutation in _mutations(tree)]
+    generator.shuffle(mutations)
+    # First one mutation of each operator, then a second of each, and so on.
+    counts: Counter[str] = Counter()
+    rounds = []
+    for *_, operator in mutations:
+        counts[operator] += 1
+        rounds.append(counts[operator])
+    # sorted() keeps the random order within a round.
+    mutations = [mutation for _, mutation in sorted(zip(rounds, mutations, strict=True), key=lambda pair: pair[0])]
+    for file, tree, node, changed, operator in mutations:
         source = tree.code
-        replaced = tree.deep_replace(node, changed)
-        mutated = replaced.code if isinstance(replaced, cst.Module) else source
+        mutated_tree = tree.deep_replace(node, changed)
+        mutated = mutated_tree.code if isinstance(mutated_tree, cst.Module) else source
         if mutated != source and _compiles(mutated):
             yield {"file": file, "operator": operator, "source": mutated}
 
@@ -152,9 +154,9 @@ def choose(root: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count
     """Return `count` mutants, distributed evenly over the modules. The same seed and sources give the same mutants."""
     chosen: list[dict[str, Any]] = []
     for index, (module, files) in enumerate(sorted(modules.items())):
-        share = count // len(modules) + (index < count % len(modules))
-        drawn = _mutants(root, files, random.Random(f"{seed}/{module}"))
-        chosen += [{"module": module, **mutant} for _, mutant in zip(range(share), drawn, strict=False)]
+        module_count = count // len(modules) + (index < count % len(modules))
+        drawn = _draw_mutants(root, files, random.Random(f"{seed}/{module}"))
+        chosen += [{"module": module, **mutant} for _, mutant in zip(range(module_count), drawn, strict=False)]
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""The modules that are mutated, and the cases that are run against each of their files."""
+"""Tables of mutation testing: the modules that are mutated, and the cases that run against each of their files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CASES", "MODULES"]
 
-# The fuzzers are left out, because they search for many seconds for any input that breaks a parser.
-# Cases without a server come first, because a run stops at the first failure.
+# Cases without a server come first: they are fast, and a run stops at the first failure. The fuzzers are excluded,
+# because each runs for many seconds.
 _STORAGE = (
     "suites/storage/test_control_limits.py",
     "suites/storage/test_store.py",
@@ -21,7 +21,7 @@ _STORAGE = (
     "-k",
     "not fuzzer",
 )
-_MOVES = (
+_MIGRATION = (
     "suites/tiers/test_migration.py",
     "suites/tiers/test_concurrent_use.py",
     "suites/tiers/test_failing_devices.py",
@@ -32,7 +32,8 @@ _MOVES = (
 _AGENT = ("suites/usrbio/test_agent.py", "suites/usrbio/test_agent_deaths.py")
 _REGISTRATION = ("suites/registration", "suites/property/test_cache_machine.py")
 
-# These are the nearest cases of each file. A run stops at the first failure, so only a survivor needs the complete run.
+# For each file, the arguments of pytest for the cases that test it. A run stops at the first failure, so only a mutant
+# that survives takes the time of all these cases.
 CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/wire.py": ("suites/storage/test_wire.py", "suites/storage/test_files.py", "-k", "not fuzzer"),
     "gdrkit/verbs/wire.py": ("suites/contract/test_wire.py", "suites/rdma/test_first_light.py"),
@@ -55,8 +56,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/registration/cache.py": _REGISTRATION,
     "gdrkit/registration/policy.py": (*_REGISTRATION, "suites/fault/test_registration_errnos.py"),
     "gdrkit/tiers/policy.py": ("suites/tiers/test_policy.py",),
-    "gdrkit/tiers/migration.py": _MOVES,
-    "gdrkit/tiers/copying.py": _MOVES,
+    "gdrkit/tiers/migration.py": _MIGRATION,
+    "gdrkit/tiers/copying.py": _MIGRATION,
     "gdrkit/gds/copying.py": (
         "suites/gds/test_copy.py",
         "suites/gds/test_copy_files.py",
@@ -77,7 +78,7 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/qualify/outcome.py": ("suites/qualify/test_outcome.py", "suites/qualify/test_outcome_causes.py"),
 }
 
-# These files were split off from a module.
+# Files that were split off from a module, by the name of the module. They are mutated as parts of it.
 _PARTS: Mapping[str, tuple[str, ...]] = {"server": ("listener",), "copying": ("new_file",)}
 
 MODULES: Mapping[str, tuple[str, ...]] = {

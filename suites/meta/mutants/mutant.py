@@ -1,4 +1,4 @@
-"""A mutant is the product with one deliberate change; its result says whether the cases noticed the change."""
+"""Data model of mutation testing: mutants, each the product with one deliberate change, and their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 
 class PatchMismatch(Exception):
-    """A committed patch or equivalence no longer fits the source."""
+    """The text that a committed patch replaces no longer occurs in the source exactly once."""
 
 
 class MutantOutcome(enum.Enum):
@@ -47,13 +47,13 @@ class Mutant:
     Attributes
     ----------
     module : str
-        The module of the table, or ``native``.
+        The key in ``modules.MODULES``, or ``native``.
     file : str
         Path of the file below the root of the tree.
     line : int
         Number of the first line that differs.
     operator : str
-        The operator of mutmut, or ``patch NAME`` for a committed patch.
+        The mutation operator of mutmut, or ``patch NAME`` for a patch of patches.py.
     before, after : str
         The lines that differ, without the indentation of the first.
     source : str
@@ -73,17 +73,17 @@ class Mutant:
 
     @property
     def content(self) -> tuple[str, str, str, str]:
-        """The key that identifies the mutant even if lines move: file, operator, before, after."""
+        """Key that identifies the mutant also after its lines have moved: file, operator, before, after."""
         return self.file, self.operator, self.before, self.after
 
     @property
     def is_native(self) -> bool:
-        """Whether it must be compiled."""
+        """Whether the mutant must be compiled."""
         return self.file.startswith("native/")
 
     @property
     def name(self) -> str:
-        """A short name, made from the content."""
+        """Short name: the name of the patch, or a hash of the content."""
         if self.operator.startswith("patch "):
             return self.operator.removeprefix("patch ")
         return f"{self.module}-{hashlib.sha256(repr(self.content).encode()).hexdigest()[:10]}"
@@ -91,24 +91,30 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class CasesRun:
-    """The result of one run of the cases: whether they passed, the first failed case, and the duration."""
+    """The result of one run of the cases. `first_failed_case` is empty if all passed."""
 
     passed: bool
     timed_out: bool
-    case: str
+    first_failed_case: str
     duration_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a mutant.
+    """The result of one mutant.
 
     Attributes
     ----------
     killed_by : str
-        The case that failed twice.
+        The case that failed, also when it ran alone.
     note : str
-        Why the outcome is not what a single run showed, or the reason of an equivalence.
+        Explanation of an unusual outcome, e.g. the reason why a mutant is equivalent.
+    duration_s : float
+        Time for the mutant, with builds and repeated runs.
+    baseline_s : float
+        Time of the same cases without a mutant.
+    limit_s : float
+        Time limit of one run with the mutant.
     """
 
     mutant: Mutant
@@ -123,18 +129,18 @@ class Result:
 def changed_lines(before: str, after: str) -> tuple[int, str, str]:
     """Return the number of the first line that differs, and the lines that differ in both texts."""
     old, new = before.splitlines(), after.splitlines()
-    head = _common(old, new)
-    tail = _common(old[head:][::-1], new[head:][::-1])
+    head = _common_line_count(old, new)
+    tail = _common_line_count(old[head:][::-1], new[head:][::-1])
     return head + 1, "\n".join(old[head : len(old) - tail]).strip(), "\n".join(new[head : len(new) - tail]).strip()
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """Return how many lines two texts have in common from their beginning."""
-    pairs = zip(one, other, strict=False)
-    return next((count for count, (line, another) in enumerate(pairs) if line != another), min(len(one), len(other)))
+def _common_line_count(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the number of lines that are equal in both texts, counted from the beginning to the first difference."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (line, other) in pairs if line != other), min(len(first), len(second)))
 
 
 def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
-    """Return the reason of each committed equivalent mutant by its content."""
+    """Return the reason of each mutant in equivalent.toml, by `Mutant.content`."""
     entries = tomllib.loads(path.read_text()).get("mutant", [])
-    return {(each["file"], each["operator"], each["before"], each["after"]): each["reason"] for each in entries}
+    return {(entry["file"], entry["operator"], entry["before"], entry["after"]): entry["reason"] for entry in entries}

@@ -1,8 +1,8 @@
-"""Mutants that were written by hand: those that survived an external review, and changes of the native parts.
+"""Mutants that were written by hand: patches of Python files and of native code.
 
-A patch replaces a text that must occur exactly once in its file. A patch that no longer fits ends the run, so that it
-is adapted together with the code. For a text that occurs twice, ``at`` is a text before the occurrence that is
-replaced.
+``meta.mutants.run`` adds them to its random sample. A patch replaces a text that must occur exactly once in its file.
+If a text occurs more often, ``search_from`` is a text before the occurrence to replace. A patch that no longer fits
+ends the run with an error, so that the patch is adapted together with the code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from meta.mutants.mutant import Mutant, PatchMismatch, changed_lines
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["PATCHES", "Patch", "mutant_of"]
+__all__ = ["PATCHES", "Patch", "mutant_of", "patched"]
 
 _STORAGE = ("suites/storage", "-k", "not fuzzer")
 _AGENT = (
+    "suites/usrbio/test_agent_loop.py",
     "suites/usrbio/test_agent.py",
     "suites/usrbio/test_bad_input.py",
     "suites/usrbio/test_end_to_end.py",
@@ -31,7 +32,7 @@ _FILES = ("suites/gds/test_unruly_files.py", "suites/gds/test_reads_and_writes.p
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A change by hand.
+    """A change of one file that was written by hand.
 
     Attributes
     ----------
@@ -41,22 +42,22 @@ class Patch:
         Path below the root of the tree.
     before, after : str
         The text and its replacement.
-    at : str
-        A text after which the search begins.
+    search_from : str
+        A text of the file. The search for `before` begins there; at the start of the file if empty.
     cases : tuple of str
-        The arguments of pytest; the cases of the file if empty.
+        The arguments of pytest. If empty, the cases of the file in modules.py.
     """
 
     name: str
     file: str
     before: str
     after: str
-    at: str = ""
+    search_from: str = ""
     cases: tuple[str, ...] = ()
 
 
 PATCHES: tuple[Patch, ...] = (
-    # ------------------------------------------------------------ what survived a review from outside (issue 15, D)
+    # --------------------------------------- mutants of an external review that no case had detected
     Patch(
         "serve-takes-every-user",
         "gdrkit/storage/listener.py",
@@ -106,28 +107,28 @@ PATCHES: tuple[Patch, ...] = (
         "gdrkit/usrbio/agent/mount.py",
         "status.st_uid != uid",
         "False",
-        at="def open_shared",
+        search_from="def open_shared",
     ),
     Patch(
         "unnamed-memory-of-another-user",
         "gdrkit/usrbio/agent/mount.py",
         "status.st_uid != uid",
         "False",
-        at="def adopt_unnamed",
+        search_from="def adopt_unnamed",
     ),
     Patch(
         "no-last-look-at-the-copy-before-the-old-file-goes",
         "gdrkit/tiers/migration.py",
         "        self._check_copy()\n",
         "",
-        at="def _remove",
+        search_from="def _remove",
     ),
     Patch(
         "no-last-look-for-writers-before-the-old-file-goes",
         "gdrkit/tiers/migration.py",
         "        self._guard.check()\n",
         "",
-        at="def _remove",
+        search_from="def _remove",
     ),
     Patch(
         "source-folder-not-synced",
@@ -193,8 +194,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "sum-kept-behind-a-new-end",
         "native/storage/store_changes.cpp",
-        "sums_.discard_from(tail + (rest != 0 ? 1 : 0));",
-        "sums_.discard_from(tail + 1);",
+        "sums_.discard_from(tail_chunk + (tail_bytes != 0 ? 1 : 0));",
+        "sums_.discard_from(tail_chunk + 1);",
         cases=_STORAGE,
     ),
     Patch(
@@ -222,16 +223,16 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "short-read-counted-as-whole",
         "native/engine/job.cpp",
-        "each.extent_offset + each.done_bytes);",
-        "each.extent_offset + each.length);",
+        "part.extent_offset + part.done_bytes);",
+        "part.extent_offset + part.length);",
         cases=_FILES,
     ),
     Patch(
         "durable-without-fdatasync",
         "native/engine/job.cpp",
-        "fdatasync(each->buffered()) != 0",
-        "each->buffered() < -1",
-        cases=_FILES,
+        "fdatasync(file->buffered_fd()) != 0",
+        "file->buffered_fd() < -1",
+        cases=("suites/gds/test_durable_write.py",),
     ),
     # ------------------------------------------------------------------------------------------------------ the agent
     Patch(
@@ -260,34 +261,34 @@ PATCHES: tuple[Patch, ...] = (
         "native/usrbio/agent/loop_io.cpp",
         "(result > 0 && static_cast<std::uint64_t>(result) > operation.length)",
         "false",
-        cases=("suites/usrbio/test_agent_deaths.py", *_AGENT),
+        cases=_AGENT,
     ),
     Patch(
         "silent-server-awaited-for-ever",
         "native/usrbio/agent/loop_io.cpp",
         "now - last_result_time_ < options_.silence",
-        "true",
+        "now - last_result_time_ < Clock::duration::max()",
         cases=("suites/usrbio/test_agent_deaths.py",),
     ),
     Patch(
         "submission-head-may-go-backwards",
         "native/usrbio/ring/agent_side.cpp",
-        "available + view_.distance(submission_tail_, claimed_) >= view_.slots || available < due_",
+        "available + view_.distance(submission_tail_, next_to_claim_) >= view_.slot_count || available < due_count_",
         "false",
         cases=_AGENT,
     ),
     Patch(
         "completion-tail-may-go-backwards",
         "native/usrbio/ring/agent_side.cpp",
-        "if (used > before) {",
-        "if (false) {",
+        "if (used_now > used_before) {",
+        "if (used_now > used_before + view_.slot_count) {",
         cases=_AGENT,
     ),
 )
 
 
-def mutant_of(patch: Patch, root: Path) -> Mutant:
-    """Return the mutant that a patch makes of a tree.
+def patched(patch: Patch, root: Path) -> tuple[str, str]:
+    """Return the text of the patched file in the tree at `root`, without and with the patch.
 
     Raises
     ------
@@ -296,17 +297,29 @@ def mutant_of(patch: Patch, root: Path) -> Mutant:
     """
     path = root / patch.file
     source = path.read_text() if path.is_file() else ""
-    start = source.find(patch.at)
-    head, rest = source[: max(start, 0)], source[max(start, 0) :]
-    count = rest.count(patch.before)
-    if start < 0 or (count != 1 and not (patch.at and count)):
+    start = source.find(patch.search_from)
+    head, searched = source[: max(start, 0)], source[max(start, 0) :]
+    count = searched.count(patch.before)
+    if start < 0 or (count != 1 and not (patch.search_from and count)):
         message = (
             f"patch {patch.name}: {patch.file} has its text {count} times, not once; "
             "adapt the patch in suites/meta/mutants/patches.py to the new code"
         )
         raise PatchMismatch(message)
-    changed = head + rest.replace(patch.before, patch.after, 1)
+    return source, head + searched.replace(patch.before, patch.after, 1)
+
+
+def mutant_of(patch: Patch, root: Path) -> Mutant:
+    """Return the mutant that a patch makes of the tree at `root`.
+
+    Raises
+    ------
+    PatchMismatch
+        The text does not occur exactly once.
+    """
+    source, changed = patched(patch, root)
     line, before, after = changed_lines(source, changed)
+    path = root / patch.file
     module = "native" if patch.file.startswith("native/") else path.stem
     operator = f"patch {patch.name}"
     return Mutant(module, patch.file, line, operator, before, after, changed, patch.cases or CASES[patch.file])

@@ -1,14 +1,15 @@
 """Mutation testing of the product: ``python -m meta.mutants.run``, with suites/ on PYTHONPATH (`nox -s mutants`).
 
-The operators of mutmut give a random sample of mutants, and the committed patches are added. Each mutant is put into a
-copy of the tree, and the nearest cases run against it. A mutant is killed if a case fails, and fails again when it runs
-alone. The cases must pass without any mutant, or the run is refused. The exit code is 0 if at least nine of ten mutants
-that are not equivalent are killed, and 1 otherwise.
+The mutants are a random sample by the operators of mutmut, and the patches of patches.py. The program puts each mutant
+into a copy of the tree, and runs the cases of the file that modules.py lists. A mutant is killed if a case fails, and
+fails again when it runs alone. If the cases fail without any mutant, the program reports that and ends. Equivalent
+mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, and 1 otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime as dt
 import functools
 import json
@@ -32,25 +33,29 @@ from meta.mutants.worker import BaselineFailed, Worker
 import gdrkit
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import probe
-from gdrkit.report.record import SCHEMA_VERSION, CaseReason, Record, Verdict, append_record
+from gdrkit.report.record import SCHEMA_VERSION, CaseReason, Record, Verdict, append_record, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["draw", "main", "score", "try_all", "write_records"]
+__all__ = ["draw", "main", "recorded_kills", "score", "try_all", "write_records"]
 
+# The content of a mutant: file, operator, and the changed lines before and after the mutation.
+_Content = tuple[str, str, str, str]
 SAMPLE_COUNT = 150
+# Smallest share of killed mutants with which the session passes.
 SCORE_MIN = 0.9
-EQUIVALENT_MAX = 0.05
+# Largest share of the sample that may be in equivalent.toml.
+EQUIVALENT_SHARE_MAX = 0.05
 _KILLED = frozenset({MutantOutcome.KILLED, MutantOutcome.TIMEOUT})
 _GENERATE_TIMEOUT_S = 600
 _TREE = Path(__file__).resolve().parents[3]
 
 
 def draw(python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int) -> list[Mutant]:
-    """Return a sample of mutants; `python` is the interpreter of the environment that has mutmut."""
+    """Return a random sample of mutants. `python` is the interpreter of the environment that has mutmut."""
     request = {"root": str(tree), "seed": seed, "count": count, "modules": dict(modules)}
-    answer = subprocess.run(
+    reply = subprocess.run(
         [str(python), str(Path(__file__).with_name("generate.py"))],
         input=json.dumps(request),
         stdout=subprocess.PIPE,
@@ -58,70 +63,77 @@ def draw(python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed
         check=True,
         timeout=_GENERATE_TIMEOUT_S,
     )
-    drawn = []
-    for each in json.loads(answer.stdout):
-        line, before, after = changed_lines((tree / each["file"]).read_text(), each["source"])
-        content = (each["module"], each["file"], line, each["operator"], before, after, each["source"])
-        drawn.append(Mutant(*content, CASES[each["file"]]))
-    return drawn
+    mutants = []
+    for generated in json.loads(reply.stdout):
+        file, source = generated["file"], generated["source"]
+        line, before, after = changed_lines((tree / file).read_text(), source)
+        module, operator = generated["module"], generated["operator"]
+        mutants.append(Mutant(module, file, line, operator, before, after, source, CASES[file]))
+    return mutants
 
 
 def score(results: Sequence[Result]) -> float:
-    """Return the share of killed mutants among those that compile and are not equivalent; 1 if there are none."""
-    counted = [each for each in results if each.outcome not in {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}]
-    return sum(each.outcome in _KILLED for each in counted) / len(counted) if counted else 1.0
+    """Return the share of killed mutants among those that compile and are not equivalent. Without any, it is 1."""
+    excluded = {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}
+    outcomes = [result.outcome for result in results if result.outcome not in excluded]
+    return sum(outcome in _KILLED for outcome in outcomes) / len(outcomes) if outcomes else 1.0
 
 
 class _Campaign:
-    """A set of mutants that is distributed among workers. Each worker has its own thread."""
+    """Distributes mutants among workers, each of which runs in a thread, and collects the results."""
 
-    def __init__(self, mutants: Sequence[Mutant], reasons: Mapping[tuple[str, str, str, str], str]) -> None:
+    def __init__(
+        self, mutants: Sequence[Mutant], reasons: Mapping[_Content, str], kills: Mapping[_Content, Result]
+    ) -> None:
         self.results: dict[int, Result] = {}
         self.stopping = False
         self._native: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
         self._python: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
         self._baselines: dict[tuple[str, ...], float] = {}
         self._lock = threading.Lock()
-        self._baseline_lock = threading.Lock()
+        # Each set of cases has its own lock, so that workers take the baselines of different sets at the same time.
+        self._baseline_locks = {mutant.cases: threading.Lock() for mutant in mutants}
         self._count = len(mutants)
-        for number, mutant in enumerate(mutants):
+        for index, mutant in enumerate(mutants):
             reason = reasons.get(mutant.content)
             if reason is not None:
-                self._add(number, Result(mutant, MutantOutcome.EQUIVALENT, note=reason))
+                self._add(index, Result(mutant, MutantOutcome.EQUIVALENT, note=reason))
+            elif mutant.content in kills:
+                self._add(index, dataclasses.replace(kills[mutant.content], mutant=mutant))
             else:
-                (self._native if mutant.is_native else self._python).put((number, mutant))
+                (self._native if mutant.is_native else self._python).put((index, mutant))
 
     def work(self, worker: Worker, *, compiles: bool) -> None:
-        """Try mutants until there are none left. Only one worker takes native mutants, because only it has a build."""
+        """Try mutants until the queues are empty. Only the worker with `compiles` takes native mutants."""
         is_done = False
         try:
             if compiles and not self._native.empty():
                 worker.build_baseline()
-                self._take(worker, self._native)
-            self._take(worker, self._python)
+                self._try_mutants(worker, self._native)
+            self._try_mutants(worker, self._python)
             is_done = True
         finally:
             self.stopping |= not is_done
 
-    def _take(self, worker: Worker, mutants: queue.SimpleQueue[tuple[int, Mutant]]) -> None:
+    def _try_mutants(self, worker: Worker, mutants: queue.SimpleQueue[tuple[int, Mutant]]) -> None:
         while not self.stopping:
             try:
-                number, mutant = mutants.get_nowait()
+                index, mutant = mutants.get_nowait()
             except queue.Empty:
                 return
-            with self._baseline_lock:
+            with self._baseline_locks[mutant.cases]:
                 if mutant.cases not in self._baselines:
-                    self._baselines[mutant.cases] = worker.baseline(mutant.cases)
-            self._add(number, worker.attempt(mutant, baseline_s=self._baselines[mutant.cases]))
+                    self._baselines[mutant.cases] = worker.run_baseline(mutant.cases)
+            self._add(index, worker.attempt(mutant, baseline_s=self._baselines[mutant.cases]))
 
-    def _add(self, number: int, result: Result) -> None:
+    def _add(self, index: int, result: Result) -> None:
         mutant = result.mutant
         with self._lock:
-            self.results[number] = result
-            done = f"{len(self.results)}/{self._count}"
+            self.results[index] = result
+            progress = f"{len(self.results)}/{self._count}"
         print(  # noqa: T201
-            f"{done} {result.outcome.value:10} {mutant.file}:{mutant.line} {mutant.operator} {result.duration_s:.0f} s "
-            f"{result.killed_by or result.note}",
+            f"{progress} {result.outcome.value:10} {mutant.file}:{mutant.line} {mutant.operator} "
+            f"{result.duration_s:.0f} s {result.killed_by or result.note}",
             flush=True,
         )
         if result.outcome is MutantOutcome.SURVIVED:
@@ -129,16 +141,22 @@ class _Campaign:
 
 
 def try_all(
-    mutants: Sequence[Mutant], workers: Sequence[Worker], reasons: Mapping[tuple[str, str, str, str], str]
+    mutants: Sequence[Mutant],
+    workers: Sequence[Worker],
+    reasons: Mapping[_Content, str],
+    kills: Mapping[_Content, Result] | None = None,
 ) -> list[Result]:
-    """Try every mutant and return the results in the order of the mutants.
+    """Run the cases against every mutant and return the results in the order of the mutants.
+
+    A mutant whose content is in `reasons` is equivalent, and the cases do not run against it. They do not run either
+    against a mutant whose content is in `kills`, which has the results of an earlier run.
 
     Raises
     ------
     BaselineFailed
         Cases fail without any mutant.
     """
-    campaign = _Campaign(mutants, reasons)
+    campaign = _Campaign(mutants, reasons, kills or {})
     with ThreadPoolExecutor(max_workers=max(len(workers), 1)) as pool:
         futures = [pool.submit(campaign.work, worker, compiles=index == 0) for index, worker in enumerate(workers)]
         try:
@@ -146,10 +164,32 @@ def try_all(
                 future.result()
         finally:
             campaign.stopping = True
-    return [campaign.results[number] for number in range(len(mutants))]
+    return [campaign.results[index] for index in range(len(mutants))]
 
 
-def _record(result: Result, seed: str, command: str) -> Record:
+def recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content, Result]:
+    """Return the results of an earlier run for those of the mutants that it killed, by the content of the mutant."""
+    by_content = {mutant.content: mutant for mutant in mutants}
+    kills: dict[_Content, Result] = {}
+    for record in read_records(path):
+        evidence = record.evidence
+        file, operator, before, after = (str(evidence.get(name)) for name in ("file", "operator", "before", "after"))
+        mutant = by_content.get((file, operator, before, after))
+        if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED}:
+            continue
+        kills[mutant.content] = Result(
+            mutant,
+            MutantOutcome(evidence["outcome"]),
+            killed_by=str(evidence["killing_test"]),
+            note=str(evidence["note"]) or f"in the run of commit {record.commit}",
+            duration_s=record.duration_ms / 1000,
+            baseline_s=record.numbers["baseline_s"],
+            limit_s=record.numbers["limit_s"],
+        )
+    return kills
+
+
+def _mutant_record(result: Result, seed: str, command: str) -> Record:
     mutant = result.mutant
     survived = result.outcome is MutantOutcome.SURVIVED
     verdict = Verdict.PASS if result.outcome in _KILLED else Verdict.FAIL if survived else Verdict.NOT_RUN
@@ -171,9 +211,7 @@ def _record(result: Result, seed: str, command: str) -> Record:
     numbers = {"baseline_s": result.baseline_s, "limit_s": result.limit_s}
     if verdict is not Verdict.PASS:
         numbers = {}
-    return _plain_record(
-        f"meta/mutants::{mutant.name}", verdict, reasons, evidence, numbers, result.duration_s, command
-    )
+    return _new_record(f"meta/mutants::{mutant.name}", verdict, reasons, evidence, numbers, result.duration_s, command)
 
 
 @functools.cache
@@ -181,7 +219,7 @@ def _facts_digest() -> str:
     return probe(query_apis=False).digest
 
 
-def _plain_record(
+def _new_record(
     case: str,
     verdict: Verdict,
     reasons: tuple[CaseReason, ...],
@@ -219,46 +257,52 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     """Write a record for each result, and a summary record, to a new file."""
     path.unlink(missing_ok=True)
     for result in results:
-        append_record(path, _record(result, seed, command))
+        append_record(path, _mutant_record(result, seed, command))
     counts = Counter(result.outcome.value for result in results)
     achieved = score(results)
-    enough = achieved >= SCORE_MIN
+    is_enough = achieved >= SCORE_MIN
     evidence: dict[str, object] = {
         "seed": seed,
-        "survivors": [each.mutant.name for each in results if each.outcome is MutantOutcome.SURVIVED],
+        "survivors": [result.mutant.name for result in results if result.outcome is MutantOutcome.SURVIVED],
     }
     numbers = {f"{outcome.value}_count": float(counts[outcome.value]) for outcome in MutantOutcome}
-    reasons = () if enough else (CaseReason(text=f"the score is {achieved:.3f}, but must be at least {SCORE_MIN}"),)
+    reasons = () if is_enough else (CaseReason(text=f"the score is {achieved:.3f}, but must be at least {SCORE_MIN}"),)
     numbers |= {"mutants_count": float(len(results)), "score_share": round(achieved, 4)}
-    verdict = Verdict.PASS if enough else Verdict.FAIL
-    append_record(
-        path, _plain_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command)
+    verdict = Verdict.PASS if is_enough else Verdict.FAIL
+    append_record(path, _new_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
+
+
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="nox -s mutants --",
+        description="Change the product on purpose, and count the changes that the cases detect.",
     )
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="nox -s mutants --", description="Change the product on purpose.")
     parser.add_argument("--operators", type=Path, required=True, help="Python of the environment that has mutmut")
     parser.add_argument("--tools", type=Path, required=True, help="folder of cmake and ninja")
-    parser.add_argument("--module", action="append", choices=sorted(MODULES), help="of this module alone; repeatable")
+    parser.add_argument("--module", action="append", choices=sorted(MODULES), help="mutate only this module")
     parser.add_argument("--count", type=int, default=SAMPLE_COUNT, help="size of the sample (default: %(default)s)")
-    parser.add_argument("--seed", help="of the sample (default: the hash of the last commit of gdrkit/ or native/)")
+    parser.add_argument("--seed", help="seed of the sample (default: hash of the last commit of gdrkit/ or native/)")
     parser.add_argument(
-        "--patch", action="append", choices=[patch.name for patch in PATCHES], help="these patches alone"
+        "--patch", action="append", choices=[patch.name for patch in PATCHES], help="try only this patch; repeatable"
     )
-    parser.add_argument("--no-patches", action="store_true", help="leave the committed patches out")
+    parser.add_argument("--no-patches", action="store_true", help="try only the random sample")
     parser.add_argument("--jobs", type=int, default=2, help="workers, each with its own copy (default: %(default)s)")
+    parser.add_argument(
+        "--retry", type=Path, help="records of an earlier run; do not try the mutants again that it killed"
+    )
     parser.add_argument("--records", type=Path, help="write one record for each mutant and a summary to this file")
     return parser.parse_args(arguments)
 
 
 def _last_commit() -> str:
+    """Return the hash of the last commit that changed gdrkit/ or native/."""
     command = ["git", "-C", str(_TREE), "log", "-1", "--format=%H", "--", "gdrkit", "native"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
-def _chosen(options: argparse.Namespace, seed: str) -> list[Mutant]:
-    # The patches are made first, so that a patch that does not fit is reported at once.
+def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
+    """Return the mutants of this run: patches, and a random sample, as the options select them."""
+    # The patches come first, so that a patch that does not fit is reported at once.
     patches = [] if options.no_patches else [mutant_of(patch, _TREE) for patch in PATCHES]
     if options.patch:
         return [mutant for mutant in patches if mutant.name in options.patch]
@@ -273,23 +317,24 @@ def _chosen(options: argparse.Namespace, seed: str) -> list[Mutant]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = _parsed(arguments)
+    options = _parse_arguments(arguments)
     seed = options.seed or _last_commit()
     began = time.monotonic()
     try:
-        mutants = _chosen(options, seed)
+        mutants = _choose_mutants(options, seed)
     except PatchMismatch as error:
         print(error)  # noqa: T201
         return 1
     print(f"{len(mutants)} mutants, seed {seed}", flush=True)  # noqa: T201
-    # The folder is in the file system of the tree, since the environment of a worker consists of hard links.
+    # The folder is in the file system of the tree, because a worker copies the environment by hard links.
     folder = _TREE / "build" / "mutants" / str(os.getpid())
     try:
         workers = [
-            Worker(folder / str(number), source=_TREE, environment=Path(sys.prefix), tools=options.tools)
-            for number in range(options.jobs)
+            Worker(folder / str(index), source=_TREE, environment=Path(sys.prefix), tools=options.tools)
+            for index in range(options.jobs)
         ]
-        results = try_all(mutants, workers, equivalents())
+        kills = {} if options.retry is None else recorded_kills(options.retry, mutants)
+        results = try_all(mutants, workers, equivalents(), kills)
     except BaselineFailed as error:
         print(error)  # noqa: T201
         return 1
@@ -297,34 +342,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     duration_s = time.monotonic() - began
     if options.records is not None:
-        words = sys.argv[1:] if arguments is None else list(arguments)
-        command = " ".join(["nox", "-s", "mutants", "--", *_own_words(words)])
+        all_arguments = sys.argv[1:] if arguments is None else list(arguments)
+        command = " ".join(["nox", "-s", "mutants", "--", *_user_arguments(all_arguments)])
         write_records(options.records, results, seed=seed, command=command, duration_s=duration_s)
-    return _judged(results, duration_s)
+    return _report(results, duration_s)
 
 
-def _own_words(words: Sequence[str]) -> list[str]:
-    """Return the options that the user gave, without those that the noxfile adds before them."""
+def _user_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of the user, without the options and values that the noxfile adds."""
     return [
-        word
-        for index, word in enumerate(words)
-        if not {word, *words[max(index - 1, 0) : index]} & {"--operators", "--tools"}
+        argument
+        for index, argument in enumerate(arguments)
+        if not {argument, *arguments[max(index - 1, 0) : index]} & {"--operators", "--tools"}
     ]
 
 
-def _judged(results: Sequence[Result], duration_s: float) -> int:
+def _report(results: Sequence[Result], duration_s: float) -> int:
+    """Print the survivors and the score, and return the exit code."""
     counts = Counter(result.outcome for result in results)
     survivors = [result.mutant for result in results if result.outcome is MutantOutcome.SURVIVED]
     for mutant in survivors:
         print(f"survived: {mutant.name} {mutant.file}:{mutant.line} {mutant.operator}")  # noqa: T201
     achieved = score(results)
-    listed = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
-    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {listed}; score {achieved:.3f}")  # noqa: T201
-    if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_MAX * len(results):
-        print(f"more than {EQUIVALENT_MAX:.0%} are in {EQUIVALENT.name}; write cases instead")  # noqa: T201
+    outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
+    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcomes}; score {achieved:.3f}")  # noqa: T201
+    if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_SHARE_MAX * len(results):
+        print(f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT.name}; add cases instead")  # noqa: T201
         return 1
     if counts[MutantOutcome.NOT_COMPILED]:
-        print("a patch that does not compile shows nothing; adapt it")  # noqa: T201
+        print("a patch does not compile, so it proves nothing; adapt it in suites/meta/mutants/patches.py")  # noqa: T201
         return 1
     return 0 if achieved >= SCORE_MIN else 1
 

@@ -1,8 +1,8 @@
-"""A private copy of the tree and of its environment, in which mutants are tried one after the other.
+"""Worker of mutation testing, which tries one mutant at a time in a private copy of the tree and its environment.
 
-The package is an editable installation, so a change of the tree would affect every process that uses it at that moment.
-A worker therefore copies the sources, links the files of the environment `.nox/run` into a second environment, and
-makes that environment import gdrkit from the copy.
+gdrkit is installed in editable mode, so a mutant in the tree itself would affect every process that uses the tree. A
+worker therefore copies the sources. It copies the environment `.nox/run` by hard links, and makes that copy import
+gdrkit from the copied sources.
 """
 
 from __future__ import annotations
@@ -24,58 +24,63 @@ if TYPE_CHECKING:
 
 __all__ = ["BaselineFailed", "Worker"]
 
-# A case that takes longer than this, in seconds, counts as hung. Every case of the baseline must be faster.
-# Runs of all cases against one mutant.
+# All cases run at most this often against one mutant, because a case may fail in only some runs.
 _ROUNDS_MAX = 3
+# A case that takes longer counts as hung. Every case must be faster without a mutant.
 _CASE_TIMEOUT_S = 40
-_LIMIT_FACTOR, _LIMIT_MIN_S, _BASELINE_LIMIT_S = 3, 90.0, 400.0
+# The time limit of a run with a mutant is a multiple of the time without, and at least this long.
+_LIMIT_FACTOR, _LIMIT_MIN_S = 3, 90.0
+_BASELINE_LIMIT_S = 400.0
+# Time that pytest has for its tear-down after SIGINT.
 _INTERRUPT_S = 15
 _BUILD_TIMEOUT_S = 900
+# Environment variable with which all processes of a run are found.
 _MARKER = "GDRKIT_MUTANT_RUN"
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
+_COMPILED_PYTHON = shutil.ignore_patterns("__pycache__", "*.pyc")
 _NOT_COPIED = frozenset({"build", "dist"})
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
-_FIRST_MTIME = 1_000_000_000
+# Modification time of the first mutant, in seconds since 1970: long ago, so that no real file has it.
+_FIRST_MTIME_S = 1_000_000_000
 
 
 class BaselineFailed(Exception):
-    """Cases fail without any mutant, so that a failure with a mutant would prove nothing."""
+    """Cases fail without any mutant. A failure with a mutant would then prove nothing."""
 
 
 class Worker:
-    """A copy of the tree.
+    """A copy of the tree and of its environment, for one mutant at a time.
 
     Parameters
     ----------
     folder : Path
-        The folder of the copy. Existing contents are removed.
+        The folder of the copies. Existing contents are removed.
     source : Path
-        The tree.
+        The tree to copy.
     environment : Path
-        The environment of the suites of that tree, in which gdrkit is installed in editable mode.
+        The virtual environment to copy, in which gdrkit is installed from `source` in editable mode.
     tools : Path or None
-        The folder of cmake and ninja, for native mutants.
+        The folder of cmake and ninja, or None if there are no native mutants.
     """
 
     def __init__(self, folder: Path, *, source: Path, environment: Path, tools: Path | None = None) -> None:
         self.tree = folder / "tree"
         self._environment = folder / "environment"
         self._tools = tools
-        self._changes = 0
-        # This flag says whether the native parts of the copy may be those of a mutant.
-        self._is_stale = False
+        self._change_count = 0
+        # True if the native parts of the copy may contain a mutant.
+        self._is_native_stale = False
         shutil.rmtree(folder, ignore_errors=True)
         self.tree.mkdir(parents=True)
         for entry in source.iterdir():
             if entry.is_dir() and not entry.name.startswith(".") and entry.name not in _NOT_COPIED:
-                shutil.copytree(entry, self.tree / entry.name, ignore=_LEFT_OUT, symlinks=True)
+                shutil.copytree(entry, self.tree / entry.name, ignore=_COMPILED_PYTHON, symlinks=True)
             elif entry.is_file() and entry.name != ".git":
                 shutil.copy2(entry, self.tree / entry.name)
         shutil.copytree(environment, self._environment, copy_function=os.link, symlinks=True)
         self._redirect(source, environment)
 
     def _redirect(self, source: Path, environment: Path) -> None:
-        """Replace the paths of the environment and of the tree in the second environment by its own and the copy's."""
+        """In the copied environment, replace the paths of the original environment and tree by those of the copies."""
         scripts = (self._environment / "bin").iterdir()
         links = self._environment.glob("lib/python*/site-packages/_editable*.py")
         paths = self._environment.glob("lib/python*/site-packages/*.pth")
@@ -87,35 +92,35 @@ class Worker:
             changed = changed.replace(os.fsencode(source), os.fsencode(self.tree))
             if changed != data:
                 mode = path.stat().st_mode
-                path.unlink()  # This file is a hard link to that of the first environment.
+                path.unlink()  # The file is a hard link to that of the original environment, which must not change.
                 path.write_bytes(changed)
                 path.chmod(mode)
 
     def remove(self) -> None:
-        """Remove the copy."""
+        """Remove the copies."""
         shutil.rmtree(self.tree.parent, ignore_errors=True)
 
-    def baseline(self, cases: tuple[str, ...]) -> float:
+    def run_baseline(self, cases: tuple[str, ...]) -> float:
         """Run cases without any mutant and return their duration in seconds.
 
         Raises
         ------
         BaselineFailed
-            The cases fail, or there are none.
+            The cases fail, or the arguments select no case.
         """
-        self._refresh()
-        verdict, text = self._run(cases, limit_s=_BASELINE_LIMIT_S)
-        if not verdict.passed:
-            what = verdict.case or ("they took too long" if verdict.timed_out else "no case was named")
-            message = f"without any mutant, {' '.join(cases)} fails: {what}\n{text[-3000:]}"
+        self._rebuild_if_stale()
+        run, output = self._run(cases, limit_s=_BASELINE_LIMIT_S)
+        if not run.passed:
+            cause = run.first_failed_case or ("they took too long" if run.timed_out else "no case was named")
+            message = f"without any mutant, {' '.join(cases)} fails: {cause}\n{output[-3000:]}"
             raise BaselineFailed(message)
-        return verdict.duration_s
+        return run.duration_s
 
     def attempt(self, mutant: Mutant, *, baseline_s: float) -> Result:
         """Try one mutant: put it into the copy, run its cases, and restore the original."""
         limit_s = max(_LIMIT_FACTOR * baseline_s, _LIMIT_MIN_S)
         if not mutant.is_native:
-            self._refresh()
+            self._rebuild_if_stale()
         path = self.tree / mutant.file
         original = path.read_text()
         began = time.monotonic()
@@ -127,7 +132,7 @@ class Worker:
                 outcome = self._run_and_classify(mutant, limit_s)
         finally:
             self._write(path, original)
-            self._is_stale |= mutant.is_native
+            self._is_native_stale |= mutant.is_native
         duration_s = round(time.monotonic() - began, 1)
         return Result(
             mutant,
@@ -150,10 +155,11 @@ class Worker:
         if not self.build():
             message = "the native parts do not compile without any mutant"
             raise BaselineFailed(message)
-        self._is_stale = False
+        self._is_native_stale = False
 
-    def _refresh(self) -> None:
-        if self._is_stale:
+    def _rebuild_if_stale(self) -> None:
+        """Compile the native parts again if they may contain a mutant."""
+        if self._is_native_stale:
             self.build_baseline()
 
     def build(self) -> bool:
@@ -172,40 +178,43 @@ class Worker:
         )
         for step in steps:
             program = [str(self._tools / step[0]), *step[1:]]
-            ended = subprocess.run(
+            completed = subprocess.run(
                 program, cwd=native, env=environ, capture_output=True, check=False, timeout=_BUILD_TIMEOUT_S
             )
-            if ended.returncode != 0:
+            if completed.returncode != 0:
                 return False
         return True
 
     def _run_and_classify(self, mutant: Mutant, limit_s: float) -> Result:
-        before, note = "", ""
+        """Run the cases against the mutant in the copy, several times if a failure does not repeat."""
+        previous_case, note = "", ""
         for _ in range(_ROUNDS_MAX):
-            whole, _ = self._run(mutant.cases, limit_s=limit_s)
-            if whole.passed:
+            run, _ = self._run(mutant.cases, limit_s=limit_s)
+            if run.passed:
                 break
-            if whole.timed_out:
+            if run.timed_out:
                 return Result(mutant, MutantOutcome.TIMEOUT, note="the cases did not end")
-            if whole.case == before:
-                return Result(mutant, MutantOutcome.KILLED, before, note="it fails only behind the cases before it")
-            # The case runs again, alone: a case that fails only sometimes is not a kill. Then all cases run again,
-            # because one behind it may notice the mutant.
-            alone, _ = self._run((whole.case,) if "::" in whole.case else mutant.cases, limit_s=limit_s)
-            if alone.case == whole.case:
-                return Result(mutant, MutantOutcome.KILLED, whole.case)
-            before, note = whole.case, f"{whole.case} failed once, and then passed"
+            case = run.first_failed_case
+            if case == previous_case:
+                return Result(mutant, MutantOutcome.KILLED, case, note="it fails only after the cases before it")
+            # A case that fails only sometimes is not a kill, so it runs again, alone. If it passes then, all cases run
+            # again, because a later case may detect the mutant.
+            run_alone, _ = self._run((case,) if "::" in case else mutant.cases, limit_s=limit_s)
+            if run_alone.first_failed_case == case:
+                return Result(mutant, MutantOutcome.KILLED, case)
+            previous_case, note = case, f"{case} failed once, and then passed"
         return Result(mutant, MutantOutcome.SURVIVED, note=note)
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text)
         if path.suffix == ".py":
-            # Python compares mtime in seconds and size to decide whether its compiled file is current, so each change
-            # has another mtime.
-            self._changes += 1
-            os.utime(path, (_FIRST_MTIME + self._changes, _FIRST_MTIME + self._changes))
+            # Python uses a compiled file again if the source has the same size and mtime in seconds. Each change
+            # therefore gets a new mtime.
+            self._change_count += 1
+            os.utime(path, (_FIRST_MTIME_S + self._change_count, _FIRST_MTIME_S + self._change_count))
 
     def _run(self, cases: tuple[str, ...], *, limit_s: float) -> tuple[CasesRun, str]:
+        """Run pytest with these arguments in the copy, and return the result and the output."""
         python = str(self._environment / "bin" / "python")
         command = [
             python,
@@ -225,7 +234,7 @@ class Worker:
         command += ["--hypothesis-seed=1", "-o", f"timeout={_CASE_TIMEOUT_S}", *cases]
         marker = uuid.uuid4().hex
         environ = {**os.environ, _MARKER: marker}
-        environ.pop("PYTHONPATH", None)  # PYTHONPATH contains the suites of the tree.
+        environ.pop("PYTHONPATH", None)  # PYTHONPATH contains the suites of the original tree.
         began = time.monotonic()
         with subprocess.Popen(
             command,
@@ -242,14 +251,14 @@ class Worker:
                 text, _ = child.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
                 timed_out = True
-                # After this signal pytest tears its fixtures down, mounts among them.
+                # After SIGINT, pytest tears its fixtures down, which also unmounts file systems.
                 os.killpg(child.pid, signal.SIGINT)
                 try:
                     text, _ = child.communicate(timeout=_INTERRUPT_S)
                 except subprocess.TimeoutExpired:
-                    _end_marked(marker)
+                    _kill_marked_processes(marker)
                     text, _ = child.communicate()
-        _end_marked(marker)
+        _kill_marked_processes(marker)
         shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
         failed = _FAILED.search(text)
         case = failed[1] if failed else f"the run ended with {child.returncode}"
@@ -257,9 +266,10 @@ class Worker:
         return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - began), text
 
 
-def _end_marked(marker: str) -> None:
-    """Kill the remaining processes of a run: every process whose environment has its marker."""
+def _kill_marked_processes(marker: str) -> None:
+    """Kill the remaining processes of a run: every process whose environment has the marker."""
     variable = f"{_MARKER}={marker}".encode()
+    # A process may start children while this loop reads /proc, so it is read again.
     for _ in range(3):
         killed_any = False
         for folder in Path("/proc").glob("[0-9]*"):

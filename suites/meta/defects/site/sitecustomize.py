@@ -1,7 +1,7 @@
 """Hook that injects a defect into every Python process that starts with ``GDRKIT_DEFECT=<name>``.
 
-This folder must be on PYTHONPATH. Peers and other child processes inherit both variables and have the defect, too. The
-hook replaces only functions of gdrkit, directly after their module was executed and before another module imports them.
+This folder must be on PYTHONPATH. Peer processes inherit both variables, so they have the defect, too. The hook
+replaces functions of a gdrkit module directly after the module was executed, before another module can import them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class _DefectInjector(MetaPathFinder):
             return None
         execute = spec.loader.exec_module
 
-        def executed(module: ModuleType) -> None:
+        def execute_and_inject(module: ModuleType) -> None:
             execute(module)
             self.inject(module)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_inject  # type: ignore[method-assign]
         return spec
 
 
 _name = os.environ.get("GDRKIT_DEFECT")
 if _name:
-    from meta.defects.defect import NativeUnit
+    from meta.defects.defect import NativeDefect
     from meta.defects.table import DEFECTS
 
     _injection = DEFECTS[_name].injection
-    # A defect of the C library is in its build.
-    if not isinstance(_injection, NativeUnit):
+    # A defect of the C library is compiled into the library that the process loads.
+    if not isinstance(_injection, NativeDefect):
         sys.meta_path.insert(0, _DefectInjector(DEFECTS[_name].module, _injection))

@@ -1,4 +1,7 @@
-"""What the RDMA cases begin with: memory of the host or of a device that a NIC can reach, and a pair to a peer."""
+"""The kinds of memory that a NIC can access, as parameters of cases: host memory, and device memory by each route.
+
+Also functions that register such memory, and that connect a queue pair of a peer process.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,20 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic, Region, RemoteRange
 
 __all__ = [
+    "ALLOCATORS",
     "ALL_ACCESS",
     "DMABUF",
-    "KINDS",
+    "LENGTHS_AND_OFFSETS",
+    "MEMORY_KINDS",
     "ROUTES",
-    "SIZES",
-    "SPACES",
-    "Reach",
-    "Reached",
-    "Space",
-    "joined",
-    "reachable",
-    "registered",
-    "registering",
-    "space",
+    "AnyAllocator",
+    "RdmaMemory",
+    "RdmaMemoryKind",
+    "allocator",
+    "peer_queue_pair",
+    "register_by_route",
+    "registered_device_memory",
+    "registration_call",
 ]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
@@ -53,15 +56,15 @@ ROUTES = [
     ),
 ]
 
-# The kinds of memory for the fixture `reach`: of the host, and of a device by each way of registration.
-KINDS = [pytest.param(None, id="host", marks=needs(verbs.nic())), *ROUTES]
+# Parameters of the fixture `memory_kind`: host memory, and device memory by each registration route.
+MEMORY_KINDS = [pytest.param(None, id="host", marks=needs(verbs.nic())), *ROUTES]
 
-# The kinds of memory for the fixture `space`, by which cases of a cache, a pool or a registration take theirs.
-SPACES = [pytest.param("host", marks=needs(verbs.nic())), pytest.param("device", marks=DMABUF)]
-Space: TypeAlias = "Device | HostAllocator"
+# Parameters of the fixture `allocator`, for cases whose code under test (cache, pool, registration) gets an allocator.
+ALLOCATORS = [pytest.param("host", marks=needs(verbs.nic())), pytest.param("device", marks=DMABUF)]
+AnyAllocator: TypeAlias = "Device | HostAllocator"
 
-# Length and offset: a byte, a page less one, GPU pages, odd sizes, and one that takes many packets; all at odd places.
-SIZES = [
+# Length and offset of a transfer, in bytes. The offsets are odd, and the longest transfer takes many packets.
+LENGTHS_AND_OFFSETS = [
     pytest.param(1, 1, id="1B"),
     pytest.param(4 * KIB - 1, 4097, id="4KiB-1"),
     pytest.param(64 * KIB, 65535, id="64KiB"),
@@ -70,24 +73,24 @@ SIZES = [
 ]
 
 
-class Reached(Protocol):
-    """Memory that the peers of a NIC can reach until it is deregistered."""
+class RdmaMemory(Protocol):
+    """Memory that the peers of a NIC can access until it is deregistered."""
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """What a peer needs for a part of it; None: up to the end."""
+        """Return the remote address and key of a range of the memory, by default up to its end."""
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Its bytes, as its owner sees them."""
+        """Return bytes of the memory, read by local access."""
 
     def write(self, data: bytes, *, offset_bytes: int = 0) -> None:
-        """Change its bytes as its owner."""
+        """Change bytes of the memory by local access."""
 
     def deregister(self) -> None:
-        """Take the key back; the memory stays."""
+        """Deregister the memory without freeing it."""
 
 
 @dataclass(frozen=True)
-class _HostReached:
+class _HostRdmaMemory:
     data: memoryview
     region: Region
 
@@ -106,7 +109,7 @@ class _HostReached:
 
 
 @dataclass(frozen=True)
-class _DeviceReached:
+class _DeviceRdmaMemory:
     nic: Nic
     memory: DeviceMemory
     registration: Registration
@@ -125,58 +128,73 @@ class _DeviceReached:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Makes memory of one kind reachable through one NIC; ``device`` and ``route`` are None for the host's."""
+class RdmaMemoryKind:
+    """A kind of memory for RDMA with one NIC.
+
+    Attributes
+    ----------
+    nic : Nic
+        The NIC with which the memory is registered.
+    device : Device, optional
+        The CUDA device; None for host memory.
+    route : RegistrationRoute, optional
+        How device memory is registered; None for host memory.
+    """
 
     nic: Nic
     device: Device | None
     route: RegistrationRoute | None
 
     @contextlib.contextmanager
-    def memory(self, *, length_bytes: int = 256 * KIB, access: Access = ALL_ACCESS) -> Iterator[Reached]:
-        """New memory, every byte 0xA5, registered."""
+    def memory(self, *, length_bytes: int = 256 * KIB, access: Access = ALL_ACCESS) -> Iterator[RdmaMemory]:
+        """Yield new registered memory, every byte of which is 0xA5."""
         if self.device is None:
             data = bytearray(b"\xa5") * length_bytes
             with self.nic.register_host(data, access=access) as region:
-                yield _HostReached(memoryview(data), region)
+                yield _HostRdmaMemory(memoryview(data), region)
         else:
-            with reachable(self.device, self.nic, self.route, length_bytes=length_bytes, access=access) as made:
-                yield _DeviceReached(self.nic, *made)
+            with registered_device_memory(
+                self.device, self.nic, self.route, length_bytes=length_bytes, access=access
+            ) as registered:
+                yield _DeviceRdmaMemory(self.nic, *registered)
 
     def claim(self, evidence: Evidence) -> None:
-        """Say that the bytes of the case took this route; host memory has none that could be direct."""
+        """Record that the bytes of the case took this registration route. Host memory has no route to record."""
         if self.device is not None and self.route is not None:
             evidence.route(device=self.device, nic=self.nic, way=self.route)
 
 
-@pytest.fixture(params=SPACES)
-def space(request: pytest.FixtureRequest) -> Space:
-    """What gives the memory of the case: the host, or the first CUDA device."""
+@pytest.fixture(params=ALLOCATORS)
+def allocator(request: pytest.FixtureRequest) -> AnyAllocator:
+    """Return the allocator of the case's memory: the host, or the first CUDA device."""
     if request.param == "host":
         return HostAllocator()
     device: Device = request.getfixturevalue("device")
     return device
 
 
-def registering(space: Space) -> str:
-    """The function of libibverbs that registers memory from there."""
-    return "ibv_reg_mr" if isinstance(space, HostAllocator) else "ibv_reg_dmabuf_mr"
+def registration_call(allocator: AnyAllocator) -> str:
+    """Return the name of the libibverbs function that registers memory of this allocator."""
+    return "ibv_reg_mr" if isinstance(allocator, HostAllocator) else "ibv_reg_dmabuf_mr"
 
 
-def registered(
+def register_by_route(
     memory: DeviceBuffer, nics: Sequence[Nic], *, route: RegistrationRoute | None, access: Access = ALL_ACCESS
 ) -> Registration:
-    """Register by this way; where that one is refused, say by the policy's own error whether there is any other."""
+    """Register memory by `route`.
+
+    If that fails, try the default policy, whose error names the cause of each route. If the policy finds another route,
+    raise the first error.
+    """
     try:
         return register(memory, nics, route=route, access=access)
     except RegistrationFailed:
-        # Raises with the cause of every way where none is possible.
         register(memory, nics, access=access).close()
         raise
 
 
 @contextlib.contextmanager
-def reachable(
+def registered_device_memory(
     device: Device,
     nic: Nic,
     route: RegistrationRoute | None = None,
@@ -184,20 +202,21 @@ def reachable(
     length_bytes: int = 256 * KIB,
     access: Access = ALL_ACCESS,
 ) -> Iterator[tuple[DeviceMemory, Registration]]:
-    """New device memory, every byte 0xA5, registered with `nic`."""
+    """Yield new device memory, every byte of which is 0xA5, and its registration with `nic`."""
     with device.allocate(length_bytes) as memory:
         memory.fill(0xA5)
-        with registered(memory, [nic], route=route, access=access) as registration:
+        with register_by_route(memory, [nic], route=route, access=access) as registration:
             yield memory, registration
 
 
 @contextlib.contextmanager
-def joined(nic: Nic, peer: Peer, **options: int) -> Iterator[PeerQueuePair]:
-    """A queue pair of the peer, connected to one of this process (which only has to be there); options are those of
-    ``QueuePair.connect``.
+def peer_queue_pair(nic: Nic, peer: Peer, **options: int) -> Iterator[PeerQueuePair]:
+    """Yield a queue pair of the peer that is connected to a queue pair of this process.
+
+    The queue pair of this process posts no requests. Both use the same NIC, because two NICs of a host may be on
+    separate networks. The options are those of ``QueuePair.connect``.
     """
-    with nic.completion_queue(depth=16) as queue, nic.queue_pair(queue) as ours:
-        # By the same NIC, which reaches itself on any fabric; two NICs of a host may be on rails that never meet.
-        theirs = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
-        theirs.join(ours, **options)
-        yield theirs
+    with nic.completion_queue(depth=16) as queue, nic.queue_pair(queue) as local_pair:
+        peer_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
+        peer_pair.join(local_pair, **options)
+        yield peer_pair

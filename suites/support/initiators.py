@@ -1,0 +1,32 @@
+"""A native initiator (a loop in C++ that posts RDMA requests) whose remote side is in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from gdrkit.verbs import Initiator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.verbs import Nic
+
+__all__ = ["connected_initiator"]
+
+
+@contextlib.contextmanager
+def connected_initiator(
+    nic: Nic, *, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128
+) -> Iterator[Initiator]:
+    """Yield an initiator whose queue pairs are connected to queue pairs of `nic` that post no requests."""
+    with (
+        nic.completion_queue(depth=16) as completion_queue,
+        contextlib.ExitStack() as stack,
+        Initiator(nic.name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max) as initiator,
+    ):
+        remote_pairs = [stack.enter_context(nic.queue_pair(completion_queue)) for _ in range(queue_pairs)]
+        for remote_pair, endpoint in zip(remote_pairs, initiator.endpoints(), strict=True):
+            remote_pair.connect(endpoint, reads_max=initiator.reads_max)
+        initiator.connect([remote_pair.endpoint() for remote_pair in remote_pairs], reads_max=initiator.reads_max)
+        yield initiator

@@ -1,0 +1,154 @@
+"""The agent's loop with a storage server that the case plays: invalid results, and rings whose indices go backwards.
+
+No NIC moves data here. The case reads the requests of the loop from a socket, and sends the results itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+from support.raw_usrbio import RawIov, RawRing
+
+from gdrkit.storage import wire
+from gdrkit.units import KIB, MIB
+from gdrkit.usrbio.agent._agent_loop import open_loop
+from gdrkit.usrbio.agent.mount import AgentMount
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
+
+CLIENT, INODE, UNKNOWN_INODE, GENERATION = 1, 5, 6, 3
+EVENTS_TIMEOUT_MS = 10_000
+# Indices of a ring; see RawRing.index.
+SUBMISSION_HEAD, COMPLETION_TAIL = 0, 3
+
+
+@dataclass(frozen=True)
+class ServedRing:
+    """A loop that serves one ring.
+
+    Attributes
+    ----------
+    loop : AgentLoop
+        The loop.
+    server : socket.socket
+        The server's end of the data connection.
+    iov : RawIov
+        Memory of the client. The loop sends its address to the server, and no NIC uses it.
+    ring : RawRing
+        A ring of reads.
+    """
+
+    loop: AgentLoop
+    server: socket.socket
+    iov: RawIov
+    ring: RawRing
+
+    def submit(self, *inodes: int) -> None:
+        """Submit a read of 1 KiB of each file."""
+        for inode in inodes:
+            self.ring.prepare(self.iov.id.bytes, inode=inode, length=KIB)
+        self.ring.submit()
+
+    def operation(self) -> wire.Operation:
+        """Return the operation of the next request to the server."""
+        self.server.settimeout(30)
+        header = wire.parse_header(self.server.recv(wire.HEADER_BYTES, socket.MSG_WAITALL))
+        (operation,) = wire.parse_operations(header, self.server.recv(header.length, socket.MSG_WAITALL))
+        return operation
+
+    def results(self, count: int) -> list[int]:
+        """Wait for this number of completions, and return their results."""
+        return [result for _, result, _ in self.ring.wait(count)]
+
+    def event_names(self) -> list[str]:
+        """Wait for events of the loop, and return their names."""
+        return [name for name, *_ in self.loop.events(EVENTS_TIMEOUT_MS)]
+
+
+@contextlib.contextmanager
+def served_ring(mount_folder: Path) -> Iterator[ServedRing]:
+    """Yield a loop that has one file and one ring, and is connected to the case."""
+    with contextlib.ExitStack() as stack:
+        mount = stack.enter_context(AgentMount(mount_folder))
+        iov, ring = RawIov(MIB), RawRing(8, for_read=True)
+        stack.callback(iov.close)
+        stack.callback(ring.close)
+        loop = open_loop(semaphores=mount.semaphores, spin_us=0, outstanding_max=64, silence_ms=60_000)
+        stack.callback(loop.stop)
+        loop.add_client(CLIENT)
+        loop.add_buffer(CLIENT, iov.id.bytes, length=MIB, block_bytes=0, keys=[(1 << 20, 7)], preferred_nics=[])
+        loop.set_file(CLIENT, INODE, read_handle=1, write_handle=0, readable=True, writable=False)
+        loop.add_ring(CLIENT, ring.id.bytes, fd=ring.fd, for_read=True, io_depth=0, priority=1, timeout_ms=0, flags=0)
+        ring.attach(mount_folder)
+        server, data_connection = socket.socketpair()
+        stack.enter_context(server)
+        loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION)
+        yield ServedRing(loop, server, iov, ring)
+
+
+@pytest.mark.parametrize("result", [KIB, 0, -errno.ENODATA, -4095])
+def test_result_of_the_server_completes_the_operation(tmp_path: Path, result: int) -> None:
+    with served_ring(tmp_path) as served:
+        served.submit(INODE)
+        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag, result)]))
+        assert served.results(1) == [result]
+
+
+@pytest.mark.parametrize("result", [KIB + 1, (1 << 63) - 1, -4096, -1 << 63])
+def test_impossible_result_ends_the_connection(tmp_path: Path, result: int) -> None:
+    with served_ring(tmp_path) as served:
+        served.submit(INODE)
+        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag, result)]))
+        assert served.event_names() == ["disconnected"]
+        assert not served.loop.disconnect()
+        assert served.results(1) == [-errno.EREMOTEIO]
+
+
+# The low half of a tag is the index of an operation, and the high half tells the operations of an index apart.
+@pytest.mark.parametrize("changed_bits", [1, 1 << 20, 1 << 32])
+def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_bits: int) -> None:
+    with served_ring(tmp_path) as served:
+        served.submit(INODE)
+        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag ^ changed_bits, KIB)]))
+        assert served.event_names() == ["disconnected"]
+        assert not served.loop.disconnect()
+        assert served.results(1) == [-errno.EREMOTEIO]
+
+
+def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> None:
+    with served_ring(tmp_path) as served:
+        served.submit(INODE)
+        reply = wire.pack_results([wire.Result(served.operation().tag, KIB)])
+        served.server.sendall(reply + reply)
+        assert served.event_names() == ["disconnected"]
+        assert served.results(1) == [KIB]
+
+
+def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
+    with served_ring(tmp_path) as served:
+        # The loop claims the entries in order. So the first operation is in flight when the second one has failed.
+        served.submit(INODE, UNKNOWN_INODE)
+        assert served.results(1) == [-errno.EBADF]
+        served.ring.set_index(SUBMISSION_HEAD, 1)
+        served.ring.submit()
+        assert served.event_names() == ["ring_broken"]
+
+
+def test_completion_tail_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
+    with served_ring(tmp_path) as served:
+        # The loop reads the tail when it claims an entry. At the second one, it reads the tail 1.
+        for _ in range(2):
+            served.submit(UNKNOWN_INODE)
+            assert served.results(1) == [-errno.EBADF]
+        served.ring.set_index(COMPLETION_TAIL, 0)
+        served.submit(UNKNOWN_INODE)
+        assert served.event_names() == ["ring_broken"]
