@@ -1,7 +1,8 @@
 """The nox sessions: every command that a developer or the CI needs. `nox -l` lists them.
 
-A session installs what it needs once, into `.nox/`, and again only when the requirements have changed. The package
-`automation/` does that work. If a command has an exit code with a meaning (README.md lists them), nox ends with it.
+A session installs the packages that it needs into `.nox/`, and installs them again only if its requirements have
+changed. The package `automation/` does that work. README.md lists the exit codes that have a meaning; nox exits with
+them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from automation.commands import (
 )
 from automation.environments import ensure_environment
 from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_folders
+from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
 from automation.machine import find_hardware, find_interpreter, may_load_rxe, path_with_sbin
 
 nox.needs_version = ">=2024.4.15"
@@ -40,26 +42,24 @@ nox.options.default_venv_backend = "none"
 
 # The cases about the project itself have a session of their own, `meta`.
 ALL_CASES = ("suites", "--ignore=suites/meta")
-# The formatting rules of ruff and clang-format differ between versions.
-LINT = ("ruff==0.17.5", "clang-format==14.0.6")
-TYPES = ("mypy==2.4.1",)
-LAB = ("virtme-ng==1.42",)
-# A seed gives other mutants with another version of the operators.
-MUTANTS = ("mutmut==3.8.1",)
-# It drives the Chromium of this machine; the version of the two need not match.
-PLAYWRIGHT = ("playwright==1.65.2",)
-# The records of the sample report. A facts.json, as `gdrkit facts --json` prints it, may lie beside them.
+TYPES_REQUIREMENTS = ("mypy==2.4.1",)
+LAB_REQUIREMENTS = ("virtme-ng==1.42",)
+# Another version of mutmut has other operators, and would create other mutants from the same seed.
+MUTANTS_REQUIREMENTS = ("mutmut==3.8.1",)
+# Playwright controls the Chromium of this machine. Their versions need not match.
+PLAYWRIGHT_REQUIREMENTS = ("playwright==1.65.2",)
+# The records of the sample report. The folder may also have a facts.json (the output of `gdrkit facts --json`).
 SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
 
 
 @nox.session(default=False)
 def qualify(session: nox.Session) -> None:
-    """Qualify this machine and write the report; without hardware, qualify the code on the software twins."""
+    """Qualify this machine and write the report. Without hardware, run the cases on the software twins."""
     run = builds.prepare_run(twins=True)
     arguments = list(session.posargs)
-    found = find_hardware()
-    if any(found.values()):
-        say("hardware: " + ", ".join(itertools.chain(*found.values())))
+    hardware_by_api = find_hardware()
+    if any(hardware_by_api.values()):
+        say("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
     elif "--software" not in arguments:
         say("no RDMA device and no GPU here: adding --software, which proves the code and not this machine")
         arguments.append("--software")
@@ -68,13 +68,13 @@ def qualify(session: nox.Session) -> None:
 
 @nox.session
 def suites(session: nox.Session) -> None:
-    """Run the suites on the twins, or a part of them: nox -s suites -- suites/rdma -k write."""
+    """Run the suites on the software twins. Arguments select cases: nox -s suites -- suites/rdma -k write."""
     run = builds.prepare_run(twins=True)
     system_packages.install_fuse()
     system_packages.install_mpi()
     system_packages.install_filesystem_tools()
     system_packages.install_strace()
-    # The throughput cases run once and with small sizes on the twins, so that they still work on hardware.
+    # The throughput cases also run, with small sizes. Their numbers mean nothing on twins, but errors are found early.
     if not session.posargs:
         run_suites(session, run, suite_folders(), *on_twins(run))
     else:
@@ -84,10 +84,10 @@ def suites(session: nox.Session) -> None:
 
 @nox.session
 def meta(session: nox.Session) -> None:
-    """Check the project itself: levels, seams, banned words, what `import gdrkit` opens, exit codes, the wheel."""
+    """Check the project: levels, seams, banned words, libraries that `import gdrkit` opens, exit codes, the wheel."""
     run = builds.prepare_run(twins=True)
     builds.build_wheel()
-    ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS)
+    ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS)
     if not session.posargs:
         run_suites(session, run, sorted((ROOT / "suites" / "meta").glob("test_*.py")))
     else:
@@ -96,58 +96,50 @@ def meta(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format with ruff and clang-format; `-- --fix` corrects what they can correct."""
-    tools = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT)
-    folders, suffixes = (builds.NATIVE, ROOT / "suites"), ("cpp", "hpp", "h")
-    sources = sorted(str(path) for folder in folders for suffix in suffixes for path in folder.rglob(f"*.{suffix}"))
-    fix = "--fix" in session.posargs
-    clang_format = ["-i"] if fix else ["--dry-run", "--Werror", "--ferror-limit=1"]
-    codes = [
-        call([str(tools / "ruff"), "check", "--output-format=concise", *(["--fix"] if fix else [])]),
-        call([str(tools / "ruff"), "format", *([] if fix else ["--check"])]),
-        call([str(tools / "clang-format"), *clang_format, *sources], shown_words=5),
-    ]
-    scripts = [ROOT / ".ci" / "run", *ROOT.glob("suites/support/*.sh"), *ROOT.glob("hardware/lab/*.sh")]
-    codes += [call(["bash", "-n", str(path)]) for path in scripts]
-    fail_unless_zero(session, codes)
+    """Check style and format with ruff and clang-format, and the C++ code of the product with clang-tidy; `-- --fix`
+    corrects what the first two can correct.
+    """
+    tools = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT_REQUIREMENTS)
+    system_packages.install(system_packages.missing_build_packages(find_interpreter()[0]))
+    fail_unless_zero(session, [*check_style(tools, fix="--fix" in session.posargs), *check_cpp(tools)])
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the types of all Python here with mypy --strict."""
     run = builds.prepare_run(twins=False, native_parts=False)
-    tools = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES)
+    tools = ensure_environment("types", python=find_interpreter()[0], requirements=TYPES_REQUIREMENTS)
     command = [str(tools / "mypy"), "--python-executable", str(run / "python"), *session.posargs]
     fail_unless_zero(session, [call(command)])
 
 
 @nox.session
 def native(session: nox.Session) -> None:
-    """Build the native code and run its tests, as users get it and under the address and undefined-behaviour
+    """Build the native code and run its tests: as a release build, and with the address and undefined-behaviour
     sanitizers.
     """
     system_packages.install(system_packages.missing_build_packages(find_interpreter()[0]))
-    # The twins first: the product's tests run on the twins of the same preset.
-    pairs = itertools.product((builds.TWINS, builds.NATIVE), ("release", "asan-ubsan"))
-    fail_unless_zero(session, [builds.check_native(tree, preset) for tree, preset in pairs])
+    # The twins are built first, because the product's tests load the twins that were built with the same preset.
+    builds_to_check = itertools.product((builds.TWINS, builds.NATIVE), ("release", "asan-ubsan"))
+    fail_unless_zero(session, [builds.check_native(tree, preset) for tree, preset in builds_to_check])
 
 
 @nox.session(default=False)
 def long(session: nox.Session) -> None:
-    """Run what takes long: the native tests under the thread sanitizer, the suites with ten seeds, the state
-    machines, fuzzers and kill campaigns with large numbers, and a build of the wheel that reuses nothing.
+    """Run the slow checks: the native tests with the thread sanitizer, the suites with ten seeds, the state machines,
+    fuzzers and kill campaigns with large numbers, and a build of the wheels that reuses no earlier build.
     """
     run = builds.prepare_run(twins=True)
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
     codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
-    # Without the precompiled header, so that a file which does not include what it uses is found.
+    # The wheels are built without the precompiled header. A file that lacks an include then fails to compile.
     wheel = [str(run / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
     codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
     for seed in long_run.SEEDS:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]
         codes.append(call([*on_twins(run, "--seed", str(seed)), *command]))
-    # These cases take minutes, so that faulthandler must not take them for a hang.
+    # These cases take minutes, so faulthandler gets a longer time after which it reports a hang.
     command = [*pytest(run), *long_run.CASES, "-q", "-o", "faulthandler_timeout=1800", *session.posargs]
     codes.append(call([*on_twins(run), *command], environ=long_run.NUMBERS))
     fail_unless_zero(session, codes)
@@ -155,23 +147,27 @@ def long(session: nox.Session) -> None:
 
 @nox.session
 def review(session: nox.Session) -> None:
-    """Show that the cases of the GDR review can fail: put each defect back, see it caught, write docs/findings.md."""
+    """Show that the cases of the GDR review can fail: insert each defect, check that a case fails, write
+    docs/findings.md.
+    """
     run = builds.prepare_run(twins=True)
-    libraries = builds.build_defects()
+    libraries = builds.build_defects(run)
     program = [str(run / "python"), "-m", "meta.defects.run", "--libraries", str(libraries)]
     command = [*on_twins(run), *program, *session.posargs]
-    # No package carries the defects: the review finds them by this path, and so do its child processes.
+    # The defects are in no installed package. The review and its child processes import them by this PYTHONPATH.
     fail_unless_zero(session, [call(command, environ=prepend_to_pythonpath(ROOT / "suites"))])
 
 
 @nox.session(default=False)
 def mutants(session: nox.Session) -> None:
-    """Change the product in one place at a time, in a copy, and run the cases against each change; ends with 0 if they
-    notice nine of ten: -- [--module wire] [--count 20] [--jobs 2] [--records FILE].
+    """Change a copy of the product in one place at a time, and run the cases on each change. The exit code is 0 if
+    cases fail for nine of ten changes. Options: -- [--module wire] [--count 20] [--jobs 2] [--records FILE].
     """
     run = builds.prepare_run(twins=True)
     system_packages.install_filesystem_tools()
-    operators = ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS) / "python"
+    operators = (
+        ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS) / "python"
+    )
     tools = builds.ensure_build_tools()
     program = [str(run / "python"), "-m", "meta.mutants.run", "--operators", str(operators), "--tools", str(tools)]
     exit_unless_zero(call([*program, *session.posargs], environ=prepend_to_pythonpath(ROOT / "suites")))
@@ -179,10 +175,10 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measure what gdrkit itself costs, each beside its peer of the same run; -- --records FILE keeps the numbers."""
+    """Measure the overhead of gdrkit, next to other software in the same run. -- --records FILE keeps the numbers."""
     run = builds.prepare_run(twins=True)
     programs = builds.build_bench_programs()
-    # The 4 GiB that a GPU reads take more than nine minutes on the twins and show nothing more.
+    # The default of 4 GiB would take more than nine minutes on the twins, without a further result.
     os.environ.setdefault("GDRKIT_BENCH_STORAGE_MIB", "64")
     command = [*on_twins(run), *pytest(run), "--benchmark-enable", *cases(session.posargs, "suites/bench")]
     exit_with_pytest_code(session, call(command, environ={"GDRKIT_BENCH_PROGRAMS": str(programs)}))
@@ -190,58 +186,60 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def hardware(session: nox.Session) -> None:
-    """Run the sessions that fit the hardware of this machine, and say why the others do not; 4 if it has none."""
-    found = find_hardware()
-    lacking = [api for api, devices in found.items() if not devices]
-    if len(lacking) == len(found):
+    """Run the sessions that fit the hardware of this machine, and print why the others do not fit. The exit code is 4
+    if the machine has no hardware.
+    """
+    hardware_by_api = find_hardware()
+    missing_apis = [api for api, devices in hardware_by_api.items() if not devices]
+    if len(missing_apis) == len(hardware_by_api):
         say("no RDMA device in /sys/class/infiniband, no NVIDIA driver in /proc/driver, no NVIDIA GPU or Gaudi on PCI:")
-        say("nothing here can be proven on hardware. `nox -s suites` runs the same cases on the software twins.")
+        say("nothing can be proven on this machine. `nox -s suites` runs the same cases on the software twins.")
         sys.exit(NOTHING_PROVEN)
-    say("hardware: " + ", ".join(itertools.chain(*found.values())))
-    run = builds.prepare_run(twins=bool(lacking))
-    for name, plan in plan_sessions(run).items():
-        say(f"nox -s {name}: {'runs' if plan['fits'] else 'does not run'}: {plan['why']}")
-        if plan["fits"]:
-            session.notify(name, posargs=[*plan["arguments"], *session.posargs])
+    say("hardware: " + ", ".join(itertools.chain(*hardware_by_api.values())))
+    run = builds.prepare_run(twins=bool(missing_apis))
+    for name, session_plan in plan_sessions(run).items():
+        say(f"nox -s {name}: {'runs' if session_plan['fits'] else 'does not run'}: {session_plan['why']}")
+        if session_plan["fits"]:
+            session.notify(name, posargs=[*session_plan["arguments"], *session.posargs])
 
 
 @nox.session(default=False)
 def direct(session: nox.Session) -> None:
-    """Run the suites on the hardware of this machine, and on twins of what it lacks."""
-    lacking = [api for api, devices in find_hardware().items() if not devices]
-    run = builds.prepare_run(twins=bool(lacking))
+    """Run the suites on the hardware of this machine, and on software twins of the missing hardware."""
+    missing_apis = [api for api, devices in find_hardware().items() if not devices]
+    run = builds.prepare_run(twins=bool(missing_apis))
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
-    launcher = on_twins(run, "--apis", ",".join(lacking)) if lacking else []
+    launcher = on_twins(run, "--apis", ",".join(missing_apis)) if missing_apis else []
     exit_with_pytest_code(session, call([*launcher, *pytest(run), *cases(session.posargs, *ALL_CASES)]))
 
 
 @nox.session(default=False)
 def lab(session: nox.Session) -> None:
-    """Run the RDMA suites on a real kernel's RDMA stack and compare them with the twins: on the RDMA devices of this
-    machine or on rxe where it has them, else in a virtual machine.
+    """Run the RDMA suites on a real kernel's RDMA stack, and compare the results with those on the twins. The suites
+    use the RDMA devices of this machine or its module rdma_rxe, and without both a virtual machine.
     """
-    # depmod and the like are in /sbin, which Debian leaves out of the PATH of ordinary users.
+    # depmod and other programs are in /sbin, which the PATH of ordinary users does not have on Debian.
     os.environ["PATH"] = path_with_sbin()
-    here = bool(find_hardware()["verbs"]) or may_load_rxe()
-    if not here:
+    has_rdma_here = bool(find_hardware()["verbs"]) or may_load_rxe()
+    if not has_rdma_here:
         programs = system_packages.LAB_PROGRAMS
         system_packages.install([package for name, package in programs.items() if not shutil.which(name)])
     system_packages.install_perftest()
     run = builds.prepare_run(twins=True)
-    tools = ensure_environment("lab", python=find_interpreter()[0], requirements=LAB)
-    where = ["--here"] if here else [f"--tools={tools}"]
-    exit_unless_zero(call([str(run / "python"), "-m", "hardware.lab", *where, *session.posargs]))
+    tools = ensure_environment("lab", python=find_interpreter()[0], requirements=LAB_REQUIREMENTS)
+    location_options = ["--here"] if has_rdma_here else [f"--tools={tools}"]
+    exit_unless_zero(call([str(run / "python"), "-m", "hardware.lab", *location_options, *session.posargs]))
 
 
 @nox.session(default=False)
 def bundle(session: nox.Session) -> None:
-    """Prepare one folder with which a machine with GPUs and no package registry runs its cases:
-    -- --python 3.12 --output build/bundle; there `python3 build/bundle/gpu.py`, or `nox -s gpu`. With
-    --extras FOLDER, wheels of kvikio and numpy are taken from that folder where no registry has them.
+    """Prepare a folder for a machine with GPUs and no package registry: -- --python 3.12 --output build/bundle. On that
+    machine, `python3 build/bundle/gpu.py` or `nox -s gpu` runs the cases. With --extras FOLDER, the wheels of kvikio
+    and numpy are taken from that folder if no registry has them.
     """
-    words = iter(session.posargs)
-    options = {name.removeprefix("--"): next(words, "") for name in words}
+    arguments = iter(session.posargs)
+    options = {name.removeprefix("--"): next(arguments, "") for name in arguments}
     if not options.keys() <= {"python", "output", "extras"} or not all(options.values()):
         say("usage: nox -s bundle -- [--python VERSION_OR_PATH] [--output FOLDER] [--extras FOLDER]")
         sys.exit(WRONG_USAGE)
@@ -252,7 +250,7 @@ def bundle(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """Run contract, share, registration, gds and throughput on the GPUs of this machine, from a bundle's folder."""
+    """Run the cases on the GPUs of this machine from the folder of a bundle (see the session `bundle`)."""
     command = [sys.executable, str(ROOT / "hardware" / "gpu" / "run.py"), *session.posargs]
     if "--bundle" not in session.posargs:
         command += ["--bundle", str(ROOT / "build" / "bundle")]
@@ -261,12 +259,12 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def pages(session: nox.Session) -> None:
-    """Open the report in headless Chromium, at two widths, light and dark, with axe-core; the pictures stay in
+    """Check the report page in headless Chromium at two widths, light and dark, with axe-core. The screenshots are in
     reports/runs/pages.
     """
     axe = builds.ensure_axe()
     run = builds.prepare_run(twins=False)
-    playwright = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT)
+    playwright = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT_REQUIREMENTS)
     environ = {"GDRKIT_AXE": str(axe), "GDRKIT_PICTURES": str(ROOT / "reports" / "runs" / "pages")}
     environ |= prepend_to_pythonpath(next(playwright.parent.glob("lib/python*/site-packages")))
     command = [*pytest(run), "suites/report/test_in_browser.py", *session.posargs]
@@ -275,17 +273,24 @@ def pages(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sample(session: nox.Session) -> None:
-    """Make docs/sample-report/index.html again, from the records of a real machine below reports/baselines."""
+    """Create docs/sample-report/index.html again, from the records of a real machine in reports/baselines."""
     run = builds.prepare_run(twins=False)
-    made, shown = ROOT / "build" / "sample-report", ROOT / "docs" / "sample-report" / "index.html"
-    command = [str(run / "gdrkit"), "report", str(ROOT / SAMPLE_RECORDS), "--output", str(made), *session.posargs]
+    report_folder, page = ROOT / "build" / "sample-report", ROOT / "docs" / "sample-report" / "index.html"
+    command = [
+        str(run / "gdrkit"),
+        "report",
+        str(ROOT / SAMPLE_RECORDS),
+        "--output",
+        str(report_folder),
+        *session.posargs,
+    ]
     exit_unless_zero(call(command))
-    shown.parent.mkdir(exist_ok=True)
-    shutil.copyfile(made / "index.html", shown)
-    say(f"made {shown.relative_to(ROOT)}")
+    page.parent.mkdir(exist_ok=True)
+    shutil.copyfile(report_folder / "index.html", page)
+    say(f"made {page.relative_to(ROOT)}")
 
 
 @nox.session(default=False)
 def fresh(session: nox.Session) -> None:
-    """Make a fresh Debian 12 in a folder (root, debootstrap), run the README's two commands in it and time them."""
+    """Install a fresh Debian 12 in a folder (needs root and debootstrap), and time the README's two commands in it."""
     exit_unless_zero(call(["bash", str(ROOT / "suites" / "support" / "fresh_machine.sh"), *session.posargs]))

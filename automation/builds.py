@@ -1,6 +1,7 @@
-"""Builds of the native parts, the twins, the wheels and the benchmark programs.
+"""Builds of the native parts, the software twins, the wheels and the benchmark programs, for the nox sessions.
 
-Every build uses the folder of its CMake preset below `build/`, so that no session compiles what another one compiled.
+Every build uses the folder of its CMake preset below `build/`. A session therefore reuses what another session has
+compiled.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ import json
 import shutil
 from pathlib import Path
 
-from automation.commands import ROOT, call, prepend_to_path, require, say, stop
+from automation.commands import ROOT, call, prepend_to_path, prepend_to_pythonpath, require, say, stop
 from automation.environments import ENVIRONMENTS, digest, ensure_environment, lock_environments
 from automation.machine import find_interpreter, has_pyverbs, python_version
 from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
 
 __all__ = [
     "BENCH_PROGRAMS",
-    "BUILD",
-    "KVIKIO",
+    "BUILD_REQUIREMENTS",
+    "KVIKIO_REQUIREMENTS",
     "NATIVE",
-    "PYVERBS",
+    "PYVERBS_REQUIREMENT",
     "TWINS",
     "build_bench_programs",
     "build_defects",
@@ -32,28 +33,29 @@ __all__ = [
 
 NATIVE = ROOT / "native"
 TWINS = NATIVE / "twins"
-BUILD = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2", "nanobind>=2.4,<4")
-PYVERBS = "pyverbs==59.0"
-RUN = (
+BUILD_REQUIREMENTS = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2", "nanobind>=2.4,<4")
+PYVERBS_REQUIREMENT = "pyverbs==59.0"
+RUN_REQUIREMENTS = (
     "nox>=2024.4.15",
-    # The cases validate records and reports with it.
+    # The cases validate records and reports with jsonschema.
     "jsonschema>=4.20",
-    # It guides the fuzzing of parsers. PyPI has wheels for these Pythons and machines only.
+    # atheris guides the fuzzing of parsers. PyPI has wheels of it only for the Pythons and machines of this marker.
     "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'",
 )
-# Installed without their dependencies: those are two gigabytes of CUDA libraries that the suites do not use.
-KVIKIO = ("kvikio-cu13==26.10.*", "libkvikio-cu13==26.10.*", "rapids-logger==0.3.*", "packaging")
+# These packages are installed without their dependencies, which are two gigabytes of CUDA libraries. The suites do not
+# use them.
+KVIKIO_REQUIREMENTS = ("kvikio-cu13==26.10.*", "libkvikio-cu13==26.10.*", "rapids-logger==0.3.*", "packaging")
 # The accessibility rules differ between versions.
-AXE = "axe-core@4.14.1"
+AXE_PACKAGE = "axe-core@4.14.1"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BENCH_PROGRAMS = ("usrbio_path_bench", "usrbio_ring_bench")
 
 
 def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
-    """Make the environment that runs the suites, and return its bin folder.
+    """Create the environment that runs the suites, and return its bin folder.
 
-    It has gdrkit as an editable installation of this tree, its dependencies, and by argument the native parts of the
-    product and the twins.
+    It has gdrkit as an editable installation of this tree, and the dependencies of gdrkit. With `twins` it also has the
+    software twins, and with `native_parts` the native parts of the product.
     """
     python, build_pyverbs = find_interpreter()
     packages = missing_build_packages(python) if twins or native_parts or build_pyverbs else []
@@ -62,13 +64,18 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
     elif not has_pyverbs():
         packages.append("python3-pyverbs")
     install(packages)
-    requirements = (*RUN, *((PYVERBS,) if build_pyverbs else ()), "-e", f"{ROOT}[qualify,cuda13,cufile,fuse,mpi]")
+    requirements = (
+        *RUN_REQUIREMENTS,
+        *((PYVERBS_REQUIREMENT,) if build_pyverbs else ()),
+        "-e",
+        f"{ROOT}[qualify,cuda13,cufile,fuse,mpi]",
+    )
     run = ensure_environment(
         "run",
         python=python,
         requirements=requirements,
-        made_from=[ROOT / "pyproject.toml"],
-        without_dependencies=KVIKIO,
+        input_files=[ROOT / "pyproject.toml"],
+        without_dependencies=KVIKIO_REQUIREMENTS,
     )
     if twins:
         _install_twins(run)
@@ -78,8 +85,8 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
 
 
 def ensure_build_tools() -> Path:
-    """Make the environment that has the build tools, and return its bin folder."""
-    return ensure_environment("build", python=find_interpreter()[0], requirements=BUILD)
+    """Create the environment with the build tools, and return its bin folder."""
+    return ensure_environment("build", python=find_interpreter()[0], requirements=BUILD_REQUIREMENTS)
 
 
 def ensure_axe() -> Path:
@@ -90,15 +97,15 @@ def ensure_axe() -> Path:
     axe = tools / "node_modules" / "axe-core"
     with lock_environments():
         installed = json.loads((axe / "package.json").read_text())["version"] if axe.exists() else None
-        if installed != AXE.rpartition("@")[2]:
+        if installed != AXE_PACKAGE.rpartition("@")[2]:
             if not shutil.which("npm"):
-                stop("npm is needed, which installs axe-core. Debian: apt-get install npm")
-            require(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(tools), AXE])
+                stop("npm is needed to install axe-core. Debian: apt-get install npm")
+            require(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(tools), AXE_PACKAGE])
     return axe / "axe.min.js"
 
 
 def build_bench_programs() -> Path:
-    """Build the native benchmarks, and return the folder that has them."""
+    """Build the native benchmark programs, and return their folder."""
     tools = ensure_build_tools()
     configure, build = _preset_steps(tools, "release", testing=True)
     with lock_environments():
@@ -111,30 +118,36 @@ def build_wheel() -> None:
     """Build the wheel of the product into build/wheels."""
     tools = ensure_build_tools()
     wheels = ROOT / "build" / "wheels"
-    build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT)]
+    pip_wheel = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT)]
     with lock_environments():
-        for old in wheels.glob("gdrkit-*.whl"):
-            old.unlink()
-        folder = f"build-dir={ROOT / 'build' / 'native' / 'release'}"
-        require([str(tools / "pip"), *build, "-C", folder], environ=prepend_to_path(tools))
+        for old_wheel in wheels.glob("gdrkit-*.whl"):
+            old_wheel.unlink()
+        build_folder_option = f"build-dir={ROOT / 'build' / 'native' / 'release'}"
+        require([str(tools / "pip"), *pip_wheel, "-C", build_folder_option], environ=prepend_to_path(tools))
 
 
-def build_defects() -> Path:
-    """Build the client libraries that have one defect each, for the session `review`, and return their folder."""
-    sources, build = ROOT / "suites" / "meta" / "defects" / "native", ROOT / "build" / "defects"
+def build_defects(run_bin: Path) -> Path:
+    """Build client libraries with one deliberate defect each, for the session `review`, and return their folder.
+
+    `run_bin` is the bin folder of the environment that runs the suites.
+    """
+    defect_sources, build_folder = ROOT / "suites" / "meta" / "defects" / "native", ROOT / "build" / "defects"
     tools = ensure_build_tools()
+    options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", f"-DGDRKIT_PATCHED={build_folder / 'patched'}"]
     steps = (
-        ["cmake", "-G", "Ninja", "-S", str(sources), "-B", str(build), "-DCMAKE_BUILD_TYPE=RelWithDebInfo"],
-        ["cmake", "--build", str(build)],
+        ["cmake", "-G", "Ninja", "-S", str(defect_sources), "-B", str(build_folder), *options],
+        ["cmake", "--build", str(build_folder)],
     )
     with lock_environments():
+        patch = [str(run_bin / "python"), "-m", "meta.defects.native", str(build_folder / "patched")]
+        require(patch, environ=prepend_to_pythonpath(ROOT / "suites"))
         for step in steps:
             require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools))
-    return build
+    return build_folder
 
 
 def check_native(tree: Path, preset: str) -> int:
-    """Configure, build and test one CMake preset of a native project, and return the first exit code that is not 0."""
+    """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step."""
     tools = ensure_build_tools()
     configure, build = _preset_steps(tools, preset, testing=True)
     if tree == NATIVE:
@@ -160,9 +173,9 @@ def _install_twins(run: Path) -> None:
         say("building the twins")
         wheels = ROOT / "build" / "wheels"
         shutil.rmtree(wheels, ignore_errors=True)
-        build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(TWINS)]
-        folder = f"build-dir={ROOT / 'build' / 'twins' / 'release'}"
-        require([str(tools / "pip"), *build, "-C", folder], environ=prepend_to_path(tools))
+        pip_wheel = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(TWINS)]
+        build_folder_option = f"build-dir={ROOT / 'build' / 'twins' / 'release'}"
+        require([str(tools / "pip"), *pip_wheel, "-C", build_folder_option], environ=prepend_to_path(tools))
         wheel = next(wheels.glob("*.whl"))
         require([str(run / "pip"), "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
         stamp.write_text(expected_digest)
@@ -176,23 +189,24 @@ def _install_native() -> None:
         for path in _source_files(NATIVE)
         if TWINS not in path.parents and "tests" not in path.relative_to(NATIVE).parts
     ]
-    expected_digest = digest([python, str(python_version(python)), *BUILD], sources)
+    expected_digest = digest([python, str(python_version(python)), *BUILD_REQUIREMENTS], sources)
     tools = ensure_build_tools()
-    # The stamp lies with the build, because a new environment does not make the installed modules stale.
+    # The stamp is in the build folder and not in the environment, because a new environment does not make it necessary
+    # to install the modules again: they are in this tree.
     stamp = ROOT / "build" / "native" / "installed-from"
     with lock_environments():
         if stamp.exists() and stamp.read_text() == expected_digest:
             return
         say("building the native parts")
         stamp.unlink(missing_ok=True)
-        copy = ["cmake", "--install", "../build/native/release", "--prefix", str(ROOT), "--component", "python"]
-        for step in (*_preset_steps(tools, "release", testing=False), copy):
+        install_step = ["cmake", "--install", "../build/native/release", "--prefix", str(ROOT), "--component", "python"]
+        for step in (*_preset_steps(tools, "release", testing=False), install_step):
             require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
         stamp.write_text(expected_digest)
 
 
 def _source_files(tree: Path) -> list[Path]:
-    """Return the files of a native project that a build reads, tests included."""
+    """Return the files of a native project that a build reads, including those of its tests."""
     files = (path for path in sorted(tree.rglob("*")) if path.is_file() and path.suffix != ".md")
     return [path for path in files if "__pycache__" not in path.parts]
 
@@ -200,6 +214,6 @@ def _source_files(tree: Path) -> list[Path]:
 def _preset_steps(tools: Path, preset: str, *, testing: bool) -> list[list[str]]:
     """Return the commands that configure and build one CMake preset."""
     options = [f"-DBUILD_TESTING={'ON' if testing else 'OFF'}", f"-DPython_EXECUTABLE={tools / 'python'}"]
-    # The twins have no Python modules, so that CMake would warn that it does not use Python_EXECUTABLE.
+    # --no-warn-unused-cli: the twins have no Python modules, so CMake would warn about the unused Python_EXECUTABLE.
     configure = ["cmake", "--preset", preset, *options, "--no-warn-unused-cli"]
     return [configure, ["cmake", "--build", "--preset", preset]]

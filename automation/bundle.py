@@ -1,4 +1,8 @@
-"""One folder with everything that a GPU machine without a package registry needs to run the cases."""
+"""Creation of the bundle: a folder with all files that a GPU machine needs to run the test cases of gdrkit.
+
+The machine needs no package registry. `nox -s bundle` creates the folder. On the GPU machine, the folder's `gpu.py`
+(hardware/gpu/run.py) installs the wheels and runs the cases that its table PARTS lists.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automation.builds import BENCH_PROGRAMS, BUILD, KVIKIO, PYVERBS, build_bench_programs
+from automation.builds import (
+    BENCH_PROGRAMS,
+    BUILD_REQUIREMENTS,
+    KVIKIO_REQUIREMENTS,
+    PYVERBS_REQUIREMENT,
+    build_bench_programs,
+)
 from automation.commands import ROOT, call, output_of, prepend_to_path, require, say, stop
 from automation.environments import BUILD_CONSTRAINTS, ensure_environment, lock_environments
 from automation.machine import python_version
@@ -20,28 +30,29 @@ if TYPE_CHECKING:
 
 __all__ = ["fill_bundle"]
 
-# The size limit of the transport to such a machine.
+# Size limit of a copy to the GPU machine.
 BUNDLE_BYTES_MAX = 64 << 20
-CACHE = ROOT / "build" / "bundle-parts"
+BUNDLE_CACHE = ROOT / "build" / "bundle-parts"
 
 
 def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     """Fill the folder `output` for one Python version.
 
-    It gets the wheels of gdrkit, of the twins, of pyverbs and of their dependencies, the script that runs them, the
-    benchmark programs, and, if a registry or the folder `extras` has them, the wheels of kvikio and numpy.
+    The folder gets the wheels of gdrkit, of the twins, of pyverbs and of their dependencies. It also gets `gpu.py`, the
+    benchmark programs, and the wheels of kvikio and numpy. The last two come from the package registry or from the
+    folder `extras`, and are left out if neither has them.
     """
     interpreter = shutil.which(python if "/" in python else f"python{python}")
     if interpreter is None or python_version(interpreter) < (3, 11):
         stop(f"--python must name an installed Python, 3.11 or newer, not {python}")
-    # A name on the PATH may be a shim that chooses the interpreter by the current folder.
-    exact = output_of([interpreter, "-c", "import sys; print(sys.executable)"])
-    install([*missing_build_packages(exact), *missing_pyverbs_packages()])
-    tools = ensure_environment("bundle", python=exact, requirements=BUILD)
-    tag = "cp" + "".join(map(str, python_version(exact)))
+    # A program on the PATH may be a shim that chooses the interpreter by the current folder, so Python is asked itself.
+    executable = output_of([interpreter, "-c", "import sys; print(sys.executable)"])
+    install([*missing_build_packages(executable), *missing_pyverbs_packages()])
+    tools = ensure_environment("bundle", python=executable, requirements=BUILD_REQUIREMENTS)
+    tag = "cp" + "".join(map(str, python_version(executable)))
     with lock_environments():
         shutil.rmtree(output, ignore_errors=True)
-        # Read beside the copy of the sources: a build takes minutes, in which the tree may get another commit.
+        # The commit is read now, when the sources are copied. During the build, the tree may get another commit.
         commit = output_of(["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]) or "unknown"
         _copy_sources()
         _collect_wheels(tools, tag=tag, output=output)
@@ -49,42 +60,44 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     _collect_programs(output)
     (output / "bundle.json").write_text(json.dumps({"commit": commit, "python": tag}) + "\n")
     size_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-    version = ".".join(map(str, python_version(exact)))
+    version = ".".join(map(str, python_version(executable)))
     say(f"{output}: {size_bytes / (1 << 20):.1f} MiB for Python {version}; run gpu.py there")
     if size_bytes > BUNDLE_BYTES_MAX:
         stop(f"The bundle is larger than {BUNDLE_BYTES_MAX >> 20} MiB.")
 
 
 def _copy_sources() -> None:
-    """Copy the sources alone, because the modules that were built into this tree are for another Python."""
-    sources, ignored = CACHE / "tree", shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    """Copy the sources without built modules, because the modules in this tree may be for another Python."""
+    sources, ignored = BUNDLE_CACHE / "tree", shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     shutil.rmtree(sources, ignore_errors=True)
     shutil.copytree(ROOT, sources, ignore=ignored)
 
 
 def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:
-    """Build the wheels of this tree and of pyverbs, and download those that they depend on."""
-    wheels, cache = output / "wheels", CACHE
-    build = [str(tools / "pip"), "wheel", "--quiet", "--no-deps"]
-    # pyverbs does not depend on this tree and takes minutes to build, so its wheel is kept.
+    """Build the wheels of gdrkit, of the twins and of pyverbs, and download the wheels of their dependencies."""
+    wheels, cache = output / "wheels", BUNDLE_CACHE
+    pip_wheel = [str(tools / "pip"), "wheel", "--quiet", "--no-deps"]
+    # The wheel of pyverbs is built only once, because the build takes minutes and does not depend on this tree. The
+    # environment variables in BUILD_CONSTRAINTS limit the versions of the build tools that pip installs.
     if not list((cache / tag).glob("pyverbs-*.whl")):
-        require([*build, "--wheel-dir", str(cache / tag), PYVERBS], environ=BUILD_CONSTRAINTS)
-    sources = CACHE / "tree"
-    for source, part in ((sources / "native" / "twins", "twins"), (sources, f"native-{tag}")):
-        options = ["--no-build-isolation", "--wheel-dir", str(wheels), "-C", f"build-dir={cache / part}"]
-        # The symbols alone exceed the limit. The build ids, by which records name libraries, stay.
-        require([*build, *options, "-C", "install.strip=true", str(source)], environ=prepend_to_path(tools))
+        require([*pip_wheel, "--wheel-dir", str(cache / tag), PYVERBS_REQUIREMENT], environ=BUILD_CONSTRAINTS)
+    sources = BUNDLE_CACHE / "tree"
+    for source, build_folder in ((sources / "native" / "twins", "twins"), (sources, f"native-{tag}")):
+        options = ["--no-build-isolation", "--wheel-dir", str(wheels), "-C", f"build-dir={cache / build_folder}"]
+        # Debug symbols are removed, because they exceed the size limit. Build ids remain, because they are in a section
+        # that is loaded with the library. The records name each library by its build id.
+        require([*pip_wheel, *options, "-C", "install.strip=true", str(source)], environ=prepend_to_path(tools))
     links = ["--find-links", str(wheels), "--find-links", str(cache / tag)]
-    _download(tools, "--dest", str(wheels), *links, "gdrkit[qualify]", "gdrkit-twins", PYVERBS)
+    _download(tools, "--dest", str(wheels), *links, "gdrkit[qualify]", "gdrkit-twins", PYVERBS_REQUIREMENT)
 
 
 def _collect_extras(tools: Path, *, output: Path, extras: Path | None) -> None:
-    # packaging is among the wheels already.
-    packages = [*(each for each in KVIKIO if each != "packaging"), "numpy"]
+    # The wheel of packaging has already been downloaded as a dependency of gdrkit.
+    packages = [*(requirement for requirement in KVIKIO_REQUIREMENTS if requirement != "packaging"), "numpy"]
     links = ["--find-links", str(extras)] if extras else []
     command = _download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, *packages)
     if call(command) != 0:
-        say(f"Going on without {KVIKIO[0]}: its cases will not run there.")
+        say(f"Continuing without {KVIKIO_REQUIREMENTS[0]}: its cases will not run on the GPU machine.")
 
 
 def _collect_programs(output: Path) -> None:

@@ -1,4 +1,4 @@
-"""Running commands for nox sessions, and mapping their exit codes to those that the README lists."""
+"""Functions that run commands for the nox sessions, and that end nox with the exit codes that the README lists."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 
 WRONG_USAGE, SETUP_MISSING, NOTHING_PROVEN = 2, 3, 4
+# Exit codes of pytest.
 PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
 
 
 def say(line: str) -> None:
-    """Print a line and flush it, so that it precedes the output of the next child process."""
+    """Print a line and flush it, so that it is printed before the output of the next child process."""
     print(line, flush=True)
 
 
@@ -53,8 +54,8 @@ def call(
     command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT, shown_words: int = 1000
 ) -> int:
     """Print the first `shown_words` words of a command, run it and return its exit code."""
-    words = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
-    say("> " + " ".join(words[:shown_words]) + (" ..." if len(words) > shown_words else ""))
+    shown_command = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
+    say("> " + " ".join(shown_command[:shown_words]) + (" ..." if len(shown_command) > shown_words else ""))
     return subprocess.call(command, cwd=folder, env={**os.environ, **(environ or {})})
 
 
@@ -72,26 +73,26 @@ def output_of(command: Sequence[str]) -> str:
 
 
 def prepend_to_path(tools: Path) -> dict[str, str]:
-    """Return the environment variables under which the programs in the folder `tools` are found first."""
+    """Return a PATH for child processes on which the programs in the folder `tools` are found first."""
     return {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
 
 
 def prepend_to_pythonpath(folder: Path) -> dict[str, str]:
-    """Return the environment variables under which Python imports modules of `folder`, in child processes too."""
+    """Return a PYTHONPATH with which Python child processes can import the modules in `folder`."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))}
 
 
 def exit_unless_zero(code: int) -> None:
-    """Exit from nox with `code` unless it is 0. A nox session that merely fails would turn every code into 1."""
+    """Exit from nox with `code` unless it is 0. If a session only failed, nox would exit with code 1."""
     if code:
         sys.exit(code)
 
 
 def exit_with_pytest_code(session: nox.Session, code: int) -> None:
-    """End a session that ran pytest.
+    """End a session that ran pytest with exit code `code`.
 
-    Codes 4 (bad option) and 5 (no case was selected) of pytest become 2, code 3 stays 3. After failed cases the
-    session fails and nox goes on with the next one.
+    For the codes 4 (bad option) and 5 (no case was selected), nox exits with 2. For code 3, nox exits with 3. For other
+    codes except 0, the session fails, and nox continues with the next session.
     """
     if code == SETUP_MISSING:
         sys.exit(SETUP_MISSING)
@@ -101,6 +102,6 @@ def exit_with_pytest_code(session: nox.Session, code: int) -> None:
 
 
 def fail_unless_zero(session: nox.Session, codes: Sequence[int]) -> None:
-    """Fail the session if any of the exit codes is not 0. nox then goes on with the next session."""
+    """Fail the session if any of the exit codes is not 0. nox then continues with the next session."""
     if any(codes):
         session.error(f"{sum(map(bool, codes))} of {len(codes)} checks failed")

@@ -1,4 +1,4 @@
-"""The virtual environments in `.nox/`, each made again only when its requirements have changed."""
+"""Creation of the virtual environments in `.nox/`. An environment is created again only if its requirements change."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ def ensure_environment(
     *,
     python: str,
     requirements: Sequence[str],
-    made_from: Iterable[Path] = (),
+    input_files: Iterable[Path] = (),
     without_dependencies: Sequence[str] = (),
 ) -> Path:
-    """Make the virtual environment `name` if its requirements have changed, and return its bin folder.
+    """Create the virtual environment `name`, unless it exists with the same requirements. Return its bin folder.
 
-    The requirements in `without_dependencies` are optional: pip installs them without their dependencies, and the
-    environment is usable if there is no wheel of them for this machine.
+    The environment is also created again if one of the `input_files` has changed. The requirements in
+    `without_dependencies` are optional. pip installs them without their dependencies. If there is no wheel of them for
+    this machine, the environment is used without them.
     """
     folder = ENVIRONMENTS / name
     stamp = folder / "made-from"
-    expected_digest = digest([python, str(python_version(python)), *requirements, *without_dependencies], made_from)
+    expected_digest = digest([python, str(python_version(python)), *requirements, *without_dependencies], input_files)
     with lock_environments():
         if stamp.exists() and stamp.read_text() == expected_digest:
             return folder / "bin"
         say(f"making the environment {folder.relative_to(ROOT)}")
         if Path(sys.prefix) == folder:
-            stop("This nox runs from that very environment. Use another nox.")
+            stop(f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. Use another nox.")
         require([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
         pip_install = [str(folder / "bin" / "pip"), "install", "--quiet"]
         require([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
         if without_dependencies and call([*pip_install, "--no-deps", *without_dependencies]) != 0:
-            say(f"Going on without {without_dependencies[0]}: its cases will not run.")
+            say(f"Continuing without {without_dependencies[0]}: its cases will not run.")
         stamp.write_text(expected_digest)
     return folder / "bin"
 
@@ -65,8 +66,8 @@ def lock_environments() -> Iterator[None]:
 
 
 def digest(words: Iterable[str], files: Iterable[Path]) -> str:
-    """Return the SHA-256 of these words and of the paths and contents of these files."""
-    total = hashlib.sha256("\0".join(words).encode())
+    """Return the SHA-256 of the words, and of the paths and contents of the files."""
+    sha256 = hashlib.sha256("\0".join(words).encode())
     for path in files:
-        total.update(f"\0{path}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
+        sha256.update(f"\0{path}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return sha256.hexdigest()

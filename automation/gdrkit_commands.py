@@ -1,4 +1,4 @@
-"""The beginnings of the commands that sessions run in the environment of the suites."""
+"""Functions that compose pytest and gdrkit commands for the nox sessions, and that run the suites side by side."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["cases", "on_twins", "plan_sessions", "pytest", "run_suites", "suite_folders"]
 
-_SLOWEST_FIRST = ("qualify", "usrbio", "gds", "inventory", "storage", "property", "report", "gaudi")
+_SLOWEST_SUITES_FIRST = ("qualify", "usrbio", "gds", "inventory", "storage", "property", "report", "gaudi")
 
 
 def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
-    """Return what `gdrkit plan` says of each session for hardware: whether it fits, why, and its arguments."""
+    """Return, for each nox session that tests hardware, what `gdrkit plan --json` prints about it.
+
+    This is whether the session fits this machine, why, and its arguments.
+    """
     plan = output_of([str(run / "gdrkit"), "plan", "--json"])
     if not plan:
         stop(f"`{run / 'gdrkit'} plan --json` printed nothing; run it to see why.")
@@ -41,28 +44,29 @@ def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
 def pytest(run: Path) -> list[str]:
     """Return the first words of a pytest command.
 
-    The settings file is named, because pytest would search for one from any argument that is an existing path.
+    They name the settings file. Otherwise pytest would search for one in the folder of the first argument that is an
+    existing path.
     """
     return [str(run / "python"), "-m", "pytest", "-c", str(ROOT / "suites" / "pytest.ini")]
 
 
 def cases(arguments: Sequence[str], *default: str) -> list[str]:
-    """Return the arguments of pytest, with the default cases in front if the arguments name none.
+    """Return `arguments` for pytest, after the `default` cases if the arguments name no cases.
 
-    A path below suites/ or hardware/ names cases. ``--ignore=suites/meta`` does not, and neither does another path
-    that happens to exist, such as a file of records.
+    An argument names cases if it is a path below suites/ or hardware/. ``--ignore=suites/meta`` and the path of a
+    records file do not name cases.
     """
-    folders = {Path(os.path.relpath(ROOT / argument, ROOT)).parts[:1] for argument in arguments}
-    return [*(() if folders & {("suites",), ("hardware",)} else default), *arguments]
+    top_folders = {Path(os.path.relpath(ROOT / argument, ROOT)).parts[:1] for argument in arguments}
+    return [*(() if top_folders & {("suites",), ("hardware",)} else default), *arguments]
 
 
 def run_suites(session: nox.Session, run: Path, paths: Sequence[Path], *launcher: str) -> None:
-    """Run the cases of each path in a process of its own, side by side, and end the session by their exit codes.
+    """Run the cases of each path in a separate process, several at the same time, and end the session.
 
-    Arguments of the session mean one process, which gets them: they can name cases, or a file for records.
+    A session with arguments does not call this function. It runs a single process, which gets the arguments.
     """
-    beginning = [*launcher, *pytest(run)]
-    parts = [Part(os.path.relpath(path, ROOT), (*beginning, "-q", str(path))) for path in paths]
+    command_prefix = [*launcher, *pytest(run)]
+    parts = [Part(os.path.relpath(path, ROOT), (*command_prefix, "-q", str(path))) for path in paths]
     codes = call_side_by_side(parts, jobs=job_count())
     for name, code in codes.items():
         if code:
@@ -74,12 +78,12 @@ def run_suites(session: nox.Session, run: Path, paths: Sequence[Path], *launcher
 
 
 def suite_folders() -> list[Path]:
-    """Return the folders of the default suites, those that take longest first."""
+    """Return the folders of the default suites. The slowest ones are first."""
     folders = {path.parent for path in (ROOT / "suites").glob("*/test_*.py")} - {ROOT / "suites" / "meta"}
-    slow = [ROOT / "suites" / name for name in _SLOWEST_FIRST]
-    return [*slow, *sorted(folders - set(slow)), ROOT / "hardware" / "throughput"]
+    slow_folders = [ROOT / "suites" / name for name in _SLOWEST_SUITES_FIRST]
+    return [*slow_folders, *sorted(folders - set(slow_folders)), ROOT / "hardware" / "throughput"]
 
 
 def on_twins(run: Path, *options: str) -> list[str]:
-    """Return the first words of a command that runs on the software twins, apart from all other processes on twins."""
+    """Return the first words of a command that runs on the software twins, isolated from other processes on twins."""
     return [str(run / "gdrkit"), "run", "--software", "--isolated", *options, "--"]

@@ -1,10 +1,11 @@
-"""The seeds, the numbers and the cases of the session `long`."""
+"""The seeds, the settings and the cases of the nox session `long`, which runs the suites for hours."""
 
 from __future__ import annotations
 
 __all__ = ["CASES", "NUMBERS", "SEEDS"]
 
 SEEDS = range(1, 11)
+# Environment variables for the cases, with larger numbers than the defaults.
 NUMBERS = {
     "GDRKIT_EXAMPLES": "2000",
     "GDRKIT_FUZZ_S": "300",
@@ -13,7 +14,7 @@ NUMBERS = {
     "GDRKIT_KILLED_CLIENTS": "10000",
     "GDRKIT_HONEST_OPERATIONS": "100000",
 }
-# The cases that read NUMBERS.
+# The cases that use these environment variables.
 CASES = (
     "suites/property",
     "suites/storage/test_admission.py",

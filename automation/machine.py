@@ -1,4 +1,4 @@
-"""Detection of the machine's hardware from sysfs and procfs, and the choice of the Python interpreter."""
+"""Detection of hardware in sysfs and procfs, and selection of the Python interpreter, for the nox sessions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ __all__ = [
 ]
 
 SYSTEM_PYTHON = "/usr/bin/python3"
-OLDEST_PYTHON = (3, 11)
+PYTHON_VERSION_MIN = (3, 11)
 
 
 def find_hardware() -> dict[str, list[str]]:
-    """Return a phrase for each device that sysfs and procfs show, by API. Every list is empty on a bare machine."""
+    """Return, for each API, a list with a text about each device in sysfs and procfs.
+
+    All lists are empty on a machine without RDMA devices and GPUs.
+    """
     nics = [f"RDMA device {path.name}" for path in sorted(Path("/sys/class/infiniband").glob("*"))]
     gpus = ["the NVIDIA driver"] if Path("/proc/driver/nvidia/version").exists() else []
     accelerators: list[str] = []
@@ -43,7 +46,7 @@ def find_hardware() -> dict[str, list[str]]:
 
 
 def may_load_rxe() -> bool:
-    """Return whether this kernel has the rxe module and this user may load it. The module is not loaded here."""
+    """Return whether this kernel has the module rdma_rxe and this user may load it. This does not load the module."""
     has_tools = all(map(shutil.which, ("modprobe", "ip", "rdma")))
     return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 
@@ -57,23 +60,25 @@ def path_with_sbin() -> str:
 def find_interpreter() -> tuple[str, bool]:
     """Return the path of the Python that runs the suites, and whether pip must build pyverbs for it.
 
-    Debian and Ubuntu ship pyverbs for their own Python, so that Python is used if it is new enough. Otherwise the first
-    Python that is new enough is used, and pip builds PyPI's pyverbs for it.
+    Debian and Ubuntu have a package of pyverbs for the system's Python. So the system's Python is used if it is new
+    enough. Otherwise another Python that is new enough is used, and pip builds pyverbs from PyPI for it.
     """
-    if python_version(SYSTEM_PYTHON) >= OLDEST_PYTHON and (has_pyverbs() or shutil.which("apt-get")):
+    if python_version(SYSTEM_PYTHON) >= PYTHON_VERSION_MIN and (has_pyverbs() or shutil.which("apt-get")):
         return SYSTEM_PYTHON, False
-    others = filter(None, map(shutil.which, ("python3.13", "python3.12", "python3.11")))
-    # realpath resolves the virtual environment of nox to its base Python, so that every installation of nox chooses the
-    # same interpreter.
-    own = os.path.realpath(sys.executable)
-    candidate = next((python for python in (own, *others) if python_version(python) >= OLDEST_PYTHON), None)
+    other_pythons = filter(None, map(shutil.which, ("python3.13", "python3.12", "python3.11")))
+    # If nox runs in a virtual environment, realpath returns the Python from which that was created. So every
+    # installation of nox selects the same interpreter.
+    base_python = os.path.realpath(sys.executable)
+    candidate = next(
+        (python for python in (base_python, *other_pythons) if python_version(python) >= PYTHON_VERSION_MIN), None
+    )
     if candidate is None:
         stop("gdrkit needs Python 3.11 or newer, and this machine has none. Debian 12: apt-get install python3")
     return candidate, True
 
 
 def python_version(python: str) -> tuple[int, ...]:
-    """Return (3, 11) for Python 3.11.2, and (0,) for a program that is not a Python."""
+    """Return the version of a Python interpreter, such as (3, 11), or (0,) for a program that is not Python."""
     program = "import sys; print(*sys.version_info[:2])"
     with contextlib.suppress(OSError, subprocess.CalledProcessError, ValueError):
         return tuple(map(int, subprocess.check_output([python, "-c", program], text=True).split())) or (0,)

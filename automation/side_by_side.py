@@ -1,4 +1,4 @@
-"""Commands that run at the same time, each with its output printed whole when it ends."""
+"""Function that runs several commands at the same time and prints the output of each command when it ends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Part", "call_side_by_side", "job_count"]
 
 _JOBS_MAX = 4
-_POLL_S = 0.2
-_PROGRESS_S = 30.0
+_POLL_PERIOD_S = 0.2
+_PROGRESS_PERIOD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,68 +30,71 @@ class Part:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningCommand:
     part: Part
     process: subprocess.Popen[bytes]
     output: BinaryIO
-    began_s: float
+    start_s: float
 
     @property
-    def took_s(self) -> float:
-        return time.monotonic() - self.began_s
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.start_s
 
 
 def job_count() -> int:
-    """Return how many commands may run at the same time: one more than there are processors, because cases also wait
-    for time limits and other processes; at most four.
+    """Return how many commands run at the same time: one more than there are processors, and at most four.
+
+    There is one more than processors, because the cases often wait for time limits and for other processes.
     """
     return min((os.cpu_count() or 1) + 1, _JOBS_MAX)
 
 
 def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:
-    """Run the commands in the given order, `jobs` of them at the same time, and return their exit codes by name.
+    """Start the commands in the given order, at most `jobs` at the same time, and return their exit codes by name.
 
-    The output of a command is printed when the command ends. While none ends, a line names the running ones every 30 s.
+    The output of a command is printed when it ends. If no command ends for 30 s, a line names the running commands.
     """
-    waiting, running, codes = list(parts), list[_Running](), dict[str, int]()
+    waiting, running, codes = list(parts), list[_RunningCommand](), dict[str, int]()
     say(f"{len(parts)} parts, {jobs} at a time")
-    spoken_s = time.monotonic()
+    last_line_s = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 running.append(_start(waiting.pop(0)))
-            ended = [each for each in running if each.process.poll() is not None]
-            for each in ended:
-                running.remove(each)
-                codes[each.part.name] = each.process.returncode
-                _print_output(each, done=len(codes), total=len(parts))
-            if ended:
-                spoken_s = time.monotonic()
-            elif time.monotonic() - spoken_s >= _PROGRESS_S:
-                spoken_s = time.monotonic()
-                say("running: " + ", ".join(f"{each.part.name} ({each.took_s:.0f} s)" for each in running))
+            ended_commands = [command for command in running if command.process.poll() is not None]
+            for command in ended_commands:
+                running.remove(command)
+                codes[command.part.name] = command.process.returncode
+                _print_output(command, position=f"{len(codes)} of {len(parts)}")
+            if ended_commands:
+                last_line_s = time.monotonic()
+            elif time.monotonic() - last_line_s >= _PROGRESS_PERIOD_S:
+                last_line_s = time.monotonic()
+                names = [f"{command.part.name} ({command.elapsed_s:.0f} s)" for command in running]
+                say("running: " + ", ".join(names))
             else:
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_PERIOD_S)
     finally:
-        # An interrupt from the terminal has reached the commands too.
-        for each in running:
-            each.process.terminate()
-            each.process.wait()
-            each.output.close()
+        # After Ctrl-C, the commands have also received SIGINT, because they are in the same process group.
+        for command in running:
+            command.process.terminate()
+            command.process.wait()
+            command.output.close()
     return codes
 
 
-def _start(part: Part) -> _Running:
+def _start(part: Part) -> _RunningCommand:
     output = tempfile.TemporaryFile()  # noqa: SIM115 - the command that writes it is waited for elsewhere.
     process = subprocess.Popen(
         part.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
     )
-    return _Running(part, process, output, time.monotonic())
+    return _RunningCommand(part, process, output, time.monotonic())
 
 
-def _print_output(ended: _Running, *, done: int, total: int) -> None:
-    with ended.output as output:
+def _print_output(command: _RunningCommand, *, position: str) -> None:
+    with command.output as output:
         output.seek(0)
         text = output.read().decode(errors="replace").rstrip()
-    say(f"---- {ended.part.name}: exit code {ended.process.returncode} after {ended.took_s:.0f} s ({done} of {total})")
+    code = command.process.returncode
+    say(f"---- {command.part.name}: exit code {code} after {command.elapsed_s:.0f} s ({position})")
     say(text)
