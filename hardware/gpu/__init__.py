@@ -1,1 +1,1 @@
-"""The cases on a machine that has GPUs and no package registry."""
+"""Program that runs the cases on a machine that has GPUs and no package registry."""

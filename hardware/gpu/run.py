@@ -1,12 +1,14 @@
-"""Run the cases on the GPUs of this machine, from a folder that `nox -s bundle` made.
+"""Run the cases on the GPUs of this machine, from a folder that `nox -s bundle` created.
 
     python3 FOLDER/gpu.py [--out DIR] [--tar FILE] [PART ...]
 
-This program uses only the standard library and pip. The folder contains everything else. Packages that this Python
-lacks are installed into a temporary folder, which is removed at the end. Each part writes its records to
-OUT/PROFILE/PART.jsonl and its output to OUT/logs/PART.log. A part that exceeds its time limit is killed, and the next
-part begins. The facts of the machine are written to facts.json beside the records, for `gdrkit report OUT/PROFILE`. If
-there is no RDMA device, verbs runs on its software twin, as every record states.
+This program uses only the standard library and pip. The folder contains all other packages. Packages that this Python
+lacks are installed into a temporary folder, which is removed at the end.
+
+A part is a group of cases. Its records are written to OUT/PROFILE/PART.jsonl and its output to OUT/logs/PART.log. A
+part that exceeds its time limit is killed, and the next part begins. The facts about the machine are written to
+facts.json next to the records, for `gdrkit report OUT/PROFILE`. If there is no RDMA device, verbs runs on its software
+twin (a drop-in library that emulates the hardware), and every record says so.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Part:
     limit_s : float
         Time limit, in seconds.
     is_measuring : bool
-        Whether the cases measure. Such cases have their own time limits, and print their numbers at once.
+        Whether the cases are measurements. They have time limits of their own, and their numbers are printed at once.
     is_optional : bool
         Whether the part runs only if the command line names it.
     """
@@ -56,16 +58,16 @@ class Part:
 
     @property
     def root(self) -> str:
-        """Root folder of pytest, relative to the data folder of the installed package."""
+        """Root folder for pytest, relative to the data folder of the installed gdrkit package."""
         return self.cases[0].partition("/")[0]
 
     def options(self) -> list[str]:
         """Return the options of pytest for this part."""
-        measuring = ["--benchmark-enable", "-s", "-o", "faulthandler_timeout=0"]
-        return measuring if self.is_measuring else []
+        measuring_options = ["--benchmark-enable", "-s", "-o", "faulthandler_timeout=0"]
+        return measuring_options if self.is_measuring else []
 
 
-COSTS = ("cache_cost", "import_cost", "path_speed", "ring_speed")
+COST_CASES = ("cache_cost", "import_cost", "path_speed", "ring_speed")
 PARTS: dict[str, Part] = {
     "inventory": Part(("suites/inventory/test_this_machine.py",)),
     "first-light": Part(("suites/rdma/test_first_light.py", "suites/rdma/test_stale_keys.py")),
@@ -78,7 +80,7 @@ PARTS: dict[str, Part] = {
     ),
     "files": Part(("hardware/throughput/test_files.py",), limit_s=240, is_measuring=True),
     "cufile": Part(("suites/cufile",), limit_s=240),
-    "cost": Part(tuple(f"suites/bench/test_{name}.py" for name in COSTS), limit_s=240, is_measuring=True),
+    "cost": Part(tuple(f"suites/bench/test_{name}.py" for name in COST_CASES), limit_s=240, is_measuring=True),
     "gds": Part(("suites/gds",), limit_s=240),
     "contract": Part(("suites/contract",), limit_s=240),
     "share": Part(("suites/share",)),
@@ -89,9 +91,9 @@ PARTS: dict[str, Part] = {
 # A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAILED, SETUP_MISSING = 1, 3
-# An aborted part has this time, in seconds, to print its stacks.
-ABORT_S = 5.0
-LOG_LINES, LOG_LINES_OF_FAILURE = 12, 60
+# The time that a part has to print its stacks after SIGABRT, in seconds.
+ABORT_TIMEOUT_S = 5.0
+LOG_LINES, FAILED_LOG_LINES = 12, 60
 
 
 class SetupError(Exception):
@@ -100,7 +102,7 @@ class SetupError(Exception):
 
 def main() -> int:
     """Exit code 0: every case that ran passed; 1: a case failed; 3: the cases could not start."""
-    default = [name for name, part in PARTS.items() if not part.is_optional]
+    default_parts = [name for name, part in PARTS.items() if not part.is_optional]
     parser = argparse.ArgumentParser(prog="gpu.py", description=main.__doc__)
     parser.add_argument("--bundle", type=Path, default=BUNDLE, help="the folder that `nox -s bundle` made")
     parser.add_argument("--extras", type=Path, help="a folder of more wheels; default: extras in the bundle")
@@ -109,18 +111,17 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, help="time limit of each part, instead of its default")
     parser.add_argument("--disk", type=Path, help="folder for the files of sweep and storage: 16 GB, not a tmpfs")
     parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
-    optional = " ".join(PARTS.keys() - default)
+    optional = " ".join(PARTS.keys() - default_parts)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"default: {' '.join(default)}; not in the default: {optional}"
+        "parts", nargs="*", metavar="PART", help=f"default: {' '.join(default_parts)}; not in the default: {optional}"
     )
     options = parser.parse_args()
-    options.parts = options.parts or default
-    unknown = [part for part in options.parts if part not in PARTS]
-    if unknown:
-        parser.error(f"PART must be one of {', '.join(PARTS)}, not {unknown[0]}")
+    options.parts = options.parts or default_parts
+    unknown_parts = [part for part in options.parts if part not in PARTS]
+    if unknown_parts:
+        parser.error(f"PART must be one of {', '.join(PARTS)}, not {unknown_parts[0]}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))
-    # The stacks of an aborted process are sufficient. The core dump of a process with a device is as large as its
-    # memory.
+    # No core dumps are written, because they can be as large as the memory of a GPU. The printed stacks are sufficient.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with tempfile.TemporaryDirectory(prefix="gdrkit-gpu-") as folder:
         # Cases that run as another user need access to the folder.
@@ -131,11 +132,11 @@ def main() -> int:
             _say(f"gpu: {error}")
             return SETUP_MISSING
         _install_extras(options.extras or options.bundle / "extras", site)
-        return _run(options, site, Path(folder))
+        return _run_parts(options, site, Path(folder))
 
 
 def _install(bundle: Path, site: Path) -> Path:
-    """Install the packages that this Python lacks, as listed by a dry run of pip."""
+    """Install the packages that this Python lacks, and return their folder. A dry run of pip lists these packages."""
     wheels = bundle / "wheels"
     if not any(wheels.glob("gdrkit-*.whl")):
         message = f"{wheels} has no wheel of gdrkit: run nox -s bundle to create the folder"
@@ -147,8 +148,9 @@ def _install(bundle: Path, site: Path) -> Path:
         message = f"the wheels in {wheels} cannot be installed for Python {sys.version.split()[0]} at {sys.executable}"
         raise SetupError(message)
     missing = json.loads(report.read_text())["install"]
-    files = [str(wheels / each["download_info"]["url"].rpartition("/")[2].replace("%2B", "+")) for each in missing]
-    versions = ", ".join(f"{each['metadata']['name']} {each['metadata']['version']}" for each in missing)
+    urls = [package["download_info"]["url"] for package in missing]
+    files = [str(wheels / url.rpartition("/")[2].replace("%2B", "+")) for url in urls]
+    versions = ", ".join(f"{package['metadata']['name']} {package['metadata']['version']}" for package in missing)
     _say(f"gpu: installing {versions}")
     if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *files]) != 0:
         message = "pip could not install the packages"
@@ -157,7 +159,7 @@ def _install(bundle: Path, site: Path) -> Path:
 
 
 def _install_extras(extras: Path, site: Path) -> None:
-    """Install every wheel in the folder without its dependencies. If the installation fails, continue without them."""
+    """Install every wheel in `extras` without its dependencies. If this fails, continue without the wheels."""
     wheels = sorted(map(str, extras.glob("*.whl")))
     if not wheels:
         _say(f"gpu: no wheels in {extras}: cases that need additional packages will not run")
@@ -166,7 +168,7 @@ def _install_extras(extras: Path, site: Path) -> None:
     if subprocess.call([*pip, "--no-deps", "--no-compile", "--target", str(site), *wheels]) != 0:
         _say("gpu: pip could not install the additional packages: cases that need them will not run")
     else:
-        _say("gpu: additional packages: " + ", ".join(Path(each).name.partition("-")[0] for each in wheels))
+        _say("gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheels))
 
 
 def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[str, str]:
@@ -176,7 +178,9 @@ def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[
         "PYTHONPATH": [str(site)],
         "LD_LIBRARY_PATH": [str(bundle / "lib"), str(site / "gdrkit" / "usrbio" / "lib")],
     }
-    joined = {name: os.pathsep.join([*new, *filter(None, [os.environ.get(name)])]) for name, new in paths.items()}
+    path_variables = {
+        name: os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])]) for name, folders in paths.items()
+    }
     settings = {"GDRKIT_COMMIT": metadata["commit"], "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     settings["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
     if (bundle / "bench").is_dir():
@@ -184,16 +188,16 @@ def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[
     if options.disk:
         settings["GDRKIT_BENCH_STORAGE_FOLDER"] = str(options.disk.resolve())
     if options.software:
-        # The default of four gigabytes takes minutes on twins, without a further result.
+        # The default of 4 GiB would take minutes on the twins, without a further result.
         settings["GDRKIT_BENCH_STORAGE_MIB"] = os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "64")
-    return {**os.environ, **joined, **settings, **NO_MULTICAST}
+    return {**os.environ, **path_variables, **settings, **NO_MULTICAST}
 
 
-def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
+def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
     environment = _environment(options, site, folder)
     data = site / "gdrkit" / "_data"
-    launch, substrate = _launch(is_software=options.software)
-    facts = _facts(launch, environment, folder, paths={site: "{site}", options.bundle.resolve(): "{bundle}"})
+    launch, substrate = _launch_command(is_software=options.software)
+    facts = _collect_facts(launch, environment, folder, paths={site: "{site}", options.bundle.resolve(): "{bundle}"})
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     codes = []
@@ -211,7 +215,7 @@ def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
         _say(f"\ngpu: {name}")
         log = logs / f"{name}.log"
         codes.append(run_limited(command, environment, folder, log, options.limit_s or part.limit_s))
-        _print_end(log, LOG_LINES_OF_FAILURE if codes[-1] else LOG_LINES)
+        _print_log_end(log, FAILED_LOG_LINES if codes[-1] else LOG_LINES)
         _say(f"gpu: {name}: exit {codes[-1]} after {time.monotonic() - start_s:.0f} s")
         profile_folder = _move_records(records, options.out)
         if profile_folder and facts:
@@ -221,8 +225,8 @@ def _run(options: argparse.Namespace, site: Path, folder: Path) -> int:
     return FAILED if any(codes) else 0
 
 
-def _launch(*, is_software: bool) -> tuple[list[str], str]:
-    """Return the beginning of each command, and the required substrates as the option of the harness."""
+def _launch_command(*, is_software: bool) -> tuple[list[str], str]:
+    """Return the first words of each command, and the value of the option --substrate."""
     run = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
         _say("gpu: every API runs on its software twin")
@@ -234,14 +238,14 @@ def _launch(*, is_software: bool) -> tuple[list[str], str]:
     return [*run, "--apis", "verbs", "--"], "verbs=twin,cuda=hardware"
 
 
-def _facts(launch: list[str], environment: dict[str, str], folder: Path, paths: dict[Path, str]) -> str:
-    """Return the facts of this machine for the report, with `paths` of temporary folders replaced by names."""
+def _collect_facts(launch: list[str], environment: dict[str, str], folder: Path, paths: dict[Path, str]) -> str:
+    """Return the facts about this machine as JSON text. Each path in `paths` is replaced by a name."""
     command = [*launch, sys.executable, "-m", "gdrkit", "facts", "--json"]
-    done = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        _say(f"gpu: no facts about this machine: gdrkit facts ended with exit code {done.returncode}")
+    completed = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
+    if completed.returncode:
+        _say(f"gpu: no facts about this machine: gdrkit facts ended with exit code {completed.returncode}")
         return ""
-    text = done.stdout
+    text = completed.stdout
     for path, name in paths.items():
         text = text.replace(f"{path}/", f"{name}/")
     return text
@@ -265,29 +269,29 @@ def run_limited(command: list[str], environment: dict[str, str], folder: Path, l
             # SIGABRT makes the processes of the group print their stacks.
             os.killpg(process.pid, signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(ABORT_S)
+                process.wait(ABORT_TIMEOUT_S)
             return process.poll() or -signal.SIGKILL
         finally:
-            # This also runs if this program itself is terminated.
+            # These lines also run when SIGTERM ends this program.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def _print_end(log: Path, lines_count: int) -> None:
+def _print_log_end(log: Path, line_count: int) -> None:
     """Print the last lines of the output of a part."""
     lines = log.read_text(errors="replace").splitlines()
-    for line in lines[-lines_count:]:
+    for line in lines[-line_count:]:
         _say(f"  | {line}")
 
 
 def pack(out: Path, archive: Path) -> None:
-    """Write the folder `out` into an archive, which replaces the old one atomically."""
+    """Write the folder `out` into an archive. A complete new archive replaces an existing one."""
     archive.parent.mkdir(parents=True, exist_ok=True)
-    new = archive.with_name(archive.name + ".new")
-    with tarfile.open(new, "w:gz") as file:
-        file.add(out, arcname="records")
-    new.replace(archive)
+    new_archive = archive.with_name(archive.name + ".new")
+    with tarfile.open(new_archive, "w:gz") as tar:
+        tar.add(out, arcname="records")
+    new_archive.replace(archive)
 
 
 def _move_records(records: Path, out: Path) -> Path | None:
@@ -295,26 +299,26 @@ def _move_records(records: Path, out: Path) -> Path | None:
     if not records.exists():
         _say("gpu: no record was written")
         return None
-    read = [json.loads(line) for line in records.read_text().splitlines()]
-    target = Path(out, str(read[0]["profile"]), records.name)
+    parsed_records = [json.loads(line) for line in records.read_text().splitlines()]
+    target = Path(out, str(parsed_records[0]["profile"]), records.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(records, target)
-    counted = Counter(record["verdict"] for record in read)
-    _say(f"gpu: {target}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counted.items())))
+    verdict_counts = Counter(record["verdict"] for record in parsed_records)
+    _say(f"gpu: {target}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdict_counts.items())))
     unmet = Counter(
         f"{reason['need']}: {reason['text']}"
-        for record in read
+        for record in parsed_records
         for reason in record["reasons"]
         if record["verdict"] == "not_run"
     )
     for text, count in unmet.items():
         _say(f"  {count} x not run: {text}")
-    failed: dict[str, list[str]] = {}
-    for record in read:
+    cases_by_failure: dict[str, list[str]] = {}
+    for record in parsed_records:
         if record["verdict"] == "fail":
-            failed.setdefault(record["reasons"][0]["text"], []).append(record["case"])
+            cases_by_failure.setdefault(record["reasons"][0]["text"], []).append(record["case"])
         _print_numbers(record)
-    for text, cases in failed.items():
+    for text, cases in cases_by_failure.items():
         more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
         _say(f"  fail: {cases[0]}{more}: {text}")
     return target.parent
@@ -328,10 +332,10 @@ def _print_numbers(record: dict[str, object]) -> None:
     evidence = record["evidence"]
     apis = evidence.get("measured_apis", substrate) if isinstance(evidence, dict) else substrate
     if any(substrate.get(api) != "hardware" for api in apis):
-        _say(f"  {record['case']}: measured on {substrate}, so the numbers are not those of this machine")
+        _say(f"  {record['case']}: measured on {substrate}, so the numbers do not describe this machine")
         return
-    printed = {key: value for key, value in numbers.items() if key.endswith(("_median", "_percent", "_ratio"))}
-    _say(f"  {record['case']}: " + ", ".join(f"{key} {value:.4g}" for key, value in printed.items()))
+    printed_numbers = {key: value for key, value in numbers.items() if key.endswith(("_median", "_percent", "_ratio"))}
+    _say(f"  {record['case']}: " + ", ".join(f"{key} {value:.4g}" for key, value in printed_numbers.items()))
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""The lab: the RDMA suites on a real kernel's RDMA stack, compared case by case with the software twins.
+"""The lab runs the RDMA suites on a real kernel's RDMA stack, and compares each case with its result on the twins.
 
 `python -m hardware.lab --help` lists its options. `nox -s lab` installs the programs that it needs, and runs it.
 """

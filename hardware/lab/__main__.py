@@ -1,4 +1,4 @@
-"""`python -m hardware.lab`: run the cases on the twins and on a kernel's RDMA stack, and compare the results."""
+"""`python -m hardware.lab`: run the cases on the twins, run them on a kernel's RDMA stack, and compare the results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from gdrkit.report import read_records
 from hardware.lab.errors import LabError
 from hardware.lab.kernel import kernel_image
 from hardware.lab.machine import Limits, Machine, can_virtualize, check_programs
-from hardware.lab.pairs import compare, on_other_substrates, table, without_refusal
+from hardware.lab.pairs import compare, find_missing_refusals, find_wrong_substrates, format_table
 
 __all__ = ["main"]
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-CASES = ("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py")
-# Number of examples of each state machine of Hypothesis. In the emulated guest, an example takes at least 0.5 s.
-EXAMPLES = "5"
-# The lab requires that at least this many cases pass on both.
-AGREEING_MIN = 60
+DEFAULT_CASES = ("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py")
+# Number of examples of each Hypothesis state machine. It is small, because in the emulated guest an example takes at
+# least 0.5 s.
+EXAMPLE_COUNT = "5"
+# The lab requires that at least this many cases pass both on the twins and on the kernel's RDMA stack.
+AGREEING_CASES_MIN = 60
 
 FAILED, SETUP_MISSING = 1, 3
 
@@ -33,18 +34,20 @@ FAILED, SETUP_MISSING = 1, 3
 def main() -> int:
     """Exit code 0: all cases passed and agree; 1: a case failed or differs, or too few agree; 3: the lab cannot run."""
     options = _parse_options()
-    os.environ.setdefault("GDRKIT_EXAMPLES", EXAMPLES)
+    os.environ.setdefault("GDRKIT_EXAMPLES", EXAMPLE_COUNT)
     options.output.mkdir(parents=True, exist_ok=True)
     records = {name: options.output / f"{name}.jsonl" for name in ("twin", "kernel")}
     for path in records.values():
         path.unlink(missing_ok=True)
     cases = options.cases
     if not any((PROJECT_ROOT / case.partition("::")[0]).exists() for case in cases):
-        cases = [*cases, *CASES]
+        cases = [*cases, *DEFAULT_CASES]
     try:
-        # Missing programs are reported before the first slow step.
-        machine = None if options.here else _machine(options)
-        codes = [subprocess.call(_pytest(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT)]
+        # The machine is configured first, so that missing programs are reported before the slow steps.
+        machine = None if options.here else _configure_machine(options)
+        codes = [
+            subprocess.call(_pytest_command(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT)
+        ]
         if machine is None:
             codes.append(_run_here(records["kernel"], cases, options))
         else:
@@ -57,52 +60,56 @@ def main() -> int:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.lab", description=main.__doc__)
-    build = PROJECT_ROOT / "build" / "lab"
+    build_folder = PROJECT_ROOT / "build" / "lab"
     parser.add_argument("--tools", type=Path, default=Path(sys.executable).parent, help="folder of vng")
-    parser.add_argument("--cache", type=Path, default=build / "kernel", help="folder for the kernel")
-    parser.add_argument("--output", type=Path, default=build / "run", help="folder for the records")
+    parser.add_argument("--cache", type=Path, default=build_folder / "kernel", help="folder for the kernel")
+    parser.add_argument("--output", type=Path, default=build_folder / "run", help="folder for the records")
     parser.add_argument("--boot-limit-s", type=float, default=150.0, help="time limit for the boot")
     parser.add_argument("--limit-s", type=float, default=900.0, help="time limit for the cases in the guest")
     parser.add_argument("--tcg", action="store_true", help="do not use KVM")
     parser.add_argument("--cpuinfo", type=Path, default=Path("/proc/cpuinfo"), help=argparse.SUPPRESS)
     parser.add_argument("--kvm", type=Path, default=Path("/dev/kvm"), help=argparse.SUPPRESS)
     parser.add_argument("--here", action="store_true", help="use the RDMA devices of this kernel, no virtual machine")
-    parser.add_argument("--agreeing-min", type=int, default=AGREEING_MIN, help="least number of cases that must agree")
-    parser.add_argument("cases", nargs="*", help=f"cases or options of pytest; default: {' '.join(CASES)}")
-    options, more = parser.parse_known_args()
-    options.cases += more
+    parser.add_argument(
+        "--agreeing-min", type=int, default=AGREEING_CASES_MIN, help="smallest number of cases that must agree"
+    )
+    parser.add_argument("cases", nargs="*", help=f"cases or options of pytest; default: {' '.join(DEFAULT_CASES)}")
+    options, pytest_options = parser.parse_known_args()
+    options.cases += pytest_options
     options.output, options.cache = options.output.resolve(), options.cache.resolve()
     return options
 
 
-def _machine(options: argparse.Namespace) -> Machine:
-    kvm = not options.tcg and can_virtualize(cpuinfo=options.cpuinfo, device=options.kvm)
+def _configure_machine(options: argparse.Namespace) -> Machine:
+    use_kvm = not options.tcg and can_virtualize(cpuinfo=options.cpuinfo, device=options.kvm)
     check_programs(options.tools)
     libraries = [Path("/usr/lib/python3"), *Path("/usr/lib").glob("*-linux-gnu")]
     folders = [PROJECT_ROOT, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *libraries]
-    cached = tuple(str(folder) for folder in folders if folder.is_dir())
-    return Machine(image=kernel_image(options.cache), tools=options.tools, kvm=kvm, cached=cached)
+    cached_folders = tuple(str(folder) for folder in folders if folder.is_dir())
+    return Machine(
+        image=kernel_image(options.cache), tools=options.tools, use_kvm=use_kvm, cached_folders=cached_folders
+    )
 
 
-def _pytest(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:
+def _pytest_command(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:
     run = [sys.executable, "-m", "gdrkit", "run", *launch, "--"] if launch else []
     return [*run, sys.executable, "-m", "pytest", "-q", f"--records={records}", *options, *cases]
 
 
 def _run_in_guest(machine: Machine, records: Path, cases: list[str], options: argparse.Namespace) -> int:
     harness_options = ["--profile=lab", "--substrate=verbs=kernel_software,cuda=twin"]
-    command = _pytest(records, cases, ["--software", "--isolated", "--apis", "cuda"], harness_options)
+    command = _pytest_command(records, cases, ["--software", "--isolated", "--apis", "cuda"], harness_options)
     inherited = ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES")
     environ = {name: os.environ[name] for name in inherited if name in os.environ}
-    # The root file system of the machine is read-only, and hypothesis needs a folder for its database.
+    # The root file system of the guest is read-only, so Hypothesis gets another folder for its database.
     environ |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
-    # The commit is determined here, because git in the guest is too slow for its time limit.
+    # The commit is determined here, because git would be too slow in the guest.
     commit = install_paths().commit()
     environ |= {} if commit is None else {"GDRKIT_COMMIT": commit}
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
     script = options.output / "cases.sh"
     script.write_text("\n".join([*exports, f"cd {shlex.quote(str(PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""]))
-    accelerator = "KVM" if machine.kvm else "TCG (KVM is not usable here; TCG is slower, with the same results)"
+    accelerator = "KVM" if machine.use_kvm else "TCG (KVM is not usable here; TCG is slower, with the same results)"
     _say(f"lab: {machine.image.name} in a virtual machine by {accelerator}")
     return machine.run(script, output=options.output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
 
@@ -112,7 +119,7 @@ def _run_here(records: Path, cases: list[str], options: argparse.Namespace) -> i
     has_cuda = Path("/proc/driver/nvidia/version").exists()
     launch = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
     profile = [] if has_nic or has_cuda else ["--profile=lab"]
-    command = _pytest(records, cases, launch, profile)
+    command = _pytest_command(records, cases, launch, profile)
     prefix = [] if has_nic else ["bash", str(Path(__file__).with_name("rxe.sh"))]
     _say("lab: the RDMA devices of this machine" if has_nic else "lab: rxe devices of this machine's kernel")
     try:
@@ -124,31 +131,33 @@ def _run_here(records: Path, cases: list[str], options: argparse.Namespace) -> i
 
 def _evaluate(records: dict[str, Path], codes: list[int], options: argparse.Namespace) -> int:
     """Print the comparison and all problems, and return the exit code."""
-    missing = [name for name, path in records.items() if not path.exists() or not path.stat().st_size]
-    if missing:
-        _say(f"lab: no records of the run on {' and '.join(missing)}; see its output above")
+    runs_without_records = [name for name, path in records.items() if not path.exists() or not path.stat().st_size]
+    if runs_without_records:
+        _say(f"lab: no records of the run on {' and '.join(runs_without_records)}; see its output above")
         return FAILED
     pairs = compare(records["twin"], records["kernel"])
-    _say(table(pairs))
-    kernel = read_records(records["kernel"])
-    agreeing = sum(pair.agrees for pair in pairs)
-    differing = [pair for pair in pairs if pair.differs]
-    problems = [f"{pair.case}: {pair.twin} on the twin, {pair.kernel} on this kernel" for pair in differing]
-    problems += on_other_substrates(read_records(records["twin"]), frozenset({"twin"}))
-    problems += on_other_substrates(kernel, frozenset({"kernel_software", "hardware"}))
-    problems += without_refusal(kernel, load_profile(kernel[0].profile))
-    for record in kernel:
+    _say(format_table(pairs))
+    kernel_records = read_records(records["kernel"])
+    agreeing_count = sum(pair.agrees for pair in pairs)
+    differing_pairs = [pair for pair in pairs if pair.differs]
+    problems = [f"{pair.case}: {pair.twin} on the twin, {pair.kernel} on this kernel" for pair in differing_pairs]
+    problems += find_wrong_substrates(read_records(records["twin"]), frozenset({"twin"}))
+    problems += find_wrong_substrates(kernel_records, frozenset({"kernel_software", "hardware"}))
+    problems += find_missing_refusals(kernel_records, load_profile(kernel_records[0].profile))
+    for record in kernel_records:
         for name, ratio in record.numbers.items():
             if name.endswith("_ratio"):
                 _say(f"lab: {record.case}: {name} {ratio:.2f}, median of {record.numbers.get('rounds_count', 1):g}")
-    refused, not_run = sum(pair.refused for pair in pairs), sum(not pair.ran_on_both for pair in pairs)
-    _say(f"lab: {agreeing} cases pass on both")
-    _say(f"lab: {refused} cases about device memory pass on the twin and are refused by this kernel")
-    _say(f"lab: {len(differing)} cases have another outcome; {not_run} did not run on both and do not count")
-    ended = zip(records, codes, strict=True)
-    problems += [f"the run on {name} ended with exit code {code}" for name, code in ended if code]
-    if agreeing < options.agreeing_min:
-        problems.append(f"{agreeing} cases pass on both, but at least {options.agreeing_min} must")
+    refused_count, not_run_count = sum(pair.refused for pair in pairs), sum(not pair.ran_on_both for pair in pairs)
+    _say(f"lab: {agreeing_count} cases pass on both")
+    _say(f"lab: {refused_count} cases about device memory pass on the twin and are refused by this kernel")
+    _say(
+        f"lab: {len(differing_pairs)} cases have another outcome; {not_run_count} did not run on both and do not count"
+    )
+    codes_by_run = zip(records, codes, strict=True)
+    problems += [f"the run on {name} ended with exit code {code}" for name, code in codes_by_run if code]
+    if agreeing_count < options.agreeing_min:
+        problems.append(f"{agreeing_count} cases pass on both, but at least {options.agreeing_min} must")
     for problem in problems:
         _say(f"lab: {problem}")
     return FAILED if problems else 0

@@ -1,4 +1,4 @@
-"""The error of a lab that cannot run."""
+"""The error that ends the lab if it cannot run on this machine."""
 
 from __future__ import annotations
 

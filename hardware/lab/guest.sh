@@ -6,7 +6,7 @@ output=$1 script=$2
 shift 2
 : >"$output/booted"
 # virtme-ng mounts the files of the host without a cache, so every process would read each Python module through QEMU
-# again. Each FOLDER is mounted over itself with a cache, because its files do not change during the run.
+# again. Each FOLDER is therefore mounted a second time, with a cache. Its files do not change during the run.
 mkdir -p /run/lab/files /run/lab/output
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose lab /run/lab/files || exit
 mount --bind "$output" /run/lab/output

@@ -1,6 +1,6 @@
-"""The virtual machine: virtme-ng boots a kernel on the files of this machine and runs one script in it.
+"""The virtual machine of the lab. virtme-ng boots a kernel in QEMU, with the files of this machine, and runs a script.
 
-Boot and script have time limits.
+The boot and the script have time limits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PACKAGES = "qemu-system-x86 busybox-static kmod iproute2"
 _FOLDER = Path(__file__).resolve().parent
 _KVM_GET_API_VERSION = 0xAE00
 _KVM_API_VERSION = 12
-_FILES = (
+_CACHED_FILES_DEVICE = (
     "-fsdev local,id=lab,path=/,security_model=none,readonly=on,multidevs=remap "
     "-device virtio-9p-pci,fsdev=lab,mount_tag=lab"
 )
 _POLL_PERIOD_S = 0.25
-_TERMINATION_S = 5.0
+_TERMINATION_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class Machine:
     image : Path
         The kernel image. Its modules are in the same folder tree.
     tools : Path
-        The folder of vng.
-    kvm : bool
+        The folder with vng, the command of virtme-ng.
+    use_kvm : bool
         Whether KVM is used. Without it, QEMU emulates the processor (TCG).
-    cached : tuple of str
-        Folders that do not change during the run and that are read often.
+    cached_folders : tuple of str
+        Folders that are read often and do not change during the run. The guest reads them through a cache.
     """
 
     image: Path
     tools: Path
-    kvm: bool
-    cached: tuple[str, ...] = ()
+    use_kvm: bool
+    cached_folders: tuple[str, ...] = ()
 
     def run(self, script: Path, *, output: Path, limits: Limits) -> int:
         """Boot, run the script with two rxe devices, shut down, and return the exit code of the script.
@@ -73,15 +73,15 @@ class Machine:
         script : Path
             The script. bash runs it as root.
         output : Path
-            The only folder that the machine may write to.
+            The only folder into which the guest may write.
 
         Raises
         ------
         LabError
-            The machine did not boot or end in time, or ended without a result.
+            The machine did not boot in time, did not end in time, or ended without a result.
         """
-        for stale in ("booted", "code"):
-            (output / stale).unlink(missing_ok=True)
+        for name in ("booted", "code"):
+            (output / name).unlink(missing_ok=True)
         process = self._start(script, output)
         printer = threading.Thread(target=_print_output, args=(process,))
         printer.start()
@@ -91,30 +91,30 @@ class Machine:
         finally:
             _kill(process)
             printer.join()
-        code = output / "code"
-        text = code.read_text().strip() if code.exists() else ""
-        if not text.isdecimal():
+        code_file = output / "code"
+        code_text = code_file.read_text().strip() if code_file.exists() else ""
+        if not code_text.isdecimal():
             message = f"the virtual machine ended without a result (exit code of vng: {process.returncode}): "
             message += "see its output above"
             raise LabError(message)
-        return int(text)
+        return int(code_text)
 
     def _start(self, script: Path, output: Path) -> subprocess.Popen[bytes]:
         path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
-        guest_command = shlex.join(["bash", str(_FOLDER / "guest.sh"), str(output), str(script), *self.cached])
-        command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.kvm else ["--disable-kvm"])]
-        # 9p is used, as virtiofs needs a daemon that some distributions do not ship.
+        guest_command = shlex.join(["bash", str(_FOLDER / "guest.sh"), str(output), str(script), *self.cached_folders])
+        command = [str(self.tools / "vng"), "--run", str(self.image), *([] if self.use_kvm else ["--disable-kvm"])]
+        # 9p is used, because virtiofs needs a daemon that some distributions do not have.
         command += ["--force-9p", "--cpus", "2", "--memory", "2G", "--rwdir", str(output), "--exec", guest_command]
-        # The same files are exported a second time, so that guest.sh can mount them with a cache. The device needs a
-        # machine type with PCI.
-        command += ["--disable-microvm", f"--qemu-opts={_FILES}"]
-        # The process has its own session, so that QEMU and all its other children can be killed together.
+        # The files of the host are exported a second time, so that guest.sh can mount them with a cache. This needs a
+        # PCI device, which the machine type microvm does not support.
+        command += ["--disable-microvm", f"--qemu-opts={_CACHED_FILES_DEVICE}"]
+        # vng runs in a new session, so that vng, QEMU and all other child processes can be killed together.
         return subprocess.Popen(
             command,
             cwd=output,
             env={**os.environ, "PATH": path},
             stdin=subprocess.DEVNULL,
-            # virtme-ng opens its standard output again, which would truncate an inherited file.
+            # virtme-ng opens its standard output a second time. If that were a file, the file would be truncated.
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -122,7 +122,7 @@ class Machine:
 
     @staticmethod
     def _wait(process: subprocess.Popen[bytes], file: Path | None, failure: str, limit_s: float) -> None:
-        """Wait until `file` exists or the process ends; raise an error with the text `failure` after the limit."""
+        """Wait until `file` exists or the process ends. After `limit_s`, raise an error with the text `failure`."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             if file is not None and file.exists():
@@ -148,13 +148,13 @@ def check_programs(tools: Path) -> None:
 def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path("/dev/kvm")) -> bool:
     """Return whether KVM can be used: the processor supports it, and this user may open the device.
 
-    The device alone is not sufficient. On a virtual machine without nested virtualization it may exist, and a kernel
-    that is started with it hangs.
+    It is not sufficient that the device exists. On a virtual machine without nested virtualization it may exist too,
+    and a guest that uses it hangs.
 
     Raises
     ------
     LabError
-        The processor supports KVM and the device exists, but its ioctl fails or reports another version.
+        The processor supports KVM and the device exists, but KVM_GET_API_VERSION fails or reports another version.
     """
     if not re.search(r"^flags\s*:.*\b(vmx|svm)\b", cpuinfo.read_text(), re.MULTILINE) or not device.exists():
         return False
@@ -182,11 +182,12 @@ def _print_output(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    # vng may have ended while QEMU still runs in its process group.
+    """Terminate vng and QEMU, which are in one process group, and kill them if they do not end in time."""
+    # The group is signalled even if vng has ended, because QEMU may still run.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_TERMINATION_S)
+        process.wait(_TERMINATION_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

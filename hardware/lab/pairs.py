@@ -1,8 +1,8 @@
-"""Comparison of two runs of the same cases: one on the twins, one on a kernel's RDMA stack.
+"""Comparison of two runs of the same cases: one on the software twins, one on a kernel's RDMA stack.
 
-A case about device memory passes on the twin, and the kernel must refuse it with both causes. Any other case that ran
-in both runs must pass in both. If the outcomes differ, one side violates the man page, or the case requires more than
-the man page states.
+A case about device memory passes on the twin, and must be refused by the kernel with the error that the profile states.
+Any other case that ran in both runs must pass in both. If the outcomes differ, either the twin or the kernel violates
+the man page, or the case requires more than the man page states.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Profile
 
-__all__ = ["REFUSED", "Pair", "compare", "on_other_substrates", "table", "without_refusal"]
+__all__ = ["REFUSED", "Pair", "compare", "find_missing_refusals", "find_wrong_substrates", "format_table"]
 
-_ABSENT = "absent"
+_NO_RECORD = "absent"
 _PASS = Verdict.PASS.value
-# Only this table has this verdict: the record is not_run, with the refusal that its profile requires.
+# The outcome, used only in this comparison, of a case whose record is not_run and has the refusal that the profile
+# requires.
 REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A case with its verdicts of both runs: those of its records, ``refused`` or ``absent``."""
+    """A case with its outcome in both runs: the verdict of its record, ``refused``, or ``absent`` without a record."""
 
     case: str
     twin: str
@@ -57,13 +58,15 @@ class Pair:
 
 def compare(twin: Path, kernel: Path) -> tuple[Pair, ...]:
     """Return the cases of two records files, in the order of the first file."""
-    verdicts = {path: {record.case: _verdict(record) for record in read_records(path)} for path in (twin, kernel)}
+    verdicts = {path: {record.case: _outcome(record) for record in read_records(path)} for path in (twin, kernel)}
     cases = dict.fromkeys((*verdicts[twin], *verdicts[kernel]))
-    return tuple(Pair(case, verdicts[twin].get(case, _ABSENT), verdicts[kernel].get(case, _ABSENT)) for case in cases)
+    return tuple(
+        Pair(case, verdicts[twin].get(case, _NO_RECORD), verdicts[kernel].get(case, _NO_RECORD)) for case in cases
+    )
 
 
-def without_refusal(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
-    """Return a problem for each case that had to be refused by the profile but did not run."""
+def find_missing_refusals(records: Iterable[Record], profile: Profile) -> tuple[str, ...]:
+    """Return a sentence for each case that did not run, although the profile requires that it runs and is refused."""
     return tuple(
         f"{record.case} had to be refused but did not run"
         for record in records
@@ -74,12 +77,12 @@ def without_refusal(records: Iterable[Record], profile: Profile) -> tuple[str, .
     )
 
 
-def _verdict(record: Record) -> str:
+def _outcome(record: Record) -> str:
     return REFUSED if record.refused else record.verdict.value
 
 
-def on_other_substrates(records: Iterable[Record], allowed: frozenset[str]) -> tuple[str, ...]:
-    """Return a problem for each case that used verbs on a substrate that is not allowed."""
+def find_wrong_substrates(records: Iterable[Record], allowed: frozenset[str]) -> tuple[str, ...]:
+    """Return a sentence for each case that used verbs on a substrate that is not in `allowed`."""
     return tuple(
         f"{record.case} ran verbs on {record.substrate['verbs']}"
         for record in records
@@ -87,11 +90,11 @@ def on_other_substrates(records: Iterable[Record], allowed: frozenset[str]) -> t
     )
 
 
-def table(pairs: Iterable[Pair]) -> str:
-    """Return a table of case, twin and kernel, with a mark for each outcome that is not allowed."""
+def format_table(pairs: Iterable[Pair]) -> str:
+    """Return a table with the case, its outcome in both runs, and a mark if the outcomes differ."""
     rows = [("case", "twin", "rxe", "")]
-    marks = {pair: "DIFFERS" if pair.differs else "" for pair in pairs}
-    rows += [(pair.case, pair.twin, pair.kernel, mark) for pair, mark in marks.items()]
+    mark_by_pair = {pair: "DIFFERS" if pair.differs else "" for pair in pairs}
+    rows += [(pair.case, pair.twin, pair.kernel, mark) for pair, mark in mark_by_pair.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         " | ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip(" |")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from support.memory_kinds import RdmaMemoryKind
 from support.rates import Meter, check_expected_numbers
-from support.reach import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -31,12 +31,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_group_stats() -> list[object]:
-    """Suppress the table of pytest-benchmark, which would present numbers of a twin as those of the machine."""
+    """Suppress the table of pytest-benchmark, which would show numbers of a twin as if they were of the machine."""
     return []
 
 
 @pytest.fixture
-def reach(request: pytest.FixtureRequest, nic: Nic) -> Reach:
-    """Memory of the kind in the parameter; see ``support.reach.KINDS``."""
+def memory_kind(request: pytest.FixtureRequest, nic: Nic) -> RdmaMemoryKind:
+    """Return the memory kind of the parameter; see ``support.memory_kinds.MEMORY_KINDS``."""
     device = None if request.param is None else request.getfixturevalue("device")
-    return Reach(nic=nic, device=device, route=request.param)
+    return RdmaMemoryKind(nic=nic, device=device, route=request.param)

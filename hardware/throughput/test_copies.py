@@ -1,7 +1,6 @@
-"""Copies by the CUDA driver: between pinned host memory and a device, within a device, between two, from imported
-memory.
+"""Throughput of copies by the CUDA driver: host and device, within a device, between devices, from imported memory.
 
-Every case checks the bytes of its last round.
+Host memory is pinned. Every case checks the bytes of its last round.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
         else:
             memory.write(data)
 
-        def work() -> None:
+        def copy_all() -> None:
             for _ in range(repeats):
                 if is_write:
                     stream.write(memory, pinned.view())
@@ -52,7 +51,7 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
                     stream.read_into(memory, pinned.view())
             stream.synchronize()
 
-        meter.measure(work, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
         pattern.check(memory.read() if is_write else bytes(pinned.view()), seed=seed)
 
 
@@ -63,12 +62,12 @@ def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     with device.allocate(length_bytes) as source, device.allocate(length_bytes) as target, device.stream() as stream:
         source.write(pattern.payload(length_bytes, seed=seed))
 
-        def work() -> None:
+        def copy_all() -> None:
             for _ in range(repeats):
                 stream.copy(source, target)
             stream.synchronize()
 
-        meter.measure(work, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
 
 
@@ -83,29 +82,29 @@ def test_peer_copy_beside_a_copy_through_the_host(
         near.allocate(length_bytes) as source,
         far.allocate(length_bytes) as target,
         PinnedMemory(near, length_bytes) as pinned,
-        near.stream() as here,
+        near.stream() as near_stream,
         far.stream() as far_stream,
         peer_access(near, far),
     ):
 
-        def direct() -> None:
+        def copy_directly() -> None:
             for _ in range(repeats):
-                here.copy(source, target)
-            here.synchronize()
+                near_stream.copy(source, target)
+            near_stream.synchronize()
 
-        def by_host() -> None:
+        def copy_by_host() -> None:
             for _ in range(repeats):
-                here.read_into(source, pinned.view())
-                here.synchronize()
+                near_stream.read_into(source, pinned.view())
+                near_stream.synchronize()
                 far_stream.write(target, pinned.view())
                 far_stream.synchronize()
 
         source.write(pattern.payload(length_bytes, seed=seed))
-        for work in (direct, by_host):
+        for copy in (copy_directly, copy_by_host):
             target.fill(0)
-            work()
+            copy()
             pattern.check(target.read(), seed=seed)
-        rates = meter.compare({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * repeats)
+        rates = meter.compare({"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
     if rates:
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
@@ -115,20 +114,20 @@ def test_peer_copy_beside_a_copy_through_the_host(
 def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
     length_bytes = meter.length(256 * MIB)
     repeats = meter.repeats(length_bytes // 16)
-    theirs = peer.device().allocate(length_bytes)
-    theirs.write(seed=seed)
+    peer_memory = peer.device().allocate(length_bytes)
+    peer_memory.write(seed=seed)
     with (
-        open_handle(device, theirs.export_ipc(), length_bytes=length_bytes) as imported,
+        open_handle(device, peer_memory.export_ipc(), length_bytes=length_bytes) as imported,
         device.allocate(length_bytes) as target,
         device.stream() as stream,
     ):
 
-        def work() -> None:
+        def copy_all() -> None:
             for _ in range(repeats):
                 stream.copy(imported, target)
             stream.synchronize()
 
-        meter.measure(work, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)
 
 
@@ -137,19 +136,19 @@ def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...
     near, far = devices[:2]
     length_bytes = meter.length(256 * MIB)
     repeats = meter.repeats(length_bytes // 4)
-    theirs = peer.device(1).allocate(length_bytes)
-    theirs.write(seed=seed)
+    peer_memory = peer.device(1).allocate(length_bytes)
+    peer_memory.write(seed=seed)
     with (
-        open_handle(far, theirs.export_ipc(), length_bytes=length_bytes) as imported,
+        open_handle(far, peer_memory.export_ipc(), length_bytes=length_bytes) as imported,
         near.allocate(length_bytes) as target,
         near.stream() as stream,
         peer_access(near, far),
     ):
 
-        def work() -> None:
+        def copy_all() -> None:
             for _ in range(repeats):
                 stream.copy(imported, target)
             stream.synchronize()
 
-        meter.measure(work, moved_bytes=length_bytes * repeats)
+        meter.measure(copy_all, moved_bytes=length_bytes * repeats)
         pattern.check(target.read(), seed=seed)

@@ -1,8 +1,8 @@
-"""File transfers to and from device memory by size, with a check of every byte.
+"""Throughput of file transfers to and from device memory by chunk size, with a check of every byte.
 
-The cases compare three methods in turn: a direct transfer if it is proven, gdrkit's copy engine, and pread with a copy
-as in a program without gdrkit. A cached file is in the page cache. A cold file is dropped from it before each round.
-``suites/bench`` also has kvikio.
+The cases compare three methods: a direct transfer if it is proven, gdrkit's copy engine, and pread followed by a copy,
+as in a program without gdrkit. A cached file is in the page cache of the kernel. A cold file is removed from the page
+cache before each round. ``suites/bench`` also compares with kvikio.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.file_movers import FileMovers
-from support.gds import RESIDENT_MOST, cached_share, forget
+from support.gds import CACHED_SHARE_MAX, cached_share, drop_from_cache
 
 from gdrkit import gds, pattern
 from gdrkit.harness.needs import cuda, needs
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 FILE_BYTES = 256 * MIB
-CACHED = [pytest.param(size * KIB, id=f"{size}KiB") for size in (64, 1024, 16384, 262144)]
-COLD = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024, 262144)]
+CACHED_CHUNK_BYTES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (64, 1024, 16384, 262144)]
+COLD_CHUNK_BYTES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (1024, 262144)]
 
 
 @pytest.fixture
@@ -43,22 +43,22 @@ def path() -> Iterator[Path]:
         gds.close_driver()
 
 
-def read(
+def measure_read(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, chunk_bytes: int, is_cold: bool
 ) -> None:
-    """Read a whole file into memory by each method."""
+    """Measure how fast each method reads a file into device memory in chunks, and check the bytes."""
     length_bytes = meter.length(FILE_BYTES)
     chunk_bytes = min(chunk_bytes, length_bytes)
     path.write_bytes(pattern.payload(length_bytes, seed=seed))
     with contextlib.ExitStack() as stack, device.allocate(length_bytes) as memory:
         stack.callback(gds.close_engines)
-        movers, why = FileMovers(path, memory, device, chunk_bytes, stack).all(write=False)
-        evidence["not_direct"] = why
+        movers, why_not_direct = FileMovers(path, memory, device, chunk_bytes, stack).by_name(write=False)
+        evidence["not_direct"] = why_not_direct
 
         def prepare() -> None:
             memory.fill(0)
             if is_cold:
-                forget(path)
+                drop_from_cache(path)
 
         def check() -> None:
             pattern.check(memory.read(), seed=seed)
@@ -69,53 +69,56 @@ def read(
             move()
             check()
         prepare()
-        if is_cold and cached_share(path) > RESIDENT_MOST:
+        if is_cold and cached_share(path) > CACHED_SHARE_MAX:
             evidence.unproven(f"the file system of {DISK} keeps data in the page cache, so that no file is cold")
             return
         meter.compare(movers, moved_bytes=length_bytes, prepare=prepare, check=check)
 
 
 @needs(cuda.device())
-@pytest.mark.parametrize("length_bytes", CACHED)
+@pytest.mark.parametrize("length_bytes", CACHED_CHUNK_BYTES)
 def test_cached_read(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
-    read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=False)
+    measure_read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=False)
 
 
 @needs(cuda.device())
-@pytest.mark.parametrize("length_bytes", COLD)
+@pytest.mark.parametrize("length_bytes", COLD_CHUNK_BYTES)
 def test_cold_read(meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int) -> None:
-    read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=True)
+    measure_read(meter, device, path, seed, evidence, chunk_bytes=length_bytes, is_cold=True)
 
 
 @needs(cuda.device())
-@pytest.mark.parametrize("length_bytes", COLD)
+@pytest.mark.parametrize("length_bytes", COLD_CHUNK_BYTES)
 @pytest.mark.parametrize("durable", [False, True], ids=["into_the_cache", "durable"])
 def test_write(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int, *, durable: bool
 ) -> None:
-    whole_bytes = meter.length(FILE_BYTES)
-    path.write_bytes(bytes(whole_bytes))
-    with contextlib.ExitStack() as stack, device.allocate(whole_bytes) as memory:
+    file_bytes = meter.length(FILE_BYTES)
+    path.write_bytes(bytes(file_bytes))
+    with contextlib.ExitStack() as stack, device.allocate(file_bytes) as memory:
         stack.callback(gds.close_engines)
-        chunk_bytes = min(length_bytes, whole_bytes)
-        movers, why = FileMovers(path, memory, device, chunk_bytes, stack, durable=durable).all(write=True)
-        evidence["not_direct"] = why
-        data = {each: pattern.payload(whole_bytes, seed=each) for each in (seed, seed ^ 1)}
-        seeds = list(data)
+        chunk_bytes = min(length_bytes, file_bytes)
+        movers, why_not_direct = FileMovers(path, memory, device, chunk_bytes, stack, durable=durable).by_name(
+            write=True
+        )
+        evidence["not_direct"] = why_not_direct
+        payloads = {payload_seed: pattern.payload(file_bytes, seed=payload_seed) for payload_seed in (seed, seed ^ 1)}
+        seeds = list(payloads)
 
         def prepare() -> None:
-            # The bytes differ from those of the previous write, which the file still has.
+            # The file still has the bytes of the previous write, so this write gets other bytes.
             seeds.reverse()
-            memory.write(data[seeds[0]])
+            memory.write(payloads[seeds[0]])
 
         for name, move in movers.items():
             meter.record_path(f"GPU{device.index}", name=name)
             prepare()
             move()
             pattern.check(path.read_bytes(), seed=seeds[0])
-        path.write_bytes(bytes(whole_bytes))
-        meter.compare(movers, moved_bytes=whole_bytes, prepare=prepare)
-        # The check is only at the end, because reading the file would put it into the page cache of the next write.
+        path.write_bytes(bytes(file_bytes))
+        meter.compare(movers, moved_bytes=file_bytes, prepare=prepare)
+        # The check is only at the end, because it reads the file into the page cache, which would affect the next
+        # write.
         pattern.check(path.read_bytes(), seed=seeds[0])

@@ -1,4 +1,4 @@
-"""Bus bandwidth of NCCL's all-reduce between all devices, with pool buffers that NICs and NCCL can access."""
+"""Bus bandwidth of NCCL's all-reduce between all GPUs of this host, with memory that a NIC can access as well."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 # A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# On one host no NIC takes part, and the ranks find each other by the loopback interface.
-ENVIRONMENT = {**NO_MULTICAST, "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
-# Cases took 2 to 6 s on two H200. The first read of a library of 300 MB from a disk takes longer.
-DEADLINE_S = 45.0
+# All ranks are on one host, so NCCL must not use a NIC. The ranks connect to each other over the loopback interface.
+NCCL_ENVIRONMENT = {**NO_MULTICAST, "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
+# Longest duration of a case. The cases took 2 to 6 s on two H200. The first case takes longer, because it reads a
+# library of 300 MB from the disk.
+RANKS_TIMEOUT_S = 45.0
 
-KINDS = [
+MEMORY_KINDS = [
     pytest.param("malloc", [], id="malloc"),
     pytest.param("vmm", [], id="vmm"),
     pytest.param("vmm", ["--registered"], id="vmm_registered"),
@@ -37,7 +38,7 @@ KINDS = [
 
 @needs(cuda.device(count_min=2), cuda.vmm, verbs.nic(), verbs.dmabuf_region, host.module("nvidia.nccl"))
 @pytest.mark.parametrize("length_bytes", [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 256)])
-@pytest.mark.parametrize(("memory", "options"), KINDS)
+@pytest.mark.parametrize(("memory", "options"), MEMORY_KINDS)
 def test_all_reduce(
     meter: Meter,
     devices: tuple[Device, ...],
@@ -48,24 +49,27 @@ def test_all_reduce(
     options: list[str],
     length_bytes: int,
 ) -> None:
-    ranks = len(devices)
-    common = ["--ranks", str(ranks), "--memory", memory, "--length-bytes", str(length_bytes)]
-    common += ["--rounds", str(meter.runs_count), "--seed", str(seed), *options]
-    output = run_ranks(
-        [[sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common] for rank in range(ranks)],
+    rank_count = len(devices)
+    common_options = ["--ranks", str(rank_count), "--memory", memory, "--length-bytes", str(length_bytes)]
+    common_options += ["--rounds", str(meter.runs_count), "--seed", str(seed), *options]
+    rank_outputs = run_ranks(
+        [
+            [sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common_options]
+            for rank in range(rank_count)
+        ],
         folder=tmp_path,
-        environ=suites_environ({**os.environ, **ENVIRONMENT}),
-        deadline_s=DEADLINE_S,
+        environ=suites_environ({**os.environ, **NCCL_ENVIRONMENT}),
+        deadline_s=RANKS_TIMEOUT_S,
     )
-    results = [json.loads(lines[-1]) for lines in output]
+    results = [json.loads(lines[-1]) for lines in rank_outputs]
     evidence["nccl"] = {
         "version": results[0]["version"],
         "libraries": results[0]["libraries"],
-        "environment": ENVIRONMENT,
+        "environment": NCCL_ENVIRONMENT,
     }
     if meter.is_on:
-        # This is the traffic of each link: each of n devices sends and receives 2 (n - 1) / n of the bytes. The slowest
-        # rank counts.
-        carried_bytes = int(length_bytes * 2 * (ranks - 1) / ranks)
-        times_s = [max(each) for each in zip(*(rank["times_s"] for rank in results), strict=True)]
-        meter.record("bus", Rates.of(carried_bytes, times_s[WARM_UP_ROUNDS:]))
+        # In an all-reduce of n devices, each device sends and receives 2 (n - 1) / n of the bytes. The time of a round
+        # is that of the slowest rank.
+        carried_bytes = int(length_bytes * 2 * (rank_count - 1) / rank_count)
+        times_s = [max(rank_times) for rank_times in zip(*(result["times_s"] for result in results), strict=True)]
+        meter.record("bus", Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:]))

@@ -1,7 +1,7 @@
-"""RDMA WRITE and READ by size, depth, and pair of GPU and NIC; latency; direct beside staged; aligned beside odd.
+"""Throughput and latency of RDMA WRITE and READ: by size, by queue depth, by pair of GPU and NIC, and by address.
 
-The native initiator and the passive memory use the same NIC, so that the path between this NIC and the memory is
-measured. Every case checks all bytes of its last burst.
+The initiator (the side that posts the work requests) and the target memory use the same NIC, so that the path between
+this NIC and the memory is measured. Every case checks all bytes of its last transfers.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import statistics
 from typing import TYPE_CHECKING
 
 import pytest
-from support.passive import initiating
-from support.reach import DMABUF, KINDS, ROUTES, reachable
+from support.initiators import connected_initiator
+from support.memory_kinds import DMABUF, MEMORY_KINDS, ROUTES, registered_device_memory
 
 from gdrkit import pattern
 from gdrkit.cuda import PinnedMemory
@@ -20,8 +20,8 @@ from gdrkit.units import KIB, MIB
 from gdrkit.verbs import Access, Direction
 
 if TYPE_CHECKING:
+    from support.memory_kinds import RdmaMemory, RdmaMemoryKind
     from support.rates import Meter, Rates
-    from support.reach import Reach, Reached
 
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
@@ -30,60 +30,72 @@ if TYPE_CHECKING:
 
 SIZES = [pytest.param(size * KIB, id=f"{size}KiB") for size in (4, 64, 1024, 8192)]
 DEPTHS = (1, 4, 16, 64)
-DEPTH, LIST_LENGTH = 64, 16
-AREA_BYTES = 64 * MIB
-LATENCY_SAMPLES = 2000
+QUEUE_DEPTH, WORK_REQUESTS_PER_POST = 64, 16
+MEMORY_BYTES = 64 * MIB
+LATENCY_SAMPLE_COUNT = 2000
 
 
-def prepare(memory: Reached, initiator: Initiator, direction: Direction, area_bytes: int, seed: int) -> None:
-    """Write the pattern of the seed into the source. The target keeps other bytes."""
-    data = pattern.payload(area_bytes, seed=seed)
+def fill_source(memory: RdmaMemory, initiator: Initiator, direction: Direction, memory_bytes: int, seed: int) -> None:
+    """Write the pattern of the seed into the source of the transfer: the initiator for WRITE, the memory for READ."""
+    data = pattern.payload(memory_bytes, seed=seed)
     if direction is Direction.WRITE:
         initiator.write(data)
     else:
         memory.write(data)
 
 
-def check(memory: Reached, initiator: Initiator, direction: Direction, moved_bytes: int, seed: int) -> None:
-    """Check that the target holds the stream of the seed."""
+def check_target(memory: RdmaMemory, initiator: Initiator, direction: Direction, moved_bytes: int, seed: int) -> None:
+    """Check that the target of the transfer has the pattern of the seed."""
     received = memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
     pattern.check(received, seed=seed)
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("length_bytes", SIZES)
 def test_by_size(
-    meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evidence, direction: Direction, length_bytes: int
+    meter: Meter,
+    nic: Nic,
+    memory_kind: RdmaMemoryKind,
+    seed: int,
+    evidence: Evidence,
+    direction: Direction,
+    length_bytes: int,
 ) -> None:
-    area_bytes = meter.length(AREA_BYTES, small_bytes=2 * length_bytes)
+    memory_bytes = meter.length(MEMORY_BYTES, small_bytes=2 * length_bytes)
     operations = meter.repeats(length_bytes) if length_bytes > 64 * KIB else meter.count(4096, small=64)
-    with reach.memory(length_bytes=area_bytes) as memory, initiating(nic, memory_bytes=area_bytes) as initiator:
-        prepare(memory, initiator, direction, area_bytes, seed)
+    with (
+        memory_kind.memory(length_bytes=memory_bytes) as memory,
+        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+    ):
+        fill_source(memory, initiator, direction, memory_bytes, seed)
         remote = memory.remote()
 
-        def work() -> None:
+        def transfer() -> None:
             initiator.run(
                 direction,
                 remote,
                 length_bytes=length_bytes,
                 operations=operations,
-                depth=DEPTH,
-                list_length=LIST_LENGTH,
+                depth=QUEUE_DEPTH,
+                list_length=WORK_REQUESTS_PER_POST,
             )
 
-        meter.measure(work, moved_bytes=length_bytes * operations)
-        check(memory, initiator, direction, min(area_bytes, operations * length_bytes), seed)
-    reach.claim(evidence)
+        meter.measure(transfer, moved_bytes=length_bytes * operations)
+        check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
+    memory_kind.claim(evidence)
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
-def test_by_depth(meter: Meter, nic: Nic, reach: Reach, seed: int, direction: Direction) -> None:
+def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, direction: Direction) -> None:
     length_bytes, operations = 64 * KIB, meter.count(512, small=16)
-    area_bytes = 64 * length_bytes
-    with reach.memory(length_bytes=area_bytes) as memory, initiating(nic, memory_bytes=area_bytes) as initiator:
-        prepare(memory, initiator, direction, area_bytes, seed)
+    memory_bytes = 64 * length_bytes
+    with (
+        memory_kind.memory(length_bytes=memory_bytes) as memory,
+        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+    ):
+        fill_source(memory, initiator, direction, memory_bytes, seed)
         remote = memory.remote()
 
         def burst(depth: int) -> None:
@@ -91,24 +103,29 @@ def test_by_depth(meter: Meter, nic: Nic, reach: Reach, seed: int, direction: Di
 
         bursts = {f"depth_{depth}": lambda depth=depth: burst(depth) for depth in DEPTHS}
         meter.compare(bursts, moved_bytes=length_bytes * operations)
-        check(memory, initiator, direction, min(area_bytes, operations * length_bytes), seed)
+        check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
 
 
-@pytest.mark.parametrize("reach", KINDS, indirect=True)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
-def test_latency(meter: Meter, nic: Nic, reach: Reach, seed: int, evidence: Evidence, direction: Direction) -> None:
-    length_bytes, operations = 8, meter.count(LATENCY_SAMPLES, small=10)
-    with reach.memory(length_bytes=4 * KIB) as memory, initiating(nic, memory_bytes=4 * KIB) as initiator:
-        prepare(memory, initiator, direction, 4 * KIB, seed)
+def test_latency(
+    meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, evidence: Evidence, direction: Direction
+) -> None:
+    length_bytes, operations = 8, meter.count(LATENCY_SAMPLE_COUNT, small=10)
+    with (
+        memory_kind.memory(length_bytes=4 * KIB) as memory,
+        connected_initiator(nic, memory_bytes=4 * KIB) as initiator,
+    ):
+        fill_source(memory, initiator, direction, 4 * KIB, seed)
         remote = memory.remote()
         initiator.run(direction, remote, length_bytes=length_bytes, operations=operations)
         latencies = initiator.run_singly(direction, remote, length_bytes=length_bytes, operations=operations)
-        check(memory, initiator, direction, min(4 * KIB, operations * length_bytes), seed)
+        check_target(memory, initiator, direction, min(4 * KIB, operations * length_bytes), seed)
     if meter.is_on:
-        ordered = sorted(latencies.times_ns)
+        sorted_times_ns = sorted(latencies.times_ns)
         for name, quantile in (("p50", 0.50), ("p99", 0.99)):
-            evidence.number(f"latency_us_{name}", ordered[int(len(ordered) * quantile)] / 1e3)
-        evidence.number("latency_us_min", ordered[0] / 1e3)
+            evidence.number(f"latency_us_{name}", sorted_times_ns[int(len(sorted_times_ns) * quantile)] / 1e3)
+        evidence.number("latency_us_min", sorted_times_ns[0] / 1e3)
         meter.record_apis()
 
 
@@ -122,7 +139,10 @@ def test_every_pair_of_gpu_and_nic(
     evidence: Evidence,
     route: RegistrationRoute,
 ) -> None:
-    """Measure WRITE and READ of 1 MiB for each pair, and the gain of a common switch over a path across sockets."""
+    """Measure WRITE and READ of 1 MiB for each pair.
+
+    Also record how much faster pairs on one PCIe switch are than pairs on different sockets.
+    """
     length_bytes, operations = meter.length(MIB, small_bytes=64 * KIB), meter.count(128, small=8)
     placement = Placement()
     medians: dict[tuple[Distance, Direction], list[float]] = {}
@@ -132,20 +152,23 @@ def test_every_pair_of_gpu_and_nic(
             distance = placement.distance(device.pci_bus_id, nic.name)
             evidence[name] = distance.name
             for direction in Direction:
-                rates = _pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
+                rates = measure_pair(meter, device, nic, route, direction, (length_bytes, operations, seed))
                 if rates is not None:
                     meter.record_path(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
                     meter.record(f"{name}_{direction.value}", rates)
                     medians.setdefault((distance, direction), []).append(rates.median)
             evidence.route(device=device, nic=nic, way=route)
     for direction in Direction:
-        near, far = medians.get((Distance.PIX, direction)), medians.get((Distance.SYS, direction))
-        if near and far:
-            ratio = statistics.median(near) / statistics.median(far)
+        rates_behind_one_switch, rates_across_sockets = (
+            medians.get((Distance.PIX, direction)),
+            medians.get((Distance.SYS, direction)),
+        )
+        if rates_behind_one_switch and rates_across_sockets:
+            ratio = statistics.median(rates_behind_one_switch) / statistics.median(rates_across_sockets)
             evidence.number(f"{direction.value}_same_switch_over_across_sockets_ratio", ratio)
 
 
-def _pair(
+def measure_pair(
     meter: Meter,
     device: Device,
     nic: Nic,
@@ -154,12 +177,12 @@ def _pair(
     sizes_and_seed: tuple[int, int, int],
 ) -> Rates | None:
     length_bytes, operations, seed = sizes_and_seed
-    area_bytes = 8 * length_bytes
+    memory_bytes = 8 * length_bytes
     with (
-        reachable(device, nic, route, length_bytes=area_bytes) as (memory, registration),
-        initiating(nic, memory_bytes=area_bytes) as initiator,
+        registered_device_memory(device, nic, route, length_bytes=memory_bytes) as (memory, registration),
+        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
-        remote, data = registration.remote(nic), pattern.payload(area_bytes, seed=seed)
+        remote, data = registration.remote(nic), pattern.payload(memory_bytes, seed=seed)
         if direction is Direction.WRITE:
             initiator.write(data)
         else:
@@ -180,30 +203,32 @@ def test_direct_write_beside_a_copy_through_the_host(
     """The ratio of the direct rate to the rate through host memory. Direct is expected to be faster from 64 KiB on."""
     operations = meter.count(64, small=4)
     with (
-        reachable(device, nic, length_bytes=length_bytes) as (memory, registration),
+        registered_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
         PinnedMemory(device, length_bytes) as pinned,
-        initiating(nic, memory_bytes=length_bytes) as initiator,
+        connected_initiator(nic, memory_bytes=length_bytes) as initiator,
         device.stream() as stream,
         nic.register_host(pinned.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
         direct_target, staging_target = registration.remote(nic), region.remote()
 
-        def direct() -> None:
+        def write_directly() -> None:
             for _ in range(operations):
                 initiator.run(Direction.WRITE, direct_target, length_bytes=length_bytes, operations=1)
 
-        def by_host() -> None:
+        def write_by_host() -> None:
             for _ in range(operations):
                 initiator.run(Direction.WRITE, staging_target, length_bytes=length_bytes, operations=1)
                 stream.write(memory, pinned.view())
                 stream.synchronize()
 
-        for work in (direct, by_host):
+        for write in (write_directly, write_by_host):
             memory.fill(0)
-            work()
+            write()
             pattern.check(memory.read(), seed=seed)
-        rates = meter.compare({"direct": direct, "by_host": by_host}, moved_bytes=length_bytes * operations)
+        rates = meter.compare(
+            {"direct": write_directly, "by_host": write_by_host}, moved_bytes=length_bytes * operations
+        )
         pattern.check(memory.read(), seed=seed)
     if rates:
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
@@ -215,8 +240,8 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
     length_bytes, operations = 64 * KIB, meter.count(512, small=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
-        reachable(device, nic, length_bytes=MIB) as (memory, registration),
-        initiating(nic, memory_bytes=length_bytes) as initiator,
+        registered_device_memory(device, nic, length_bytes=MIB) as (memory, registration),
+        connected_initiator(nic, memory_bytes=length_bytes) as initiator,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
 
@@ -231,7 +256,7 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
         bursts = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
         memory.fill(0)
         rates = meter.compare(bursts, moved_bytes=length_bytes * operations)
-        # Only the last one is checked. The others write the same bytes to other offsets of the same pages.
+        # Only the bytes of the last burst are checked. The other bursts write the same bytes at other offsets.
         pattern.check(memory.read(offset_bytes=offsets["odd"], length_bytes=length_bytes), seed=seed)
     if rates:
         evidence.number("aligned_256_over_odd_ratio", rates["aligned_256"].median / rates["odd"].median)
