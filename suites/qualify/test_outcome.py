@@ -143,6 +143,16 @@ def test_open_devices_of_a_process_precede_those_of_facts() -> None:
     }
 
 
+def test_without_verbs_facts_every_nic_of_the_kernel_counts() -> None:
+    (nic,) = EVIDENCE.rdma
+    assert nic.node is not None
+    software_nic = dataclasses.replace(nic, name="rxe0", driver="rxe")
+    for rdma, expected in (((nic,), Substrate.HARDWARE), ((nic, software_nic), Substrate.KERNEL_SOFTWARE)):
+        kernel_evidence = dataclasses.replace(EVIDENCE, rdma=rdma)
+        facts = dataclasses.replace(facts_of_hardware(evidence=kernel_evidence), verbs=None)
+        assert substrate_of(VENDOR_LIBRARIES[:1], facts, nodes=[nic.node]) == {"verbs": expected}
+
+
 def test_combined_substrate_is_the_weakest() -> None:
     assert weakest([Substrate.HARDWARE, Substrate.TWIN, Substrate.KERNEL_SOFTWARE]) is Substrate.TWIN
     assert weakest([]) is Substrate.UNKNOWN

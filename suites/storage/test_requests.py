@@ -15,9 +15,12 @@ import gdrkit
 from gdrkit.errors import ApiError
 from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.storage import messages
+from gdrkit.storage._native import engine
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.connection import ControlConnection
 from gdrkit.storage.control import pack_request, parse_reply
+from gdrkit.storage.requests import RequestHandler
+from gdrkit.storage.store import FileStore
 from gdrkit.storage.wire import FrameType
 from gdrkit.units import GIB
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
     from gdrkit.storage.client import StorageClient
     from gdrkit.storage.control import Request
+    from gdrkit.verbs import Nic
 
 pytestmark = needs(verbs.nic())
 
@@ -90,6 +94,27 @@ def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) ->
     assert refused_errno(client, messages.Attach("0" * 64)) == errno.EPROTO
     assert refused_errno(client, messages.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
     assert client.list_folder() == ()
+
+
+def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
+    # The server ends a session that another one replaces. Its thread may have received a request just before the end.
+    with (
+        FileStore(tmp_path) as store,
+        nic.completion_queue(depth=1) as completion_queue,
+        nic.queue_pair(completion_queue, sends_max=1, receives_max=1) as queue_pair,
+    ):
+        endpoints, fabric = [queue_pair.endpoint().to_dict()], engine.Fabric([nic.name])
+        native_session = engine.Session(store.native, fabric, endpoints, outstanding_max=1, length_bytes_max=4096)
+        handler = RequestHandler(store, native_session, handles_max=1)
+        try:
+            handler.execute(messages.Mkdir("early", 0o700), [])
+            handler.end()
+            with pytest.raises(OSError, match="another session has replaced this one") as error:
+                handler.execute(messages.Mkdir("late", 0o700), [])
+        finally:
+            handler.close()
+    assert error.value.errno == errno.ESTALE
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".gdrkit", "early"]
 
 
 def test_open_needs_an_access_and_truncate_needs_write(service: Service, client: StorageClient) -> None:

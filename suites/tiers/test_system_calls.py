@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -281,6 +282,25 @@ def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
     error = error_of_failed_move(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
     assert (error.reason, error.operation, error.errno) == (Reason.BUSY, "read", errno.EBUSY)
     assert error.arguments == {"offset_bytes": 4 * MIB}
+
+
+def test_short_reads_are_continued(manager: TierManager) -> None:
+    data = create_file(manager, "file", 1000, seed=1)
+    reads: list[tuple[bool, int]] = []
+
+    def read_300_bytes(call: SystemCall) -> Reply:
+        descriptor, iovecs_address, _, offset_bytes, *_ = call.arguments
+        read = (is_copy(call), offset_bytes)
+        if read in reads:
+            return -errno.EIO  # Without an error, a migration that repeats a read would never end.
+        reads.append(read)
+        address, length_bytes = (ctypes.c_size_t * 2).from_address(iovecs_address)  # struct iovec
+        part = (ctypes.c_char * min(length_bytes, 300)).from_address(address)
+        return os.preadv(descriptor, [part], offset_bytes)
+
+    run_move(manager, "file", reply=read_300_bytes, calls=READ_CALLS)
+    assert reads == [(of_copy, offset_bytes) for of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)]
+    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
