@@ -76,7 +76,7 @@ def suites(session: nox.Session) -> None:
     system_packages.install_strace()
     # The throughput cases also run, with small sizes. Their numbers mean nothing on twins, but errors are found early.
     if not session.posargs:
-        run_suites(session, run, suite_folders(), *on_twins(run))
+        run_suites(session, run, suite_folders(), *on_twins(run), measures_coverage=True)
     else:
         arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
         exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))

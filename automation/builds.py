@@ -39,6 +39,7 @@ RUN_REQUIREMENTS = (
     "nox>=2024.4.15",
     # The cases validate records and reports with jsonschema.
     "jsonschema>=4.20",
+    "coverage>=7.6",
     # atheris guides the fuzzing of parsers. PyPI has wheels of it only for the Pythons and machines of this marker.
     "atheris>=2.3; python_version < '3.14' and platform_machine == 'x86_64'",
 )

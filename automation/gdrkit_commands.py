@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from automation.commands import (
     PYTEST_BAD_OPTION,
     ROOT,
     SETUP_MISSING,
+    call,
     exit_with_pytest_code,
     fail_unless_zero,
     output_of,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cases", "on_twins", "plan_sessions", "pytest", "run_suites", "suite_folders"]
 
+_COVERAGE_FILE = ROOT / "build" / "coverage" / "data"
+_COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVERAGE_FILE}")
 _SLOWEST_SUITES_FIRST = ("qualify", "usrbio", "gds", "inventory", "storage", "property", "report", "gaudi")
 
 
@@ -60,14 +64,25 @@ def cases(arguments: Sequence[str], *default: str) -> list[str]:
     return [*(() if top_folders & {("suites",), ("hardware",)} else default), *arguments]
 
 
-def run_suites(session: nox.Session, run: Path, paths: Sequence[Path], *launcher: str) -> None:
+def run_suites(
+    session: nox.Session, run: Path, paths: Sequence[Path], *launcher: str, measures_coverage: bool = False
+) -> None:
     """Run the cases of each path in a separate process, several at the same time, and end the session.
 
     A session with arguments does not call this function. It runs a single process, which gets the arguments.
+    With `measures_coverage` the function prints which share of the statements of gdrkit the pytest processes executed.
+    Their children, such as agents and servers, are not measured, because measuring changes their time and memory.
     """
-    command_prefix = [*launcher, *pytest(run)]
+    python, *module_and_options = pytest(run)
+    if measures_coverage:
+        shutil.rmtree(_COVERAGE_FILE.parent, ignore_errors=True)
+        _COVERAGE_FILE.parent.mkdir(parents=True)
+        module_and_options = ["-m", "coverage", "run", *_COVERAGE_OPTIONS, *module_and_options]
+    command_prefix = [*launcher, python, *module_and_options]
     parts = [Part(os.path.relpath(path, ROOT), (*command_prefix, "-q", str(path))) for path in paths]
     codes = call_side_by_side(parts, jobs=job_count())
+    if measures_coverage:
+        _print_coverage(run)
     for name, code in codes.items():
         if code:
             say(f"{name} failed with exit code {code}; its output is above")
@@ -75,6 +90,16 @@ def run_suites(session: nox.Session, run: Path, paths: Sequence[Path], *launcher
         if code in codes.values():
             exit_with_pytest_code(session, code)
     fail_unless_zero(session, list(codes.values()))
+
+
+def _print_coverage(run: Path) -> None:
+    coverage = [str(run / "python"), "-m", "coverage"]
+    call([*coverage, "combine", "--quiet", *_COVERAGE_OPTIONS])
+    total = output_of([*coverage, "report", "--format=total", "--precision=1", *_COVERAGE_OPTIONS]).strip()
+    say(f"the suites executed {total} % of the statements of gdrkit, not counting child processes")
+    say(
+        f"the details: {os.path.relpath(run, ROOT)}/coverage report --data-file={os.path.relpath(_COVERAGE_FILE, ROOT)}"
+    )
 
 
 def suite_folders() -> list[Path]:
