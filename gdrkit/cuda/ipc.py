@@ -77,7 +77,7 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
         undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
             used_bytes = _checked_length(address, length_bytes)
-            # The importing process must set this itself: the owner's setting does not apply here.
+            # SYNC_MEMOPS that the owner has set does not apply in this process.
             pointer.synchronize_copies(address)
         except BaseException as error:
             undo.run_after(error)

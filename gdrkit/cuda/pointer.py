@@ -24,8 +24,9 @@ __all__ = [
 ]
 
 
-# presence(key) returns a function that checks whether all chunks of an allocation key still exist. The returned
-# function makes one driver call for each chunk and needs no current context.
+# presence(key) returns a function that checks whether the memory of a key from allocation_key() still exists. The key
+# has the buffer id of each VMM chunk of the memory, or of the one allocation. The returned function makes one driver
+# call for each of them and needs no current context.
 presence = _driver.presence
 
 

@@ -9,8 +9,9 @@ the substrate is ``hardware`` only if all of this holds (:mod:`gdrkit.evidence.k
 - the replies of the kernel over netlink and by ioctl agree with them;
 - the process that had loaded the library had the character device open.
 
-This evidence comes from the kernel, so neither a library nor a mounted file can imitate it. In all other cases the
-substrate is ``unknown``, and the case proves nothing.
+This evidence comes from the kernel, so neither a library nor a mounted file can imitate it. A NIC whose driver is
+software in the kernel, such as rxe, has ``kernel_software``. Otherwise the substrate is ``unknown``, and the test case
+proves nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Substrate(enum.Enum):
     UNKNOWN = "unknown"
 
 
-# A case with several APIs or processes proves no more than the first of these substrates that occurs in it.
+# A test case with several APIs or processes proves no more than its weakest substrate.
 _WEAKEST_FIRST = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
 
 _WORDS = {

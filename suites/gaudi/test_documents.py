@@ -1,7 +1,7 @@
 """Calls of hl-thunk exactly as two documents on Gaudi and InfiniBand describe them. Most of these calls are wrong.
 
-The cases show what each call returns with the functions of the real header ``hlthunk.h``. docs/gaudi.md compares the
-calls of the documents with those of the header and of gdrkit.
+Each case makes a documented call with the signature of the real header ``hlthunk.h``, and shows what it returns.
+docs/gaudi.md compares the calls of the documents with those of the header and of gdrkit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ needs_mapped_memory = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
 def test_documented_export_by_handle_is_refused(raw_device: RawDevice) -> None:
     """Call ``hlthunk_device_memory_export_dmabuf_fd(handle, &fd)``.
 
-    So the handle is passed as the descriptor of the device, and the out-parameter as the address.
+    The header has (device_fd, addr, size, flags). The documented call therefore passes the handle as the descriptor of
+    the device, and the address of ``fd`` as the address of the memory.
     """
     handle, address = raw_device.allocate_mapped(SIZE_BYTES)
     fd = ctypes.c_int(FD_NOT_SET)
@@ -72,7 +73,7 @@ def test_export_of_mapped_host_memory_is_refused(raw_device: RawDevice) -> None:
 
 
 @needs_mapped_memory
-def test_export_call_of_the_feature_document_succeeds(raw_device: RawDevice) -> None:
+def test_documented_export_with_five_arguments_succeeds(raw_device: RawDevice) -> None:
     """Pass device, mapped address, size, offset 0 and O_RDWR | O_CLOEXEC."""
     handle, address = raw_device.allocate_mapped(SIZE_BYTES)
     fd = raw_device.export(address, SIZE_BYTES)
@@ -82,8 +83,11 @@ def test_export_call_of_the_feature_document_succeeds(raw_device: RawDevice) -> 
 
 
 @needs(gaudi_needs.device())
-def test_export_returns_a_new_descriptor_each_time(raw_device: RawDevice) -> None:
-    """Call both export functions with address 0, for which the test in the document expects the constants 42 and 43."""
+def test_documented_export_of_address_0_is_refused(raw_device: RawDevice) -> None:
+    """Call both export functions with address 0.
+
+    The document has a test of a replaced library, which returns the constants 42 and 43 as descriptors.
+    """
     for name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
         assert errno_of(raw_device.call(name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
 

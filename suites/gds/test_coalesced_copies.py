@@ -1,4 +1,7 @@
-"""Long reads into device memory use coalesced copies, which several threads fill together."""
+"""Long reads into device memory use coalesced copies.
+
+Several threads read chunks of the file into one pinned buffer, and one copy moves the buffer to the device.
+"""
 
 from __future__ import annotations
 

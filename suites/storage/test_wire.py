@@ -1,4 +1,4 @@
-"""Frames and control messages: parsing restores what was packed, and invalid input raises one error.
+"""Frames and control messages: parsing restores what was packed, and each invalid input raises UsageError.
 
 The vectors are those of the C++ parser (native/storage/tests/parser_test.cpp).
 """
@@ -90,24 +90,24 @@ def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> No
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(operations(), min_size=1, max_size=20), UINT64)
-def test_operations_survive_packing_and_parsing(packed: list[Operation], sequence: int) -> None:
-    frame = pack_operations(packed, sequence=sequence)
+def test_operations_survive_packing_and_parsing(originals: list[Operation], sequence: int) -> None:
+    frame = pack_operations(originals, sequence=sequence)
     header = parse_header(frame[:HEADER_BYTES])
-    assert (header.count, header.sequence) == (len(packed), sequence)
-    assert parse_operations(header, frame[HEADER_BYTES:]) == tuple(packed)
+    assert (header.count, header.sequence) == (len(originals), sequence)
+    assert parse_operations(header, frame[HEADER_BYTES:]) == tuple(originals)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(results(), min_size=1, max_size=20))
-def test_results_survive_packing_and_parsing(packed: list[Result]) -> None:
-    frame = pack_results(packed)
-    assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(packed)
+def test_results_survive_packing_and_parsing(originals: list[Result]) -> None:
+    frame = pack_results(originals)
+    assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(originals)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(operations(), min_size=1, max_size=3), st.data())
-def test_any_changed_byte_is_refused(packed: list[Operation], data: st.DataObject) -> None:
-    frame = bytearray(pack_operations(packed, sequence=1))
+def test_any_changed_byte_is_refused(originals: list[Operation], data: st.DataObject) -> None:
+    frame = bytearray(pack_operations(originals, sequence=1))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(UsageError) as error:
         parse_frame(bytes(frame))
@@ -150,7 +150,7 @@ def test_any_json_object_is_a_request_or_is_refused(name: str, fields: dict[str,
         b"[" * 60000,
         b'{"op":"statfs","op":"statfs"}',
         b'{"op":"truncate","path":"a","size_bytes":NaN}',
-        # This field may be null.
+        # "after" may be null, but it must not be a value that JSON does not have.
         b'{"op":"list","path":"a","after":NaN}',
         b'{"op":"list","path":"a","after":Infinity}',
         b'{"op":"list","path":"a","after":-Infinity}',

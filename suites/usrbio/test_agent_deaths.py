@@ -51,8 +51,8 @@ def mount(tmp_path: Path, seed: int) -> Path:
     return tmp_path
 
 
-def publication_names(mount: Path) -> set[str]:
-    """Return the names of the links of publications."""
+def published_link_names(mount: Path) -> set[str]:
+    """Return the names of the links by which clients publish iovs and rings, without the agent's own semaphores."""
     return {link.name for link in (mount / "3fs-virt" / "iovs").iterdir() if not link.name.startswith("submit-ios")}
 
 
@@ -76,11 +76,13 @@ def busy_client(mount: Path) -> Iterator[subprocess.Popen[str]]:
 def test_killed_client_leaves_nothing(mount: Path) -> None:
     with AgentProcess(mount) as agent:
         with busy_client(mount) as client:
-            assert len(publication_names(mount)) == 2
+            assert len(published_link_names(mount)) == 2
             memory = shared_memory_files(mount)
             client.kill()
             client.wait()
-            wait_until(lambda: not publication_names(mount), "the links of the killed client are removed", timeout_s=60)
+            wait_until(
+                lambda: not published_link_names(mount), "the links of the killed client are removed", timeout_s=60
+            )
         assert {path for path in memory if path.exists()} == shared_memory_files(mount)
         assert list((mount / "3fs-virt" / "publications").iterdir()) == []
         assert agent.terminate() == 0, agent.error_output
@@ -95,7 +97,7 @@ def test_next_agent_removes_what_a_killed_agent_left(mount: Path) -> None:
         client.kill()
         client.wait()
     with AgentProcess(mount) as next_agent:
-        assert publication_names(mount) == set()
+        assert published_link_names(mount) == set()
         assert [path for path in memory if path.exists()] == []
         with RawClient(mount) as new_client:
             new_client.hello()
@@ -152,7 +154,7 @@ def test_agent_ends_during_transfers_of_its_clients(mount: Path) -> None:
         assert agent.statistics["outstanding"] >= 0
         client.kill()
         client.wait()
-        assert publication_names(mount) == set()
+        assert published_link_names(mount) == set()
 
 
 @needs(host.capability("CAP_SETUID"))

@@ -41,7 +41,7 @@ enum class Opcode : std::uint16_t { send, write, read, compare_and_swap, fetch_a
 
 inline constexpr std::uint16_t flag_immediate = 1;
 inline constexpr std::uint16_t flag_solicited = 2;
-// The payload of this chunk is in the pipe, not in the shared memory.
+// The payload of this chunk is in the pipe of the connection (link.hpp), not in the shared memory.
 inline constexpr std::uint16_t flag_piped = 4;
 
 struct Request {

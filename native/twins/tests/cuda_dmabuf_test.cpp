@@ -72,8 +72,8 @@ void test_exported_ranges_map_device_memory() {
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }
 
-// A small allocation may begin in the middle of a page. Only its whole pages can be exported, and its data is at the
-// same offset in the exported page as in the page of its address.
+// A small allocation may begin in the middle of a page. Only the whole pages that contain it can be exported. Its data
+// is in the exported page at the offset that its address has in its page.
 void test_small_allocation_is_exported_by_pages() {
     const u64 first = allocate(100), second = allocate(5000);
     const u64 pointer = second % 4096 != 0 ? second : first;

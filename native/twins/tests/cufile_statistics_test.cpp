@@ -81,8 +81,8 @@ void test_compat_mode_off_refuses_posix() {
     EXPECT_STATUS(success, "cuFileSetParameterBool", 1, true);
 }
 
-// The batch counters count the transfers of a batch by the type of their submission. The counters of a GPU do not count
-// them.
+// The batch counters count each transfer of a batch as submitted by aio or by p2p. The counters of a GPU do not
+// count it.
 void test_batch_transfers_are_counted_by_submission() {
     const TestFile test_file;
     start_statistics();
