@@ -1,8 +1,8 @@
 """Throughput of file transfers to and from device memory by chunk size, with a check of every byte.
 
-The cases compare three methods: a direct transfer where it is proven, gdrkit's copy engine, and pread followed by a copy,
-as in a program without gdrkit. A cached file is in the page cache of the kernel. A cold file is removed from the page
-cache before each round. ``suites/bench`` also compares with kvikio.
+The cases compare three methods: a direct transfer where it is proven, gdrkit's copy engine, and pread followed by a
+copy, as in a program without gdrkit. A cached file is in the page cache of the kernel. A cold file is removed from the
+page cache before each round. ``suites/bench`` also compares with kvikio.
 """
 
 from __future__ import annotations
