@@ -64,7 +64,7 @@ CopyStream::~CopyStream() {
     const cuda::Driver& driver = cuda::driver();
     // The destructor may run on a thread with another current context.
     driver.context_push(context_);
-    driver.stream_synchronize(stream_);
+    drain();
     for (const cuda::Event event : events_) {
         driver.event_destroy(event);
     }
@@ -109,7 +109,15 @@ void CopyStream::wait(std::size_t buffer) const {
 }
 
 void CopyStream::drain() const noexcept {
-    cuda::driver().stream_synchronize(stream_);
+    const cuda::Driver& driver = cuda::driver();
+    // The failed call may have been cuCtxSetCurrent. The thread then has no current context, or another one, and
+    // cuStreamSynchronize would fail too.
+    const bool is_pushed = driver.context_push(context_) == cuda::success;
+    driver.stream_synchronize(stream_);
+    if (is_pushed) {
+        cuda::Context popped = nullptr;
+        driver.context_pop(&popped);
+    }
 }
 
 void CopyStream::synchronize() const {

@@ -66,8 +66,8 @@ public:
     void wait(std::size_t buffer_index) const;
     // Waits for all queued work. Throws Error.
     void synchronize() const;
-    // Waits for all queued work after a failure, before the memory is used again. Its result is ignored, because the
-    // failure is already reported.
+    // Waits for all queued work after a failure, before the memory is used again. The thread needs no current context.
+    // The result is ignored, because the failure is already reported.
     void drain() const noexcept;
 
 private:

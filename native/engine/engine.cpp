@@ -28,7 +28,7 @@ struct SmallTransferBuffer {
     }
     ~SmallTransferBuffer() {
         cuda::driver().context_push(stream.context());
-        stream.drain(); // No copy may use the staging memory when it is unpinned.
+        stream.drain(); // A copy must not use the staging memory when it is unpinned.
         staging.unpin();
         cuda::Context popped = nullptr;
         cuda::driver().context_pop(&popped);

@@ -7,7 +7,10 @@
 #include <algorithm>
 #include <fstream>
 #include <new>
+#include <thread>
 
+#include "engine/copy_stream.hpp"
+#include "engine/staging.hpp"
 #include "engine/tests/device.hpp"
 
 using namespace gdrkit::engine;
@@ -124,6 +127,28 @@ int run_small_transfers(bool is_write, int status) {
     return 0;
 }
 
+// A thread that could not make a context current must also be able to wait for the copies.
+int run_drain_without_context() {
+    const Bytes data = pattern(small_bytes, 3);
+    Memory memory(0, small_bytes);
+    Contexts contexts;
+    const CopyStream stream(contexts.of(0), 1);
+    Staging staging(small_bytes, -1); // A copy from memory that is not pinned would end before to_device() returns.
+    staging.pin();
+    std::ranges::copy(data, staging.data());
+    stream.to_device(memory.address(), staging.data(), small_bytes);
+    std::thread([&] {
+        CHECK(current_context() == nullptr);
+        stream.drain();
+        CHECK(current_context() == nullptr);
+    }).join();
+    memory.fill();
+    memory.synchronize();
+    CHECK(memory.read(0, small_bytes) == Bytes(small_bytes, std::byte{0xa5}));
+    staging.unpin();
+    return 0;
+}
+
 // Each allocation of a small transfer fails in turn. No context stays current, and the next transfer works.
 void check_allocations() {
     const Folder folder;
@@ -205,12 +230,18 @@ constexpr Fault faults[] = {
 } // namespace
 
 int main(int count, char** arguments) {
+    if (count == 2) {
+        return run_drain_without_context();
+    }
     if (count == 4) {
         const bool is_write = std::string(arguments[2]) == "write";
         return (std::string(arguments[1]) == "small" ? run_small_transfers
                                                      : run_large_transfers)(is_write, std::stoi(arguments[3]));
     }
     check_allocations();
+    // The twin delays each copy by half a second.
+    CHECK(setenv("GDRKIT_TWINS_LATE_US", "500000", 1) == 0);
+    CHECK(run_child({"drain"}) == 0);
     const Folder folder;
     const std::string plan = folder.path_of("plan");
     for (const Fault& fault : faults) {
