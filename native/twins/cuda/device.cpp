@@ -12,7 +12,7 @@
 #include <string_view>
 
 #include "cuda/entry.hpp"
-#include "model/config.hpp"
+#include "cuda/visible_devices.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
@@ -74,24 +74,10 @@ constexpr AttributeValue attribute_values[] = {
 
 int attribute_of(Device device, int attribute) {
     if (attribute == device_pci_bus_id) {
-        return first_pci_bus + device;
+        return first_pci_bus + physical_of(device);
     }
     const auto* const found = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
     return found == std::end(attribute_values) ? 0 : found->value;
-}
-
-// Return the UUID of a device. It is the same in every process of a domain (GDRKIT_TWINS_DOMAIN).
-Uuid uuid_of(Device device) {
-    const std::string text = config().domain + "/" + std::to_string(device);
-    Uuid uuid{};
-    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
-    for (int half = 0; half < 2; ++half) {
-        for (const char letter : text) {
-            hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
-        }
-        std::memcpy(uuid.bytes + 8 * half, &hash, sizeof hash);
-    }
-    return uuid;
 }
 
 // Parse one hexadecimal field of a PCI address up to the separator (0: up to the end) and remove it from the text.
@@ -133,14 +119,14 @@ Result device_entry(std::string_view symbol, Device device, Value* result, Body&
 }
 
 Result fill_uuid(Uuid* uuid, Device device) {
-    *uuid = uuid_of(device);
+    *uuid = uuid_of_physical(physical_of(device));
     return success;
 }
 
 } // namespace
 
 bool device_exists(Device device) {
-    return device >= 0 && device < static_cast<int>(config().gpu_count);
+    return device >= 0 && device < static_cast<int>(visible_devices().physical.size());
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
@@ -148,7 +134,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
         if (count == nullptr) {
             return invalid_value;
         }
-        *count = static_cast<int>(config().gpu_count);
+        *count = static_cast<int>(visible_devices().physical.size());
         return success;
     });
 }
@@ -216,7 +202,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
 GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
     return device_entry("cuDeviceGetPCIBusId", device, text, [&] {
         char bus_id[16];
-        const int length = std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_pci_bus + device);
+        const int length = std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_pci_bus + physical_of(device));
         if (size <= length) {
             return invalid_value;
         }
@@ -231,10 +217,11 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text)
         if (device == nullptr || text == nullptr || !parse_pci_address(text, &bus)) {
             return invalid_value;
         }
-        if (!device_exists(bus - first_pci_bus)) {
+        const auto ordinal = ordinal_of(bus - first_pci_bus);
+        if (!ordinal) {
             return invalid_device;
         }
-        *device = bus - first_pci_bus;
+        *device = *ordinal;
         return success;
     });
 }

@@ -8,6 +8,7 @@
 
 #include "cuda/entry.hpp"
 #include "cuda/stream.hpp"
+#include "cuda/visible_devices.hpp"
 #include "model/config.hpp"
 #include "model/fault.hpp"
 #include "model/note.hpp"
@@ -71,8 +72,8 @@ GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
         if (!configuration_error().empty() || flags != 0) {
             return invalid_value;
         }
-        if (config().gpu_count == 0) {
-            return no_device;
+        if (visible_devices().init_result != success) {
+            return visible_devices().init_result;
         }
         pid_t expected = 0;
         const bool is_first_call = initialised_pid.compare_exchange_strong(expected, getpid());

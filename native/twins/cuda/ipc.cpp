@@ -12,6 +12,7 @@
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
+#include "cuda/visible_devices.hpp"
 #include "model/dmabuf.hpp"
 #include "model/sockets.hpp"
 
@@ -24,7 +25,7 @@ struct HandleMessage {
     std::uint64_t owner;     // id of the control service of the owning process
     std::uint64_t buffer_id; // buffer id of the allocation in the owning process
     std::uint64_t length_bytes;
-    std::int32_t device;
+    std::int32_t physical;     // number of the device, as in visible_devices.hpp
     std::uint32_t reserved[5]; // zero
     std::uint64_t checksum;    // of all bytes before this field
 };
@@ -36,7 +37,7 @@ struct ReplyMessage {
     std::uint64_t length_bytes;
     std::uint64_t memory_offset;
     std::uint64_t memory_bytes;
-    std::int32_t device;
+    std::int32_t physical;
     std::uint32_t found; // 0: the allocation does not exist or was freed, and the other fields are 0
 };
 static_assert(sizeof(ReplyMessage) == 32);
@@ -97,7 +98,8 @@ void serve_memory(std::span<const std::byte> request, std::vector<std::byte>* re
     ReplyMessage message{};
     if (const RangeRef range = find_exported(buffer_id)) {
         if (Fd fd = reopen(range->memory->fd())) {
-            message = {range->length_bytes, range->memory_offset, range->memory->length_bytes(), range->device, 1};
+            message = {range->length_bytes, range->memory_offset, range->memory->length_bytes(),
+                       physical_of(range->device), 1};
             fds->push_back(std::move(fd));
         }
     }
@@ -112,7 +114,7 @@ bool parse_handle(const IpcMemHandle& handle, HandleMessage* message) {
            std::memcmp(message->reserved, zeros, sizeof zeros) == 0 && message->length_bytes != 0;
 }
 
-Result request_memory(const HandleMessage& message, MemoryRef* memory, ReplyMessage* reply_message) {
+Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* device, ReplyMessage* reply_message) {
     std::vector<std::byte> request(sizeof message.buffer_id), reply;
     std::memcpy(request.data(), &message.buffer_id, sizeof message.buffer_id);
     std::vector<Fd> fds;
@@ -134,19 +136,22 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, ReplyMess
                           reply_message->memory_offset < page_bytes &&
                           reply_message->memory_bytes > reply_message->memory_offset &&
                           reply_message->length_bytes <= reply_message->memory_bytes - reply_message->memory_offset;
-    if (!is_valid || reply_message->device != message.device) {
+    if (!is_valid || reply_message->physical != message.physical) {
         return invalid_value;
     }
-    if (!device_exists(reply_message->device)) {
+    const auto ordinal = ordinal_of(reply_message->physical);
+    if (!ordinal) {
         return invalid_device;
     }
-    return Memory::adopt(std::move(fds[0]), reply_message->memory_bytes, reply_message->device, memory);
+    *device = *ordinal;
+    return Memory::adopt(std::move(fds[0]), reply_message->memory_bytes, *device, memory);
 }
 
 Result map_imported_memory(const ContextRef& context, const HandleMessage& message, RangeRef* mapped) {
     MemoryRef memory;
+    Device device = 0;
     ReplyMessage reply_message{};
-    if (const Result result = request_memory(message, &memory, &reply_message); result != success) {
+    if (const Result result = request_memory(message, &memory, &device, &reply_message); result != success) {
         return result;
     }
     // The slot begins at a page, so that the range has the same offset in its page as in the owner.
@@ -162,7 +167,7 @@ Result map_imported_memory(const ContextRef& context, const HandleMessage& messa
     range->memory_offset = reply_message.memory_offset;
     range->length_bytes = reply_message.length_bytes;
     range->buffer_id = new_buffer_id();
-    range->device = reply_message.device;
+    range->device = device;
     range->context = context->handle;
     add_range(range);
     *mapped = std::move(range);
@@ -235,7 +240,7 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcMemHandle* handle, DevicePointer p
         message.owner = control_service_id();
         message.buffer_id = range->buffer_id;
         message.length_bytes = range->length_bytes;
-        message.device = range->device;
+        message.physical = physical_of(range->device);
         message.checksum = checksum_of(message);
         Ipc& state = ipc();
         std::lock_guard lock(state.mutex);

@@ -1,7 +1,14 @@
 // Tests of devices: their number, identity, attributes and peer access.
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cctype>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "cuda_driver.hpp"
+#include "model/sockets.hpp"
 
 using namespace gdrkit::twin::cuda;
 
@@ -32,6 +39,75 @@ void test_environment_sets_device_count() {
         EXPECT_SUCCESS("cuDeviceGetCount", &count);
         CHECK(count == 5);
     });
+}
+
+// Return the UUID as nvidia-smi prints it, GPU-...
+std::string uuid_text(int device) {
+    Uuid uuid{};
+    EXPECT_SUCCESS("cuDeviceGetUuid_v2", &uuid, device);
+    std::string text = "GPU-";
+    for (int byte = 0; byte < 16; ++byte) {
+        char digits[4];
+        std::snprintf(digits, sizeof digits, "%s%02x", byte == 4 || byte == 6 || byte == 8 || byte == 10 ? "-" : "",
+                      static_cast<unsigned char>(uuid.bytes[byte]));
+        text += digits;
+    }
+    return text;
+}
+
+void expect_visible(const std::string& value, const std::vector<std::string>& uuids) {
+    run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [&] {
+        EXPECT_SUCCESS("cuInit", 0U);
+        int count = -1;
+        EXPECT_SUCCESS("cuDeviceGetCount", &count);
+        CHECK(count == static_cast<int>(uuids.size()));
+        for (int device = 0; device < count; ++device) {
+            CHECK(uuid_text(device) == uuids[static_cast<std::size_t>(device)]);
+        }
+        EXPECT_RESULT(invalid_device, "cuDeviceGet", &count, count);
+    });
+}
+
+// The rows with one device were seen on an H200 with driver 580.159.
+void test_visible_devices_select_and_order() {
+    std::string first, second;
+    int sockets[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+    const int status = status_of_child([&] {
+        EXPECT_SUCCESS("cuInit", 0U);
+        const std::string both = uuid_text(0) + uuid_text(1);
+        CHECK(gdrkit::twin::send_all(sockets[1], both.data(), both.size()));
+    });
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    std::string both(80, 0);
+    CHECK(gdrkit::twin::recv_all(sockets[0], both.data(), both.size()));
+    first = both.substr(0, 40);
+    second = both.substr(40);
+    close(sockets[0]);
+    close(sockets[1]);
+
+    for (const char* value : {"", "-1", "2,0", "GPU-", "GPU", "abc", ",0", "-1,0", "NoDevFiles", "MIG-"}) {
+        run_with_variable("CUDA_VISIBLE_DEVICES", value, [] { EXPECT_RESULT(no_device, "cuInit", 0U); });
+    }
+    for (const std::string& value : {std::string("0,0"), std::string("1,0,1"), first + "," + first}) {
+        run_with_variable("CUDA_VISIBLE_DEVICES", value.c_str(), [] { EXPECT_RESULT(invalid_device, "cuInit", 0U); });
+    }
+    for (const char* value : {"0", "0,2", " 0", "0 ", "+0", "0x0", "00", "-0", "0abc", "0;1", "0,", "0,-1", "0,abc",
+                              "0,,1", "4294967296"}) {
+        expect_visible(value, {first});
+    }
+    std::string upper = first, compact = first;
+    std::ranges::transform(upper.begin() + 4, upper.end(), upper.begin() + 4,
+                           [](char c) { return static_cast<char>(std::toupper(static_cast<unsigned char>(c))); });
+    std::erase(compact, '-');
+    compact.insert(3, "-");
+    for (const std::string& value :
+         {first, first.substr(0, 12), upper, compact, first + "x", first + ",0", "0," + first}) {
+        expect_visible(value, {first});
+    }
+    expect_visible("1,0", {second, first});
+    expect_visible(second + "," + first, {second, first});
+    expect_visible("1", {second});
 }
 
 void test_devices_have_distinct_ids() {
@@ -101,6 +177,7 @@ void test_peer_access_needs_two_devices() {
 
 int main() {
     test_environment_sets_device_count();
+    test_visible_devices_select_and_order();
     EXPECT_SUCCESS("cuInit", 0U);
     test_devices_have_distinct_ids();
     test_attributes_have_expected_values();

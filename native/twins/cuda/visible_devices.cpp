@@ -1,0 +1,142 @@
+// CUDA_VISIBLE_DEVICES, as driver 580 evaluates it on an H200.
+
+#include "cuda/visible_devices.hpp"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+constexpr std::string_view uuid_prefix = "GPU-";
+
+// Return the number with which a text begins, as strtol does; nothing if it does not begin with a number. The driver
+// keeps the low 32 bits, and ignores what follows the number.
+std::optional<int> leading_number(std::string_view text) {
+    const std::string copy(text);
+    char* end = nullptr;
+    const long number = std::strtol(copy.c_str(), &end, 10);
+    return end == copy.c_str() ? std::nullopt : std::optional(static_cast<int>(number));
+}
+
+// Return the hexadecimal digits of a UUID, in lower case and without hyphens, up to the first other letter.
+std::string leading_digits(std::string_view text) {
+    std::string digits;
+    for (const char letter : text) {
+        if (std::isxdigit(static_cast<unsigned char>(letter)) != 0) {
+            digits += static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+        } else if (letter != '-') {
+            break;
+        }
+    }
+    return digits;
+}
+
+std::string digits_of(const Uuid& uuid) {
+    constexpr char hex_digits[] = "0123456789abcdef";
+    std::string digits;
+    for (const char byte : uuid.bytes) {
+        digits += hex_digits[static_cast<unsigned char>(byte) >> 4];
+        digits += hex_digits[static_cast<unsigned char>(byte) & 0xf];
+    }
+    return digits;
+}
+
+// Return the only device whose UUID begins with the digits of the text; nothing if there is none or more than one.
+std::optional<int> find_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
+    if (!text.starts_with(uuid_prefix)) {
+        return std::nullopt;
+    }
+    const std::string digits = leading_digits(text.substr(uuid_prefix.size()));
+    std::optional<int> found;
+    for (std::size_t physical = 0; physical < uuids.size() && !digits.empty(); ++physical) {
+        if (digits_of(uuids[physical]).starts_with(digits)) {
+            if (found) {
+                return std::nullopt;
+            }
+            found = static_cast<int>(physical);
+        }
+    }
+    return found;
+}
+
+std::vector<Uuid> machine_uuids() {
+    std::vector<Uuid> uuids;
+    for (unsigned physical = 0; physical < config().gpu_count; ++physical) {
+        uuids.push_back(uuid_of_physical(static_cast<int>(physical)));
+    }
+    return uuids;
+}
+
+VisibleDevices read_selection() {
+    const std::vector<Uuid> uuids = machine_uuids();
+    if (const char* const value = std::getenv("CUDA_VISIBLE_DEVICES"); value != nullptr) {
+        return select_devices(value, uuids);
+    }
+    VisibleDevices all{uuids.empty() ? no_device : success, {}};
+    for (std::size_t physical = 0; physical < uuids.size(); ++physical) {
+        all.physical.push_back(static_cast<int>(physical));
+    }
+    return all;
+}
+
+} // namespace
+
+Uuid uuid_of_physical(int physical) {
+    const std::string text = config().domain + "/" + std::to_string(physical);
+    Uuid uuid{};
+    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
+    for (int half = 0; half < 2; ++half) {
+        for (const char letter : text) {
+            hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
+        }
+        std::memcpy(uuid.bytes + 8 * half, &hash, sizeof hash);
+    }
+    return uuid;
+}
+
+VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids) {
+    VisibleDevices selected;
+    // The first entry decides whether the entries are numbers or UUIDs. The list ends before the first entry that is
+    // not a device.
+    const bool has_uuids = value.starts_with(uuid_prefix);
+    for (bool is_last = false; !is_last;) {
+        const auto comma = value.find(',');
+        const std::string_view entry = value.substr(0, comma);
+        is_last = comma == std::string_view::npos;
+        value.remove_prefix(is_last ? value.size() : comma + 1);
+        const std::optional<int> physical = has_uuids ? find_by_uuid(entry, uuids) : leading_number(entry);
+        if (!physical || *physical < 0 || *physical >= static_cast<int>(uuids.size())) {
+            break;
+        }
+        if (std::ranges::find(selected.physical, *physical) != selected.physical.end()) {
+            return {invalid_device, {}};
+        }
+        selected.physical.push_back(*physical);
+    }
+    selected.init_result = selected.physical.empty() ? no_device : success;
+    return selected;
+}
+
+const VisibleDevices& visible_devices() {
+    // Never destroyed, because threads of the twin may read it while the process exits.
+    static const auto* const selection = new VisibleDevices(read_selection());
+    return *selection;
+}
+
+int physical_of(Device device) {
+    return visible_devices().physical.at(static_cast<std::size_t>(device));
+}
+
+std::optional<Device> ordinal_of(int physical) {
+    const auto& all = visible_devices().physical;
+    const auto found = std::ranges::find(all, physical);
+    return found == all.end() ? std::nullopt : std::optional(static_cast<Device>(found - all.begin()));
+}
+
+} // namespace gdrkit::twin::cuda

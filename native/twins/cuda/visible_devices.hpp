@@ -1,0 +1,36 @@
+// The devices that CUDA_VISIBLE_DEVICES shows to this process, and their order. A physical number identifies a device
+// of the emulated machine in all processes. An ordinal (Device) is a number in this process only.
+#pragma once
+
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "cuda/cuda_abi.hpp"
+
+namespace gdrkit::twin::cuda {
+
+struct VisibleDevices {
+    // Result of cuInit. If it is not success, there are no devices.
+    Result init_result = success;
+    // The physical number of each ordinal.
+    std::vector<int> physical;
+};
+
+// Return the UUID of a device of the emulated machine. It is the same in every process of a domain
+// (GDRKIT_TWINS_DOMAIN).
+Uuid uuid_of_physical(int physical);
+
+// Return what a value of the variable selects on a machine with these devices.
+VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids);
+
+// The selection of this process. It is read once.
+const VisibleDevices& visible_devices();
+
+// Return the physical number of a device that exists.
+int physical_of(Device device);
+
+// Return the ordinal of a physical device; nothing if this process does not see it.
+std::optional<Device> ordinal_of(int physical);
+
+} // namespace gdrkit::twin::cuda
