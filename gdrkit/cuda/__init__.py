@@ -9,7 +9,7 @@ from __future__ import annotations
 from gdrkit.cuda.context import DeviceAttribute, MemoryInfo, PrimaryContext
 from gdrkit.cuda.device import Device, device_count, driver_version
 from gdrkit.cuda.interop import ForeignArray, describe, wrap
-from gdrkit.cuda.ipc import ImportedMemory, export_handle, open_handle
+from gdrkit.cuda.ipc import ImportedMemory, device_of_handle, export_handle, open_handle
 from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
 from gdrkit.cuda.peer import can_access_peer, peer_access
 from gdrkit.cuda.pinned import PinnedMemory
@@ -35,6 +35,7 @@ __all__ = [
     "can_access_peer",
     "describe",
     "device_count",
+    "device_of_handle",
     "driver_version",
     "export_handle",
     "granularity_bytes",

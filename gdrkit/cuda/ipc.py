@@ -7,18 +7,14 @@ reference.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gdrkit.buffers import MemoryKind
 from gdrkit.cuda import _driver, pointer
+from gdrkit.cuda.context import PrimaryContext
 from gdrkit.cuda.memory import CudaMemory
-from gdrkit.errors import Reason, UsageError
+from gdrkit.errors import ApiError, Reason, UsageError
 from gdrkit.handles import ReleaseStack
 
-if TYPE_CHECKING:
-    from gdrkit.cuda.context import PrimaryContext
-
-__all__ = ["HANDLE_BYTES", "ImportedMemory", "export_handle", "open_handle"]
+__all__ = ["HANDLE_BYTES", "ImportedMemory", "device_of_handle", "export_handle", "open_handle"]
 
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
@@ -62,20 +58,19 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
     Raises
     ------
     ApiError
-        The handle was made by this process, or its owner has freed the memory or has ended.
+        The handle was made by this process, its owner has freed the memory or has ended, or CUDA_VISIBLE_DEVICES hides
+        the device from this process.
     UsageError
         MALFORMED: the handle does not have 64 bytes. BAD_ARGUMENT: the allocation is smaller than `length_bytes`.
+        NO_DEVICE: another device has the memory.
     """
-    if len(handle) != HANDLE_BYTES:
-        message = f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}"
-        raise UsageError(message, reason=Reason.MALFORMED)
+    _check_length(handle)
     undo = ReleaseStack()
     with device.current():
-        address = _driver.call_int(
-            "cuIpcOpenMemHandle", handle=_driver.ipc_handle_from_bytes(handle), Flags=_LAZY_ENABLE_PEER_ACCESS
-        )
+        address = _open(handle)
         undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
+            _check_device(address, device)
             used_bytes = _checked_length(address, length_bytes)
             # SYNC_MEMOPS that the owner has set does not apply in this process.
             pointer.synchronize_copies(address)
@@ -83,6 +78,59 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
             undo.run_after(error)
             raise
     return ImportedMemory(device, kind=MemoryKind.CUDA_IMPORTED, address=address, length_bytes=used_bytes)
+
+
+def device_of_handle(handle: bytes) -> int:
+    """Return the number of the device of this process that has the memory of an IPC handle.
+
+    The driver knows the device. A device number from the owner has no meaning here, because CUDA_VISIBLE_DEVICES gives
+    the devices other numbers in each process.
+
+    Raises
+    ------
+    ApiError
+        The driver opens the handle on none of the devices. For the causes, see :func:`open_handle`.
+    UsageError
+        MALFORMED: the handle does not have 64 bytes.
+    Unsupported
+        ENOTSUP: CUDA is not available in this process.
+    """
+    _check_length(handle)
+    count = _driver.call_int("cuDeviceGetCount")
+    for index in range(count):
+        with PrimaryContext(index) as device, device.current():
+            try:
+                address = _open(handle)
+            except ApiError:
+                if index < count - 1:
+                    continue  # The driver opens a handle only on devices that can access the memory.
+                raise
+            try:
+                return pointer.device_index(address)
+            finally:
+                _driver.call("cuIpcCloseMemHandle", dptr=address)
+    message = "this process has no CUDA device"
+    raise UsageError(message, reason=Reason.NO_DEVICE)
+
+
+def _check_length(handle: bytes) -> None:
+    if len(handle) != HANDLE_BYTES:
+        message = f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}"
+        raise UsageError(message, reason=Reason.MALFORMED)
+
+
+def _open(handle: bytes) -> int:
+    """Open a handle in the current context, and return the address of the memory."""
+    return _driver.call_int(
+        "cuIpcOpenMemHandle", handle=_driver.ipc_handle_from_bytes(handle), Flags=_LAZY_ENABLE_PEER_ACCESS
+    )
+
+
+def _check_device(address: int, device: PrimaryContext) -> None:
+    index = pointer.device_index(address)
+    if index != device.index:
+        message = f"the memory is on device {index} of this process, not on device {device.index}"
+        raise UsageError(message, reason=Reason.NO_DEVICE)
 
 
 def _checked_length(address: int, length_bytes: int | None) -> int:

@@ -2,8 +2,9 @@
 
 Bytes 0 to 63 are a CUipcMemHandle, bytes 64 to 71 the size and bytes 72 to 79 the device number, both little-endian.
 The format has no offset, no version, no checksum and no owner. The device number may mean different devices in two
-processes. Memory that begins inside an allocation is therefore refused: its importer would get the bytes at the base of
-the allocation. On import, every field is checked against the driver's values. New programs should use
+processes, so an importer ignores it. Memory that begins inside an allocation is refused: its importer would get the
+bytes at the base of the allocation. On import, the other fields are checked against the driver's values. New programs
+should use
 :func:`gdrkit.registration.share.export_memory`.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from gdrkit import cuda
 from gdrkit.errors import ApiError, Reason, UsageError
 from gdrkit.registration.exports import clearer_error
-from gdrkit.registration.share import SharedMemory, device_at
+from gdrkit.registration.share import SharedMemory
 
 if TYPE_CHECKING:
     from gdrkit.cuda import CudaMemory
@@ -91,16 +92,17 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
     Unsupported
         ENOTSUP: CUDA is not available in this process.
     UsageError
-        MALFORMED: `data` is not a handle, or the memory is smaller than the handle states. NO_DEVICE: this process has
-        no device with that number, or `device` is another one.
+        MALFORMED: `data` is not a handle, or the memory is smaller than the handle states. NO_DEVICE: the memory is not
+        on `device`. The device number in the handle is that of the owner, and is not used.
     ApiError
         The driver refused the handle, because the owner is this process, has ended or has freed the memory.
     """
     handle = GdrHandle.parse(data)
-    _require_device(handle, device)
     try:
         allocation = cuda.open_handle(device, handle.ipc, length_bytes=handle.length_bytes)
     except UsageError as error:
+        if error.reason is Reason.NO_DEVICE:
+            raise
         raise UsageError(error.message, reason=Reason.MALFORMED) from error
     return SharedMemory(allocation, offset_bytes=0, length_bytes=handle.length_bytes)
 
@@ -109,14 +111,6 @@ def _require_base(memory: CudaMemory) -> None:
     if memory.address != memory.allocation_key()[0][0]:
         message = f"memory at {memory.address:#x} begins inside its allocation, and this handle has no offset"
         raise UsageError(message, what_to_do="use export_memory(..., kind=ShareKind.IPC): its handle has an offset")
-
-
-def _require_device(handle: GdrHandle, device: cuda.Device) -> None:
-    with device_at(handle.device_index):
-        pass  # Opening the device raises an error if this process has no device with this number.
-    if handle.device_index != device.index:
-        message = f"the memory is on device {handle.device_index}, not on device {device.index}"
-        raise UsageError(message, reason=Reason.NO_DEVICE)
 
 
 def _refuse(problem: str) -> NoReturn:

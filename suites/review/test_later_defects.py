@@ -5,7 +5,6 @@ A docstring says what the defect was. `nox -s review` restores each defect, and 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -217,13 +216,19 @@ def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) ->
 
 
 @IPC
-def test_device_number_of_a_received_handle_is_checked(device: Device, peer: Peer) -> None:
-    """Defect l: the device number of a handle from another process was used unchecked."""
+@needs(cuda_needs.device(count_min=2))
+def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], peer: Peer) -> None:
+    """Defect l: the device of memory from another process was not checked.
+
+    The number of the device in the handle is that of the owner. So the driver must say which device has the memory.
+    """
     peer_memory = peer.device().allocate(64 * KIB)
-    valid = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=0)
-    for index in (cuda.device_count(), (1 << 31) - 1):
+    for index in (0, 1, (1 << 31) - 1):
+        handle = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=index)
+        with import_gdr(devices[0], handle.pack()) as memory:
+            assert memory.device.index == 0
         with pytest.raises(UsageError) as raised:
-            import_gdr(device, replace(valid, device_index=index).pack()).close()
+            import_gdr(devices[1], handle.pack()).close()
         assert raised.value.reason is Reason.NO_DEVICE
     peer_memory.close()
 

@@ -244,7 +244,6 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
         (data[:64] + (1 << 63).to_bytes(8, "little") + data[72:], Reason.MALFORMED),
         (data[:72] + (1 << 32).to_bytes(8, "little"), Reason.MALFORMED),
         (replace(valid, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
-        (replace(valid, device_index=cuda.device_count()).pack(), Reason.NO_DEVICE),
     ]
     for changed, reason in invalid_handles:
         error = raised_error(import_gdr, device, changed)
@@ -269,6 +268,8 @@ def test_import_on_another_device_is_refused(devices: tuple[Device, ...], peer: 
     message = message_from_peer(peer_memory, ShareKind.IPC)
     assert raised_error(import_memory, devices[1], message).reason is Reason.NO_DEVICE
     data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
+    with devices[1].current():
+        pass  # The context stays open after its first use, so it is opened before the open handles are counted.
     assert raised_error(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
     peer_memory.close()
 

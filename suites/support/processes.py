@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from support.python_child import module_command, suites_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 __all__ = [
     "WAIT_S",
@@ -122,7 +122,7 @@ class LineChild:
     Use it as a context manager. Its end kills the process if it still runs.
     """
 
-    def __init__(self, module: str, *arguments: object) -> None:
+    def __init__(self, module: str, *arguments: object, environ: Mapping[str, str] = os.environ) -> None:
         self._name = module
         self.process = subprocess.Popen(
             module_command(module, *arguments),
@@ -130,7 +130,7 @@ class LineChild:
             stdout=subprocess.PIPE,
             # select() does not see data that Python has read in advance.
             bufsize=0,
-            env=suites_environ(),
+            env=suites_environ(environ),
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

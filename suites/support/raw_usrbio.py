@@ -27,7 +27,7 @@ from gdrkit.usrbio.agent import protocol
 from gdrkit.usrbio.agent.protocol import AgentHello, AgentMessage, AgentRequest, PublishRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
 __all__ = ["AgentProcess", "RawClient", "RawIov", "RawRing", "Refusal", "shared_memory_files"]
@@ -79,6 +79,8 @@ class AgentProcess:
         The mount point, a normal folder. It is also the store, unless the options name a storage server.
     options : str
         Options of the command.
+    environ : mapping of str to str
+        The environment of the agent.
 
     Attributes
     ----------
@@ -90,11 +92,11 @@ class AgentProcess:
         What the agent wrote to standard error; set after its end.
     """
 
-    def __init__(self, mount: Path, *options: str) -> None:
+    def __init__(self, mount: Path, *options: str, environ: Mapping[str, str] = os.environ) -> None:
         self.mount = mount
         store = () if "--server" in options else ("--store", str(mount))
         command = [sys.executable, "-m", "gdrkit", "agent", str(mount), *store, "--json", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
         self.end_report: dict[str, object] = {}
         self.error_output = ""
         try:

@@ -1,8 +1,8 @@
 """A process that uses memory which another process published: ``python -m usrbio.borrower MOUNT FILE``.
 
-The process reads one command per line: ``open ID LENGTH``, ``open_gpu ID LENGTH``, ``import HANDLE``, ``read OFFSET
-LENGTH`` (from OFFSET of the file to OFFSET of the memory), ``close``, ``end``, and ``hello``, which does nothing. For
-each command it prints a result: a number of bytes, 0, or a negative errno.
+The process reads one command per line: ``open ID LENGTH``, ``open_gpu ID LENGTH [DEVICE]``, ``import HANDLE``, ``read
+OFFSET LENGTH`` (from OFFSET of the file to OFFSET of the memory), ``close``, ``end``, and ``hello``, which does
+nothing. For each command it prints a result: a number of bytes, 0, or a negative errno.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ __all__ = ["Borrower"]
 class Borrower(LineChild):
     """The process, which a case starts and controls."""
 
-    def __init__(self, mount: Path, file: Path) -> None:
-        super().__init__("usrbio.borrower", mount, file)
+    def __init__(self, mount: Path, file: Path, *, visible_devices: str | None = None) -> None:
+        environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
+        super().__init__("usrbio.borrower", mount, file, environ={**os.environ, **environ})
         assert self.call("hello") == 0
 
     def call(self, *command: object) -> int:
@@ -47,8 +48,12 @@ class Borrower(LineChild):
 def _open(mount: str, command: str, arguments: Sequence[str]) -> Iovec:
     if command == "import":
         return usrbio.import_gpu_iovec(mount, bytes.fromhex(arguments[0]))
-    open_iovec = usrbio.open_gpu_iovec if command == "open_gpu" else usrbio.open_iovec
-    return open_iovec(mount, arguments[0], length_bytes=int(arguments[1]))
+    identity, length_bytes, *device = arguments
+    if command == "open_gpu":
+        return usrbio.open_gpu_iovec(
+            mount, identity, length_bytes=int(length_bytes), device=int(device[0]) if device else 0
+        )
+    return usrbio.open_iovec(mount, identity, length_bytes=int(length_bytes))
 
 
 def _read(ring: Ioring, iov: Iovec, fd: int, offset: int, length: int) -> int:

@@ -43,11 +43,19 @@ def link_of(memory: cuda.DeviceMemory) -> tuple[uuid.UUID, str, str]:
 
 
 @needs(verbs.peer_memory)
-def test_link_alone_registers_memory_by_its_address(tmp_path: Path, memory: cuda.DeviceMemory, seed: int) -> None:
+@pytest.mark.parametrize(
+    "agent_devices",
+    [None, pytest.param("1,0", marks=needs(cuda_needs.device(count_min=2)), id="agent-numbers-devices-differently")],
+)
+def test_link_alone_registers_memory_by_its_address(
+    tmp_path: Path, memory: cuda.DeviceMemory, agent_devices: str | None, seed: int
+) -> None:
+    environ = {} if agent_devices is None else {"CUDA_VISIBLE_DEVICES": agent_devices}
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
     identity, name, target = link_of(memory)
     memory.fill(0xA5)
-    with AgentProcess(tmp_path) as agent, RawClient(tmp_path) as client, contextlib.ExitStack() as stack:
+    agent_process = AgentProcess(tmp_path, environ={**os.environ, **environ})
+    with agent_process as agent, RawClient(tmp_path) as client, contextlib.ExitStack() as stack:
         ring = RawRing(4, for_read=True)
         stack.callback(ring.close)
         client.publish(name, target)

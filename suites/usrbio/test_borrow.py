@@ -115,6 +115,26 @@ def test_end_of_a_borrower_does_not_affect_the_owner(agent: AgentProcess, method
         owner.application.close()
 
 
+@needs(verbs.nic(), verbs.dmabuf_region, cuda.device(count_min=2), cuda.dmabuf_export)
+@pytest.mark.parametrize("method", ["open_gpu", "import"])
+def test_borrower_may_number_the_devices_differently(agent: AgentProcess, method: str, seed: int) -> None:
+    owner = Owner(agent.mount, method)
+    # The memory is on the owner's device 0, which is device 1 of the borrower.
+    numbers = {"import": (), "open_gpu": (1,)}[method]
+    with contextlib.ExitStack() as stack:
+        stack.callback(owner.application.close)
+        borrower = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1,0"))
+        if method == "open_gpu":
+            assert borrower.call(*owner.command, 0) == -errno.EINVAL
+        assert borrower.call(*owner.command, *numbers) == 0
+        assert borrower.call("read", 4097, MIB) == MIB
+        owner.application.check(4097, MIB, seed=seed, file_offset=4097)
+        borrower.close()
+        excluded = stack.enter_context(Borrower(agent.mount, agent.mount / "file", visible_devices="1"))
+        assert excluded.call(*owner.command) == {"import": -errno.EINVAL, "open_gpu": -errno.EIO}[method]
+        excluded.close()
+
+
 class TwoClients:
     """The owner of an iov, and another client with a ring. Both can borrow and return the iov."""
 

@@ -33,7 +33,6 @@ from gdrkit.registration import (
     import_memory,
     register,
 )
-from gdrkit.registration.share import device_at
 from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
@@ -158,7 +157,13 @@ class PublishedDeviceMemory:
 
     def _map(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
         """Map the memory by its share handle, or by the IPC handle in the target of the link."""
-        device = device_at(target.device_index) if handle_message is None else device_of(handle_message.handle)
+        if handle_message is not None:
+            device = device_of(handle_message.handle)
+        elif target.ipc_handle is not None:
+            # The number in the link is that of the owner. This process may have another number for the device.
+            device = cuda.Device(cuda.device_of_handle(target.ipc_handle))
+        else:
+            return
         self._on_close.push(device.close)
         self.pci_bus_id = device.pci_bus_id
         if handle_message is not None and handle_message.handle.kind is not ShareKind.DMABUF:

@@ -200,17 +200,20 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     if (const int error = new_gpu_iov(device, mount, size, &gpu); error != 0) {
         return error;
     }
-    const std::string name = gpu_link_name(id, device);
+    std::string name;
+    if (const int error = find_publication(mount, id, &name); error != 0) {
+        return error;
+    }
     std::error_code error;
     const std::filesystem::path link = std::string(mount) + "/3fs-virt/iovs/" + name;
     const std::string text = std::filesystem::read_symlink(link, error).native();
     if (error) {
         return -error.value();
     }
+    // The number of the device in the link is that of the owner. map_ipc() checks the device of the memory.
     const auto target = parse_target(text);
-    if (!target || target->device != device || target->size_bytes != size) {
-        log_line(LogLevel::error, "%s is not an iov of %zu bytes on device %d: %s", name.c_str(), size, device,
-                 text.c_str());
+    if (!target || !name.ends_with(".gdr.d" + std::to_string(target->device)) || target->size_bytes != size) {
+        log_line(LogLevel::error, "%s is not an iov of %zu bytes: %s", name.c_str(), size, text.c_str());
         return -EINVAL;
     }
     if (!target->ipc) {
@@ -237,8 +240,14 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
         log_line(LogLevel::error, "hf3fs_iov_import_gpu: the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
     }
+    // The number of the device in the handle is that of the owner.
+    int device = -1;
+    if (const int error =
+            find_ipc_device(*cuda::driver(), parsed_handle->ipc, static_cast<int>(parsed_handle->device), &device);
+        error != 0) {
+        return error;
+    }
     std::shared_ptr<GpuIov> gpu;
-    const auto device = static_cast<int>(parsed_handle->device);
     if (const int error = new_gpu_iov(device, mount, parsed_handle->length_bytes, &gpu); error != 0) {
         return error;
     }

@@ -195,6 +195,32 @@ int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::
     return 0;
 }
 
+int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int hint, int* device) {
+    int count = 0;
+    if (driver.device_count(&count) != cuda::success || count == 0) {
+        log_line(LogLevel::error, "this process has no CUDA device");
+        return -ENODEV;
+    }
+    const int first = hint >= 0 && hint < count ? hint : 0;
+    for (int tried = 0; tried < count; ++tried) {
+        const int candidate = (first + tried) % count;
+        PrimaryContext primary;
+        if (const int error = primary.retain(driver, candidate); error != 0) {
+            continue;
+        }
+        const CurrentContext current_context(driver, primary.get());
+        cuda::DevicePointer base = 0;
+        if (current_context.error() != 0 || open_ipc(driver, ipc, &base) != cuda::success) {
+            continue;
+        }
+        // The driver may also open the handle on another device that can access the memory.
+        const cuda::Result result = query_pointer(driver, cuda::pointer_device_ordinal, base, device);
+        driver.ipc_close(base);
+        return result == cuda::success ? 0 : log_failure(driver, "cuPointerGetAttribute(DEVICE_ORDINAL)", base, result);
+    }
+    return -EINVAL;
+}
+
 cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::DevicePointer* base) {
     cuda::IpcHandle handle{};
     std::ranges::copy(ipc, handle.bytes);
@@ -202,8 +228,8 @@ cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::Dev
     if (result != cuda::success) {
         log_line(
             LogLevel::error,
-            "cuIpcOpenMemHandle() failed: %s (%d). Possible causes: the owner is this process, the owner has ended, or "
-            "the owner has freed the memory",
+            "cuIpcOpenMemHandle() failed: %s (%d). Possible causes: the owner is this process, the owner has ended, "
+            "the owner has freed the memory, or CUDA_VISIBLE_DEVICES hides its device from this process",
             cuda::result_name(driver, result), result);
     }
     return result;

@@ -83,6 +83,10 @@ struct Dmabuf {
 // Exports a dma-buf of the range. -ENOTSUP: this driver or this type of memory does not support dma-bufs.
 int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::size_t size_bytes, Dmabuf* dmabuf);
 
+// Finds the device of this process that has the memory of an IPC handle. Tries the device with the number `hint` first.
+// Returns 0, -ENODEV if this process has no device, or -EINVAL if the driver opens the handle on none of the devices.
+int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int hint, int* device);
+
 // Maps memory of another process and sets `base` to its address. Returns the result of the driver instead of an errno,
 // because callers convert it differently.
 cuda::Result open_ipc(const cuda::Driver& driver, const IpcBytes& ipc, cuda::DevicePointer* base);

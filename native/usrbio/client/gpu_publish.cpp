@@ -15,6 +15,24 @@
 namespace gdrkit::usrbio {
 namespace {
 
+std::filesystem::path iovs_folder(const std::string& mount) {
+    return mount + "/3fs-virt/iovs";
+}
+
+// Calls `visit` with the name of each link to device memory, until it returns true. Returns 0, or the -errno of the
+// directory.
+template <typename Visit> int for_each_gpu_link(const std::string& mount, const Visit& visit) {
+    std::error_code error;
+    for (std::filesystem::directory_iterator entry(iovs_folder(mount), error), end; !error && entry != end;
+         entry.increment(error)) {
+        const std::string name = entry->path().filename().native();
+        if (const auto link = parse_gpu_link_name(name); link && visit(name, *link)) {
+            break;
+        }
+    }
+    return -error.value();
+}
+
 bool has_agent(const std::string& mount) {
     struct stat status {};
     return stat((mount + "/3fs-virt/agent.sock").c_str(), &status) == 0;
@@ -106,28 +124,45 @@ int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]) {
     return error;
 }
 
+int find_publication(const char* mount, const std::uint8_t id[16], std::string* name) {
+    name->clear();
+    int matches_count = 0;
+    const int error = for_each_gpu_link(mount, [&](const std::string& found_name, const GpuLinkName& link) {
+        if (std::equal(link.id.begin(), link.id.end(), id)) {
+            *name = found_name;
+            ++matches_count;
+        }
+        return false;
+    });
+    if (error != 0) {
+        return error;
+    }
+    if (matches_count > 1) {
+        log_line(LogLevel::error, "%s and another link in %s have the same UUID", name->c_str(), mount);
+        return -EINVAL;
+    }
+    return matches_count == 0 ? -ENOENT : 0;
+}
+
 int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[16]) {
     std::fill_n(id, 16, std::uint8_t{0});
-    std::error_code error;
-    const std::filesystem::path folder = gpu.mount + "/3fs-virt/iovs";
-    for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
-         entry.increment(error)) {
-        const std::string name = entry->path().filename().native();
-        const auto publication_id = parse_gpu_link_name(name, gpu.device);
-        if (!publication_id) {
-            continue;
-        }
+    int status = 0;
+    // An import also works in a mount without publications, so that an error of the directory is ignored.
+    for_each_gpu_link(gpu.mount, [&](const std::string& name, const GpuLinkName& link) {
         // Ignore errors, because another process may remove its link meanwhile.
         std::error_code read_error;
-        const std::string text = std::filesystem::read_symlink(entry->path(), read_error).native();
+        const std::string text = std::filesystem::read_symlink(iovs_folder(gpu.mount) / name, read_error).native();
         const auto target = parse_target(text);
-        if (target && target->device == gpu.device && target->ipc == gpu.ipc && target->offset_bytes == offset_bytes &&
-            target->size_bytes == gpu.size_bytes) {
-            std::ranges::copy(*publication_id, id);
-            return gpu.borrowed.begin(gpu.mount.c_str(), name, text);
+        // The IPC handle identifies the allocation. The device may have another number in the owner.
+        const bool is_same = target && target->device == link.owner_device && target->ipc == gpu.ipc &&
+                             target->offset_bytes == offset_bytes && target->size_bytes == gpu.size_bytes;
+        if (is_same) {
+            std::ranges::copy(link.id, id);
+            status = gpu.borrowed.begin(gpu.mount.c_str(), name, text);
         }
-    }
-    return 0;
+        return is_same;
+    });
+    return status;
 }
 
 } // namespace gdrkit::usrbio

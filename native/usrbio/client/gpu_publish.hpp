@@ -14,6 +14,10 @@ int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]);
 // Sets `uuid` to the UUID of the device. Returns 0, or -ENODEV if the driver does not report a UUID.
 int query_device_uuid(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid);
 
+// Finds the publication with this UUID in a mount, and sets `name` to the name of its link. Returns -ENOENT if there is
+// none, -EINVAL if there is more than one, or the -errno of the directory.
+int find_publication(const char* mount, const std::uint8_t id[16], std::string* name);
+
 // Finds in the mount of `gpu` the publication of the memory that `gpu` has mapped from another process. Sets `id` to
 // the UUID of the publication and borrows it. Returns 0 and an `id` of zeros if the memory is not published in this
 // mount, or the -errno of BorrowedPublication::begin().

@@ -8,7 +8,6 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr std::string_view hex_digits = "0123456789abcdef";
-constexpr std::size_t uuid_characters = 36;
 
 void append_hex(std::string& text, std::uint8_t byte) {
     text += hex_digits[byte >> 4];
@@ -105,18 +104,16 @@ std::string gpu_link_name(const std::uint8_t id[16], int device) {
     return name + ".gdr.d" + std::to_string(device);
 }
 
-std::optional<std::array<std::uint8_t, 16>> parse_gpu_link_name(std::string_view name, int device) {
-    std::array<std::uint8_t, 16> id{};
-    if (name.size() <= uuid_characters) {
-        return std::nullopt;
-    }
-    std::string_view uuid = name.substr(0, uuid_characters);
-    for (std::size_t byte = 0; byte < id.size(); ++byte) {
-        if ((has_hyphen_before(byte) && !consume(uuid, "-")) || !consume_hex(uuid, id[byte])) {
+std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name) {
+    GpuLinkName parsed;
+    std::string_view text = name;
+    for (std::size_t byte = 0; byte < parsed.id.size(); ++byte) {
+        if ((has_hyphen_before(byte) && !consume(text, "-")) || !consume_hex(text, parsed.id[byte])) {
             return std::nullopt;
         }
     }
-    return name == gpu_link_name(id.data(), device) ? std::optional(id) : std::nullopt;
+    const bool is_valid = consume(text, ".gdr.d") && consume_number(text, parsed.owner_device) && text.empty();
+    return is_valid ? std::optional(parsed) : std::nullopt;
 }
 
 } // namespace gdrkit::usrbio

@@ -14,7 +14,7 @@ namespace gdrkit::usrbio {
 // For memory without an IPC handle (VMM, pools), "/dmabuf" replaces "/ipc/<digits>". Only the agent, which received the
 // dma-buf, can access such memory. The target never contains an address.
 struct GpuTarget {
-    int device = 0;
+    int device = 0; // The number of the device in the process that owns the memory.
     std::uint64_t allocation_bytes = 0;
     std::uint64_t offset_bytes = 0;
     std::uint64_t size_bytes = 0;
@@ -32,7 +32,14 @@ std::optional<GpuTarget> parse_target(std::string_view text);
 // Returns the name <uuid>.gdr.d<device>, in which the UUID has hyphens.
 std::string gpu_link_name(const std::uint8_t id[16], int device);
 
-// Returns the 16 bytes of the UUID in a name of this form, if the name is for `device`.
-std::optional<std::array<std::uint8_t, 16>> parse_gpu_link_name(std::string_view name, int device);
+// The UUID and the device of a link's name. The number of the device is that of the owner. In another process the
+// device may have another number (CUDA_VISIBLE_DEVICES).
+struct GpuLinkName {
+    std::array<std::uint8_t, 16> id{};
+    int owner_device = 0;
+};
+
+// Parses a name of exactly the form that gpu_link_name writes.
+std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name);
 
 } // namespace gdrkit::usrbio

@@ -20,7 +20,9 @@
  * PUBLICATION
  *   Other processes find an iov by the symbolic link <mount>/3fs-virt/iovs/<uuid>.gdr.d<device>, whose target is
  *     gdr://v2/device/<device>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>
- *   (the CUDA IPC handle of the allocation, and the offset of the iov in it). For memory without an IPC handle (VMM,
+ *   (the CUDA IPC handle of the allocation, and the offset of the iov in it). <device> is the number of the device in the
+ *   process that publishes. Other processes may have other numbers (CUDA_VISIBLE_DEVICES), so they find the device by
+ *   the handle. For memory without an IPC handle (VMM,
  *   memory pools) the target ends in /dmabuf instead of /ipc/... If the mount has an agent
  * (<mount>/3fs-virt/agent.sock), the library sends it the dma-buf of the memory too, and the agent registers that. The
  * agent's verdict is the result of the publication. Otherwise the library only creates the link, and the server of the
@@ -76,8 +78,9 @@ HF3FS_API int hf3fs_iovcreate_gpu(struct hf3fs_iov* iov, const char* hf3fs_mount
  * withdraws the publication or ends.
  *   size         The size of the iov as it was published.
  * Errors: those of create, and
- *   -ENOENT      This device has no publication with that id.
- *   -EINVAL      Its target is malformed or has another device or size, or the driver reports another allocation.
+ *   -ENOENT      There is no publication with that id.
+ *   -EINVAL      Two links have that id; the target is malformed or has another size; the memory is on another device
+ *                than gpu_device_id, or the driver reports another allocation.
  *   -ENOTSUP     It was published only by its dma-buf: VMM memory and pools have no IPC handle.
  *   -EIO         The driver refuses: the owner is this process, has ended, or has freed the memory.
  *   other        The error of the agent: -EACCES (it belongs to another user), -ENOENT (it is not published),
@@ -156,8 +159,9 @@ HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_ha
  * Errors
  *   -EINVAL      iov, handle or mount is null, the mount is empty or too long; the handle is malformed (an empty IPC
  *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses it
- *                (the owner is this process, has ended, or has freed the memory).
- *   -ENODEV      The device does not exist here.
+ *                (the owner is this process, has ended, or has freed the memory, or CUDA_VISIBLE_DEVICES hides the
+ *                device from this process). The device number in the handle is that of the owner, and is not used.
+ *   -ENODEV      This process has no CUDA device.
  *   -ENOMEM      The device has not enough resources for the mapping.
  *   -EIO         The driver failed afterwards.
  */

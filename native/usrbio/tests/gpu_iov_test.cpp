@@ -41,8 +41,8 @@ void test_create_publishes_and_destroy_releases_everything() {
         const auto address = reinterpret_cast<u64>(iov.base);
         CHECK(has_sync_memops(address));
         const fs::path link = mount.only_link();
-        const auto id = parse_gpu_link_name(link.filename().native(), 0);
-        CHECK(id.has_value() && std::memcmp(id->data(), iov.id, 16) == 0);
+        const auto name = parse_gpu_link_name(link.filename().native());
+        CHECK(name.has_value() && name->owner_device == 0 && std::memcmp(name->id.data(), iov.id, 16) == 0);
         CHECK((iov.id[6] & 0xf0) == 0x40);
         const auto target = parse_target(fs::read_symlink(link).native());
         CHECK(target.has_value() && target->ipc.has_value());

@@ -82,13 +82,15 @@ void test_link_names_contain_id_and_device() {
     }
     const std::string name = "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d3";
     CHECK(gpu_link_name(id, 3) == name);
-    const auto parsed = parse_gpu_link_name(name, 3);
-    CHECK(parsed.has_value() && std::equal(parsed->begin(), parsed->end(), id));
+    const auto parsed = parse_gpu_link_name(name);
+    CHECK(parsed.has_value() && std::ranges::equal(parsed->id, id) && parsed->owner_device == 3);
+    CHECK(gpu_link_name(parsed->id.data(), 3) == name);
     for (const char* const malformed :
-         {"", "01112131-4151-6171-8191-a1b1c1d1e1f1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d4",
+         {"", "01112131-4151-6171-8191-a1b1c1d1e1f1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d",
+          "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d-1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d99999999999",
           "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d3.b4096", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d03",
           "01112131415161718191a1b1c1d1e1f1.gdr.d3", "01112131-4151-6171-8191-A1b1c1d1e1f1.gdr.d3"}) {
-        CHECK(!parse_gpu_link_name(malformed, 3));
+        CHECK(!parse_gpu_link_name(malformed));
     }
 }
 

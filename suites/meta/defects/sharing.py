@@ -72,7 +72,7 @@ def import_null_pointer(gdr_handle: Any) -> None:
     """`import_gdr` returns memory with a null pointer"""
 
     def import_gdr(device: Any, data: bytes) -> _NullMemory:
-        gdr_handle._require_device(gdr_handle.GdrHandle.parse(data), device)
+        gdr_handle.GdrHandle.parse(data)
         return _NullMemory()
 
     gdr_handle.import_gdr = import_gdr
@@ -92,6 +92,6 @@ def skip_base_check(gdr_handle: Any) -> None:
     gdr_handle._require_base = lambda memory: None
 
 
-def skip_device_check(gdr_handle: Any) -> None:
-    """`import_gdr` does not check the device number"""
-    gdr_handle._require_device = lambda handle, device: None
+def skip_device_check(ipc: Any) -> None:
+    """`open_handle` does not check on which device the memory is"""
+    ipc._check_device = lambda address, device: None

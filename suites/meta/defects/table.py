@@ -34,7 +34,7 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("i", "a call changes the current device of the caller's thread"),
     Finding("j", "the cache evicts arbitrary regions, also those in use, which are then registered twice"),
     Finding("k", "a lookup of an address that was freed and allocated again returns a stale key"),
-    Finding("l", "the device number of a handle from another process is not checked"),
+    Finding("l", "the device of memory from another process is not checked"),
     Finding("m", "the bounds check of a prepared transfer adds address and length, and the sum overflows"),
     Finding("n", "an importer whose manager is unavailable reports success"),
     Finding("o", "the name of a ring has its flags in base 10 where it is written and in base 2 where it is read"),
@@ -239,9 +239,9 @@ _DEFECTS = (
     ),
     Defect(
         "l",
-        f"{_LATER}test_device_number_of_a_received_handle_is_checked",
+        f"{_LATER}test_device_of_a_received_handle_is_checked",
         "Failed: DID NOT RAISE",
-        "gdrkit.registration.gdr_handle",
+        "gdrkit.cuda.ipc",
         sharing.skip_device_check,
     ),
     Defect(
