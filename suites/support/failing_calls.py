@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import threading
 from typing import TYPE_CHECKING
 
 from gdrkit.harness.needs import host
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from gdrkit.harness.needs import Need
 
@@ -22,17 +23,40 @@ STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed
 
 @contextlib.contextmanager
 def failing_call(process_id: int, call: str, error: str) -> Iterator[None]:
-    """Make the next system call `call` of the process fail with `error`. Require at the end that the call failed."""
+    """Make the next system call `call` of the process fail with `error`. At the end wait until the call has failed."""
     options = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
     command = ["strace", "-f", *options, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
-        assert strace.stderr is not None
+        trace = _Trace(strace, f"Process {process_id} attached", f"{error} ")
         try:
-            # Warnings about the limits of the machine can precede this line.
-            assert any(f"Process {process_id} attached" in line for line in strace.stderr), "strace did not attach"
+            assert trace.is_attached.wait(_TIMEOUT_S), f"strace did not attach: {trace}"
             yield
+            # A call that was in progress when strace attached does not fail, but the next one.
+            assert trace.is_injected.wait(_TIMEOUT_S), f"no {call} failed: {trace}"
         finally:
             strace.terminate()
-            _, trace = strace.communicate(timeout=_TIMEOUT_S)
-    assert f"{error} " in trace, trace
-    assert "(INJECTED)" in trace, trace
+            trace.thread.join(_TIMEOUT_S)
+
+
+class _Trace:
+    """A thread that reads the output of strace."""
+
+    def __init__(self, strace: subprocess.Popen[str], attached_text: str, error_text: str) -> None:
+        self.is_attached, self.is_injected = threading.Event(), threading.Event()
+        self._lines: list[str] = []
+        self._texts = attached_text, error_text
+        self.thread = threading.Thread(target=self._read, args=[strace.stderr])
+        self.thread.start()
+
+    def __str__(self) -> str:
+        return "".join(self._lines)
+
+    def _read(self, output: Iterable[str]) -> None:
+        attached_text, error_text = self._texts
+        for line in output:
+            self._lines.append(line)
+            # Warnings about the limits of the machine can precede this line.
+            if attached_text in line:
+                self.is_attached.set()
+            if error_text in line and "(INJECTED)" in line:
+                self.is_injected.set()
