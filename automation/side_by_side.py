@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "call_side_by_side", "job_count"]
 
-_JOBS_MAX = 4
+_JOBS_MAX = 8
 _POLL_PERIOD_S = 0.2
 _PROGRESS_PERIOD_S = 30.0
 
@@ -42,11 +42,11 @@ class _RunningCommand:
 
 
 def job_count() -> int:
-    """Return how many commands run at the same time: one more than there are processors, and at most four.
+    """Return how many commands run at the same time: two for each processor, and at most eight.
 
-    There is one more than processors, because the cases often wait for time limits and for other processes.
+    A suite uses a third of a processor, because its cases mostly wait for other processes and for time limits.
     """
-    return min((os.cpu_count() or 1) + 1, _JOBS_MAX)
+    return min(2 * (os.cpu_count() or 1), _JOBS_MAX)
 
 
 def call_side_by_side(parts: Sequence[Part], *, jobs: int) -> dict[str, int]:

@@ -117,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing_cases = sorted(required_cases - baseline.keys())
         print("these cases do not pass without a defect:", *(failed_cases or missing_cases), sep="\n  ")  # noqa: T201
         return 1
-    # Two runs at a time use the processors better, because a run mostly waits for its peer processes.
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    # Four runs at a time use two processors better, because a run mostly waits for its peer processes.
+    with ThreadPoolExecutor(max_workers=4) as pool:
         runs = pool.map(lambda defect: _run_review(defect, libraries), DEFECTS.values())
         records = dict(zip(DEFECTS, runs, strict=True))
     outcomes = {name: judge(defect, records[name]) for name, defect in DEFECTS.items()}
