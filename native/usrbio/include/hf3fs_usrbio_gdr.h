@@ -20,13 +20,12 @@
  * PUBLICATION
  *   Other processes find an iov by the symbolic link <mount>/3fs-virt/iovs/<uuid>.gdr.d<device>, whose target is
  *     gdr://v2/device/<device>/allocation/<bytes>/offset/<bytes>/size/<bytes>/ipc/<128 hexadecimal digits>
- *   (the CUDA IPC handle of the allocation, and the offset of the iov in it). <device> is the number of the device in the
- *   process that publishes. Other processes may have other numbers (CUDA_VISIBLE_DEVICES), so they find the device by
- *   the handle. For memory without an IPC handle (VMM,
- *   memory pools) the target ends in /dmabuf instead of /ipc/... If the mount has an agent
- * (<mount>/3fs-virt/agent.sock), the library sends it the dma-buf of the memory too, and the agent registers that. The
- * agent's verdict is the result of the publication. Otherwise the library only creates the link, and the server of the
- * mount decides.
+ *   (the CUDA IPC handle of the allocation, and the offset of the iov in it). <device> is the number of the device in
+ *   the process that publishes. Other processes may have other numbers (CUDA_VISIBLE_DEVICES), so they find the device
+ *   by the handle. For memory without an IPC handle (VMM, memory pools) the target ends in /dmabuf instead of /ipc/...
+ *   If the mount has an agent (<mount>/3fs-virt/agent.sock), the library sends it the dma-buf of the memory too, and
+ *   the agent registers that. The agent's verdict is the result of the publication. Otherwise the library only creates
+ *   the link, and the server of the mount decides.
  *
  * OWNERSHIP
  *   create  owns the memory and the link;  wrap  owns the link;  open and import  own only their mapping.
