@@ -419,6 +419,7 @@ int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connec
                     current == nullptr || current == existing || current->has_failed() ? new_connection : current;
                 entry = selected;
             }
+            log_line(LogLevel::info, "connected to the agent of %s", mount);
             connection = std::move(selected);
             return 0;
         }

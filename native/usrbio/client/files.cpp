@@ -5,6 +5,7 @@
 #include "usrbio/client/file_table.hpp"
 #include "usrbio/client/fuse_ioctl.hpp"
 #include "usrbio/client/library_mutex.hpp"
+#include "usrbio/client/log.hpp"
 #include "usrbio/client/mounts.hpp"
 #include "usrbio/include/hf3fs_usrbio.h"
 
@@ -166,6 +167,8 @@ int register_descriptor(int fd) {
         deregister_file(file);
         return error;
     }
+    log_line(LogLevel::info, "registered descriptor %d: inode %llu, %s", fd,
+             static_cast<unsigned long long>(file.inode), file.agent == nullptr ? "without an agent" : "by the agent");
     return -duplicate.release();
 }
 
@@ -186,6 +189,8 @@ void deregister_descriptor(int fd) {
         }
     }
     deregister_file(file);
+    log_line(LogLevel::info, "deregistered descriptor %d: inode %llu", file.fd,
+             static_cast<unsigned long long>(file.inode));
     close(file.duplicate);
 }
 

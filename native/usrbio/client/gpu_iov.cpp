@@ -35,6 +35,12 @@ int new_gpu_iov(int device, const char* mount, std::size_t size_bytes, std::shar
 }
 
 void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id, std::size_t block_size) {
+    log_line(LogLevel::info, "%s GPU iov: %zu bytes at 0x%llx on device %d, %s IPC handle",
+             gpu->memory == GpuIov::Memory::allocated ? "created"
+             : gpu->memory == GpuIov::Memory::wrapped ? "wrapped"
+                                                      : "opened",
+             gpu->size_bytes, static_cast<unsigned long long>(gpu->pointer), gpu->device,
+             gpu->ipc ? "with" : "without");
     // Register before changing `iov`, because register_iov() may throw.
     const hf3fs_iov_handle handle = register_iov(gpu);
     *iov = {};

@@ -84,6 +84,11 @@ int publish_to_agent(GpuIov& gpu, const std::string& name) {
     if (!bytes) {
         return -EINVAL;
     }
+    if (dmabuf.descriptor) {
+        log_line(LogLevel::info, "%s goes to the agent by a dma-buf of %llu bytes, at offset %llu", name.c_str(),
+                 static_cast<unsigned long long>(dmabuf.size_bytes),
+                 static_cast<unsigned long long>(dmabuf.offset_bytes));
+    }
     const int fd = dmabuf.descriptor.get();
     const auto descriptors = dmabuf.descriptor ? std::span(&fd, 1) : std::span<const int>();
     return publish(gpu.mount.c_str(), name, format_target(link_target(gpu, dmabuf)), std::as_bytes(std::span(*bytes)),

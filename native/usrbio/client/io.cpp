@@ -1,6 +1,7 @@
 // The C functions that an application calls for each operation or batch: hf3fs_prep_io, hf3fs_submit_ios,
 // hf3fs_wait_for_ios.
 #include "usrbio/client/file_table.hpp"
+#include "usrbio/client/log.hpp"
 #include "usrbio/client/ring_handle.hpp"
 
 #include <cerrno>
@@ -132,6 +133,10 @@ private:
     }
 
     void append(std::int32_t index, std::int64_t result, std::uint64_t userdata) noexcept {
+        if (log_enabled(LogLevel::debug)) [[unlikely]] {
+            log_line(LogLevel::debug, "ring %p: entry %d completed: %lld", static_cast<void*>(&handle_), index,
+                     static_cast<long long>(result));
+        }
         cqes_[reaped_count_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
     }
 
@@ -215,16 +220,8 @@ private:
     std::uint32_t post_count_ = 0; // Number of posts that ended a sleep.
 };
 
-} // namespace
-
-} // namespace gdrkit::usrbio
-
-using namespace gdrkit::usrbio;
-
-extern "C" {
-
-int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
-                  const void* userdata) {
+int prepare_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
+               const void* userdata) noexcept {
     RingHandle* handle = ring_handle(ior);
     if (handle == nullptr || iov == nullptr || read != ior->for_read || !is_inside(*iov, ptr, len) || fd == INT_MIN ||
         ((off | len | (off + len)) >> 63) != 0) [[unlikely]] {
@@ -246,6 +243,25 @@ int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* p
                                  reinterpret_cast<std::uintptr_t>(userdata));
 }
 
+} // namespace
+
+} // namespace gdrkit::usrbio
+
+using namespace gdrkit::usrbio;
+
+extern "C" {
+
+int hf3fs_prep_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
+                  const void* userdata) {
+    const int result = prepare_io(ior, iov, read, ptr, fd, off, len, userdata);
+    if (log_enabled(LogLevel::debug)) [[unlikely]] {
+        log_line(LogLevel::debug, "ring %p: %s %llu bytes at offset %zu of descriptor %d, memory %p: %s %d",
+                 ior == nullptr ? nullptr : ior->iorh, read ? "read" : "write", static_cast<unsigned long long>(len),
+                 off, fd, ptr, result < 0 ? "refused with" : "entry", result);
+    }
+    return result;
+}
+
 int hf3fs_submit_ios(const hf3fs_ior* ior) {
     RingHandle* handle = ring_handle(ior);
     if (handle == nullptr) {
@@ -259,6 +275,10 @@ int hf3fs_submit_ios(const hf3fs_ior* ior) {
     handle->agent_was_asleep.store(must_wake_agent, std::memory_order_relaxed);
     if (must_wake_agent) {
         handle->submit_semaphore.post();
+    }
+    if (log_enabled(LogLevel::debug)) [[unlikely]] {
+        log_line(LogLevel::debug, "ring %p: submitted; the agent %s", static_cast<void*>(handle),
+                 must_wake_agent ? "slept and was woken" : "is awake");
     }
     return 0;
 }

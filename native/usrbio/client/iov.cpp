@@ -91,6 +91,7 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
     }
     borrowed.end();
     unregister_iov(iov.iovh);
+    log_line(LogLevel::info, "destroyed %s", name_.c_str());
     iov.base = nullptr;
     iov.iovh = nullptr;
     return true;
@@ -136,6 +137,8 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
             new_iov->memory.remove_name();
         }
         fill_struct(iov, new_iov->memory.base(), handle, id, mount, size, block_size, numa);
+        log_line(LogLevel::info, "created %s %s: %zu bytes of shared memory", ring == nullptr ? "iov" : "ring",
+                 name.c_str(), size);
         return 0;
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
@@ -165,6 +168,7 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
         return status;
     }
     fill_struct(iov, opened_iov->memory.base(), register_iov(opened_iov), id, mount, size, block_size, numa);
+    log_line(LogLevel::info, "opened iov %s: %zu bytes of shared memory", name.c_str(), size);
     return 0;
 }
 
@@ -221,9 +225,11 @@ int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* 
     try {
         Uuid uuid;
         std::memcpy(uuid.data(), id, uuid.size());
-        if (const int status = publish_wrapped(mount, link_name(uuid, block_size, nullptr)); status != 0) {
+        const std::string name = link_name(uuid, block_size, nullptr);
+        if (const int status = publish_wrapped(mount, name); status != 0) {
             return status;
         }
+        log_line(LogLevel::info, "wrapped iov %s: %zu bytes of the application's memory", name.c_str(), size);
         bind_to_numa_node(base, size, numa);
         fill_struct(*iov, base, nullptr, uuid, mount, size, block_size, numa);
         return 0;

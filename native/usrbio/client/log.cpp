@@ -30,9 +30,8 @@ LogLevel parse_level(const char* value) noexcept {
 
 } // namespace
 
-bool log_enabled(LogLevel level) noexcept {
-    static const LogLevel level_min = parse_level(std::getenv("HF3FS_USRBIO_LIB_LOG"));
-    return level >= level_min && level_min != LogLevel::off;
+LogLevel configured_log_level() noexcept {
+    return parse_level(std::getenv("HF3FS_USRBIO_LIB_LOG"));
 }
 
 void log_line(LogLevel level, const char* format, ...) noexcept {

@@ -1,11 +1,21 @@
 // The log of the library, which goes to stderr. The environment variable HF3FS_USRBIO_LIB_LOG sets the level.
+//
+// error: a call failed. warning: it works, but not as well as it could. info: what was created, published, registered
+// and ended, and by which route. debug: each operation, each submission and each completion.
 #pragma once
 
 namespace gdrkit::usrbio {
 
 enum class LogLevel { debug, info, warning, error, off };
 
-bool log_enabled(LogLevel level) noexcept;
+// Returns the level that the environment variable sets.
+LogLevel configured_log_level() noexcept;
+
+// hf3fs_prep_io calls this for each operation, so it is inline. No level is `off`, so that `off` disables all.
+inline bool log_enabled(LogLevel level) noexcept {
+    static const LogLevel level_min = configured_log_level();
+    return level >= level_min;
+}
 
 // Writes one line by one system call, so that lines of different threads do not mix.
 void log_line(LogLevel level, const char* format, ...) noexcept __attribute__((format(printf, 2, 3)));

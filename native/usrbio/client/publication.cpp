@@ -160,10 +160,16 @@ int publish(const char* mount, std::string_view name, std::string_view target, s
         if (status == 0) {
             status = publish_to_agent(*agent, name, target, share_handle, descriptors);
             if (status == 0) {
+                log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptors",
+                         static_cast<int>(name.size()), name.data(), mount, descriptors.size());
                 store_connection(mount, name, std::move(agent));
             }
         } else if (status == -ENOENT) {
             status = publish_by_link(mount, name, target);
+            if (status == 0) {
+                log_line(LogLevel::info, "published %.*s by a link only: %s has no agent",
+                         static_cast<int>(name.size()), name.data(), mount);
+            }
         }
         if (status != 0) {
             log_line(LogLevel::error, "publish %.*s in %s failed: %s", static_cast<int>(name.size()), name.data(),
@@ -186,6 +192,8 @@ int unpublish(const char* mount, std::string_view name) noexcept {
             const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
             status = agent->call(AgentRequest::unpublish, payload, {}, {});
             if (status == 0) {
+                log_line(LogLevel::info, "withdrew %.*s from the agent of %s", static_cast<int>(name.size()),
+                         name.data(), mount);
                 drop_connection(mount, name);
                 release_folder(mount, name);
                 return 0;
@@ -207,6 +215,10 @@ int unpublish(const char* mount, std::string_view name) noexcept {
         drop_connection(mount, name);
         const bool is_removed = unlink(link_path(mount, std::string(name)).c_str()) == 0;
         const int error = is_removed ? 0 : -errno;
+        if (is_removed) {
+            log_line(LogLevel::info, "removed the link %.*s from %s", static_cast<int>(name.size()), name.data(),
+                     mount);
+        }
         // -ENOENT: another process has removed the link.
         if (is_removed || error == -ENOENT) {
             release_folder(mount, name);

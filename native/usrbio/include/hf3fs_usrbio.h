@@ -20,9 +20,11 @@
  * library cannot notice the death of the other side.
  *
  * Environment variables, read once: HF3FS_USRBIO_LIB_LOG (DBG, INFO, WARN, ERR, OFF; default WARN; the log goes to
- * stderr), HF3FS_USRBIO_WAIT_JITTER_MS (longest sleep of a wait before it checks again whether the agent lives; default
- * 1, and 20 with an agent that supports the extension of rings). With such an agent, and unless that variable is set, a
- * wait without a deadline does not check: the first one that sleeps starts a thread of the library, which blocks all
+ * stderr. ERR: failed calls; WARN: what works, but not as well as it could; INFO: what was created, published,
+ * registered and ended, and by which route; DBG: each operation, submission and completion),
+ * HF3FS_USRBIO_WAIT_JITTER_MS (longest sleep of a wait before it checks again whether the agent lives; default 1, and
+ * 20 with an agent that supports the extension of rings). With such an agent, and unless that variable is set, a wait
+ * without a deadline does not check: the first one that sleeps starts a thread of the library, which blocks all
  * signals, watches the agent's socket and ends with the last iov, ring and descriptor of the mount.
  */
 #ifndef HF3FS_USRBIO_H

@@ -1,0 +1,125 @@
+"""The log of the client library: which lines each value of HF3FS_USRBIO_LIB_LOG adds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.python_child import suites_environ
+from support.raw_usrbio import AgentProcess
+
+from gdrkit import pattern
+from gdrkit.harness.needs import cuda, needs, verbs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = needs(verbs.nic())
+
+READ_BYTES = 64 * KIB
+# Reads a file once, and then prepares a read of a descriptor that is not registered.
+PROGRAM = """
+import sys
+from datetime import timedelta
+from gdrkit import usrbio
+
+mount, path, kind = sys.argv[1:]
+length_bytes = 65536
+with open(path, "rb") as file, usrbio.make_ioring(mount, 4, for_read=True) as ring:
+    make = usrbio.make_gpu_iovec if kind == "device" else usrbio.create_iovec
+    with make(mount, length_bytes=length_bytes) as iov:
+        usrbio.register_fd(file.fileno())
+        ring.prepare(iov[:length_bytes], True, file.fileno(), 4096)
+        (completed,) = ring.submit().wait(min_results=1, timeout=timedelta(seconds=60))
+        assert completed.result == length_bytes
+        usrbio.deregister_fd(file.fileno())
+        try:
+            ring.prepare(iov[:length_bytes], True, file.fileno(), 0)
+        except OSError:
+            pass
+"""
+_LINE = re.compile(r"hf3fs_usrbio (DBG|INFO|WARN|ERR): (.+)")
+
+
+def logged(mount: Path, path: Path, level: str | None, *, kind: str = "host") -> list[tuple[str, str]]:
+    """Run the program, and return level and text of each line that the library logged. There are no other lines."""
+    environ = {name: value for name, value in os.environ.items() if name != "HF3FS_USRBIO_LIB_LOG"}
+    environ |= {} if level is None else {"HF3FS_USRBIO_LIB_LOG": level}
+    command = [sys.executable, "-c", PROGRAM, str(mount), str(path), kind]
+    child = subprocess.run(command, env=suites_environ(environ), capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    lines = [_LINE.fullmatch(line) for line in child.stderr.splitlines()]
+    assert all(lines), child.stderr
+    return [(line[1], line[2]) for line in lines if line]
+
+
+def texts(lines: list[tuple[str, str]], level: str) -> str:
+    """Return the texts of one level, with UUIDs and numbers replaced."""
+    text = "\n".join(text for line_level, text in lines if line_level == level)
+    text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", text)
+    return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
+
+
+@pytest.fixture
+def agent_file(tmp_path: Path, seed: int) -> Path:
+    (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("level", [None, "OFF", "ERR", "WARN", "nonsense"])
+def test_program_without_failures_logs_nothing_by_default(agent_file: Path, level: str | None) -> None:
+    with AgentProcess(agent_file.parent):
+        assert logged(agent_file.parent, agent_file, level) == []
+
+
+def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None:
+    mount = agent_file.parent
+    with AgentProcess(mount):
+        lines = logged(mount, agent_file, "INFO")
+    assert {level for level, _text in lines} == {"INFO"}
+    info = texts(lines, "INFO")
+    assert f"connected to the agent of {mount}" in info
+    assert f"published UUID to the agent of {mount}, with 1 descriptors" in info
+    assert f"created iov UUID: {READ_BYTES} bytes of shared memory" in info
+    assert re.search(r"^created ring UUID\.r\S*: \d+ bytes of shared memory$", info, re.MULTILINE)
+    assert re.search(r"^registered descriptor \d+: inode \d+, by the agent$", info, re.MULTILINE)
+    assert re.search(r"^deregistered descriptor \d+: inode \d+$", info, re.MULTILINE)
+    assert f"withdrew UUID from the agent of {mount}" in info
+    assert info.count("destroyed UUID") == 2
+
+
+@needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
+def test_info_names_the_route_of_device_memory(agent_file: Path) -> None:
+    with AgentProcess(agent_file.parent):
+        info = texts(logged(agent_file.parent, agent_file, "INFO", kind="device"), "INFO")
+    assert re.search(r"^UUID\.gdr\.d0 goes to the agent by a dma-buf of \d+ bytes, at offset \d+$", info, re.MULTILINE)
+    assert f"created GPU iov: {READ_BYTES} bytes at ADDRESS on device 0, with IPC handle" in info
+    assert "destroyed GPU iov at ADDRESS on device 0" in info
+
+
+def test_debug_shows_each_operation(agent_file: Path) -> None:
+    with AgentProcess(agent_file.parent):
+        lines = logged(agent_file.parent, agent_file, "DBG")
+    assert {level for level, _text in lines} == {"INFO", "DBG"}
+    prepared, submitted, completed, refused = texts(lines, "DBG").splitlines()
+    operation = rf"ring ADDRESS: read {READ_BYTES} bytes at offset %s of descriptor \d+, memory ADDRESS: %s"
+    assert re.fullmatch(operation % ("4096", r"entry \d+"), prepared)
+    assert re.fullmatch(r"ring ADDRESS: submitted; the agent (slept and was woken|is awake)", submitted)
+    assert re.fullmatch(rf"ring ADDRESS: entry \d+ completed: {READ_BYTES}", completed)
+    assert re.fullmatch(operation % ("0", "refused with -9"), refused)
+
+
+def test_failed_call_is_logged_as_an_error(agent_file: Path) -> None:
+    program = "import sys; from gdrkit import usrbio; usrbio.make_ioring(sys.argv[1], 4, for_read=True)"
+    command = [sys.executable, "-c", program, str(agent_file.parent)]
+    for level, line_count in (("ERR", 1), ("OFF", 0)):
+        environ = suites_environ({**os.environ, "HF3FS_USRBIO_LIB_LOG": level})
+        child = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert child.returncode == 1
+        errors = [line for line in child.stderr.splitlines() if line.startswith("hf3fs_usrbio ERR: readlink(")]
+        assert len(errors) == line_count
