@@ -59,6 +59,9 @@ def export_empty_handle(gdr_handle: Any) -> None:
 class _NullMemory:
     address = 0
 
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
     def __enter__(self) -> Self:
         return self
 
@@ -71,9 +74,11 @@ class _NullMemory:
 def import_null_pointer(gdr_handle: Any) -> None:
     """`import_gdr` returns memory with a null pointer"""
 
+    right_import = gdr_handle.import_gdr
+
     def import_gdr(device: Any, data: bytes) -> _NullMemory:
-        gdr_handle.GdrHandle.parse(data)
-        return _NullMemory()
+        right_import(device, data).close()  # It still refuses a wrong handle and a wrong device.
+        return _NullMemory(device)
 
     gdr_handle.import_gdr = import_gdr
 
