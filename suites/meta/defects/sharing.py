@@ -73,7 +73,6 @@ class _NullMemory:
 
 def import_null_pointer(gdr_handle: Any) -> None:
     """`import_gdr` returns memory with a null pointer"""
-
     right_import = gdr_handle.import_gdr
 
     def import_gdr(device: Any, data: bytes) -> _NullMemory:
