@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import Api, ApiError, ClosedResource, DataMismatch, UsageError
@@ -25,6 +26,7 @@ from gdrkit.tiers.migration import migrate_file
 from gdrkit.tiers.names import check_name, printable
 from gdrkit.tiers.pins import read_pins, write_pins
 from gdrkit.tiers.plan import MigrationPlan
+from gdrkit.tiers.policy import FileRow, decide
 from gdrkit.tiers.recovery import interrupted_migrations, recover
 from gdrkit.tiers.results import Migrated, RefusedMove, TierStatus
 from gdrkit.tiers.routes import UNOBSERVED
@@ -226,6 +228,32 @@ class TierManager:
                 # Another process has just moved the file, through gdrkit or outside it.
                 self._record_location(name)
         raise busy_error("migrate", "other processes moved the file at each attempt", name=printable(name))
+
+    def auto_tier(self, name: str, *, observe: Observer | None = None) -> str:
+        """Move one file to the tier that its heat or its pin requires, and return the name of its tier.
+
+        No other file is moved. If that tier is full, the file gets the next slower tier that has space, and a file with
+        a pin stays where it is. :meth:`migrate` would move colder files away to make space.
+
+        Raises
+        ------
+        ApiError
+            The file does not exist (ENOENT), or it was not moved; see :meth:`move`.
+        """
+        entry, now = self.find(name), self.catalogue.now()
+        totals = self.catalogue.totals()
+        free = [
+            replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
+            for tier in self._tiers.limits(totals)
+            for total in (totals.get(tier.name, Totals()),)
+            # The file may stay in its tier, also if that tier is full.
+            for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
+        ]
+        row = FileRow(0, entry.tier, entry.allocated_bytes, entry.score, entry.pinned, entry.links)
+        for decision in decide([row], free, at=now, hysteresis=self.configuration.hysteresis):
+            self.move(name, decision.destination, observe=observe)
+            return decision.destination
+        return entry.tier
 
     def plan(self) -> MigrationPlan:
         """Return the migrations that the policy requires now. The caller closes the plan."""

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import configuration_of, create_file
+from support.tier_world import configuration_of, contents, create_file
 
+from gdrkit.errors import ApiError
 from gdrkit.serialization import to_json_data
 from gdrkit.tiers import Configuration, TierManager
 from gdrkit.tiers.heat import NEVER_ACCESSED, heat, score_after, score_least, score_of
@@ -251,6 +252,47 @@ def test_moves_down_come_before_moves_up(tmp_path: Path) -> None:
         assert manager.migrate().refused == ()
         tiers = {name: manager.find(name).tier for name in ("was hot", "was warm", "is hot")}
         assert tiers == {"was hot": "ssd", "was warm": "hdd", "is hot": "nvme"}
+
+
+def test_auto_tier_moves_one_file_by_its_heat(configuration: Configuration) -> None:
+    now_s = [1_800_000_000.0]
+    with TierManager(configuration, clock=lambda: now_s[0]) as manager:
+        for name in ("hot_file.dat", "other"):
+            create_file(manager, name, 1000, seed=1)
+        for _ in range(99):
+            manager.open("hot_file.dat").close()
+            manager.open("other").close()
+        assert manager.auto_tier("hot_file.dat") == "nvme"
+        assert (manager.find("hot_file.dat").tier, manager.find("other").tier) == ("nvme", "hdd")
+        assert manager.auto_tier("hot_file.dat") == "nvme"
+        now_s[0] += 2 * configuration.half_life_s
+        assert (manager.auto_tier("hot_file.dat"), manager.find("hot_file.dat").tier) == ("ssd", "ssd")
+        manager.pin("hot_file.dat", "hdd")
+        assert manager.auto_tier("hot_file.dat") == "hdd"
+        with pytest.raises(FileNotFoundError):
+            manager.auto_tier("nothing")
+
+
+@pytest.mark.parametrize(("spare_bytes", "tier"), [(0, "nvme"), (-1, "ssd")])
+def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: str) -> None:
+    configuration = configuration_of(tmp_path, headroom=0.0)
+    small = (replace(configuration.tiers[0], capacity_bytes=12 * KIB + spare_bytes), *configuration.tiers[1:])
+    with TierManager(replace(configuration, tiers=small)) as manager:
+        create_file(manager, "cold", 4 * KIB, seed=1, tier="nvme")
+        data = create_file(manager, "hot", 8 * KIB, seed=2)
+        for _ in range(99):
+            manager.open("hot").close()
+        # The file stays in its tier, although that tier has no space for a second one of its size.
+        assert [manager.auto_tier("hot") for _ in range(2)] == [tier, tier]
+        assert (manager.find("cold").tier, contents(manager, "hot")) == ("nvme", data)
+
+
+def test_auto_tier_of_a_file_in_use_names_the_reason(manager: TierManager) -> None:
+    create_file(manager, "file", 1000, seed=1)
+    manager.pin("file", "ssd")
+    with manager.open("file", "r+"), pytest.raises(ApiError, match="another process migrates or writes"):
+        manager.auto_tier("file")
+    assert manager.auto_tier("file") == "ssd"
 
 
 def test_pin_overrides_the_policy(manager: TierManager) -> None:
