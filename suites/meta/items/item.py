@@ -1,0 +1,163 @@
+"""Items of the documents that gdrkit began with: what each document asks for or claims, and where gdrkit has it.
+
+One TOML file in this folder describes one document. `problems` finds references that no longer exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["DOCUMENTS", "Document", "Item", "State", "problems", "read_document"]
+
+
+class State(StrEnum):
+    """What became of an item. The values are those of the TOML files and of docs/findings.md."""
+
+    DONE = "done"
+    # The real headers contradict the item, or something else replaced it. `Item.guide` has the explanation.
+    DIFFERS = "differs"
+    PARTLY = "partly"
+    NEEDS_HARDWARE = "needs hardware"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A requirement, function, file, test, number or claim of a document.
+
+    Attributes
+    ----------
+    text : str
+        The item in a few words.
+    state : State
+        What became of it.
+    code : tuple of str
+        References ``PATH::SYMBOL`` to the code, from the root of the project.
+    cases : tuple of str
+        References ``PATH::NAME`` to test functions, in Python or C++.
+    note : str
+        How gdrkit differs, which part is missing, or which hardware is needed. Empty only if the item is done.
+    guide : str
+        The Markdown file of the project, with an optional ``#heading``, that explains a difference. Else empty.
+    """
+
+    text: str
+    state: State
+    code: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()
+    note: str = ""
+    guide: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document: its number, a short title, and its items in the order of the document."""
+
+    number: str
+    title: str
+    items: tuple[Item, ...]
+
+
+def _item(fields: dict[str, Any]) -> Item:
+    lists = {name: tuple(fields.get(name, ())) for name in ("code", "cases")}
+    return Item(**(fields | lists | {"state": State(fields["state"])}))
+
+
+def read_document(path: Path) -> Document:
+    """Return the document that a TOML file describes. An unknown field or state is an error."""
+    table = tomllib.loads(path.read_text())
+    return Document(path.stem, table["title"], tuple(_item(fields) for fields in table["items"]))
+
+
+DOCUMENTS = tuple(read_document(path) for path in sorted(Path(__file__).parent.glob("*.toml")))
+
+
+def problems(root: Path, document: Document) -> Iterator[str]:
+    """Yield one line for each item that has no sufficient evidence, or a reference that does not exist below `root`."""
+    for text, count in Counter(item.text for item in document.items).items():
+        if count > 1:
+            yield f"{document.number} {text}: the item is listed {count} times"
+    for item in document.items:
+        yield from (f"{document.number} {item.text}: {problem}" for problem in _problems_of_item(root, item))
+
+
+def _problems_of_item(root: Path, item: Item) -> Iterator[str]:
+    if item.state is not State.DONE and not item.note:
+        yield f"the state is '{item.state}', and no note says why"
+    if item.state is State.DONE and not (item.code and item.cases):
+        yield "the item is done, so it needs a reference to code and one to a case"
+    if (item.state is State.DIFFERS) != bool(item.guide):
+        yield f"the state is '{item.state}', and the guide is '{item.guide}': only 'differs' has a guide"
+    if item.guide and not _guide_exists(root, item.guide):
+        yield f"the guide {item.guide} does not exist"
+    for reference in item.code:
+        if not _symbol_exists(root, reference):
+            yield f"{reference} does not exist"
+    for reference in item.cases:
+        if not _case_exists(root, reference):
+            yield f"{reference} is not a case"
+
+
+def _guide_exists(root: Path, guide: str) -> bool:
+    file, _, anchor = guide.partition("#")
+    path = root / file
+    if not path.is_file():
+        return False
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    # The anchors of GitHub: lower case, hyphens for blanks, no punctuation.
+    return not anchor or anchor in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def _symbol_exists(root: Path, reference: str) -> bool:
+    """Return whether a file has a symbol: a definition in Python, and a word outside of comments in other languages."""
+    file, _, symbol = reference.partition("::")
+    path = root / file
+    if not symbol or not path.is_file():
+        return False
+    text = path.read_text()
+    if path.suffix in {".py", ".pyi"}:
+        return symbol in set(_definitions(ast.parse(text)))
+    if path.suffix in {".c", ".cpp", ".h", ".hpp"}:
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+    return re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", text) is not None
+
+
+def _definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
+    """Yield the names that a module or class defines; the names in a class with the name of the class."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from _definitions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _case_exists(root: Path, reference: str) -> bool:
+    """Return whether a file has a test function that is run: by pytest, or by another line of a C++ test program.
+
+    ``main`` is the case of a C++ test program that is a single test.
+    """
+    file, _, name = reference.partition("::")
+    path = root / file
+    if not path.is_file():
+        return False
+    if name == "main":
+        return path.name.endswith("_test.cpp") and _symbol_exists(root, reference)
+    if not name.startswith("test_"):
+        return False
+    if path.suffix == ".py":
+        return path.name.startswith("test_") and _symbol_exists(root, reference)
+    text = re.sub(r"//[^\n]*", "", path.read_text())
+    is_defined = re.search(rf"^(?:static )?void {re.escape(name)}\(", text, re.MULTILINE) is not None
+    return is_defined and len(re.findall(rf"\b{re.escape(name)}\b", text)) > 1
