@@ -44,7 +44,7 @@ def test_every_case_of_the_review_has_a_defect() -> None:
 
 
 def test_document_is_current() -> None:
-    assert DOCUMENT.read_text() == render(), "nox -s review writes docs/findings.md"
+    assert DOCUMENT.read_text() == render(), "nox -s review and meta.defects.document write docs/findings.md"
 
 
 def test_expected_symptom_is_a_catch() -> None:

@@ -1,16 +1,22 @@
-"""Generator of docs/findings.md: the findings of the reviews, and the cases that detect each defect."""
+"""Generator of docs/findings.md: the defects that the reviews found, and the items of the first documents.
+
+``python -m meta.defects.document``, with suites/ on PYTHONPATH, writes the file without the run of ``nox -s review``.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from meta.defects.table import DEFECTS, FINDINGS
+from meta.items import document as items_document
 
 __all__ = ["DOCUMENT", "render"]
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "findings.md"
 
-_HEAD = """# Defects of the first GDR code, and the cases that detect them
+_HEAD = """# Findings: the defects of the first GDR code, and the items of the first documents
+
+[The items](#the-items-of-the-five-documents) of the documents that gdrkit began with are at the end.
 
 The first GDR (GPUDirect RDMA) code had these defects. The findings with numbers are from its first review, those with
 letters are from later reviews. gdrkit has none of the defects, and a case in `suites/review` detects each of them.
@@ -34,4 +40,9 @@ def render() -> str:
         ]
         lines += [f"| `{defect.case.rpartition('::')[2]}` | {defect.text} | {defect.symptom} |" for defect in defects]
         lines.append("")
+    lines.append(items_document.render())
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render())

@@ -1,0 +1,82 @@
+"""Generator of the part of docs/findings.md about the items of the documents."""
+
+from __future__ import annotations
+
+import posixpath
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from meta.items.item import DOCUMENTS, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from meta.items.item import Item
+
+__all__ = ["BAR", "render"]
+
+# A bar in a cell, which does not end the cell.
+BAR = "\\|"
+
+_HEAD = """## The items of the five documents
+
+Five documents asked for this project, or described earlier code for it. These tables have every requirement, function,
+file, test, number, entry about trouble and plan for the future of each document, in its order.
+
+| state | meaning |
+|---|---|
+| `done` | gdrkit has it, and a case checks it |
+| `differs` | the real headers contradict it, or something else replaced it; the linked document explains that |
+| `partly` | the row says what is missing |
+| `needs hardware` | the row names the hardware on which the case must run |
+
+The path of a case begins in `suites/`, except for cases in `native/` and `hardware/`. The tables are made from
+`suites/meta/items/*.toml`. `nox -s meta` fails if a file, a symbol or a case that a row names does not exist.
+"""
+
+
+def render() -> str:
+    """Return the section of docs/findings.md."""
+    lines = [_HEAD, *_summary(), ""]
+    for document in DOCUMENTS:
+        lines += [
+            f"### {document.number}: {document.title}\n",
+            "| document | item | state | code | case |",
+            "|---|---|---|---|---|",
+        ]
+        for item in document.items:
+            cells = (document.number, item.text, _state(item), _references(item.code), _references(item.cases))
+            lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _summary() -> Iterator[str]:
+    """Yield the lines of a table with the number of items of each document in each state."""
+    yield f"| number and title | items | {' | '.join(State)} |"
+    yield "|---" * (2 + len(State)) + "|"
+    totals = Counter[State]()
+    for document in DOCUMENTS:
+        counts = Counter(item.state for item in document.items)
+        totals += counts
+        yield _count_row(f"{document.number}: {document.title}", counts)
+    yield _count_row("all", totals)
+
+
+def _count_row(title: str, counts: Counter[State]) -> str:
+    numbers = [counts.total(), *(counts[state] for state in State)]
+    return f"| {title} | {' | '.join(map(str, numbers))} |"
+
+
+def _state(item: Item) -> str:
+    link = f" ([{posixpath.basename(item.guide).partition('#')[0]}]({_link(item.guide)}))" if item.guide else ""
+    return f"{item.state}: {item.note}{link}" if item.note else str(item.state)
+
+
+def _link(guide: str) -> str:
+    """Return the link from a file in docs/ to a file of the project."""
+    return posixpath.relpath(guide, "docs")
+
+
+def _references(references: Iterable[str]) -> str:
+    return ", ".join(f"`{reference.removeprefix('suites/')}`" for reference in references) or "none"

@@ -1,0 +1,120 @@
+"""Every item of the first documents names code and cases that exist, and docs/findings.md shows every item."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from meta.defects.document import DOCUMENT
+from meta.items.document import BAR
+from meta.items.item import DOCUMENTS, Document, Item, State, problems, read_document
+
+ROOT = Path(__file__).resolve().parents[2]
+# The number of items of each document. A removed row must be a decision.
+ITEM_COUNTS = {"000": 37, "001": 86, "002": 49, "003": 35, "004": 75}
+
+PYTHON = """
+LIMIT = 1
+class Cache:
+    size: int = 0
+    def lease(self): ...
+def test_helper(): ...
+"""
+GUIDE = "# Guide\n\n## Which NIC, and why?\n"
+TREE = {
+    "gdrkit/cache.py": PYTHON,
+    "native/cache.cpp": "// invalidate() is in cache.py.\nint lease_count() { return 0; }\n",
+    "native/cache_test.cpp": "void test_lease() {}\nvoid test_unused() {}\nint main() { test_lease(); }\n",
+    "suites/test_cache.py": "def test_lease():\n    ...\n",
+    "docs/cache.md": GUIDE,
+}
+VALID_ITEM = Item("a cache", State.DONE, ("gdrkit/cache.py::Cache",), ("suites/test_cache.py::test_lease",))
+PARTLY = replace(VALID_ITEM, state=State.PARTLY, note="no eviction")
+DIFFERS = replace(VALID_ITEM, state=State.DIFFERS, note="a list", guide="docs/cache.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.number))
+def test_every_reference_of_a_document_exists(document: Document) -> None:
+    assert not list(problems(ROOT, document)), f"change suites/meta/items/{document.number}.toml"
+    assert len(document.items) == ITEM_COUNTS[document.number]
+
+
+def test_every_document_has_a_list() -> None:
+    assert [document.number for document in DOCUMENTS] == list(ITEM_COUNTS)
+
+
+def test_findings_show_every_item() -> None:
+    beginnings = tuple(f"| {number} |" for number in ITEM_COUNTS)
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith(beginnings)]
+    items = [(document.number, item) for document in DOCUMENTS for item in document.items]
+    for row, (number, item) in zip(rows, items, strict=True):
+        row_number, text, state, _code, _cases = row.removeprefix("| ").removesuffix(" |").split(" | ")
+        assert (row_number, text.replace(BAR, "|"), state.partition(":")[0]) == (number, item.text, item.state)
+
+
+def problems_of(tmp_path: Path, *items: Item) -> list[str]:
+    for name, text in TREE.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return list(problems(tmp_path, Document("009", "a document", items)))
+
+
+VALID_ITEMS = [
+    pytest.param(VALID_ITEM, id="class"),
+    pytest.param(replace(VALID_ITEM, code=("gdrkit/cache.py::Cache.lease", "gdrkit/cache.py::LIMIT")), id="method"),
+    pytest.param(replace(VALID_ITEM, code=("gdrkit/cache.py::Cache.size",)), id="attribute"),
+    pytest.param(replace(VALID_ITEM, code=("native/cache.cpp::lease_count",)), id="C++"),
+    pytest.param(replace(VALID_ITEM, code=("docs/cache.md::Guide",)), id="text"),
+    pytest.param(replace(VALID_ITEM, cases=("native/cache_test.cpp::test_lease",)), id="C++ test"),
+    pytest.param(replace(VALID_ITEM, cases=("native/cache_test.cpp::main",)), id="C++ program"),
+    pytest.param(PARTLY, id="partly"),
+    pytest.param(DIFFERS, id="differs"),
+    pytest.param(replace(DIFFERS, guide="docs/cache.md#which-nic-and-why"), id="heading"),
+    pytest.param(Item("a NIC", State.NEEDS_HARDWARE, note="a NIC"), id="hardware"),
+]
+
+
+@pytest.mark.parametrize("item", VALID_ITEMS)
+def test_item_with_existing_references_has_no_problem(tmp_path: Path, item: Item) -> None:
+    assert problems_of(tmp_path, item) == []
+
+
+INVALID_ITEMS = [
+    pytest.param(replace(VALID_ITEM, code=("gdrkit/gone.py::Cache",)), id="no file"),
+    pytest.param(replace(VALID_ITEM, code=("gdrkit/cache.py",)), id="file without symbol"),
+    pytest.param(replace(VALID_ITEM, code=("gdrkit/cache.py::lease",)), id="method without its class"),
+    pytest.param(replace(VALID_ITEM, code=("gdrkit/cache.py::Cach",)), id="part of a name"),
+    pytest.param(replace(VALID_ITEM, code=("native/cache.cpp::invalidate",)), id="name in a comment"),
+    pytest.param(replace(VALID_ITEM, code=("native/cache.cpp::lease",)), id="part of a word"),
+    pytest.param(replace(VALID_ITEM, cases=("suites/test_cache.py::test_gone",)), id="no case"),
+    pytest.param(replace(VALID_ITEM, cases=("gdrkit/cache.py::test_helper",)), id="not a test file"),
+    pytest.param(replace(VALID_ITEM, cases=("native/cache_test.cpp::test_unused",)), id="test that is never called"),
+    pytest.param(replace(VALID_ITEM, cases=("native/cache.cpp::main",)), id="not a test program"),
+    pytest.param(replace(VALID_ITEM, cases=()), id="done without a case"),
+    pytest.param(replace(VALID_ITEM, code=()), id="done without code"),
+    pytest.param(replace(PARTLY, note=""), id="partly without a note"),
+    pytest.param(replace(DIFFERS, guide=""), id="differs without a guide"),
+    pytest.param(replace(DIFFERS, guide="docs/gone.md"), id="no guide"),
+    pytest.param(replace(DIFFERS, guide="docs/cache.md#which-nic"), id="no heading"),
+    pytest.param(replace(VALID_ITEM, guide="docs/cache.md"), id="done with a guide"),
+]
+
+
+@pytest.mark.parametrize("item", INVALID_ITEMS)
+def test_item_with_a_missing_reference_is_a_problem(tmp_path: Path, item: Item) -> None:
+    (problem,) = problems_of(tmp_path, item)
+    assert problem.startswith("009 a cache: ")
+
+
+def test_item_that_is_listed_twice_is_a_problem(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, VALID_ITEM, PARTLY) == ["009 a cache: the item is listed 2 times"]
+
+
+@pytest.mark.parametrize("line", ['state = "finished"', 'state = "done"\nevidence = "none"'])
+def test_unknown_state_or_field_is_an_error(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "009.toml"
+    path.write_text(f'title = "a document"\n[[items]]\ntext = "a cache"\n{line}\n')
+    with pytest.raises((TypeError, ValueError)):
+        read_document(path)
