@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 from gdrkit.errors import Reason, UsageError
 from gdrkit.serialization import from_json_data
 from gdrkit.tiers.names import OWN_FOLDER
+from gdrkit.tiers.schedule import QuietHours, RunSettings
 from gdrkit.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["DEFAULT_TIERS", "Configuration", "DefaultTier", "Tier", "configure", "parse_size"]
+__all__ = ["DEFAULT_TIERS", "Configuration", "DefaultTier", "Tier", "configure", "override_run", "parse_size"]
 
 _CONFIG_VARIABLE, _TIERS_VARIABLE, _CATALOGUE_VARIABLE = "GDRKIT_TIERS_CONFIG", "GDRKIT_TIERS", "GDRKIT_TIERS_CATALOGUE"
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
@@ -115,6 +116,8 @@ class Configuration:
         Name of the tier in which new files are created. Empty: the last (slowest) tier.
     timeout_ms : int
         Longest time to wait for a lock of the catalogue that another process holds, in milliseconds.
+    run : RunSettings
+        The parameters of ``gdrkit tiers run``.
     """
 
     tiers: tuple[Tier, ...]
@@ -124,6 +127,7 @@ class Configuration:
     headroom: float = 0.02
     landing: str = ""
     timeout_ms: int = 5000
+    run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
         _check_configuration(self)
@@ -159,6 +163,16 @@ class _TierSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class _RunTable:
+    """The table ``run`` of a TOML file."""
+
+    interval_s: float | None = None
+    rate_per_s: str | int | None = None
+    quiet_hours: tuple[str, ...] | None = None
+    watch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _TomlFile:
     """The contents of a TOML file."""
 
@@ -169,6 +183,7 @@ class _TomlFile:
     headroom: float | None = None
     landing: str | None = None
     timeout_ms: int | None = None
+    run: _RunTable = field(default_factory=_RunTable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +236,38 @@ def configure(
     return Configuration(tiers=configured, catalogue=Path(folder), **parameters)
 
 
+def override_run(
+    settings: RunSettings,
+    *,
+    interval_s: float | None = None,
+    rate: str | int | None = None,
+    quiet_hours: Sequence[str] | None = None,
+    watch: str | None = None,
+) -> RunSettings:
+    """Return the settings with the values that are not None.
+
+    Parameters
+    ----------
+    settings : RunSettings
+        The settings of which the other values are kept.
+    interval_s, watch
+        See :class:`~gdrkit.tiers.schedule.RunSettings`.
+    rate : str, int or None
+        Size that may be copied per second, such as ``200 MiB``.
+    quiet_hours : sequence of str or None
+        Times of day, such as ``08:00-18:30``.
+
+    Raises
+    ------
+    UsageError
+        A value is invalid. The message names it.
+    """
+    changes: dict[str, Any] = {"interval_s": interval_s, "watch": watch}
+    changes["rate_bytes_per_s"] = None if rate is None else parse_size(rate)
+    changes["quiet_hours"] = None if quiet_hours is None else tuple(map(QuietHours.parse, quiet_hours))
+    return replace(settings, **{key: value for key, value in changes.items() if value is not None})
+
+
 def parse_size(text: str | int) -> int:
     """Return a size such as ``900 GiB`` in bytes. GB means 10^9, GiB means 2^30.
 
@@ -249,6 +296,10 @@ def _read_file(path: Path) -> _FileSettings:
         raise UsageError(message, reason=Reason.MALFORMED) from error
     keys = ("half_life_s", "hysteresis", "headroom", "landing", "timeout_ms")
     parameters = {key: getattr(contents, key) for key in keys if getattr(contents, key) is not None}
+    run = contents.run
+    parameters["run"] = override_run(
+        RunSettings(), interval_s=run.interval_s, rate=run.rate_per_s, quiet_hours=run.quiet_hours, watch=run.watch
+    )
     base_folder = path.resolve().parent
     tiers = tuple(replace(tier, directory=str(base_folder / tier.directory)) for tier in contents.tiers)
     return _FileSettings(

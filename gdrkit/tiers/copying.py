@@ -24,13 +24,20 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "digest_of_copy", "preserve_access_time"]
 
-# Length of one read and one write.
+# Length of one read and one write, unless a rate limit requires shorter ones.
 CHUNK_BYTES = 4 * MIB
 # Extended attributes that depend on the location of a file and are not copied.
 _LOCATION_ATTRIBUTES = frozenset({"security.selinux", "security.ima", "security.evm"})
 
 
-def copy_data(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: Callable[[int], None]) -> bytes:
+def copy_data(
+    source_fd: int,
+    copy_fd: int,
+    *,
+    size_bytes: int,
+    on_chunk: Callable[[int, int], None],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> bytes:
     """Copy all data ranges of a file and return a digest of the bytes and their offsets.
 
     Parameters
@@ -40,7 +47,9 @@ def copy_data(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: Callab
     size_bytes : int
         Size of the file, in bytes.
     on_chunk : callable
-        Called before each chunk with its offset in bytes, and at the end with `size_bytes`.
+        Called before each chunk with its offset and length in bytes, and at the end with `size_bytes` and 0.
+    chunk_bytes : int
+        Length of one read and one write, at most :data:`CHUNK_BYTES`.
 
     Raises
     ------
@@ -52,18 +61,25 @@ def copy_data(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: Callab
     os.ftruncate(copy_fd, size_bytes)
     digest = hashlib.blake2b()
     memory = _allocate_buffer()
-    for begin, length in _chunks(source_fd, size_bytes):
-        on_chunk(begin)
+    for begin, length in _chunks(source_fd, size_bytes, chunk_bytes):
+        on_chunk(begin, length)
         chunk = memory[:length]
         _read(source_fd, chunk, begin)
         digest.update(b"%d:" % begin)
         digest.update(chunk)
         _write(copy_fd, chunk, begin)
-    on_chunk(size_bytes)
+    on_chunk(size_bytes, 0)
     return digest.digest()
 
 
-def digest_of_copy(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: Callable[[int], None]) -> bytes:
+def digest_of_copy(
+    source_fd: int,
+    copy_fd: int,
+    *,
+    size_bytes: int,
+    on_chunk: Callable[[int, int], None],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> bytes:
     """Read a synced copy and return its digest.
 
     The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk.
@@ -80,8 +96,8 @@ def digest_of_copy(source_fd: int, copy_fd: int, *, size_bytes: int, on_chunk: C
     digest = hashlib.blake2b()
     end = 0
     memory = _allocate_buffer()
-    for begin, length in _chunks(source_fd, size_bytes):
-        on_chunk(begin)
+    for begin, length in _chunks(source_fd, size_bytes, chunk_bytes):
+        on_chunk(begin, length)
         _check_zero(copy_fd, end, begin, memory)
         end = begin + length
         chunk = memory[:length]
@@ -118,11 +134,11 @@ def preserve_access_time(descriptor: int) -> None:
         return
 
 
-def _chunks(source_fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+def _chunks(source_fd: int, size_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield offset and length of each chunk of the data ranges. Holes are skipped."""
     for begin, end in data_ranges(source_fd, size_bytes):
-        for offset in range(begin, end, CHUNK_BYTES):
-            yield offset, min(CHUNK_BYTES, end - offset)
+        for offset in range(begin, end, chunk_bytes):
+            yield offset, min(chunk_bytes, end - offset)
 
 
 def _copied_attributes(descriptor: int) -> list[str]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
     from gdrkit.tiers.migration import Observer, Phase
     from gdrkit.tiers.plan import PlannedMove
+    from gdrkit.tiers.schedule import Pace
 
 __all__ = ["TierManager"]
 
@@ -188,7 +189,7 @@ class TierManager:
                 os.close(descriptor)
         self.catalogue.remove(name)
 
-    def move(self, name: str, tier: str, *, observe: Observer | None = None) -> int:
+    def move(self, name: str, tier: str, *, observe: Observer | None = None, pace: Pace | None = None) -> int:
         """Move a file to a tier, regardless of the policy.
 
         Parameters
@@ -197,6 +198,8 @@ class TierManager:
             Name of the file and of the destination.
         observe : callable or None
             Called with the phase, the name and the progress in bytes; see :class:`~gdrkit.tiers.migration.Phase`.
+        pace : Pace or None
+            The rate limit of the copy. None: the file is copied as fast as possible.
 
         Returns
         -------
@@ -221,6 +224,7 @@ class TierManager:
                     catalogue=self.catalogue,
                     limit_bytes=self._tiers.limit_bytes(destination.name, self.catalogue.totals()),
                     observe=observe or _ignore_progress,
+                    pace=pace,
                 )
             except ApiError as error:
                 if (error.operation, error.errno) != ("open", errno.ENOENT):
@@ -268,6 +272,7 @@ class TierManager:
         begin: Callable[[int, int], None] | None = None,
         observe: Observer | None = None,
         moved: Callable[[PlannedMove, str], None] | None = None,
+        pace: Pace | None = None,
     ) -> Migrated:
         """Move files as the policy requires. A file that cannot be moved now is skipped.
 
@@ -279,6 +284,8 @@ class TierManager:
             Called at each phase of each file; see :meth:`move`.
         moved : callable or None
             Called after each file with its planned move and the reason why the file was not moved (empty if it was).
+        pace : Pace or None
+            The rate limit of the copies; see :meth:`move`.
         """
         refused: list[RefusedMove] = []
         moved_count = moved_bytes = 0
@@ -288,7 +295,7 @@ class TierManager:
             for planned in plan.moves():
                 why = ""
                 try:
-                    moved_bytes += self.move(planned.name, planned.destination, observe=observe)
+                    moved_bytes += self.move(planned.name, planned.destination, observe=observe, pace=pace)
                     moved_count += 1
                 except (ApiError, DataMismatch) as error:
                     # Without the catalogue, no other file can be moved either.

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, DataMismatch, Reason
 from gdrkit.host import rename_new
-from gdrkit.tiers.copying import copy_attributes, copy_data, digest_of_copy, preserve_access_time
+from gdrkit.tiers.copying import CHUNK_BYTES, copy_attributes, copy_data, digest_of_copy, preserve_access_time
 from gdrkit.tiers.guard import Guard
 from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors, kernel_error
 from gdrkit.tiers.names import printable
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers.catalogue import Catalogue
     from gdrkit.tiers.folder import TierFolder
+    from gdrkit.tiers.schedule import Pace
 
 __all__ = ["Observer", "Phase", "migrate_file"]
 
@@ -76,6 +77,7 @@ def migrate_file(
     catalogue: Catalogue,
     limit_bytes: int,
     observe: Observer,
+    pace: Pace | None = None,
 ) -> int:
     """Move a file to another tier.
 
@@ -91,6 +93,8 @@ def migrate_file(
         Space that gdrkit may use in the destination in total, in bytes.
     observe : callable
         Called before each phase, and before each chunk that is copied or read back; see `Observer`.
+    pace : Pace or None
+        The rate limit of a background run. None: the file is copied as fast as possible.
 
     Returns
     -------
@@ -113,7 +117,7 @@ def migrate_file(
             _check_file_has_name(source, name, guard.info)
         _check_links(guard.info, name)
         preserve_access_time(source_fd)
-        move = _Migration(name, (source, destination), catalogue, observe, guard)
+        move = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
         # st_blocks counts blocks of 512 bytes.
         allocated_bytes = guard.info.st_blocks * 512
         catalogue.begin_move((move.id, name, source.name, destination.name, allocated_bytes), limit_bytes=limit_bytes)
@@ -138,6 +142,8 @@ class _Migration:
         catalogue: Catalogue,
         observe: Observer,
         guard: Guard,
+        *,
+        pace: Pace | None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self._name = name
@@ -145,6 +151,9 @@ class _Migration:
         self._catalogue = catalogue
         self._observe = observe
         self._source_fd, self._guard = guard.descriptor, guard
+        self._pace = pace
+        self._chunk_bytes = CHUNK_BYTES if pace is None else pace.chunk_bytes
+        self._unsynced_bytes = 0
         self._copy_fd = -1
         self._record: MoveRecord | None = None
         # Completed steps, newest last. If the migration fails, undo() reverts them.
@@ -153,12 +162,20 @@ class _Migration:
     def run(self) -> None:
         self._step(Phase.RECORD, self._create_copy)
         digest = copy_data(
-            self._source_fd, self._copy_fd, size_bytes=self._size_bytes, on_chunk=self._chunk_observer(Phase.COPY)
+            self._source_fd,
+            self._copy_fd,
+            size_bytes=self._size_bytes,
+            on_chunk=self._chunk_observer(Phase.COPY),
+            chunk_bytes=self._chunk_bytes,
         )
         self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
         self._step(Phase.SYNC, lambda: os.fsync(self._copy_fd))
         copy_digest = digest_of_copy(
-            self._source_fd, self._copy_fd, size_bytes=self._size_bytes, on_chunk=self._chunk_observer(Phase.VERIFY)
+            self._source_fd,
+            self._copy_fd,
+            size_bytes=self._size_bytes,
+            on_chunk=self._chunk_observer(Phase.VERIFY),
+            chunk_bytes=self._chunk_bytes,
         )
         if copy_digest != digest:
             raise DataMismatch(
@@ -182,13 +199,24 @@ class _Migration:
         action()
         self._completed.append(phase)
 
-    def _chunk_observer(self, phase: Phase) -> Callable[[int], None]:
-        def on_chunk(offset_bytes: int) -> None:
+    def _chunk_observer(self, phase: Phase) -> Callable[[int, int], None]:
+        def on_chunk(offset_bytes: int, length_bytes: int) -> None:
             self._observe(phase, self._name, offset_bytes)
+            if self._pace is not None:
+                self._pace.spend(length_bytes)
+                if phase is Phase.COPY:
+                    self._sync_if_due(self._pace, length_bytes)
             # A program that opens the file for writing blocks until the next check. So it waits for one chunk at most.
             self._guard.check()
 
         return on_chunk
+
+    def _sync_if_due(self, pace: Pace, next_bytes: int) -> None:
+        """Sync the copy before more than `pace.unsynced_bytes_max` bytes of it are only in memory."""
+        if self._unsynced_bytes + next_bytes > pace.unsynced_bytes_max:
+            os.fdatasync(self._copy_fd)
+            self._unsynced_bytes = 0
+        self._unsynced_bytes += next_bytes
 
     def _create_copy(self) -> None:
         """Create the empty copy, lock it, and write the record of the migration."""

@@ -1,0 +1,174 @@
+"""The schedule of background moves: quiet hours, the rate limit, and the settings of a run and their errors."""
+
+from __future__ import annotations
+
+import calendar
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from support.system_calls import run_observed
+from support.tier_world import contents, create_file
+
+from gdrkit.errors import UsageError
+from gdrkit.tiers import Phase, TierManager, configure
+from gdrkit.tiers.schedule import Pace, QuietHours, RunSettings
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class FakeTime:
+    """A clock that only its own method `wait` advances."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.pauses_s: list[float] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        self.pauses_s.append(seconds)
+        self.now_s += seconds
+
+
+def local_time(hour: int, minute: int) -> float:
+    """Return a time in seconds since 1970 at which the local clock of this host shows this hour and minute."""
+    noon_s = calendar.timegm((2026, 3, 10, 12, 0, 0))
+    shown = time.localtime(noon_s)
+    return noon_s + ((hour - shown.tm_hour) * 60 + minute - shown.tm_min) * 60.0 - shown.tm_sec
+
+
+@pytest.mark.parametrize(
+    ("text", "hour", "minute", "remaining_s"),
+    [
+        ("08:00-18:30", 7, 59, 0),
+        ("08:00-18:30", 8, 0, 10.5 * 3600),
+        ("08:00-18:30", 18, 29, 60),
+        ("08:00-18:30", 18, 30, 0),
+        ("22:00-06:15", 21, 59, 0),
+        ("22:00-06:15", 23, 0, 7.25 * 3600),
+        ("22:00-06:15", 0, 0, 6.25 * 3600),
+        ("22:00-06:15", 6, 14, 60),
+        ("22:00-06:15", 6, 15, 0),
+        ("09:30-00:00", 23, 59, 60),
+    ],
+)
+def test_quiet_hours_begin_and_end(text: str, hour: int, minute: int, remaining_s: float) -> None:
+    assert QuietHours.parse(text).remaining_s(local_time(hour, minute)) == remaining_s
+
+
+def test_several_quiet_hours_last_until_the_last_end() -> None:
+    settings = RunSettings(quiet_hours=(QuietHours.parse("08:00-10:00"), QuietHours.parse("09:00-12:00")))
+    assert settings.quiet_s(local_time(9, 30)) == 2.5 * 3600
+    assert settings.quiet_s(local_time(13, 0)) == 0
+    assert RunSettings().quiet_s(local_time(9, 30)) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8:00-18:00", "08:00", "24:00-06:00", "08:60-09:00", "09:00-09:60", "08:00-25:00", "08:00-08:00"]
+)
+def test_invalid_quiet_hours_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="quiet hours must be two different times of day"):
+        QuietHours.parse(text)
+
+
+@pytest.mark.parametrize("rate_bytes_per_s", [64 * KIB, 1_000_000, 100 * MIB, 10_000 * MIB])
+def test_rate_limit_holds_and_pauses_are_short(rate_bytes_per_s: int) -> None:
+    fake = FakeTime()
+    pace = Pace(rate_bytes_per_s, wait=fake.wait, clock=fake.clock)
+    count = 50
+    for _ in range(count):
+        pace.spend(pace.chunk_bytes)
+    # The first chunk is not waited for.
+    assert fake.now_s - 1000.0 == pytest.approx((count - 1) * pace.chunk_bytes / rate_bytes_per_s)
+    assert max(fake.pauses_s) <= 0.1
+    assert pace.chunk_bytes % (4 * KIB) == 0
+    assert 0 < pace.chunk_bytes <= 4 * MIB
+
+
+def test_idle_time_gives_no_burst() -> None:
+    fake = FakeTime()
+    pace = Pace(MIB, wait=fake.wait, clock=fake.clock)
+    pace.spend(64 * KIB)
+    fake.now_s += 3600
+    for _ in range(2):
+        pace.spend(64 * KIB)
+    assert fake.pauses_s == [pytest.approx(1 / 16)]
+
+
+def test_run_without_rate_limit_never_waits() -> None:
+    fake = FakeTime()
+    pace = Pace(None, wait=fake.wait, clock=fake.clock)
+    pace.spend(1 << 40)
+    pace.spend(1 << 40)
+    assert (fake.pauses_s, pace.chunk_bytes) == ([], 4 * MIB)
+
+
+def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
+    fake, progress = FakeTime(), []
+    data = create_file(manager, "file", 200 * KIB + 1, seed=1)
+
+    def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
+        progress.append((phase, offset_bytes, fake.now_s))
+
+    pace = Pace(100 * KIB, wait=fake.wait, clock=fake.clock)
+    manager.move("file", "nvme", observe=observe, pace=pace)
+    assert contents(manager, "file") == data
+    copied = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
+    # Before each chunk, the bytes that were copied are at most one chunk more than the rate permits.
+    for offset_bytes, now_s in copied:
+        assert offset_bytes <= (now_s - 1000.0) * 100 * KIB + pace.chunk_bytes + 1
+    assert len(copied) == 1 + -(-len(data) // pace.chunk_bytes)
+    # The copy and its verification each have the rate.
+    assert fake.now_s - 1000.0 == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
+
+
+def test_holes_are_not_charged(manager: TierManager) -> None:
+    fake = FakeTime()
+    with manager.open("sparse", "a+") as file:
+        file.write_from(b"x" * 4096, file_offset_bytes=1 << 30)
+    manager.move("sparse", "nvme", pace=Pace(64 * KIB, wait=fake.wait, clock=fake.clock))
+    assert fake.now_s - 1000.0 < 1
+
+
+def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
+    create_file(manager, "file", 12 * MIB, seed=1)
+    fake = FakeTime()
+    pace = Pace(None, wait=fake.wait, clock=fake.clock)
+    pace.unsynced_bytes_max = 4 * MIB
+    paths: list[str] = []
+    run_observed(
+        lambda: manager.move("file", "nvme", pace=pace), "fdatasync", reply=lambda call: paths.append(call.path)
+    )
+    assert sum("/incoming/" in path for path in paths) == 2
+
+
+def test_file_and_arguments_set_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "tiers.toml"
+    path.write_text('[run]\ninterval_s = 60\nrate_per_s = "1.5 MiB"\nquiet_hours = ["08:00-18:00"]\nwatch = "never"\n')
+    run = configure(file=path, environ={}).run
+    assert run == RunSettings(60, 3 * MIB // 2, (QuietHours(8 * 3600, 18 * 3600),), "never")
+    assert configure(environ={}).run == RunSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "error_text"),
+    [
+        ("interval_s = 0", "interval_s must be positive"),
+        ("interval_s = 1e400", "interval_s"),
+        ("interval_s = inf", "interval_s"),
+        ('rate_per_s = "10 KiB"', "the rate limit must be at least 64 KiB per second, not 10240"),
+        ('rate_per_s = "fast"', "a size must be a number"),
+        ('quiet_hours = ["at night"]', "HH:MM-HH:MM"),
+        ('watch = "always"', "watch must be one of 'preferred', 'required', 'never', not 'always'"),
+        ("speed = 1", "speed"),
+    ],
+)
+def test_invalid_run_settings_are_refused(tmp_path: Path, text: str, error_text: str) -> None:
+    path = tmp_path / "tiers.toml"
+    path.write_text(f"[run]\n{text}\n")
+    with pytest.raises(UsageError, match=error_text):
+        configure(file=path, environ={})
