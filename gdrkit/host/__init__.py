@@ -7,6 +7,7 @@ listed in :attr:`HostTree.unreadable`.
 
 from __future__ import annotations
 
+from gdrkit.host._fanotify import OpenedFile, OpenReports, open_by_handle
 from gdrkit.host._libc import die_with_parent, file_system_type, rename_new
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
 from gdrkit.host.container import container_hints, virtual_machine
@@ -54,6 +55,8 @@ __all__ = [
     "Mount",
     "NvmeController",
     "NvmlFacts",
+    "OpenReports",
+    "OpenedFile",
     "PciDevice",
     "PortFacts",
     "PrivateFolder",
@@ -82,6 +85,7 @@ __all__ = [
     "nvidia_gpus",
     "nvme_controllers",
     "nvml_facts",
+    "open_by_handle",
     "parse_config_space",
     "pci_devices",
     "pci_distance",

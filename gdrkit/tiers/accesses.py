@@ -3,18 +3,29 @@
 A read of a file must not wait for the catalogue, and must not fail if the catalogue fails. So accesses are counted in
 memory and written to the catalogue in batches. If a process is killed, the counts that it has not written are lost.
 Files then have a little less heat, but no data is lost.
+
+While a process counts its accesses, it holds a shared lock (flock) on the file ``users`` in the folder of the
+catalogue. ``gdrkit tiers run``, which counts the opens of all other programs, finds the processes with this lock in
+/proc/locks, so that no access counts twice. The kernel releases the lock when the process ends, and knows its process
+ID.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import ApiError, Reason
+from gdrkit.tiers.kernel_errors import convert_os_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gdrkit.tiers.catalogue import Catalogue
 
 __all__ = ["Accesses"]
@@ -31,20 +42,27 @@ class Accesses:
     ----------
     catalogue : Catalogue
         The catalogue that the counts are written to.
+    record : callable
+        Function that adds the file of a name to the catalogue, because another program has created it. It raises
+        :class:`ApiError` if no tier has the file.
     """
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, *, record: Callable[[str], None]) -> None:
         self._catalogue = catalogue
+        self._record = record
+        with convert_os_errors("open catalogue", folder=str(catalogue.folder)):
+            self._lock_fd = os.open(catalogue.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._total = 0
         self._flush_threshold = _FLUSH_THRESHOLD
 
-    def count(self, name: str) -> None:
-        """Count one access to a file."""
+    def count(self, name: str, accesses: int = 1) -> None:
+        """Count accesses to a file."""
         with self._lock:
-            self._counts[name] += 1
-            self._total += 1
+            self._counts[name] += accesses
+            self._total += accesses
             is_flush_due = self._total >= self._flush_threshold
         if is_flush_due:
             self.flush()
@@ -56,7 +74,9 @@ class Accesses:
         if not counts:
             return
         try:
-            self._catalogue.add_accesses(counts)
+            unknown_names = self._catalogue.add_accesses(counts)
+            if created := {name: counts[name] for name in unknown_names if self._is_recorded(name)}:
+                self._catalogue.add_accesses(created)
         except ApiError as error:
             _log.warning("the accesses of %d files are not in the catalogue yet: %s", len(counts), error)
             if error.reason is Reason.BUSY:
@@ -66,3 +86,29 @@ class Accesses:
                     self._flush_threshold *= 2
         else:
             self._flush_threshold = _FLUSH_THRESHOLD
+
+    def process_ids(self) -> frozenset[int]:
+        """Return the processes that count their own accesses to these tiers, including this one."""
+        inode, own_id = os.fstat(self._lock_fd).st_ino, str(os.getpid())
+        locks = [line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines()]
+        # The fields are: number, type, ADVISORY, READ or WRITE, process ID, MAJOR:MINOR:INODE. A waiting process has
+        # an arrow in place of the type.
+        holders = [(fields[4], fields[5]) for fields in locks if fields[1] == "FLOCK"]
+        # The device in /proc/locks is not always the st_dev of the file, so it is taken from the lock of this process.
+        own_files = {file for holder, file in holders if holder == own_id and file.endswith(f":{inode}")}
+        return frozenset(int(holder) for holder, file in holders if file in own_files)
+
+    def close(self) -> None:
+        """Release the lock of this process. A second close does nothing."""
+        descriptor, self._lock_fd = self._lock_fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _is_recorded(self, name: str) -> bool:
+        """Add a file that another program has created to the catalogue. Return whether it exists."""
+        try:
+            self._record(name)
+        except ApiError as error:
+            _log.debug("the accesses of %r are not counted: %s", name, error)
+            return False
+        return True

@@ -179,17 +179,21 @@ class Catalogue(Database):
             cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _name_bytes(name)))
             return bool(cursor.rowcount)
 
-    def add_accesses(self, counts: Mapping[str, int]) -> None:
-        """Add accesses to files. Files that the catalogue does not have are skipped."""
+    def add_accesses(self, counts: Mapping[str, int]) -> list[str]:
+        """Add accesses to files. Return the names that the catalogue does not have."""
+        unknown_names = []
         with self.write_transaction("count accesses") as connection:
             now = self.read_clock(connection, store=True)
             for name, count in counts.items():
                 row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_name_bytes(name),)).fetchone()
-                if row is not None:
-                    connection.execute(
-                        "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
-                        (score_after(row[1], accesses=count, at=now), count, row[0]),
-                    )
+                if row is None:
+                    unknown_names.append(name)
+                    continue
+                connection.execute(
+                    "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
+                    (score_after(row[1], accesses=count, at=now), count, row[0]),
+                )
+        return unknown_names
 
     def begin_move(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:
         """Reserve space in the destination of a migration.

@@ -91,7 +91,8 @@ class TierManager:
             )
             self._resources.push(self.catalogue.close)
             self._tiers.exclude_unknown_folders(self.catalogue)
-            self.accesses = Accesses(self.catalogue)
+            self.accesses = Accesses(self.catalogue, record=self._record_location)
+            self._resources.push(self.accesses.close)
             self.recovery_findings = tuple(self._recover())
         except BaseException as error:
             self._resources.run_after(error)

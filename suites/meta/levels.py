@@ -70,6 +70,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
             "gdrkit/cuda/_driver.py",
             "gdrkit/cufile/_cufile.py",
             "gdrkit/gaudi/_hlthunk.py",
+            "gdrkit/host/_fanotify.py",
             "gdrkit/host/_libc.py",
             "gdrkit/usrbio/fuse/_mfusepy.py",
             "gdrkit/verbs/_layout.py",

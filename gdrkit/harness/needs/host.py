@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import os
 import resource
 import shutil
+import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdrkit.host import OpenReports, open_by_handle
 from gdrkit.install_paths import install_paths
 from gdrkit.units import format_bytes
 from gdrkit.usrbio.fuse.mount import fuse_obstacle
@@ -29,6 +32,7 @@ __all__ = [
     "memlock",
     "module",
     "open_files",
+    "open_reports",
     "program",
     "variable",
 ]
@@ -227,6 +231,32 @@ class _Capability:
 def capability(name: str) -> Need:
     """Return the need of a Linux capability by its name, such as CAP_SYS_ADMIN to mount."""
     return _Capability(name)
+
+
+# A file handle of a valid size, which belongs to no file: handle_bytes, handle_type and f_handle of struct file_handle.
+_UNKNOWN_HANDLE = struct.pack("=Ii8x", 8, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenReports:
+    name = "host.open_reports"
+
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the check is about this process, not the machine.
+        root = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with OpenReports() as reports:
+                reports.add_file_system(root)
+            os.close(open_by_handle(_UNKNOWN_HANDLE, mount_descriptor=root))
+        except OSError as error:
+            # ESTALE: the call is permitted, and the handle is unknown, as intended.
+            return None if error.errno == errno.ESTALE else f"{error.filename} failed: {error.strerror}"
+        finally:
+            os.close(root)
+        return None
+
+
+open_reports: Need = _OpenReports()
+"""The kernel reports opened files to this process (fanotify, which needs CAP_SYS_ADMIN and CAP_DAC_READ_SEARCH)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,164 @@
+"""Reports of the kernel about opened files, from fanotify(7), called by ctypes.
+
+A mark reports every open of a file on a whole file system, through any mount and by any process. This needs
+CAP_SYS_ADMIN and Linux 5.9. A report names the folder of the file by a handle, which :func:`open_by_handle` opens
+(CAP_DAC_READ_SEARCH). Opens of folders and opens with O_PATH are not reported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gdrkit.handles import Closeable, Handle
+
+__all__ = ["OpenReports", "OpenedFile", "open_by_handle"]
+
+# linux/fanotify.h.
+_FAN_CLOEXEC, _FAN_NONBLOCK, _FAN_REPORT_DIR_FID, _FAN_REPORT_NAME = 0x1, 0x2, 0x400, 0x800
+_FAN_MARK_ADD, _FAN_MARK_FILESYSTEM = 0x1, 0x100
+_FAN_OPEN, _FAN_Q_OVERFLOW = 0x20, 0x4000
+_INFO_TYPE_DFID_NAME = 2
+# struct fanotify_event_metadata: event_len, vers, reserved, metadata_len, mask, fd, pid.
+_METADATA = struct.Struct("=IBBHQii")
+# struct fanotify_event_info_fid: info_type, pad, len, fsid, and the begin of struct file_handle: bytes, type.
+_INFO = struct.Struct("=BBHQIi")
+_FILE_HANDLE = struct.Struct("=Ii")
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFile:
+    """A report about one open, or about several opens of a file by one process since the last read.
+
+    Attributes
+    ----------
+    file_system : int
+        Id of the file system, as ``f_fsid`` of :func:`os.fstatvfs`.
+    folder : bytes
+        Handle of the folder that contains the file; see :func:`open_by_handle`.
+    name : bytes
+        Name of the file in that folder.
+    process_id : int
+        Process that opened the file. 0 if it is outside the PID namespace of this process.
+    """
+
+    file_system: int
+    folder: bytes
+    name: bytes
+    process_id: int
+
+
+class OpenReports(Closeable):
+    """A queue of reports about opened files; a context manager.
+
+    The kernel merges equal reports that were not read yet. If 16,384 reports (``max_queued_events``) were not read, the
+    kernel drops further ones.
+
+    Attributes
+    ----------
+    overflow_count : int
+        Number of times that the kernel has dropped reports.
+
+    Raises
+    ------
+    OSError
+        EPERM: this process has no CAP_SYS_ADMIN. ENOSYS, EINVAL: the kernel is older than Linux 5.9.
+    """
+
+    def __init__(self) -> None:
+        flags = _FAN_CLOEXEC | _FAN_NONBLOCK | _FAN_REPORT_DIR_FID | _FAN_REPORT_NAME
+        self._descriptor = _check(_function("fanotify_init")(flags, os.O_RDONLY), "fanotify_init")
+        self.overflow_count = 0
+        self._handle = Handle("host.fanotify")
+
+    def fileno(self) -> int:
+        """Return the descriptor, for poll(2)."""
+        return self._descriptor
+
+    def add_file_system(self, descriptor: int) -> None:
+        """Report opens on the file system of this open file or folder.
+
+        Raises
+        ------
+        OSError
+            EPERM: not permitted. ENODEV, EOPNOTSUPP, EXDEV: the file system has no id or no file handles.
+        """
+        result = _function("fanotify_mark")(
+            self._descriptor, _FAN_MARK_ADD | _FAN_MARK_FILESYSTEM, ctypes.c_uint64(_FAN_OPEN), descriptor, None
+        )
+        _check(result, "fanotify_mark")
+
+    def read(self) -> list[OpenedFile]:
+        """Return the reports that the queue has now. The call does not wait."""
+        try:
+            data = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        files = []
+        offset = 0
+        while offset < len(data):
+            event_bytes, _, _, metadata_bytes, mask, _, process_id = _METADATA.unpack_from(data, offset)
+            if mask & _FAN_Q_OVERFLOW:
+                self.overflow_count += 1
+            elif event_bytes > metadata_bytes:
+                file = _parse_info(data, offset + metadata_bytes, process_id)
+                if file is not None:
+                    files.append(file)
+            offset += event_bytes
+        return files
+
+    def close(self) -> None:
+        """End the reports. A second close does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            self._handle.release()
+
+
+def open_by_handle(handle: bytes, *, mount_descriptor: int) -> int:
+    """Open a folder by its handle, with O_PATH, and return the descriptor: open_by_handle_at(2).
+
+    Parameters
+    ----------
+    handle : bytes
+        :attr:`OpenedFile.folder`.
+    mount_descriptor : int
+        Descriptor of a file or folder on the same file system. The path of the result is that of its mount.
+
+    Raises
+    ------
+    OSError
+        ESTALE: the folder was removed. EPERM: this process has no CAP_DAC_READ_SEARCH.
+    """
+    result = _function("open_by_handle_at")(mount_descriptor, handle, os.O_PATH | os.O_CLOEXEC)
+    return _check(result, "open_by_handle_at")
+
+
+def _parse_info(data: bytes, offset: int, process_id: int) -> OpenedFile | None:
+    """Return the report at this offset, or None if it does not name the folder of the file."""
+    info_type, _, info_bytes, file_system, handle_bytes, _ = _INFO.unpack_from(data, offset)
+    if info_type != _INFO_TYPE_DFID_NAME:
+        return None
+    handle_offset = offset + _INFO.size - _FILE_HANDLE.size
+    name_offset = offset + _INFO.size + handle_bytes
+    name = data[name_offset : offset + info_bytes].partition(b"\0")[0]
+    return OpenedFile(file_system, data[handle_offset:name_offset], name, process_id)
+
+
+def _check(result: int, function_name: str) -> int:
+    if result < 0:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number), function_name)
+    return result
+
+
+@cache
+def _function(name: str) -> Any:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_int
+    return function

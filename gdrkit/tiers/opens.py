@@ -1,0 +1,200 @@
+"""Counts of the files that other programs open by their paths, from reports of the kernel (fanotify).
+
+The kernel reports each open on the file systems of the tiers. A report names a folder by its handle. The watcher opens
+the handle to find the path of the folder, and so the logical name of the file. It ignores files outside the tiers, and
+opens by processes that count their own accesses (:mod:`gdrkit.tiers.accesses`), so that no access counts twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from gdrkit.handles import Closeable, Handle
+from gdrkit.host import OpenReports, open_by_handle
+from gdrkit.tiers.names import LOST_AND_FOUND, OWN_FOLDER
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.host import OpenedFile
+    from gdrkit.tiers.accesses import Accesses
+    from gdrkit.tiers.folder import TierFolder
+
+__all__ = ["OpenWatcher"]
+
+# Largest number of folders whose paths are kept.
+_FOLDERS_MAX = 1 << 16
+# Time in which the kernel must report an open of this process, in seconds.
+_PROOF_TIMEOUT_S = 5.0
+# Number of reads after the end was requested. On a busy file system, the queue of reports may never become empty.
+_LAST_READS_MAX = 64
+_RESERVED = frozenset({OWN_FOLDER, LOST_AND_FOUND})
+_UNSUPPORTED_ERRNOS = frozenset({errno.ENODEV, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EACCES})
+
+
+class OpenWatcher(Closeable):
+    """A thread that counts the opens of files in tiers by other programs, until it is closed.
+
+    Parameters
+    ----------
+    folders : sequence of TierFolder
+        The tiers.
+    accesses : Accesses
+        The counts of this process, which get the opens of all others.
+
+    Attributes
+    ----------
+    watched : tuple of str
+        Tiers whose opens are counted. For each, the watcher has opened a file, and the kernel has reported that.
+    unwatched : dict
+        The reason why the opens of each other tier are not counted, by name of the tier.
+
+    Raises
+    ------
+    OSError
+        EPERM: this process has no CAP_SYS_ADMIN. ENOSYS, EINVAL: the kernel is older than Linux 5.9.
+    """
+
+    def __init__(self, folders: Sequence[TierFolder], accesses: Accesses) -> None:
+        self._accesses = accesses
+        self._reports = OpenReports()
+        # Logical name of each known folder by its handle: empty for the folder of a tier, None outside all tiers.
+        self._names_by_handle: dict[tuple[int, bytes], str | None] = {}
+        self._folders_by_file_system: dict[int, list[TierFolder]] = {}
+        self.unwatched: dict[str, str] = {}
+        self._wake_fd = -1
+        try:
+            for folder in folders:
+                self._add(folder)
+            self.watched = tuple(folder.name for folder in folders if folder.name not in self.unwatched)
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        except BaseException:
+            self._reports.close()
+            raise
+        self._handle = Handle("tiers.opens")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-opens")
+        self._outcome = self._thread.submit(self._count_until_woken)
+
+    @property
+    def lost_count(self) -> int:
+        """Number of times that the kernel has dropped reports, because they came faster than they were counted."""
+        return self._reports.overflow_count
+
+    def refresh(self) -> None:
+        """Forget the names of all folders, because some may have been renamed, and raise an error of the thread."""
+        self._names_by_handle.clear()
+        if self._outcome.done():
+            self._outcome.result()
+
+    def close(self) -> None:
+        """Count the opens that the kernel has already reported, and end the thread. A second close does nothing."""
+        if self._wake_fd < 0:
+            return
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.shutdown()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+        self._reports.close()
+        self._handle.release()
+
+    def _add(self, folder: TierFolder) -> None:
+        """Watch the file system of a tier, and check that the kernel reports an open there."""
+        try:
+            self._reports.add_file_system(folder.root)
+            file_system = os.fstatvfs(folder.root).f_fsid
+            self._folders_by_file_system.setdefault(file_system, []).append(folder)
+            if not self._is_open_reported(folder):
+                self.unwatched[folder.name] = "the kernel did not report an open"
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED_ERRNOS:
+                raise
+            self.unwatched[folder.name] = (
+                f"{error.filename or 'open'}: {error.strerror} ({errno.errorcode[error.errno]})"
+            )
+
+    def _is_open_reported(self, folder: TierFolder) -> bool:
+        """Open a file in the folder ``.gdrkit-tiers``, and return whether the kernel reports that with its name."""
+        own_folder_fd = folder.find_own_folder()
+        if own_folder_fd is None:
+            return False
+        os.close(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd))
+        poller = select.poll()
+        poller.register(self._reports.fileno(), select.POLLIN)
+        end_s = time.monotonic() + _PROOF_TIMEOUT_S
+        while (left_s := end_s - time.monotonic()) > 0:
+            poller.poll(left_s * 1000)
+            files = self._reports.read()
+            self._count(files)
+            for file in files:
+                is_own = (file.process_id, file.name) == (os.getpid(), b"tier.json")
+                if is_own and self._name_in(folder, file.folder) == OWN_FOLDER:
+                    return True
+        return False
+
+    def _count_until_woken(self) -> None:
+        poller = select.poll()
+        for descriptor in (self._reports.fileno(), self._wake_fd):
+            poller.register(descriptor, select.POLLIN)
+        while self._wake_fd not in dict(poller.poll()):
+            self._count(self._reports.read())
+        for _ in range(_LAST_READS_MAX):
+            if not (files := self._reports.read()):
+                return
+            self._count(files)
+
+    def _count(self, files: Iterable[OpenedFile]) -> None:
+        counts: Counter[tuple[str, int]] = Counter()
+        for file in files:
+            if file.process_id != os.getpid() and (name := self._logical_name(file)) is not None:
+                counts[name, file.process_id] += 1
+        if not counts:
+            return
+        counting_ids = self._accesses.process_ids()
+        for (name, process_id), count in counts.items():
+            if process_id not in counting_ids:
+                self._accesses.count(name, count)
+
+    def _logical_name(self, file: OpenedFile) -> str | None:
+        """Return the logical name of a file, or None if it is not a file of a tier."""
+        key = (file.file_system, file.folder)
+        try:
+            folder_name = self._names_by_handle[key]
+        except KeyError:
+            if len(self._names_by_handle) >= _FOLDERS_MAX:
+                self._names_by_handle.clear()
+            folder_name = self._names_by_handle[key] = self._folder_name(*key)
+        if folder_name is None:
+            return None
+        base_name = os.fsdecode(file.name)
+        name = f"{folder_name}/{base_name}" if folder_name else base_name
+        return None if name.partition("/")[0] in _RESERVED else name
+
+    def _folder_name(self, file_system: int, handle: bytes) -> str | None:
+        """Return the path of a folder relative to its tier, or None if it is not in a tier."""
+        names = (self._name_in(folder, handle) for folder in self._folders_by_file_system.get(file_system, ()))
+        return next((name for name in names if name is not None), None)
+
+    def _name_in(self, folder: TierFolder, handle: bytes) -> str | None:
+        """Return the path of a folder relative to this tier, or None if it is not in this tier."""
+        try:
+            descriptor = open_by_handle(handle, mount_descriptor=folder.root)
+        except OSError as error:
+            if error.errno == errno.ESTALE:
+                return None  # The folder was removed.
+            raise
+        try:
+            path = PurePosixPath(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115 - a link of procfs.
+        finally:
+            os.close(descriptor)
+        root = os.readlink(f"/proc/self/fd/{folder.root}")  # noqa: PTH115 - a link of procfs.
+        if not path.is_relative_to(root):
+            return None
+        name = str(path.relative_to(root))
+        return "" if name == "." else name

@@ -1,0 +1,95 @@
+"""A program that opens files, for the cases that count opens by other programs.
+
+``python -m support.file_opener`` executes one task for each line of standard input, and prints ``done`` after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from support.processes import LineChild
+
+from gdrkit.tiers import Configuration, Tier, TierManager
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["FileOpener"]
+
+# Number of searches for a file. A search misses a file that moves to a folder that was already searched.
+_SEARCHES_MAX = 16
+
+
+class FileOpener(LineChild):
+    """The program as a child process."""
+
+    def __init__(self) -> None:
+        super().__init__("support.file_opener")
+
+    def open_files(self, folders: Sequence[Path], counts: Mapping[str, int], *, seed: int = 0) -> None:
+        """Open and read each file as often as stated, in random order, and wait for the end.
+
+        Each name is in one of the folders, and may move to another one at any time. In each round, a new process opens
+        each file once at most. The kernel merges equal reports of one process, so only opens by different processes
+        are counted exactly.
+        """
+        self._execute({"folders": [str(folder) for folder in folders], "counts": dict(counts), "seed": seed})
+
+    def open_by_name(self, configuration: Configuration, name: str, *, count: int) -> None:
+        """Open a file of the tiers by a :class:`TierManager`, which stays open until the end of the program."""
+        tiers = [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers]
+        self._execute({"tiers": tiers, "catalogue": str(configuration.catalogue), "name": name, "count": count})
+
+    def _execute(self, task: Mapping[str, object]) -> None:
+        self.write_line(json.dumps(task))
+        self.expect_line("done")
+
+
+def _open_in_rounds(folders: Sequence[str], counts: Mapping[str, int], *, seed: int) -> None:
+    rng = random.Random(seed)
+    for round_index in range(max(counts.values(), default=0)):
+        names = [name for name, count in counts.items() if count > round_index]
+        rng.shuffle(names)
+        child = os.fork()
+        if child == 0:
+            for name in names:
+                _read(folders, name)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def _read(folders: Sequence[str], name: str) -> None:
+    for folder in itertools.islice(itertools.cycle(folders), _SEARCHES_MAX * len(folders)):
+        with contextlib.suppress(FileNotFoundError):
+            Path(folder, name).read_bytes()
+            return
+    raise FileNotFoundError(name)
+
+
+def main() -> None:
+    """Execute the tasks of :class:`FileOpener`."""
+    with ExitStack() as stack:
+        for line in sys.stdin:
+            task = json.loads(line)
+            if "counts" in task:
+                _open_in_rounds(task["folders"], task["counts"], seed=task["seed"])
+            else:
+                tiers = tuple(Tier(name, Path(directory), least) for name, directory, least in task["tiers"])
+                manager = stack.enter_context(
+                    TierManager(Configuration(tiers=tiers, catalogue=Path(task["catalogue"])))
+                )
+                for _ in range(task["count"]):
+                    manager.open(task["name"]).close()
+            print("done", flush=True)  # noqa: T201 - the protocol of the program.
+
+
+if __name__ == "__main__":
+    main()
