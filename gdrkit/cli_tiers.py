@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
@@ -32,6 +33,7 @@ _P = ParamSpec("_P")
         "  gdrkit tiers migrate --dry-run             list the files that would be moved\n"
         "  gdrkit tiers migrate                       move them\n"
         "  gdrkit tiers migrate model.bin --to nvme   move one file\n"
+        "  gdrkit tiers run --rate 200MiB             move files in the background\n"
         "  gdrkit tiers pin model.bin                 keep a file in its tier"
     )
 )
@@ -136,6 +138,46 @@ def migrate(
         click.echo(f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved")
     # A file in use is not a failure: a later migration moves it.
     return int(ExitCode.FAILED) if any(refused.reason is not Reason.BUSY for refused in result.refused) else 0
+
+
+@tiers.command(epilog="\b\nExit codes:\n  0 the run was stopped by SIGTERM or SIGINT\n  1 the run cannot continue")
+@click.option("--interval-s", type=float, metavar="SECONDS", help="Time between two passes. Default: 600.")
+@click.option("--rate", metavar="SIZE", help="Copy at most SIZE per second, such as 200MiB. Default: no limit.")
+@click.option(
+    "--quiet-hours",
+    multiple=True,
+    metavar="HH:MM-HH:MM",
+    help="Move no file at this time of day. The option can be repeated.",
+)
+@click.option(
+    "--watch",
+    type=click.Choice(["preferred", "required", "never"]),
+    help="Whether to count files that other programs open, which needs root. Default: preferred.",
+)
+@_with_tier_options
+def run(
+    configuration: Configuration,
+    *,
+    interval_s: float | None,
+    rate: str | None,
+    quiet_hours: tuple[str, ...],
+    watch: str | None,
+    as_json: bool,
+) -> int:
+    """Move files by policy in the background, until SIGTERM or SIGINT.
+
+    The command also counts the files that other programs open. It ends within two seconds after a signal, and can be
+    killed at any time without loss of data. With --json, it prints one JSON object for each event. `gdrkit tiers
+    migrate --dry-run` lists the files that the next pass would move.
+    """
+    from gdrkit.tiers.configuration import override_run
+    from gdrkit.tiers.runs import run_until_signalled
+
+    settings = override_run(
+        configuration.run, interval_s=interval_s, rate=rate, quiet_hours=quiet_hours or None, watch=watch
+    )
+    run_until_signalled(replace(configuration, run=settings), as_json=as_json, stream=sys.stdout)
+    return 0
 
 
 @tiers.command()

@@ -1,28 +1,41 @@
-"""The runs of ``gdrkit tiers migrate``, with a progress bar on a terminal, and with lines of progress elsewhere."""
+"""The commands ``gdrkit tiers migrate`` and ``gdrkit tiers run``, and their output.
+
+``migrate`` has a progress bar on a terminal, and lines of progress elsewhere. ``run`` has lines, which may be JSON.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import os
+import signal
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from gdrkit.errors import ApiError, DataMismatch
 from gdrkit.serialization import to_json_data
+from gdrkit.tiers.background import BackgroundRun, RunOutput
+from gdrkit.tiers.manager import TierManager
 from gdrkit.tiers.migration import Phase
 from gdrkit.tiers.names import printable
 from gdrkit.tiers.plan import PlannedMove
 from gdrkit.tiers.policy import MoveReason
 from gdrkit.tiers.results import Migrated, RefusedMove
-from gdrkit.tiers.tables import format_size, moves_table, print_table
+from gdrkit.tiers.tables import describe_outcome, format_size, moves_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.progress import Progress
 
-    from gdrkit.tiers.manager import TierManager
+    from gdrkit.tiers.configuration import Configuration
 
-__all__ = ["migrate_by_policy", "migrate_named", "print_plan"]
+__all__ = ["migrate_by_policy", "migrate_named", "print_plan", "run_until_signalled"]
+
+# Time in which a background run ends after a signal, in seconds. Then the process ends without it.
+_STOP_TIMEOUT_S = 1.5
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 
 
 class _ProgressOutput:
@@ -60,13 +73,38 @@ class _ProgressOutput:
         """Print that a file was moved, or why it was not; `why_not_moved` is empty if it was."""
         self._done_bytes += move.allocated_bytes
         if self._bar is None:
-            outcome = (
-                f"stays in {move.source}: {why_not_moved}" if why_not_moved else f"{move.source} -> {move.destination}"
-            )
-            self._print(f"{printable(move.name)}: {outcome}")
+            self._print(describe_outcome(move, why_not_moved))
 
     def _print(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
+
+
+def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: TextIO) -> None:
+    """Move files by policy in the background until SIGTERM or SIGINT, and then end within two seconds."""
+    output, stop = RunOutput(stream, as_json=as_json), threading.Event()
+
+    def work() -> None:
+        with TierManager(configuration) as manager:
+            BackgroundRun(manager, stop=stop, output=output).run()
+
+    # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-run") as thread:
+        outcome = thread.submit(work)
+        # If the run ends with an error, sigwait() receives this signal.
+        outcome.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        signal.sigwait(_SIGNALS)
+        stop.set()
+        try:
+            outcome.result(_STOP_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            # A system call takes long, for example fsync on a slow device, or a scan of a million files. The process
+            # ends like after SIGKILL, and a recovery completes or undoes the migration.
+            try:
+                output.ended(is_complete=False)
+            finally:
+                os._exit(0)
+    output.ended(is_complete=True)
 
 
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:

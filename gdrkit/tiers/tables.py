@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from gdrkit.tiers.results import TierStatus
     from gdrkit.tiers.routes import TierRoute
 
-__all__ = ["findings_table", "format_size", "moves_table", "print_table", "speeds_table", "status_table"]
+__all__ = [
+    "describe_outcome",
+    "findings_table",
+    "format_size",
+    "moves_table",
+    "print_table",
+    "speeds_table",
+    "status_table",
+]
 
 _STATE_STYLES = {
     RouteState.PROVEN: "green",
@@ -46,6 +54,12 @@ def print_table(table: Table, stream: TextIO) -> None:
         console = Console(file=stream, highlight=False, width=_WIDTH_MAX)
         console = Console(file=stream, highlight=False, width=console.measure(table).maximum)
     console.print(table)
+
+
+def describe_outcome(move: PlannedMove, why_not_moved: str) -> str:
+    """Return a line about a file that was moved, or about the reason why it was not."""
+    outcome = f"stays in {move.source}: {why_not_moved}" if why_not_moved else f"{move.source} -> {move.destination}"
+    return f"{printable(move.name)}: {outcome}"
 
 
 def format_size(size_bytes: int) -> str:

@@ -15,6 +15,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from support.tier_world import TIER_NAMES, check_tiers, create_file
 from gdrkit import pattern
 from gdrkit.errors import ApiError, Reason
 from gdrkit.tiers import Configuration, Phase, Tier, TierManager
+from gdrkit.tiers.background import BackgroundRun, RunOutput
+from gdrkit.tiers.schedule import RunSettings
 from gdrkit.units import KIB, MIB
 
 __all__ = ["ANYWHERE", "PHASES", "Mover", "TierCampaign"]
@@ -35,6 +38,8 @@ PHASES = (*(phase.value for phase in Phase), ANYWHERE)
 # A large file goes through these phases several times.
 _REPEATED = frozenset({Phase.COPY.value, Phase.VERIFY.value})
 _LARGE_BYTES = 9 * MIB
+# Rate limit of a background run.
+_RATE_BYTES_PER_S = 100 * MIB
 # Exit codes of a migration.
 _BUSY, _FAILED = 1, 2
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -61,6 +66,7 @@ class Mover(LineChild):
         count: int = 1,
         signal_name: str = "kill",
         prints_phases: bool = False,
+        in_background: bool = False,
     ) -> int:
         """Start a migration, and return the id of its process.
 
@@ -80,10 +86,14 @@ class Mover(LineChild):
             The signal: ``kill`` for SIGKILL, ``stop`` for SIGSTOP.
         prints_phases : bool
             Whether the process prints a line when a phase begins.
+        in_background : bool
+            Whether the process migrates all files to the tiers of their pins, like ``gdrkit tiers run``, until it is
+            killed. `name` and `to` are then not used.
         """
         tiers = [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers]
         task: dict[str, object] = {"tiers": tiers, "catalogue": str(configuration.catalogue), "name": name, "to": to}
         task |= {"phase": phase, "count": count, "signal_name": signal_name, "prints_phases": prints_phases}
+        task["in_background"] = in_background
         self.write_line(json.dumps(task))
         self._migration_id = int(self.read_line().removeprefix("pid "))
         return self._migration_id
@@ -116,6 +126,8 @@ class TierCampaign(KillCampaign[str]):
         The process that starts the migrations.
     seed : int
         Seed of all random decisions.
+    in_background : bool
+        Whether the killed process is a background run, which migrates several files by their pins.
 
     Attributes
     ----------
@@ -123,8 +135,9 @@ class TierCampaign(KillCampaign[str]):
         Number of kills from outside that reached a migration before it completed.
     """
 
-    def __init__(self, configuration: Configuration, mover: Mover, *, seed: int) -> None:
+    def __init__(self, configuration: Configuration, mover: Mover, *, seed: int, in_background: bool = False) -> None:
         super().__init__(PHASES, random.Random(seed))
+        self._in_background = in_background
         self.configuration = configuration
         self._mover = mover
         self.killed_in_time = 0
@@ -140,7 +153,10 @@ class TierCampaign(KillCampaign[str]):
         name = "large" if phase in {*_REPEATED, ANYWHERE} else self._rng.choice(sorted(self._files))
         with TierManager(self.configuration) as manager:
             source = manager.find(name).tier
-        target = self._rng.choice([tier for tier in TIER_NAMES if tier != source])
+            target = self._rng.choice([tier for tier in TIER_NAMES if tier != source])
+            if self._in_background:
+                for other_name in self._files:
+                    manager.pin(other_name, target if other_name == name else self._rng.choice(TIER_NAMES))
         try:
             if phase == ANYWHERE:
                 self._kill_from_outside(name, target)
@@ -156,12 +172,14 @@ class TierCampaign(KillCampaign[str]):
 
     def _kill_in_phase(self, name: str, target: str, phase: str) -> None:
         count = self._rng.randint(1, 3) if phase in _REPEATED else 1
-        self._mover.start(self.configuration, name, target, phase=phase, count=count)
+        self._mover.start(self.configuration, name, target, phase=phase, count=count, in_background=self._in_background)
         assert self._mover.wait_for_exit_code() == -signal.SIGKILL, f"the migration was not killed in {phase}"
 
     def _kill_from_outside(self, name: str, target: str) -> None:
         """Kill the migration after it reported a random number of phases. It may be in a later phase by then."""
-        process_id = self._mover.start(self.configuration, name, target, prints_phases=True)
+        process_id = self._mover.start(
+            self.configuration, name, target, prints_phases=True, in_background=self._in_background
+        )
         for _ in range(self._rng.randint(1, len(PHASES))):
             assert not self._mover.read_line().startswith("ended")
         # On a busy machine, the migration may already have ended.
@@ -195,8 +213,16 @@ def _migrate(task: dict[str, Any]) -> None:
             if count == task["count"]:
                 os.kill(os.getpid(), _SIGNALS[task["signal_name"]])
 
-    with TierManager(Configuration(tiers=tiers, catalogue=Path(task["catalogue"]), timeout_ms=20_000)) as manager:
-        manager.move(task["name"], task["to"], observe=observe)
+    # The rate limit makes the copy of the large file take a tenth of a second.
+    settings = RunSettings(interval_s=0.01, rate_bytes_per_s=_RATE_BYTES_PER_S, watch="never")
+    configuration = Configuration(tiers=tiers, catalogue=Path(task["catalogue"]), timeout_ms=20_000, run=settings)
+    with TierManager(configuration) as manager:
+        if task["in_background"]:
+            with Path(os.devnull).open("w") as stream:
+                output = RunOutput(stream, as_json=True)
+                BackgroundRun(manager, stop=threading.Event(), output=output, observe=observe).run()
+        else:
+            manager.move(task["name"], task["to"], observe=observe)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A migration that is killed (kill -9) in any phase loses no byte, in folders and on mounted file systems.
 
 After the restart, one copy is the file, and the catalogue agrees with the disks. GDRKIT_TIER_KILLS is the number of
-kills per file system type, evenly over all phases: 20 by default, 300 in ``nox -s long``. A campaign can be
+kills per campaign, evenly over all phases: 20 by default, 300 in ``nox -s long``. A campaign can be
 repeated with the seed of its run (``--seed``). The cases of a power loss are in test_power_cuts.py.
 """
 
@@ -31,10 +31,17 @@ FILE_SYSTEMS = [
 ]
 
 
+@pytest.mark.parametrize("in_background", [False, True], ids=["command", "background"])
 @pytest.mark.parametrize("file_system", FILE_SYSTEMS)
 @pytest.mark.timeout(120 + 10 * KILL_COUNT)
 def test_killed_migration_loses_no_byte(
-    tmp_path: Path, seed: int, evidence: Evidence, capsys: pytest.CaptureFixture[str], file_system: str
+    tmp_path: Path,
+    seed: int,
+    evidence: Evidence,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    file_system: str,
+    in_background: bool,
 ) -> None:
     with contextlib.ExitStack() as stack:
         if file_system != "folders":
@@ -42,10 +49,10 @@ def test_killed_migration_loses_no_byte(
             stack.enter_context(mounted(file_system, tmp_path / TIER_NAMES[0]))
             stack.enter_context(mounted(file_system, tmp_path / TIER_NAMES[1]))
         mover = stack.enter_context(Mover())
-        campaign = TierCampaign(configuration_of(tmp_path), mover, seed=seed)
+        campaign = TierCampaign(configuration_of(tmp_path), mover, seed=seed, in_background=in_background)
         campaign.run(KILL_COUNT)
     evidence["hits"] = campaign.hits
     evidence["killed_from_outside_before_the_end"] = campaign.killed_in_time
     with capsys.disabled():
-        print(f"\n  {file_system}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - for the log.
+        print(f"\n  {file_system}, {in_background=}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - for the log.
     assert min(campaign.hits.values()) >= KILL_COUNT // len(PHASES)

@@ -1,0 +1,228 @@
+"""The moves of files by policy in the background: one pass after another, until the run is stopped.
+
+A stop, and the begin of quiet hours, undo the migration in progress, unless its copy is already verified. The migration
+is then completed, which takes a few system calls.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TextIO
+
+from gdrkit.errors import Api, ApiError, Reason
+from gdrkit.serialization import to_json_data
+from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors
+from gdrkit.tiers.migration import Phase
+from gdrkit.tiers.names import printable
+from gdrkit.tiers.opens import OpenWatcher
+from gdrkit.tiers.schedule import Pace
+from gdrkit.tiers.tables import describe_outcome
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gdrkit.tiers.finding import TierFinding
+    from gdrkit.tiers.manager import TierManager
+    from gdrkit.tiers.migration import Observer
+    from gdrkit.tiers.plan import PlannedMove
+    from gdrkit.tiers.results import Migrated
+
+__all__ = ["BackgroundRun", "RunOutput"]
+
+# Before these phases, a migration can still be undone at no cost but the copied bytes.
+_UNDONE_PHASES = frozenset({Phase.RECORD, Phase.COPY, Phase.ATTRIBUTES, Phase.SYNC, Phase.VERIFY, Phase.RENAME})
+
+
+class RunOutput:
+    """The output of a background run: one line for each event, as text or as a JSON object.
+
+    Parameters
+    ----------
+    stream : text file
+        Stream for the lines.
+    as_json : bool
+        Whether each line is a JSON object. Its member ``event`` has the name of the method below.
+    """
+
+    def __init__(self, stream: TextIO, *, as_json: bool) -> None:
+        self._stream, self._as_json = stream, as_json
+
+    def ready(self, watched: Sequence[str], unwatched: Mapping[str, str]) -> None:
+        """Report that the run begins, in which tiers opens are counted, and why not in the others."""
+        texts = [f"opens by other programs are counted in {', '.join(watched)}"] if watched else []
+        for why in dict.fromkeys(unwatched.values()):
+            names = ", ".join(tier for tier, tier_why in unwatched.items() if tier_why == why)
+            texts.append(f"not counted in {names}: {why}")
+        self._print("ready", f"ready: {'; '.join(texts)}", watched=watched, unwatched=unwatched, pid=os.getpid())
+
+    def finding(self, finding: TierFinding) -> None:
+        """Report a difference between catalogue and disks that an administrator has to resolve."""
+        text = f"{printable(finding.name)}: {finding.kind.value} in {finding.tier}: {finding.text}"
+        self._print("finding", text, finding=finding)
+
+    def moved(self, move: PlannedMove, why_not_moved: str) -> None:
+        """Report a file that was moved, or the reason why it was not."""
+        self._print("moved", describe_outcome(move, why_not_moved), move=move, why_not_moved=why_not_moved)
+
+    def passed(self, result: Migrated) -> None:
+        """Report the end of a pass. A pass without moves has no line of text."""
+        text = f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved"
+        self._print("passed", text if result.moved or result.refused else "", result=result)
+
+    def failed(self, error: ApiError) -> None:
+        """Report that a pass failed. The next pass tries again."""
+        self._print("failed", f"the pass failed: {error}", error=str(error), reason=error.reason)
+
+    def lost(self, count: int) -> None:
+        """Report how often the kernel has dropped reports of opened files."""
+        text = f"opens were too fast to be counted: the kernel has dropped reports {count} times"
+        self._print("lost", text, count=count)
+
+    def ended(self, *, is_complete: bool) -> None:
+        """Report the end of the run, and whether a migration was left to the recovery."""
+        text = "ended" if is_complete else "ended within a step; the next gdrkit tiers command completes or undoes it"
+        self._print("ended", text, is_complete=is_complete)
+
+    def _print(self, event: str, text: str, **data: object) -> None:
+        if self._as_json:
+            text = json.dumps({"event": event, **{name: to_json_data(value) for name, value in data.items()}})
+        if text:
+            print(text, file=self._stream, flush=True)
+
+
+class _Interrupted(Exception):
+    """The run was stopped, or quiet hours have begun."""
+
+
+class BackgroundRun:
+    """Moves of files by policy in the background.
+
+    Parameters
+    ----------
+    manager : TierManager
+        The tiers, with the settings of the run in ``configuration.run``.
+    stop : threading.Event
+        The event that ends the run. All waits of the run are calls of its method ``wait``.
+    output : RunOutput
+        The output.
+    clock : callable
+        Function that returns the seconds since 1970, for the quiet hours.
+    observe : callable or None
+        Called at each phase of each migration; see :meth:`TierManager.move`.
+    """
+
+    def __init__(
+        self,
+        manager: TierManager,
+        *,
+        stop: threading.Event,
+        output: RunOutput,
+        clock: Callable[[], float] = time.time,
+        observe: Observer | None = None,
+    ) -> None:
+        self._manager, self._settings = manager, manager.configuration.run
+        self._stop, self._output, self._clock = stop, output, clock
+        self._observe = observe
+        self._pace = Pace(self._settings.rate_bytes_per_s, wait=stop.wait)
+        self._findings: set[TierFinding] = set()
+        self._lost_count = 0
+
+    def run(self) -> None:
+        """Move files until the event `stop` is set.
+
+        Raises
+        ------
+        ApiError
+            ``BUSY``: another run moves the files of these tiers. ``NO_PERMISSION`` and others: the opens by other
+            programs cannot be counted, and the settings require that.
+        """
+        with ExitStack() as stack:
+            stack.callback(os.close, self._lock())
+            watcher = self._watch()
+            if watcher is not None:
+                stack.enter_context(watcher)
+            while not self._stop.is_set():
+                quiet_s = self._settings.quiet_s(self._clock())
+                if not quiet_s:
+                    self._pass(watcher)
+                self._stop.wait(min(quiet_s, self._settings.interval_s) if quiet_s else self._settings.interval_s)
+
+    def _pass(self, watcher: OpenWatcher | None) -> None:
+        """Recover interrupted migrations, update the catalogue, and move files as the policy requires."""
+        if watcher is not None:
+            with convert_os_errors("watch opens"):
+                watcher.refresh()
+            if lost_count := watcher.lost_count - self._lost_count:
+                self._output.lost(lost_count)
+                self._lost_count = watcher.lost_count
+        try:
+            findings = set(self._manager.check(repair=True))
+            for finding in findings - self._findings:
+                if finding.is_wrong:
+                    self._output.finding(finding)
+            self._findings = findings
+            self._output.passed(
+                self._manager.migrate(observe=self._observe_and_check, moved=self._output.moved, pace=self._pace)
+            )
+        except _Interrupted:
+            return
+        except ApiError as error:
+            # A locked or damaged catalogue, or a disk that failed: the next pass may succeed.
+            self._output.failed(error)
+
+    def _observe_and_check(self, phase: Phase, name: str, offset_bytes: int) -> None:
+        if self._observe is not None:
+            self._observe(phase, name, offset_bytes)
+        if phase in _UNDONE_PHASES and (self._stop.is_set() or self._settings.quiet_s(self._clock())):
+            raise _Interrupted
+
+    def _watch(self) -> OpenWatcher | None:
+        """Return a watcher of the opens by other programs, or None if there is none."""
+        names = [tier.name for tier in self._manager.status() if not tier.absent]
+        if self._settings.watch == "never":
+            self._output.ready((), dict.fromkeys(names, "not requested"))
+            return None
+        try:
+            with convert_os_errors("watch opens"):
+                watcher = OpenWatcher([self._manager.folder(name) for name in names], self._manager.accesses)
+        except ApiError as error:
+            if self._settings.watch == "required":
+                raise
+            self._output.ready((), dict.fromkeys(names, str(error)))
+            return None
+        if self._settings.watch == "required" and watcher.unwatched:
+            watcher.close()
+            raise _unwatched_error(watcher.unwatched)
+        self._output.ready(watcher.watched, watcher.unwatched)
+        return watcher
+
+    def _lock(self) -> int:
+        """Take the lock of the only background run of these tiers, and return its descriptor."""
+        path = self._manager.catalogue.folder / "run"
+        with convert_os_errors("run", catalogue=str(path.parent)):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(descriptor)
+                text = "another gdrkit tiers run moves the files of these tiers"
+                raise busy_error("run", text, catalogue=str(path.parent)) from error
+        return descriptor
+
+
+def _unwatched_error(unwatched: dict[str, str]) -> ApiError:
+    return ApiError(
+        api=Api.KERNEL,
+        operation="watch opens",
+        status=None,
+        status_name="NOT_WATCHED",
+        arguments={"tiers": ", ".join(unwatched)},
+        reason=Reason.NOT_SUPPORTED,
+        what_to_do="use a file system with file handles (ext4, xfs), or --watch preferred",
+        detail="; ".join(f"{tier}: {why}" for tier, why in unwatched.items()),
+    )
