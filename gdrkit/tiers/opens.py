@@ -152,7 +152,7 @@ class OpenWatcher(Closeable):
     def _count(self, files: Iterable[OpenedFile]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
         for file in files:
-            if file.process_id != os.getpid() and (name := self._logical_name(file)) is not None:
+            if (name := self._logical_name(file)) is not None:
                 counts[name, file.process_id] += 1
         if not counts:
             return

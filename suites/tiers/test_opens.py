@@ -60,6 +60,7 @@ def test_opens_by_other_programs_are_counted_once(
         (nvme / "file").read_bytes()
         opener.open_files([nvme], {".gdrkit-tiers/tier.json": 2})
     assert [accesses_of(manager, name) - before[name] for name in names] == [121, 3, 1]
+    assert manager.catalogue.find(".gdrkit-tiers/tier.json") is None
 
 
 def test_open_by_another_gdrkit_process_is_counted_once(

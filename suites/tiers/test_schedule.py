@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from support.system_calls import run_observed
+from support.system_calls import SystemCall, run_observed
 from support.tier_world import contents, create_file
 
 from gdrkit.errors import UsageError
@@ -139,11 +139,19 @@ def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
     fake = FakeTime()
     pace = Pace(None, wait=fake.wait, clock=fake.clock)
     pace.unsynced_bytes_max = 4 * MIB
-    paths: list[str] = []
-    run_observed(
-        lambda: manager.move("file", "nvme", pace=pace), "fdatasync", reply=lambda call: paths.append(call.path)
-    )
-    assert sum("/incoming/" in path for path in paths) == 2
+    synced: list[tuple[Phase, int]] = []
+    position = (Phase.RECORD, 0)
+
+    def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
+        nonlocal position
+        position = (phase, offset_bytes)
+
+    def record(call: SystemCall) -> None:
+        if "/incoming/" in call.path:
+            synced.append(position)
+
+    run_observed(lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record)
+    assert synced == [(Phase.COPY, 4 * MIB), (Phase.COPY, 8 * MIB)]
 
 
 def test_file_and_arguments_set_the_run(tmp_path: Path) -> None:
