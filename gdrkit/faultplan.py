@@ -92,6 +92,8 @@ class FaultRule:
     `code`. `key` says what the code is: ``errno``, ``status`` or ``route``. A `last_call` of None means all calls from
     `first_call` on. A `code` of None means that the call returns its normal result.
 
+    While the file `hold` exists, the call waits, at most 60 s.
+
     If the file `stop` exists at the beginning of a call, the twin renames it to ``<stop>.<process id>`` and stops the
     process with SIGSTOP.
     """
@@ -102,6 +104,7 @@ class FaultRule:
     key: str
     code: int | None
     delay_us: int = 0
+    hold: str = ""
     stop: str = ""
 
 
@@ -152,7 +155,7 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
     values: dict[str, Any] = {}
     for word in words[1:]:
         word_key, equals, text = word.partition("=")
-        if not equals or word_key in values or word_key not in {"call", key, "delay_us", "stop"}:
+        if not equals or word_key in values or word_key not in {"call", key, "delay_us", "hold", "stop"}:
             raise _malformed(name, line_number, f"'{word}' is not expected here")
         if word_key == "status":
             minimum, maximum = _status_limits(point)
@@ -164,11 +167,19 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
         if values[word_key] is None:
             raise _malformed(name, line_number, f"'{word}': expected {expected}")
     if "call" not in values or len(values) == 1:
-        raise _malformed(name, line_number, f"expected '{point} call=... {key}=..., delay_us=... or stop=...'")
+        raise _malformed(
+            name, line_number, f"expected '{point} call=... {key}=..., delay_us=..., hold=... or stop=...'"
+        )
     first_call, last_call = values["call"]
-    code, delay_us, stop = values.get(key), values.get("delay_us", 0), values.get("stop", "")
     return FaultRule(
-        point=point, first_call=first_call, last_call=last_call, key=key, code=code, delay_us=delay_us, stop=stop
+        point=point,
+        first_call=first_call,
+        last_call=last_call,
+        key=key,
+        code=values.get(key),
+        delay_us=values.get("delay_us", 0),
+        hold=values.get("hold", ""),
+        stop=values.get("stop", ""),
     )
 
 
@@ -225,7 +236,7 @@ def _parse_delay_us(text: str) -> int | None:
     return number if number is not None and 1 <= number <= _DELAY_US_MAX else None
 
 
-def _parse_stop(text: str) -> str | None:
+def _parse_absolute_path(text: str) -> str | None:
     return text if text.startswith("/") else None
 
 
@@ -240,7 +251,8 @@ _PARSERS: dict[str, tuple[Callable[[str], object], str]] = {
     "errno": (_parse_errno, f"a name or number from 1 to {_ERRNO_MAX} after errno="),
     "route": (_parse_route, "p2p, nvfs or posix after route="),
     "delay_us": (_parse_delay_us, f"a number from 1 to {_DELAY_US_MAX} after delay_us="),
-    "stop": (_parse_stop, "the absolute path of a file after stop="),
+    "hold": (_parse_absolute_path, "the absolute path of a file after hold="),
+    "stop": (_parse_absolute_path, "the absolute path of a file after stop="),
 }
 
 
@@ -251,6 +263,7 @@ def _malformed(name: str, line: int, detail: str) -> ApiError:
 def _error(errno_value: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
     """Return the error of a plan. A `line` of 0 means the whole file."""
     advice = f"fix line {line} of the plan" if line else "name a file that can be read"
+    effects = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE"
     return ApiError(
         api=Api.TWINS,
         operation="read fault plan",
@@ -259,6 +272,6 @@ def _error(errno_value: int, name: str, *, line: int, detail: str, reason: Reaso
         errno=errno_value,
         arguments={"path": name, "line": line} if line else {"path": name},
         reason=reason,
-        what_to_do=f"{advice}; a rule is 'FUNCTION call=N|N-M|* errno=E|status=S|route=R|delay_us=N|stop=FILE'",
+        what_to_do=f"{advice}; a rule is 'FUNCTION call=N|N-M|* {effects}'",
         detail=detail,
     )

@@ -19,6 +19,7 @@ from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from types import FrameType
 
     from support.memory_kinds import AnyAllocator
@@ -76,13 +77,19 @@ def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, ni
 @needs(software(Api.VERBS))
 @pytest.mark.usefixtures("_restored_signal_handler")
 @pytest.mark.parametrize("is_registered", [False, True], ids=["while it is registered", "once it is registered"])
-def test_interrupted_waiter_keeps_no_lease(allocator: AnyAllocator, nic: Nic, *, is_registered: bool) -> None:
+def test_interrupted_waiter_keeps_no_lease(
+    allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_registered: bool
+) -> None:
     assert nic.supports_dmabuf()
+    held = tmp_path / "held"
+    held.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         main_thread = threading.get_ident()
 
         def raise_in_the_waiter(_number: int, _frame: FrameType | None) -> None:
             # If is_registered is true, the handler raises only after the registration is complete.
+            if is_registered:
+                held.unlink()
             while is_registered and registering_thread.is_alive() and cache.statistics().in_flight:
                 pass
             raise SignalReceived
@@ -96,13 +103,14 @@ def test_interrupted_waiter_keeps_no_lease(allocator: AnyAllocator, nic: Nic, *,
         signal.signal(signal.SIGUSR1, raise_in_the_waiter)
         registering_thread = threading.Thread(target=lambda: cache.lease(memory).close())
         interrupting_thread = threading.Thread(target=interrupt_the_waiter)
-        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 delay_us=1000000"):
+        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={held}"):
             registering_thread.start()
             while not cache.statistics().in_flight:
                 assert registering_thread.is_alive()
             interrupting_thread.start()
             with pytest.raises(SignalReceived):
                 cache.lease(memory)
+            held.unlink(missing_ok=True)
             registering_thread.join(30)
             interrupting_thread.join(30)
         statistics = cache.statistics()

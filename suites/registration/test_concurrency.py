@@ -26,6 +26,7 @@ from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from support.memory_kinds import AnyAllocator
 
@@ -178,18 +179,18 @@ def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, n
 
 
 @NEEDS_VERBS_TWIN
-def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic) -> None:
+def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic, tmp_path: Path) -> None:
     assert nic.supports_dmabuf()
+    held = tmp_path / "held"
+    held.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
 
         def lease_and_return_key(_index: int) -> int:
             with cache.lease(memory) as lease:
                 return lease.remote(nic).rkey
 
-        # The delay is long, because all following steps must run during it. Half a second was too short on a machine
-        # with two GPUs.
         with (
-            faults(Api.VERBS, f"{registration_call(allocator)} call=1 delay_us=3000000"),
+            faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={held}"),
             ThreadPoolExecutor(2) as threads,
         ):
             first = threads.submit(lease_and_return_key, 0)
@@ -206,6 +207,7 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
             with cache.lease(memory) as new_lease:
                 new_key = new_lease.remote(nic).rkey
                 assert cache.statistics().in_flight == 1
+            held.unlink()
             old_key = first.result(30)
             assert second.result(30) == old_key != new_key
         statistics = cache.statistics()

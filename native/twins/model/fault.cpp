@@ -34,9 +34,11 @@ struct Rule {
     std::uint64_t last_call = UINT64_MAX;
     std::optional<int> code; // result of the call; empty: the call is carried out
     std::chrono::microseconds delay{0};
+    std::string hold_file; // path of a file; the call waits while it exists. Empty: the rule holds no call
     std::string stop_file; // path of the trigger file; empty: the rule stops no process
 
-    bool has_effect() const { return code || delay.count() != 0 || !stop_file.empty(); }
+    bool is_delayed() const { return delay.count() != 0 || !hold_file.empty(); }
+    bool has_effect() const { return code || is_delayed() || !stop_file.empty(); }
 };
 
 struct Plan {
@@ -98,6 +100,9 @@ constexpr NamedCode route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
 
 // Largest delay_us= of a rule: ten seconds.
 constexpr std::uint32_t max_rule_delay_us = 10'000'000;
+
+// Longest time for which hold= holds a call. A test that ended without removing its file does not hang for ever.
+constexpr std::chrono::seconds max_hold{60};
 
 // Prefixes of the fault points of all twins. A rule for a name with none of these prefixes is an error in every twin.
 constexpr std::array<std::string_view, 7> all_prefixes = {"ibv_",   "_ibv_",   "wc.",     "cu",
@@ -204,6 +209,11 @@ std::string parse_rule(const Faults& state, const std::vector<std::string>& word
                        " after delay_us=";
             }
             rule.delay = std::chrono::microseconds(delay_us);
+        } else if (word.starts_with("hold=") && rule.hold_file.empty()) {
+            rule.hold_file = word.substr(5);
+            if (!rule.hold_file.starts_with('/')) {
+                return "'" + words[index] + "': expected the absolute path of a file after hold=";
+            }
         } else if (word.starts_with("stop=") && rule.stop_file.empty()) {
             rule.stop_file = word.substr(5);
             if (!rule.stop_file.starts_with('/')) {
@@ -214,7 +224,7 @@ std::string parse_rule(const Faults& state, const std::vector<std::string>& word
         }
     }
     if (!has_call || !rule.has_effect()) {
-        return "expected '" + name + " call=... " + std::string(code_key) + "..., delay_us=... or stop=...'";
+        return "expected '" + name + " call=... " + std::string(code_key) + "..., delay_us=..., hold=... or stop=...'";
     }
     plan->rules[name].push_back(rule);
     return "";
@@ -276,6 +286,15 @@ void stop_process_if_file_exists(const std::string& file) {
     }
 }
 
+// Wait while the file exists, at most for max_hold. A test removes the file when the other threads have come as far as
+// it wants, so the order of events does not depend on the speed of the machine.
+void wait_while_file_exists(const std::string& file) {
+    const auto deadline = std::chrono::steady_clock::now() + max_hold;
+    while (access(file.c_str(), F_OK) == 0 && std::chrono::steady_clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
 // Apply the rule and return the result that it injects. The lock is released while the process is stopped or the call
 // is delayed.
 std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock, std::string_view point,
@@ -288,13 +307,16 @@ std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock,
         stop_process_if_file_exists(rule_copy.stop_file);
         lock->lock();
     }
-    if (rule_copy.delay.count() == 0) {
+    if (!rule_copy.is_delayed()) {
         return rule_copy.code;
     }
     DelayedCalls& delayed_calls = state->delayed_calls[name];
     delayed_calls.max_count = std::max(delayed_calls.max_count, ++delayed_calls.current_count);
     lock->unlock();
     std::this_thread::sleep_for(rule_copy.delay);
+    if (!rule_copy.hold_file.empty()) {
+        wait_while_file_exists(rule_copy.hold_file);
+    }
     lock->lock();
     if (const auto found = state->delayed_calls.find(name);
         found != state->delayed_calls.end() && found->second.current_count > 0) {

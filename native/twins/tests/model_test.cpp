@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
@@ -186,6 +187,25 @@ void test_plan_delays_calls() {
     other.join();
     CHECK(delayed_calls_json() == R"({"ibv_reg_mr":2,"wc.send":1})");
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && delayed_calls_json() == "{}");
+}
+
+void test_plan_holds_calls_while_a_file_exists() {
+    std::string file = "/tmp/gdrkit-hold-XXXXXX";
+    const int descriptor = mkstemp(file.data());
+    CHECK(descriptor >= 0 && close(descriptor) == 0);
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + file + "\n").empty());
+    std::atomic<bool> has_ended{false};
+    std::thread held([&] {
+        CHECK(injected_fault("ibv_reg_mr") == EFAULT);
+        has_ended = true;
+    });
+    while (delayed_calls_json() != R"({"ibv_reg_mr":1})") {
+        std::this_thread::yield();
+    }
+    CHECK(!injected_fault("ibv_reg_mr") && !has_ended); // The second call is not held.
+    CHECK(unlink(file.c_str()) == 0);
+    held.join();
+    CHECK(has_ended && replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 hold=here\n").starts_with("line 2: "));
 }
 
 void test_malformed_plan_is_rejected() {
@@ -387,6 +407,7 @@ int main() {
     test_shareable_handle_is_not_a_dmabuf();
     test_plan_injects_failures();
     test_plan_delays_calls();
+    test_plan_holds_calls_while_a_file_exists();
     test_malformed_plan_is_rejected();
     test_ledger_counts_live_handles();
     test_control_service_with_untrusted_peers();
