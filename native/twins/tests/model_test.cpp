@@ -406,8 +406,8 @@ int main() {
     test_foreign_descriptors_are_refused();
     test_shareable_handle_is_not_a_dmabuf();
     test_plan_injects_failures();
-    test_plan_delays_calls();
     test_plan_holds_calls_while_a_file_exists();
+    test_plan_delays_calls();
     test_malformed_plan_is_rejected();
     test_ledger_counts_live_handles();
     test_control_service_with_untrusted_peers();
