@@ -86,6 +86,22 @@ def parse_json(text: str | bytes, *, where: str) -> Any:  # noqa: ANN401 - the t
         raise UsageError(message, reason=Reason.MALFORMED) from error
 
 
+def parse_versioned(expected_type: type[_T], text: str | bytes, *, version: int, where: str) -> _T:
+    """Parse a JSON text that has the field ``schema_version``, and return the value of `expected_type`.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: the text is not JSON, its version is not `version`, or it has an invalid field.
+    """
+    data = parse_json(text, where=where)
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found != version:
+        message = f"{where}: expected schema_version {version}, found {found!r}"
+        raise UsageError(message, reason=Reason.MALFORMED, what_to_do="read it with the gdrkit that wrote it")
+    return from_json_data(expected_type, data, where=where)
+
+
 def canonical(value: object) -> str:
     """Return the canonical JSON text of a value: sorted keys and no blanks."""
     return json.dumps(to_json_data(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from gdrkit import host, serialization
 from gdrkit.host import Unreadable  # noqa: TC001 - types of fields are read at run time.
@@ -50,6 +50,17 @@ class Diagnosis:
     def to_json(self) -> str:
         """Return the diagnosis as indented JSON."""
         return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "diagnosis") -> Self:
+        """Parse the output of :meth:`to_json`. `where` names the text in errors.
+
+        Raises
+        ------
+        UsageError
+            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+        """
+        return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 
     def of(self, verdict: Verdict) -> tuple[Finding, ...]:
         """Return the findings with this verdict."""

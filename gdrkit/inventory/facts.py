@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import serialization
-from gdrkit.errors import ApiError, GdrkitError, Reason, UsageError
+from gdrkit.errors import ApiError, GdrkitError, Reason
 from gdrkit.evidence import DeviceNode, KernelEvidence, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.host import (  # noqa: TC001 - types of fields are read at run time.
     KernelFacts,
@@ -292,12 +292,7 @@ class Facts:
         UsageError
             ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
         """
-        data = serialization.parse_json(text, where=where)
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
-            raise UsageError(message, reason=Reason.MALFORMED)
-        return serialization.from_json_data(cls, data, where=where)
+        return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 
     @property
     def digest(self) -> str:

@@ -126,7 +126,9 @@ class Machine:
         )
 
 
-def this_machine(*, query_apis: bool = True, record: bool = False, run_experiments: bool = True) -> Machine:
+def this_machine(
+    *, query_apis: bool = True, record: bool = False, run_experiments: bool = True, facts: Facts | None = None
+) -> Machine:
     """Return the machine on which this process runs.
 
     Parameters
@@ -137,6 +139,8 @@ def this_machine(*, query_apis: bool = True, record: bool = False, run_experimen
         Whether to record the files that are read, for :meth:`Machine.capture`.
     run_experiments : bool
         Whether rules may run experiments.
+    facts : Facts or None
+        The facts about this machine, if the caller already has them. Otherwise they are collected here.
     """
     files: host.Files = host.DiskFiles()
     files = Recorder(files) if record else files
@@ -148,7 +152,7 @@ def this_machine(*, query_apis: bool = True, record: bool = False, run_experimen
     }
     return Machine(
         files=files,
-        facts=probe(tree, query_apis=query_apis),
+        facts=probe(tree, query_apis=query_apis) if facts is None else facts,
         kernel_log=evidence.kernel_log(host.HostTree()),
         environment=environment,
         may_run_experiments=run_experiments,

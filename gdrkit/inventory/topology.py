@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 from gdrkit import host, serialization
 from gdrkit.host import Distance
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gdrkit.host import PciDevice
     from gdrkit.inventory.machine import Machine
 
@@ -61,6 +63,9 @@ class Topology:
     virtual_machine : str or None
         The evidence that the machine is virtual; None if there is none. In a virtual machine the PCI tree may differ
         from the hardware.
+    numa_cpus : mapping
+        The CPUs of each NUMA node that has a device, as in the kernel's cpulist (``0-31,64-95``), by the number of the
+        node. A node whose list cannot be read is left out.
     """
 
     schema_version: int
@@ -68,10 +73,22 @@ class Topology:
     distances: dict[str, dict[str, str]]
     bridges: dict[str, str]
     virtual_machine: str | None
+    numa_cpus: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the topology as indented JSON."""
         return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "topology") -> Self:
+        """Parse the output of :meth:`to_json`. `where` names the text in errors.
+
+        Raises
+        ------
+        UsageError
+            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+        """
+        return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
 
     def distance(self, first_name: str, second_name: str) -> Distance:
         """Return the distance between two devices, given by their names."""
@@ -98,7 +115,14 @@ def topology(machine: Machine) -> Topology:
         },
         bridges={address: _describe_bridge(functions[address]) for address in bridges if address in functions},
         virtual_machine=machine.facts.virtual_machine,
+        numa_cpus=_numa_cpus(tree, devices),
     )
+
+
+def _numa_cpus(tree: host.HostTree, devices: Iterable[TopologyDevice]) -> dict[str, str]:
+    nodes = sorted({device.numa_node for device in devices if device.numa_node is not None})
+    cpu_lists = {str(node): tree.text(f"/sys/devices/system/node/node{node}/cpulist") for node in nodes}
+    return {node: cpus for node, cpus in cpu_lists.items() if cpus}
 
 
 def _devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:

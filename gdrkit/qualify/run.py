@@ -19,7 +19,7 @@ from gdrkit.errors import Api, Reason, SetupMissing
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import HostTree, host_identity
 from gdrkit.install_paths import install_paths
-from gdrkit.inventory import Facts, load_profile, probe
+from gdrkit.inventory import Facts, diagnose, load_profile, probe, this_machine, topology
 from gdrkit.qualify.child import CommonFields, SuiteRunner
 from gdrkit.qualify.interrupt import exit_on_signals
 from gdrkit.qualify.outcome import decide
@@ -220,6 +220,9 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
     folder.make_empty()
     facts = probe(environment=environment)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
+    machine = this_machine(facts=facts, run_experiments=False)
+    folder.topology.write_text(topology(machine).to_json(), encoding="utf-8")
+    folder.diagnosis.write_text(diagnose(machine).to_json(), encoding="utf-8")
     substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
     for line in (banner(substrates), launch.overridden_hardware(launch_options, tree)):
         if line:

@@ -15,7 +15,7 @@ from gdrkit import serialization
 from gdrkit.errors import Reason, SetupMissing, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.host import KernelFacts, Limits
-from gdrkit.inventory import Facts
+from gdrkit.inventory import Diagnosis, Facts, Topology
 from gdrkit.report.record import Record, Verdict, parse_record, record_lines
 from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, file_error, is_file, read_bytes
 from gdrkit.report.substrate import Substrate, combine, substrates_of_facts
@@ -44,6 +44,10 @@ class Contents:
         File and line of each record: ``records.jsonl:12``.
     has_facts : bool
         Whether there is a facts.json in the folder of the records.
+    topology : Topology or None
+        The contents of topology.json, if the folder has it.
+    diagnosis : Diagnosis or None
+        The contents of doctor.json, if the folder has it.
     """
 
     run: Run
@@ -51,6 +55,8 @@ class Contents:
     records: tuple[Record, ...]
     origins: tuple[str, ...]
     has_facts: bool = True
+    topology: Topology | None = None
+    diagnosis: Diagnosis | None = None
 
 
 def read_contents(path: Path) -> Contents:
@@ -64,11 +70,21 @@ def read_contents(path: Path) -> Contents:
         The path cannot be read, for example without permission.
     """
     try:
-        return _read_run_or_records(path)
+        return _add_machine(_read_run_or_records(path), RunFolder(path))
     except SetupMissing:
         raise
     except OSError as error:
         raise file_error("read", path, error) from error
+
+
+def _add_machine(contents: Contents, folder: RunFolder) -> Contents:
+    """Add the topology and the diagnosis, which folders written by gdrkit 0.1.0 do not have."""
+    topology = diagnosis = None
+    if is_file(folder.topology):
+        topology = Topology.from_json(read_bytes(folder.topology), where=str(folder.topology))
+    if is_file(folder.diagnosis):
+        diagnosis = Diagnosis.from_json(read_bytes(folder.diagnosis), where=str(folder.diagnosis))
+    return replace(contents, topology=topology, diagnosis=diagnosis)
 
 
 def _read_run_or_records(path: Path) -> Contents:

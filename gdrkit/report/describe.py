@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from gdrkit.install_paths import install_paths
 from gdrkit.report.routes import route_name
 from gdrkit.report.substrate import Substrate, describe, substrates_of_facts
-from gdrkit.report.view import host_rows
+from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
     from gdrkit.evidence import DeviceNode
     from gdrkit.inventory import ApiFailure, Facts
 
-__all__ = ["describe_facts", "describe_plan"]
+__all__ = ["describe_facts", "describe_plan", "headline_rows", "host_rows"]
+
+# The headline of the report names at most this many NICs.
+_NICS_NAMED_MAX = 4
 
 
 def describe_facts(facts: Facts) -> str:
@@ -91,8 +96,8 @@ def _evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from (("Evidence of GPUs" if not evidence.gpus else "", line) for line in evidence.nvidia_missing)
     yield from (("Evidence of RDMA devices", line) for line in evidence.rdma_missing)
     for nic in evidence.rdma:
-        yield f"  {nic.name}", f"driver {nic.driver or 'unknown'}; "
-        f"{_describe_evidence(nic.pci_driver, nic.node, nic.missing)}"
+        description = _describe_evidence(nic.pci_driver, nic.node, nic.missing)
+        yield f"  {nic.name}", f"driver {nic.driver or 'unknown'}; {description}"
     for api, opened in (("cuda", facts.cuda), ("verbs", facts.verbs)):
         if opened is not None:
             nodes = ", ".join(f"{node.path} ({node.major}:{node.minor})" for node in opened.nodes)
@@ -108,3 +113,74 @@ def _describe_evidence(pci_driver: str | None, node: DeviceNode | None, missing:
 def _align(rows: list[tuple[str, str]]) -> str:
     width = min(max((len(name) for name, _ in rows), default=0), 40)
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
+
+
+def headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield the devices and drivers by which an engineer recognizes a machine, as pairs of name and text."""
+    devices = facts.cuda.devices if facts.cuda else ()
+    models = Counter(device.name for device in devices) or Counter(f"PCI {gpu.device_id:04x}" for gpu in facts.gpus)
+    yield "GPUs", ", ".join(f"{count} x {model}" for model, count in models.items()) or "none"
+    if facts.gaudi is not None and facts.gaudi.devices:
+        cards = Counter(device.card_name for device in facts.gaudi.devices)
+        yield "Gaudi", ", ".join(f"{count} x {card}" for card, count in cards.items())
+    rates = {device.name: next((port.rate for port in device.ports if port.rate), "") for device in facts.rdma_devices}
+    names = list(rates) or [nic.name for nic in (facts.verbs.nics if facts.verbs else ())]
+    listed = [f"{name} ({rate})" if (rate := rates.get(name)) else name for name in names[:_NICS_NAMED_MAX]]
+    more = [f"{len(names) - _NICS_NAMED_MAX} more"] if len(names) > _NICS_NAMED_MAX else []
+    yield "NICs", ", ".join([*listed, *more]) or "none"
+    cuda = f", CUDA {facts.cuda.driver_version}" if facts.cuda else ""
+    yield "NVIDIA driver", (facts.nvidia_driver_version or "not loaded") + cuda
+    yield "System", f"{facts.kernel.distribution or 'unknown'}, kernel {facts.kernel.release or 'unknown'}"
+
+
+def host_rows(facts: Facts) -> list[tuple[str, str]]:
+    """Return the facts about the host (kernel, devices, limits, libraries) as pairs of name and text."""
+    limits, kernel = facts.limits, facts.kernel
+    memlock = "not readable"
+    if limits.memlock_known:
+        memlock = "no limit" if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes)
+    rows = [
+        ("System", f"{kernel.distribution or 'unknown distribution'}, {facts.machine}"),
+        ("Kernel", kernel.release or "not readable"),
+        ("Relevant modules", ", ".join(kernel.modules) or "none loaded"),
+        ("IOMMU", _describe_iommu(facts)),
+        ("NVIDIA driver", facts.nvidia_driver_version or "not loaded"),
+        ("NVIDIA GPUs on PCI", _describe_gpus(facts)),
+        ("RDMA devices of the kernel", _describe_rdma_devices(facts)),
+        ("Container", ", ".join(facts.container) or "none detected"),
+        ("Locked memory", memlock),
+        ("Open files", "no limit" if limits.open_files is None else str(limits.open_files)),
+        ("Capabilities", ", ".join(limits.capabilities) or "none of the relevant ones"),
+        ("Python", facts.python),
+        ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
+    ]
+    rows += [
+        (
+            library.soname,
+            f"{install_paths().portable(library.path)} ({library.error or library.build_id or 'no build id'})",
+        )
+        for library in facts.libraries
+        if library.path is not None
+    ]
+    rows += [("Not readable", f"{install_paths().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
+    return rows
+
+
+def _describe_iommu(facts: Facts) -> str:
+    groups = facts.kernel.iommu_group_count
+    words = " ".join(facts.kernel.iommu_arguments)
+    return f"{groups} groups" + (f"; {words}" if words else "") if groups else words or "no groups"
+
+
+def _describe_gpus(facts: Facts) -> str:
+    return (
+        ", ".join(f"{gpu.address} ({gpu.device_id:#06x}, {gpu.driver or 'no driver'})" for gpu in facts.gpus) or "none"
+    )
+
+
+def _describe_rdma_devices(facts: Facts) -> str:
+    devices = []
+    for device in facts.rdma_devices:
+        ports = ", ".join(f"port {port.number} {port.state or '?'} {port.rate or ''}".strip() for port in device.ports)
+        devices.append(f"{device.name} ({device.driver or 'unknown driver'}; {ports or 'no port'})")
+    return ", ".join(devices) or "none"

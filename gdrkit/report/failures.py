@@ -6,9 +6,11 @@ failure gets a general one.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gdrkit.inventory import rule_of
 from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteOutcome
 
@@ -23,6 +25,14 @@ __all__ = ["Failure", "failures", "split_remedy"]
 
 _REMEDY_MARK = ". To do: "
 _REMEDY_FOR_UNFORESEEN = "install what is missing, or add the absence to the profile (foreseen)"
+# The rule of the doctor whose remedy fits a cause without a remedy. The first pattern that occurs in the cause applies.
+_RULE_BY_CAUSE = (
+    (re.compile(r"ID_FS_USAGE|udev"), "udev-database"),
+    (re.compile(r"nvidia.fs", re.IGNORECASE), "nvidia-fs-absent"),
+    (re.compile(r"compat", re.IGNORECASE), "cufile-compat"),
+    (re.compile(r"O_DIRECT|direct I/O"), "direct-io"),
+    (re.compile(r"peermem|peer memory"), "no-registration-route"),
+)
 _REMEDY_FOR_FALLBACK = "remove the cause and run the case again, because its transfers were not direct"
 _REMEDY_FOR_UNKNOWN_CAUSE = "read the traceback below, then run the case alone: gdrkit qualify -k {name} --seed {seed}"
 
@@ -62,7 +72,7 @@ def failures(
     for status in statuses:
         if status.state is RouteOutcome.FELL_BACK:
             cause, remedy = split_remedy(status.cause.removesuffix(f" ({status.fallback_case})"))
-            failure_entries.append((cause, remedy or _REMEDY_FOR_FALLBACK, status.name, status.fallback_case))
+            failure_entries.append((cause, remedy or _fallback_remedy(cause), status.name, status.fallback_case))
     failure_entries += _make_api_entries(facts.failures)
     entries_by_cause: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cause, remedy, affected, case in failure_entries:
@@ -85,6 +95,12 @@ def split_remedy(text: str) -> tuple[str, str]:
     """Split the text of a gdrkit error into the cause and the remedy. The remedy is empty if the text has none."""
     cause, _, remedy = text.partition(_REMEDY_MARK)
     return cause, remedy
+
+
+def _fallback_remedy(cause: str) -> str:
+    """Return the remedy of the doctor's rule about this cause, or a general one."""
+    code = next((code for pattern, code in _RULE_BY_CAUSE if pattern.search(cause)), None)
+    return _REMEDY_FOR_FALLBACK if code is None else f"{rule_of(code).remedy} (gdrkit explain {code})"
 
 
 def _make_case_entry(record: Record) -> tuple[str, str, str, str]:

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING
 from gdrkit.inventory import device_limit
 
 if TYPE_CHECKING:
-    from gdrkit.inventory import Facts
+    from gdrkit.inventory import Facts, Limit
     from gdrkit.report.record import Record
 
-__all__ = ["limit_gb_per_s"]
+__all__ = ["link_limit"]
 
 # A case with this parameter copies between host and device, over the PCIe link of the device.
 _COPY_PARAMETER = re.compile(r"\b(host_to_device|device_to_host)\b")
 
 
-def limit_gb_per_s(record: Record, facts: Facts) -> float | None:
-    """Return the limit of the rate of a case in 10**9 bytes per second, or None if it is unknown."""
+def link_limit(record: Record, facts: Facts) -> Limit | None:
+    """Return the limit of the rate of a case, or None if it is unknown."""
     devices, nics = {route.device_index for route in record.routes}, {route.nic for route in record.routes}
     if not record.routes and _COPY_PARAMETER.search(record.case):
         devices = {0}
-    limit = device_limit(facts, devices=devices, nics=nics)
-    return None if limit is None else limit.gb_per_s
+    return device_limit(facts, devices=devices, nics=nics)

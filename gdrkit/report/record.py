@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit import serialization
-from gdrkit.errors import Reason, UsageError
 from gdrkit.evidence import ElfNote, LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
 from gdrkit.install_paths import install_paths
 from gdrkit.report.validation import check_started, check_substrate
@@ -277,12 +276,7 @@ def parse_records(lines: Iterable[str | bytes], *, name: str = "records") -> tup
 
 def parse_record(line: str | bytes, where: str) -> Record:
     """Parse one line of a records file; see :func:`read_records`. An error message begins with `where`."""
-    data = serialization.parse_json(line, where=where)
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version != SCHEMA_VERSION:
-        message = f"{where}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
-        raise UsageError(message, reason=Reason.MALFORMED)
-    record = serialization.from_json_data(Record, data, where=where)
+    record = serialization.parse_versioned(Record, line, version=SCHEMA_VERSION, where=where)
     check_started(record.started, f"{where}.started")
     check_substrate(record.substrate, f"{where}.substrate")
     return record

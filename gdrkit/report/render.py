@@ -1,10 +1,14 @@
 """Writer of report.json, junit.xml, summary.md, metrics.prom and index.html of a run.
 
-The HTML page is self-contained: no script, no font, no picture from other sources.
+The HTML page is self-contained: no font, no picture and no script from other sources. Its only script searches the
+cases. The page has a content security policy with the digest of this script, so a browser runs no other one, even if a
+text in a record could leave its element.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -106,6 +110,9 @@ def environment(*, escaped: bool) -> Environment:
         keep_trailing_newline=True,
         finalize=finalize,
     )
+    script = (install_paths().templates / "search.js").read_text(encoding="utf-8")
+    templates.globals["script"] = Markup(script)  # noqa: S704 - our own script.
+    templates.globals["script_digest"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     templates.filters["cell"] = markdown_cell
     templates.filters["seconds"] = _format_duration
     templates.filters["short"] = _shorten_identifier

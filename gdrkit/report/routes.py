@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gdrkit.report.record import ClaimedFile, ClaimedRoute, Record
 
 __all__ = [
+    "FAILED_CASE_PREFIX",
     "FileStatus",
     "RouteOutcome",
     "RouteStatus",
@@ -32,6 +33,8 @@ __all__ = [
     "unmet_requirements",
 ]
 
+# The cause of a route begins with this text, before the id of the case, if a case of the route failed.
+FAILED_CASE_PREFIX = "failed: "
 _NIC_ROUTE_APIS = ("verbs", "cuda")
 _FILE_ROUTE_APIS = ("cuda", "cufile")
 # On these routes, the bytes of a file reach device memory without passing through host memory.
@@ -213,7 +216,7 @@ def _state_and_cause(
             return RouteOutcome.FELL_BACK, f"{route.fell_back} ({record.case})"
     failed_cases = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
     if failed_cases:
-        return RouteOutcome.UNPROVEN, f"failed: {failed_cases[0]}"
+        return RouteOutcome.UNPROVEN, FAILED_CASE_PREFIX + failed_cases[0]
     passed_records = [record for record, _ in claims if record.verdict is Verdict.PASS]
     software_causes = [_why_not_hardware(record, apis) for record in passed_records]
     if "" in software_causes:

@@ -1,7 +1,7 @@
 """The result of one run of ``gdrkit qualify`` (run.json), and the folder with all files of the run.
 
-The folder contains the data of the run (facts.json, plan.json, run.json, records.jsonl) and the documents that are made
-from this data (report.json, junit.xml, summary.md, metrics.prom, index.html).
+The folder contains the data of the run (facts.json, topology.json, doctor.json, plan.json, run.json, records.jsonl) and
+the documents that are made from this data (report.json, junit.xml, summary.md, metrics.prom, index.html).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit import serialization
-from gdrkit.errors import Api, Reason, SetupMissing, UsageError, errno_name
+from gdrkit.errors import Api, Reason, SetupMissing, errno_name
 from gdrkit.exit_code import ExitCode
 from gdrkit.report.validation import check_exit_code, check_started, check_substrate
 
@@ -166,6 +166,8 @@ class RunFolder:
         self.facts = self.path / "facts.json"
         self.plan = self.path / "plan.json"
         self.run = self.path / "run.json"
+        self.topology = self.path / "topology.json"
+        self.diagnosis = self.path / "doctor.json"
         self.records = self.path / "records.jsonl"
         self.report = self.path / "report.json"
         self.junit = self.path / "junit.xml"
@@ -178,7 +180,7 @@ class RunFolder:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that a run writes."""
-        data = (self.facts, self.plan, self.run, self.records)
+        data = (self.facts, self.topology, self.diagnosis, self.plan, self.run, self.records)
         return (*data, self.report, self.junit, self.summary, self.metrics, self.index)
 
     def make_empty(self) -> None:
@@ -212,12 +214,7 @@ class RunFolder:
         SetupMissing
             The kernel refuses to read the file.
         """
-        data = serialization.parse_json(read_bytes(self.run), where=str(self.run))
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        if version != SCHEMA_VERSION:
-            message = f"{self.run}: expected schema_version {SCHEMA_VERSION}, found {version!r}"
-            raise UsageError(message, reason=Reason.MALFORMED, what_to_do="read it with the gdrkit that wrote it")
-        run = serialization.from_json_data(Run, data, where=str(self.run))
+        run = serialization.parse_versioned(Run, read_bytes(self.run), version=SCHEMA_VERSION, where=str(self.run))
         check_started(run.started, f"{self.run}.started")
         check_substrate(run.substrate, f"{self.run}.substrate")
         check_exit_code(run.exit_code, f"{self.run}.exit_code")

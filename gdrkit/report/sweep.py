@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.report.limits import limit_gb_per_s
+from gdrkit.report.limits import link_limit
 from gdrkit.report.record import Verdict
 from gdrkit.report.substrate import Substrate
 
@@ -30,6 +30,8 @@ __all__ = [
     "SweepPoint",
     "describes_hardware",
     "measured_apis",
+    "parse_depth",
+    "parse_parameters",
     "split_number",
     "sweeps",
 ]
@@ -184,17 +186,16 @@ def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
 
 def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, bool, SweepPoint]]:
     """Yield every point of a record as (axis, unit, name of the line, whether it is a bound, point)."""
-    size_bytes, other_parameters = _parse_parameters(record.case)
-    limit = limit_gb_per_s(record, facts)
+    size_bytes, other_parameters = parse_parameters(record.case)
+    limit = link_limit(record, facts)
     for name, value in record.numbers.items():
         number = split_number(name)
         if number.statistic not in ("", "median") or not number.better or not _is_drawable(value):
             continue
-        depth = _DEPTH_SUFFIX.search(number.base)
-        at = int(depth[1]) if depth else size_bytes
+        base, depth = parse_depth(number.base)
+        at = depth or size_bytes
         if at is None:
             continue
-        base = number.base[: depth.start()] if depth else number.base
         over = "depth" if depth else "size"
         # The unit already shows that the number is a rate.
         label = (
@@ -207,7 +208,7 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
         for words, bound in _case_bounds(record, name, value):
             yield over, number.unit, words, True, SweepPoint(at, bound, None, None, record.case)
         if number.unit == "gb_per_s" and limit is not None:
-            yield over, number.unit, _LINK_LIMIT_NAME, True, SweepPoint(at, limit, None, None, record.case)
+            yield over, number.unit, _LINK_LIMIT_NAME, True, SweepPoint(at, limit.gb_per_s, None, None, record.case)
 
 
 def _is_drawable(value: float) -> bool:
@@ -244,8 +245,14 @@ def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepL
     return (*measured, *bounds.values())
 
 
-def _parse_parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
-    """Return the size and the other parameters in the id of a case."""
+def parse_depth(base: str) -> tuple[str, int | None]:
+    """Split a quantity such as ``read_depth_16`` into the quantity without the depth, and the depth, or None."""
+    match = _DEPTH_SUFFIX.search(base)
+    return (base[: match.start()], int(match[1])) if match else (base, None)
+
+
+def parse_parameters(case: str) -> tuple[int | None, tuple[str, ...]]:
+    """Return the size in bytes (None without one) and the other parameters in the id of a case."""
     _, _, parameters = case.partition("[")
     size_bytes: int | None = None
     other_parameters: list[str] = []

@@ -11,31 +11,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.install_paths import install_paths
-from gdrkit.report.drawing import best_state, make_drawing
+from gdrkit.report.describe import headline_rows, host_rows
+from gdrkit.report.drawing import make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import format_number, make_plot
+from gdrkit.report.matrix import distance_matrix, path_matrix
+from gdrkit.report.measurements import measurements
 from gdrkit.report.record import Record, Verdict
-from gdrkit.report.routes import RouteOutcome, RouteStatus, file_statuses, route_statuses
+from gdrkit.report.routes import file_statuses, route_statuses
 from gdrkit.report.substrate import Substrate, describe, weakest
 from gdrkit.report.sweep import describes_hardware, split_number, sweeps
 from gdrkit.report.unproven import unproven_cases
-from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from gdrkit.evidence import LoadedLibrary
-    from gdrkit.inventory import ApiFailure, Facts
+    from gdrkit.inventory import ApiFailure, Diagnosis, Facts
     from gdrkit.report.contents import Contents
     from gdrkit.report.drawing import Drawing
     from gdrkit.report.failures import Failure
     from gdrkit.report.figure import SweepPlot
+    from gdrkit.report.matrix import DistanceMatrix, PathMatrix
+    from gdrkit.report.measurements import Measurement
     from gdrkit.report.record import SeenLibrary
-    from gdrkit.report.routes import FileStatus
+    from gdrkit.report.routes import FileStatus, RouteStatus
     from gdrkit.report.run import Run
     from gdrkit.report.unproven import UnprovenCases
 
-__all__ = ["ApiView", "CaseView", "Grid", "SuiteView", "View", "host_rows", "make_view"]
+__all__ = ["ApiView", "CaseView", "SuiteView", "View", "make_view"]
 
 # The page shows the evidence of a case as a list, except that of these keys, which it shows elsewhere.
 _KEYS_SHOWN_SEPARATELY = ("traceback",)
@@ -54,7 +58,11 @@ class ApiView:
 
 @dataclass(frozen=True, slots=True)
 class CaseView:
-    """A case as texts to show. ``anchor`` is its HTML id in the page, ``origin`` is file and line of its record."""
+    """A case as texts to show.
+
+    ``anchor`` is its HTML id in the page, ``origin`` is file and line of its record. ``library_set`` is the number of
+    its libraries in :attr:`View.library_sets`, from 1, or 0 if it had loaded none.
+    """
 
     record: Record
     name: str
@@ -63,33 +71,26 @@ class CaseView:
     traceback: str
     anchor: str
     origin: str
+    library_set: int
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteView:
-    """The cases of one file."""
+    """The cases of one folder, by file, and the number of its cases by verdict as in :func:`_count_verdicts`."""
 
-    file: str
-    cases: tuple[CaseView, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table of the states of routes, with a row for each device and a column for each NIC or mount.
-
-    A cell is None if there is no route between the device and the NIC or mount.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[str | None, ...]], ...]
+    folder: str
+    files: tuple[tuple[str, tuple[CaseView, ...]], ...]
+    counts: tuple[tuple[str, str, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """All data of a run that the templates use.
 
-    ``counts`` is the result of :func:`_count_verdicts`. ``anchors`` and ``origins`` have, for the id of each case, its
-    HTML id in the page, and the file and line of its record.
+    ``headline`` names the GPUs, NICs and drivers of the host. ``counts`` is the result of :func:`_count_verdicts`.
+    ``library_sets`` has the libraries that cases had loaded, each set once, because most cases share theirs.
+    ``anchors`` and ``origins`` have, for the id of each case, its HTML id in the page, and the file and line of its
+    record.
     """
 
     run: Run
@@ -100,11 +101,16 @@ class View:
     apis: tuple[ApiView, ...]
     routes: tuple[RouteStatus, ...]
     files: tuple[FileStatus, ...]
-    grids: tuple[tuple[str, Grid], ...]
+    paths: PathMatrix | None
+    distances: DistanceMatrix | None
+    diagnosis: Diagnosis | None
     drawing: Drawing | None
+    measurements: tuple[Measurement, ...]
     plots: tuple[SweepPlot, ...]
     suites: tuple[SuiteView, ...]
+    library_sets: tuple[tuple[SeenLibrary, ...], ...]
     unproven: tuple[UnprovenCases, ...]
+    headline: tuple[tuple[str, str], ...]
     host: tuple[tuple[str, str], ...]
     anchors: Mapping[str, str]
     origins: Mapping[str, str]
@@ -113,12 +119,11 @@ class View:
 def make_view(contents: Contents) -> View:
     """Derive the view from the contents of a run."""
     run, facts, records = contents.run, contents.facts, contents.records
-    suites: dict[str, list[CaseView]] = {}
+    cases: list[CaseView] = []
+    library_sets: dict[tuple[SeenLibrary, ...], int] = {}
     for record_index, (record, origin) in enumerate(zip(records, contents.origins, strict=True)):
-        suites.setdefault(record.case.partition("::")[0], []).append(
-            _make_case_view(record, f"r{record_index}", origin)
-        )
-    cases = [case for suite_cases in suites.values() for case in suite_cases]
+        library_set = library_sets.setdefault(record.libraries, len(library_sets) + 1) if record.libraries else 0
+        cases.append(_make_case_view(record, f"r{record_index}", origin, library_set))
     routes, files = route_statuses(facts, records), file_statuses(facts, records)
     anchors: dict[str, str] = {}
     origins: dict[str, str] = {}
@@ -134,40 +139,34 @@ def make_view(contents: Contents) -> View:
         apis=tuple(_make_api_view(api, run, facts, records) for api in _reported_apis(facts, records)),
         routes=routes,
         files=files,
-        grids=_make_grids(routes, files),
+        paths=path_matrix(facts, routes, files),
+        distances=distance_matrix(contents.topology),
+        diagnosis=contents.diagnosis,
         drawing=make_drawing(facts, routes),
+        measurements=measurements(records, facts),
         plots=tuple(map(make_plot, sweeps(records, facts))),
-        suites=tuple(SuiteView(file=file, cases=tuple(suite_cases)) for file, suite_cases in suites.items()),
+        suites=_make_suites(cases, anchors),
+        library_sets=tuple(library_sets),
         unproven=unproven_cases(records),
+        headline=tuple(headline_rows(facts)),
         host=tuple(host_rows(facts)),
         anchors=anchors,
         origins=origins,
     )
 
 
-def _make_grids(routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> tuple[tuple[str, Grid], ...]:
-    """Return the tables of GPUs and NICs and of GPUs and mounts, with their names. A table of one cell is left out."""
-    nics = _make_grid([(status.device_index, status.nic, status) for status in routes])
-    mounts = _make_grid([(status.device_index, status.mount, status) for status in files])
-    grids = (("GPUs and NICs", nics), ("GPUs and mounts", mounts))
-    return tuple((name, grid) for name, grid in grids if len(grid.columns) * len(grid.rows) > 1)
-
-
-def _make_grid(statuses: Sequence[tuple[int, str, RouteStatus | FileStatus]]) -> Grid:
-    columns = tuple(dict.fromkeys(column for _, column, _ in statuses))
-    devices = sorted({index for index, _, _ in statuses})
-    cells: dict[tuple[int, str], list[RouteOutcome]] = {}
-    for index, column, status in statuses:
-        cells.setdefault((index, column), []).append(status.state)
-    return Grid(
-        columns,
-        tuple(
-            (
-                f"GPU {index}",
-                tuple(best_state(cells[index, name]).value if (index, name) in cells else None for name in columns),
-            )
-            for index in devices
-        ),
+def _make_suites(cases: Sequence[CaseView], anchors: Mapping[str, str]) -> tuple[SuiteView, ...]:
+    folders: dict[str, dict[str, list[CaseView]]] = {}
+    for case in cases:
+        file = case.record.case.partition("::")[0]
+        folders.setdefault(file.rpartition("/")[0] or file, {}).setdefault(file, []).append(case)
+    return tuple(
+        SuiteView(
+            folder,
+            tuple((file, tuple(file_cases)) for file, file_cases in files.items()),
+            _count_verdicts([case.record for file_cases in files.values() for case in file_cases], anchors),
+        )
+        for folder, files in folders.items()
     )
 
 
@@ -214,7 +213,7 @@ def _reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
     return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used_apis))
 
 
-def _make_case_view(record: Record, anchor: str, origin: str) -> CaseView:
+def _make_case_view(record: Record, anchor: str, origin: str, library_set: int) -> CaseView:
     evidence = tuple(
         (key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         for key, value in record.evidence.items()
@@ -229,6 +228,7 @@ def _make_case_view(record: Record, anchor: str, origin: str) -> CaseView:
         traceback=str(record.evidence.get("traceback", "")),
         anchor=anchor,
         origin=origin,
+        library_set=library_set,
     )
 
 
@@ -249,56 +249,3 @@ def _format_numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         if is_median and lowest is not None and highest is not None:
             text += f" ({format_number(lowest)} to {format_number(highest)})"
         yield words or number.unit, text
-
-
-def host_rows(facts: Facts) -> list[tuple[str, str]]:
-    """Return the facts about the host (kernel, devices, limits, libraries) as pairs of name and text."""
-    limits, kernel = facts.limits, facts.kernel
-    memlock = "not readable"
-    if limits.memlock_known:
-        memlock = "no limit" if limits.memlock_bytes is None else format_bytes(limits.memlock_bytes)
-    rows = [
-        ("System", f"{kernel.distribution or 'unknown distribution'}, {facts.machine}"),
-        ("Kernel", kernel.release or "not readable"),
-        ("Relevant modules", ", ".join(kernel.modules) or "none loaded"),
-        ("IOMMU", _describe_iommu(facts)),
-        ("NVIDIA driver", facts.nvidia_driver_version or "not loaded"),
-        ("NVIDIA GPUs on PCI", _describe_gpus(facts)),
-        ("RDMA devices of the kernel", _describe_rdma_devices(facts)),
-        ("Container", ", ".join(facts.container) or "none detected"),
-        ("Locked memory", memlock),
-        ("Open files", "no limit" if limits.open_files is None else str(limits.open_files)),
-        ("Capabilities", ", ".join(limits.capabilities) or "none of the relevant ones"),
-        ("Python", facts.python),
-        ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
-    ]
-    rows += [
-        (
-            library.soname,
-            f"{install_paths().portable(library.path)} ({library.error or library.build_id or 'no build id'})",
-        )
-        for library in facts.libraries
-        if library.path is not None
-    ]
-    rows += [("Not readable", f"{install_paths().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
-    return rows
-
-
-def _describe_iommu(facts: Facts) -> str:
-    groups = facts.kernel.iommu_group_count
-    words = " ".join(facts.kernel.iommu_arguments)
-    return f"{groups} groups" + (f"; {words}" if words else "") if groups else words or "no groups"
-
-
-def _describe_gpus(facts: Facts) -> str:
-    return (
-        ", ".join(f"{gpu.address} ({gpu.device_id:#06x}, {gpu.driver or 'no driver'})" for gpu in facts.gpus) or "none"
-    )
-
-
-def _describe_rdma_devices(facts: Facts) -> str:
-    devices = []
-    for device in facts.rdma_devices:
-        ports = ", ".join(f"port {port.number} {port.state or '?'} {port.rate or ''}".strip() for port in device.ports)
-        devices.append(f"{device.name} ({device.driver or 'unknown driver'}; {ports or 'no port'})")
-    return ", ".join(devices) or "none"

@@ -6,9 +6,10 @@ This program uses only the standard library and pip. The folder contains all oth
 lacks are installed into a temporary folder, which is removed at the end.
 
 A part is a group of cases. Its records are written to OUT/PROFILE/PART.jsonl and its output to OUT/logs/PART.log. A
-part that exceeds its time limit is killed, and the next part begins. The facts about the machine are written to
-facts.json next to the records, for `gdrkit report OUT/PROFILE`. If there is no RDMA device, verbs runs on its software
-twin (a drop-in library that emulates the hardware), and every record says so.
+part that exceeds its time limit is killed, and the next part begins. The facts about the machine, its topology and the
+result of the doctor are written to facts.json, topology.json and doctor.json next to the records, for
+`gdrkit report OUT/PROFILE`. If there is no RDMA device, verbs runs on its software twin (a drop-in library that
+emulates the hardware), and every record says so.
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ PARTS: dict[str, Part] = {
     "nccl": Part(("hardware/throughput/test_nccl.py",), limit_s=300, is_measuring=True, is_optional=True),
 }
 # A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
+# The commands that describe the machine, by the file of the profile's folder that has their output.
+DOCUMENTS = {
+    "facts.json": ("facts", "--json"),
+    "topology.json": ("topology", "--json"),
+    "doctor.json": ("doctor", "--json", "--read-only", "--any"),
+}
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAILED, SETUP_MISSING = 1, 3
 # The time that a part has to print its stacks after SIGABRT, in seconds.
@@ -197,7 +204,10 @@ def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
     environment = _environment(options, site, folder)
     data = site / "gdrkit" / "_data"
     launch, substrate = _launch_command(is_software=options.software)
-    facts = _collect_facts(launch, environment, folder, paths={site: "{site}", options.bundle.resolve(): "{bundle}"})
+    paths = {site: "{site}", options.bundle.resolve(): "{bundle}"}
+    documents = {
+        name: _describe_machine(command, launch, environment, folder, paths) for name, command in DOCUMENTS.items()
+    }
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     codes = []
@@ -218,8 +228,10 @@ def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
         _print_log_end(log, FAILED_LOG_LINES if codes[-1] else LOG_LINES)
         _say(f"gpu: {name}: exit {codes[-1]} after {time.monotonic() - start_s:.0f} s")
         profile_folder = _move_records(records, options.out)
-        if profile_folder and facts:
-            (profile_folder / "facts.json").write_text(facts)
+        if profile_folder:
+            for document, text in documents.items():
+                if text:
+                    (profile_folder / document).write_text(text)
         if options.tar:
             pack(options.out, options.tar)
     return FAILED if any(codes) else 0
@@ -238,12 +250,14 @@ def _launch_command(*, is_software: bool) -> tuple[list[str], str]:
     return [*run, "--apis", "verbs", "--"], "verbs=twin,cuda=hardware"
 
 
-def _collect_facts(launch: list[str], environment: dict[str, str], folder: Path, paths: dict[Path, str]) -> str:
-    """Return the facts about this machine as JSON text. Each path in `paths` is replaced by a name."""
-    command = [*launch, sys.executable, "-m", "gdrkit", "facts", "--json"]
+def _describe_machine(
+    arguments: tuple[str, ...], launch: list[str], environment: dict[str, str], folder: Path, paths: dict[Path, str]
+) -> str:
+    """Return the JSON that a command of gdrkit prints, with a name in place of each path in `paths`."""
+    command = [*launch, sys.executable, "-m", "gdrkit", *arguments]
     completed = subprocess.run(command, env=environment, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     if completed.returncode:
-        _say(f"gpu: no facts about this machine: gdrkit facts ended with exit code {completed.returncode}")
+        _say(f"gpu: gdrkit {' '.join(arguments)} ended with exit code {completed.returncode}")
         return ""
     text = completed.stdout
     for path, name in paths.items():

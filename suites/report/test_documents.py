@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.records import TWIN, facts_of, record_of, route, run_of
 
 from gdrkit.errors import Reason, UsageError
+from gdrkit.install_paths import install_paths
 from gdrkit.report import (
     CaseReason,
     ClaimedRoute,
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
 # HTML elements without an end tag.
 VOID_ELEMENTS = {"meta", "link", "br", "hr", "img", "input"}
-# Elements that could load other files or send data.
-LOADING_ELEMENTS = {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+# Elements that could load other files or send data. The only script of the page is its own.
+LOADING_ELEMENTS = {"link", "img", "iframe", "object", "embed", "base", "form"}
 HOSTILE_TEXT = "</code><script>alert(1)</script>\"'&<b onload=x>|`\x00\x1b[31m\u202e"
+SEARCH_SCRIPT = (install_paths().templates / "search.js").read_text()
 ON_TWINS = {"verbs": "twin", "cuda": "twin"}
 TWIN_BANNER = "software twins: this proves the code, not this machine"
 
@@ -58,6 +60,7 @@ class Page(HTMLParser):
         for name, value in attributes:
             assert not name.startswith("on"), f"{name} of <{tag}>"
             assert name not in {"src", "srcset", "style"}, f"{name} of <{tag}>"
+            assert tag != "script"
             assert name != "href" or (value or "").startswith("#")
         if tag == "caption":
             assert self.open[-1] == "table"
@@ -69,7 +72,9 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.open and "head" not in self.open and data.strip():
+        if "script" in self.open:
+            assert data == SEARCH_SCRIPT
+        elif "style" not in self.open and "head" not in self.open and data.strip():
             self.lines.append(data.strip())
 
 
@@ -176,7 +181,7 @@ def test_tables_have_captions_and_cases_have_details() -> None:
     record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
     facts = facts_of(routes=[route("dmabuf"), route("peer_memory", possible=False)])
     page = read_page(render_html(run_of(substrate=ON_TWINS), facts, [record]))
-    assert page.tags.count("table") == page.tags.count("caption") == 5
+    assert page.tags.count("table") == page.tags.count("caption") == 6
     assert page.tags.count("h1") == 1
     for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
         assert any(text in line for line in page.lines), text

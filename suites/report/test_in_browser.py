@@ -30,6 +30,8 @@ pytestmark = [needs(host.variable("GDRKIT_AXE")), pytest.mark.timeout(600)]
 WIDTHS_PX = (1280, 390)
 BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SAMPLE_REPORT = install_paths().root / "docs" / "sample-report" / "index.html"
+# Height of the page of a large run with everything folded, in CSS pixels at a width of 1280.
+HEIGHT_MAX_PX = 6000
 # JavaScript that returns the elements that are wider than the window. Elements in a part that can scroll are left out.
 OVERFLOW_SCRIPT = """
 () => [...document.querySelectorAll('body *')].filter(element => {
@@ -60,7 +62,10 @@ def browser() -> Iterator[Browser]:
 
 def open_page(browser: Browser, path: Path, *, width: int, is_dark: bool = False) -> tuple[Page, list[str]]:
     """Open a file in a new window, and return the page and the list of its console messages and exceptions."""
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light")
+    # The security policy of the page would refuse the script of axe-core.
+    page = browser.new_page(
+        viewport={"width": width, "height": 900}, color_scheme="dark" if is_dark else "light", bypass_csp=True
+    )
     messages: list[str] = []
     page.on("console", lambda message: messages.append(message.text))
     page.on("pageerror", lambda error: messages.append(str(error)))
@@ -110,6 +115,45 @@ def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name:
     assert find_violations(page) == []
     background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert background == {"light": "rgb(252, 252, 250)", "dark": "rgb(21, 23, 26)"}[scheme]
+
+
+def test_page_of_a_thousand_cases_is_short_and_searchable(browser: Browser) -> None:
+    page, messages = open_page(browser, SAMPLE_REPORT, width=1280)
+    assert page.locator("tr[id]").count() >= 844
+    assert page.evaluate("document.documentElement.scrollHeight") < HEIGHT_MAX_PX
+    page.fill("#search", "copy device")
+    shown = page.locator("tr[id]:visible")
+    assert page.inner_text("#found") == f"{shown.count()} cases"
+    assert 0 < shown.count() < page.locator("tr[id]").count()
+    page.fill("#search", "")
+    page.select_option("#verdict", "not_run")
+    assert page.locator("tr[id]:visible .state.not_run").count() == page.locator("tr[id]:visible").count() > 0
+    assert messages == []
+
+
+def test_link_to_a_case_unfolds_its_folder(browser: Browser) -> None:
+    page, _ = open_page(browser, SAMPLE_REPORT, width=1280)
+    assert not page.locator("#r5").is_visible()
+    page.evaluate("location.hash = 'r5'")
+    page.wait_for_selector("#r5", state="visible")
+
+
+def test_page_without_scripts_can_be_unfolded(browser: Browser) -> None:
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto(SAMPLE_REPORT.as_uri())
+    assert not page.locator(".search").is_visible()
+    page.locator("details.suite > summary").first.click()
+    assert page.locator("details.suite").first.locator("tr[id]").first.is_visible()
+
+
+def test_browser_runs_no_script_that_a_record_brings(browser: Browser, tmp_path: Path) -> None:
+    html = SAMPLE_REPORT.read_text()
+    injected = tmp_path / "injected.html"
+    injected.write_text(html.replace("<main", "<script>document.title = 'owned'</script><main", 1))
+    page = browser.new_page()
+    page.goto(injected.as_uri())
+    assert page.title() != "owned"
+    assert page.locator(".search").is_visible()  # The script of the page itself runs.
 
 
 def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Ve
 from gdrkit.report.drawing import make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import make_plot
-from gdrkit.report.limits import limit_gb_per_s
+from gdrkit.report.limits import link_limit
 from gdrkit.report.render import render_html, render_markdown
 from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
 from gdrkit.report.sweep import split_number, sweeps
@@ -38,14 +38,11 @@ def test_every_link_of_the_page_has_a_target() -> None:
 
 
 def test_overview_has_a_key_of_its_symbols() -> None:
-    facts = host_facts(gpus=2, nics=2)
+    facts = host_facts(gpus=1, nics=1)
     text = render_html(run_of(), facts, list(host_records(facts)))
     (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
     assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteOutcome]
-    # With a single pair of GPU and NIC there is no overview.
-    facts = host_facts(gpus=1, nics=1)
-    text = render_html(run_of(), facts, [record for record in host_records(facts) if not record.files])
-    assert 'class="states"' not in text
+    assert "None: this machine has no pair of a GPU and a NIC or mount." in render_page([record_of()])
 
 
 def test_page_of_64_routes_is_below_1_mb() -> None:
@@ -241,14 +238,17 @@ def test_bounds_of_a_case_are_drawn() -> None:
 def test_limit_of_a_route_is_its_slower_link() -> None:
     facts = host_facts(gpus=1, nics=1)
     route = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
-    assert limit_gb_per_s(route, facts) == 50.0
-    assert limit_gb_per_s(record_of(), facts) is None
-    assert limit_gb_per_s(route, facts_of()) is None
-    copy = record_of(case="a.py::test_copy[host_to_device-1MiB]")
-    assert limit_gb_per_s(copy, facts) == pytest.approx(63.0, abs=0.1)
+    limit = link_limit(route, facts)
+    assert limit is not None
+    assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
+    assert link_limit(record_of(), facts) is None
+    assert link_limit(route, facts_of()) is None
+    copy = link_limit(record_of(case="a.py::test_copy[host_to_device-1MiB]"), facts)
+    assert copy is not None
+    assert copy.gb_per_s == pytest.approx(63.0, abs=0.1)
     # The links in a virtual machine may differ from the hardware.
     virtual = dataclasses.replace(facts, virtual_machine="kvm")
-    assert [limit_gb_per_s(record, virtual) for record in (route, copy)] == [None, None]
+    assert link_limit(route, virtual) is None
 
 
 def test_numbers_of_software_have_no_plot() -> None:

@@ -1,0 +1,172 @@
+"""The two matrices of the report page: the state of every path from a GPU, and the distances between devices.
+
+The first one answers what ``gdscheck -p`` and a health check answer: which GPU reaches which NIC and which mount
+directly, and if it does not, why. The second one is the matrix of ``nvidia-smi topo -m``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.host import Distance
+from gdrkit.report.drawing import best_state
+from gdrkit.report.routes import FAILED_CASE_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.inventory import Facts, Topology
+    from gdrkit.report.routes import FileStatus, RouteStatus
+
+__all__ = ["DistanceMatrix", "PathCause", "PathCell", "PathColumn", "PathMatrix", "distance_matrix", "path_matrix"]
+
+# With more columns, a cell has only the symbol of its state, and the heads of the columns are vertical.
+_COLUMNS_WITH_WORDS_MAX = 5
+_DISTANCE_TEXTS = {
+    Distance.PIX: "at most one PCIe switch",
+    Distance.PXB: "several PCIe switches",
+    Distance.PHB: "a PCIe host bridge",
+    Distance.NODE: "several host bridges of one NUMA node",
+    Distance.SYS: "the link between NUMA nodes",
+    Distance.UNKNOWN: "the distance is unknown",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PathColumn:
+    """A NIC or a mount. ``kind`` is ``NIC`` or ``mount``."""
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class PathCell:
+    """The state of the most important path between a GPU and a NIC or a mount.
+
+    Attributes
+    ----------
+    state : str
+        The state, as in the record: ``proven``, ``unproven``, ``fell_back`` or ``not_possible``.
+    cause : int
+        Number of the cause in :attr:`PathMatrix.causes`, from 1. It is 0 if the path is proven.
+    case : str
+        A case that tested the path. Empty if no case did.
+    """
+
+    state: str
+    cause: int
+    case: str
+
+
+@dataclass(frozen=True, slots=True)
+class PathCause:
+    """A reason why paths are not proven, and the number of pairs of a GPU and a NIC or mount that have it."""
+
+    number: int
+    text: str
+    pair_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathMatrix:
+    """The state of the paths of a host: a row for each GPU, and a column for each NIC and each mount.
+
+    A cell is None if the pair has no path that was tested or attempted.
+    """
+
+    columns: tuple[PathColumn, ...]
+    rows: tuple[tuple[str, str, tuple[PathCell | None, ...]], ...]
+    causes: tuple[PathCause, ...]
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the cells have room for the names of the states."""
+        return len(self.columns) <= _COLUMNS_WITH_WORDS_MAX
+
+    @property
+    def kinds(self) -> tuple[tuple[str, int], ...]:
+        """The heading above the columns of NICs and above those of mounts, each with the number of its columns."""
+        counts = {"NIC": 0, "mount": 0}
+        for column in self.columns:
+            counts[column.kind] += 1
+        return tuple((f"{kind}s" if count > 1 else kind, count) for kind, count in counts.items() if count)
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceMatrix:
+    """The distances between the devices of a host, with the NUMA node and the PCIe link of each device.
+
+    Each of ``rows`` has the name of a device, its distance to each device of ``names`` (empty for itself), its NUMA
+    node, the CPUs of that node, and its PCIe link. ``legend`` explains the distances that occur.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...], str, str, str], ...]
+    legend: tuple[tuple[str, str], ...]
+    caveat: str
+
+
+def path_matrix(facts: Facts, routes: Sequence[RouteStatus], files: Sequence[FileStatus]) -> PathMatrix | None:
+    """Return the matrix of all paths of a host, or None if it has no pair of a GPU and a NIC or mount."""
+    statuses: dict[tuple[int, PathColumn], list[RouteStatus | FileStatus]] = {}
+    for route in routes:
+        statuses.setdefault((route.device_index, PathColumn(route.nic, "NIC")), []).append(route)
+    for file in files:
+        statuses.setdefault((file.device_index, PathColumn(file.mount, "mount")), []).append(file)
+    if not statuses:
+        return None
+    columns = tuple(sorted({column for _, column in statuses}, key=lambda column: (column.kind != "NIC", column.name)))
+    models = {device.index: device.name for device in facts.cuda.devices} if facts.cuda else {}
+    pair_counts: dict[str, int] = {}
+    rows = []
+    for device_index in sorted({index for index, _ in statuses}):
+        cells: list[PathCell | None] = []
+        for column in columns:
+            pair = statuses.get((device_index, column))
+            cells.append(None if pair is None else _make_cell(pair, pair_counts))
+        rows.append((f"GPU {device_index}", models.get(device_index, ""), tuple(cells)))
+    causes = tuple(PathCause(number, text, count) for number, (text, count) in enumerate(pair_counts.items(), start=1))
+    return PathMatrix(columns, tuple(rows), causes)
+
+
+def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[str, int]) -> PathCell:
+    """Return the cell of a pair, and count its cause in `pair_counts`, whose order gives the numbers of the causes."""
+    state = best_state(status.state for status in statuses)
+    status = next(status for status in statuses if status.state is state)
+    case = status.fallback_case or next(iter(status.cases), "")
+    cause = status.cause.removesuffix(f" ({status.fallback_case})")
+    if cause.startswith(FAILED_CASE_PREFIX):
+        # The names of the failed cases differ, and the cell has a link to its case.
+        case, cause = cause.removeprefix(FAILED_CASE_PREFIX), "a case of this path failed"
+    if cause:
+        pair_counts[cause] = pair_counts.get(cause, 0) + 1
+    number = list(pair_counts).index(cause) + 1 if cause else 0
+    return PathCell(state.value, number, case)
+
+
+def distance_matrix(topology: Topology | None) -> DistanceMatrix | None:
+    """Return the matrix of distances, or None without a topology or with a single device."""
+    if topology is None or len(topology.places) < 2:  # noqa: PLR2004 - one device has no distance to another.
+        return None
+    names = tuple(device.name for device in topology.places)
+    rows = tuple(
+        (
+            device.name,
+            tuple("" if name == device.name else topology.distances[device.name][name] for name in names),
+            "unknown" if device.numa_node is None else str(device.numa_node),
+            topology.numa_cpus.get(str(device.numa_node), "unknown"),
+            device.link or "unknown",
+        )
+        for device in topology.places
+    )
+    caveat = ""
+    if topology.virtual_machine:
+        caveat = f"This is a virtual machine ({topology.virtual_machine}): the tree may differ from the hardware."
+    return DistanceMatrix(names, rows, tuple(_make_legend(rows)), caveat)
+
+
+def _make_legend(rows: Iterable[tuple[str, tuple[str, ...], str, str, str]]) -> Iterable[tuple[str, str]]:
+    used = {Distance[name] for _, distances, _, _, _ in rows for name in distances if name}
+    return ((distance.name, _DISTANCE_TEXTS[distance]) for distance in sorted(used))

@@ -1,0 +1,153 @@
+"""The table of measured numbers in the report page: each quantity with its unit, its limit and the source of the limit.
+
+A quantity that was measured at several sizes or depths has one row, with the best value and where it was reached. The
+plots of the page show the other values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.report.figure import format_number
+from gdrkit.report.limits import link_limit
+from gdrkit.report.sweep import describes_hardware, parse_depth, parse_parameters, split_number
+from gdrkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from gdrkit.inventory import Facts
+    from gdrkit.report.record import Record
+
+__all__ = ["Bound", "Measurement", "case_title", "measurements", "readable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A value with which a measurement is compared. ``relation`` is ``at least`` or ``at most``."""
+
+    relation: str
+    value: str
+    source: str
+    is_met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One row of the table.
+
+    Attributes
+    ----------
+    group : str
+        What the case does, in words.
+    quantity : str
+        The quantity and the size or depth at which the value was reached, in words. Empty if the case has only one.
+    value, unit : str
+        The value with three significant digits, and its unit.
+    range_text : str
+        The lowest and the highest round. Empty if the record does not have them.
+    bounds : tuple of Bound
+        The limit of the link, and the values that the profile expects.
+    case : str
+        The case that measured the value.
+    """
+
+    group: str
+    quantity: str
+    value: str
+    unit: str
+    range_text: str
+    bounds: tuple[Bound, ...]
+    case: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    value: float
+    at: str
+    name: str
+    record: Record
+
+
+def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, ...]:
+    """Return a row for each quantity that was measured on hardware and for which more, or less, is better."""
+    best: dict[tuple[str, str, str], _Candidate] = {}
+    for record in records:
+        for group, quantity, candidate in _candidates(record) if describes_hardware(record) else ():
+            number = split_number(candidate.name)
+            known = best.get((group, quantity, number.unit))
+            if known is None or (candidate.value - known.value) * number.better > 0:
+                best[group, quantity, number.unit] = candidate
+    return tuple(
+        _make_measurement(group, quantity, candidate, facts) for (group, quantity, _), candidate in best.items()
+    )
+
+
+def _candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
+    """Yield each number of a record that a row can show, with the group and the quantity of that row."""
+    size_bytes, parameters = parse_parameters(record.case)
+    for name, value in record.numbers.items():
+        number = split_number(name)
+        if number.statistic not in ("", "median", "p50") or not number.better or number.is_bound:
+            continue
+        base, depth = parse_depth(number.base)
+        at = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
+        # The unit already shows that the number is a rate.
+        words = (*map(readable, parameters), "" if base == "rate" else readable(base))
+        yield case_title(record.case), ", ".join(filter(None, words)), _Candidate(value, at, name, record)
+
+
+def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: Facts) -> Measurement:
+    numbers, name = candidate.record.numbers, candidate.name
+    stem = name.removesuffix(f"_{split_number(name).statistic}")
+    lowest, highest = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
+    range_text = ""
+    if lowest is not None and highest is not None:
+        range_text = f"{_three_digits(lowest)} to {_three_digits(highest)}"
+    return Measurement(
+        group=group,
+        quantity=f"{quantity} {candidate.at}".strip(),
+        value=_three_digits(candidate.value),
+        unit=split_number(name).unit_words,
+        range_text=range_text,
+        bounds=tuple(_bounds(candidate, facts)),
+        case=candidate.record.case,
+    )
+
+
+def _bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
+    """Yield the bounds with which the case compared the number, or else the limit of the links in the facts."""
+    checks = candidate.record.evidence.get("judged")
+    has_checks = False
+    for check in checks if isinstance(checks, list) else ():
+        if not isinstance(check, dict) or check.get("number") != candidate.name:
+            continue
+        bound, text = check.get("bound"), check.get("text")
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(text, str):
+            has_checks, is_met = True, check.get("verdict") != "fail"
+            relation = "at least" if (bound <= candidate.value) is is_met else "at most"
+            yield Bound(relation, _three_digits(bound), text.partition("; ")[2] or text, is_met)
+    limit = None if has_checks else link_limit(candidate.record, facts)
+    if limit is not None and split_number(candidate.name).unit == "gb_per_s":
+        is_met = candidate.value <= limit.gb_per_s
+        yield Bound("at most", _three_digits(limit.gb_per_s), limit.why, is_met)
+
+
+def _three_digits(value: float) -> str:
+    if abs(value) < 1000:  # noqa: PLR2004 - from 1,000 on, a number has no digits after the point.
+        return f"{value:#.3g}".rstrip(".")
+    return format_number(float(f"{value:.3g}"))
+
+
+def case_title(case: str) -> str:
+    """Return the function of a case as words, without its parameters: ``Pinned copy``."""
+    text = readable(case.rpartition("::")[2].partition("[")[0].removeprefix("test_"))
+    return text[:1].upper() + text[1:]
+
+
+def readable(identifier: str) -> str:
+    """Return an identifier, or a parameter such as ``Direction.WRITE``, as words."""
+    enumeration, dot, member = identifier.partition(".")
+    text = member.lower() if dot and enumeration[:1].isupper() and member.isupper() else identifier
+    return text.replace("_", " ").strip()

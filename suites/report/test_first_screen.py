@@ -1,0 +1,217 @@
+"""The page begins with the host, its devices, and the state of every direct path with its cause."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from support.hosts import HARDWARE, host_facts, host_records, write_run
+from support.records import facts_of, record_of, run_of
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.inventory import Topology, diagnose, this_machine, topology
+from gdrkit.inventory.topology import TopologyDevice
+from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verdict
+from gdrkit.report.contents import read_contents
+from gdrkit.report.describe import headline_rows
+from gdrkit.report.matrix import distance_matrix, path_matrix
+from gdrkit.report.measurements import measurements
+from gdrkit.report.render import render, render_html
+from gdrkit.report.routes import file_statuses, route_statuses
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.report import Record
+    from gdrkit.report.matrix import PathMatrix
+
+
+def matrix_of(records: list[Record]) -> PathMatrix:
+    matrix = path_matrix(facts_of(), route_statuses(facts_of(), records), file_statuses(facts_of(), records))
+    assert matrix is not None
+    return matrix
+
+
+def sample_topology() -> Topology:
+    devices = (
+        TopologyDevice("GPU0", "gpu", "0000:1b:00.0", 0, (), "32.0 GT/s PCIe x16"),
+        TopologyDevice("mlx5_0", "nic", "0000:1c:00.0", 0, (), ""),
+        TopologyDevice("mlx5_1", "nic", "0000:9c:00.0", None, (), ""),
+    )
+    distances = {
+        "GPU0": {"mlx5_0": "PIX", "mlx5_1": "SYS"},
+        "mlx5_0": {"GPU0": "PIX", "mlx5_1": "SYS"},
+        "mlx5_1": {"GPU0": "SYS", "mlx5_0": "SYS"},
+    }
+    return Topology(1, devices, distances, {}, None, {"0": "0-31"})
+
+
+def test_headline_names_devices_and_drivers() -> None:
+    rows = dict(headline_rows(host_facts(gpus=8, nics=6)))
+    assert rows["GPUs"] == "8 x NVIDIA H200"
+    assert rows["NICs"].startswith("mlx5_0 (400 Gb/sec (4X NDR)), mlx5_1")
+    assert rows["NICs"].endswith("mlx5_3 (400 Gb/sec (4X NDR)), 2 more")
+    assert rows["NVIDIA driver"] == "580.159.04, CUDA 13.0"
+    assert dict(headline_rows(facts_of()))["NICs"] == "none"
+
+
+def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
+    facts = host_facts(gpus=1, nics=1)
+    text = render(write_run(tmp_path / "run", facts, list(host_records(facts)), host="node7")).index.read_text()
+    assert text.index('<p class="hostname">node7</p>') < text.index("<h1>") < text.index('<h2 id="paths">')
+    assert "<title>node7: " in text
+
+
+def test_cell_has_the_cause_of_its_state() -> None:
+    records = [
+        record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE),
+        record_of(
+            Verdict.UNPROVEN,
+            case="a.py::test_b",
+            routes=(ClaimedRoute(0, "mlx5_1", "dmabuf"), ClaimedRoute(1, "mlx5_1", "dmabuf")),
+            reasons=(CaseReason("no counter moved"),),
+            substrate=HARDWARE,
+        ),
+        record_of(case="a.py::test_c", files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),), substrate=HARDWARE),
+    ]
+    matrix = matrix_of(records)
+    assert [(column.kind, column.name) for column in matrix.columns] == [
+        ("NIC", "mlx5_0"),
+        ("NIC", "mlx5_1"),
+        ("mount", "/data"),
+    ]
+    states = [[cell and (cell.state, cell.cause) for cell in cells] for _, _, cells in matrix.rows]
+    assert states == [[("proven", 0), ("unproven", 1), ("fell_back", 2)], [None, ("unproven", 1), None]]
+    first_cause = matrix.causes[0]
+    assert (first_cause.number, first_cause.text, first_cause.pair_count) == (1, "no counter moved", 2)
+    assert matrix.kinds == (("NICs", 2), ("mount", 1))
+
+
+def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
+    records = [
+        record_of(case="a.py::test_a", routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE),
+        record_of(
+            case="a.py::test_b", routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),), substrate=HARDWARE
+        ),
+    ]
+    matrix = matrix_of(records)
+    (((_, _, (cell,)),), (cause,)) = (matrix.rows, matrix.causes)
+    assert cell is not None
+    assert (cell.state, cell.cause, cell.case) == ("fell_back", 1, "a.py::test_b")
+    assert cause.text == "by the host"
+
+
+def test_wide_matrix_has_symbols_and_hidden_words() -> None:
+    facts = host_facts(gpus=8, nics=8)
+    text = render_html(run_of(), facts, list(host_records(facts)))
+    (table,) = re.findall(r'<table class="grid narrow">.*?</table>', text, re.DOTALL)
+    assert table.count('<span class="hidden">fell back</span>') >= 16
+    assert table.count("<tr>") == 2 + 8
+
+
+def test_distances_are_those_of_nvidia_smi() -> None:
+    matrix = distance_matrix(sample_topology())
+    assert matrix is not None
+    assert matrix.rows[0] == ("GPU0", ("", "PIX", "SYS"), "0", "0-31", "32.0 GT/s PCIe x16")
+    assert matrix.rows[2] == ("mlx5_1", ("SYS", "SYS", ""), "unknown", "unknown", "unknown")
+    assert [name for name, _ in matrix.legend] == ["PIX", "SYS"]
+    assert distance_matrix(None) is None
+
+
+def test_measurement_has_value_unit_limit_and_source() -> None:
+    facts = host_facts(gpus=1, nics=1)
+    rows = measurements(host_records(facts), facts)
+    assert [(row.group, row.quantity) for row in rows] == [
+        ("Pinned copy", "host to device at 256 MiB"),
+        ("Pinned copy", "device to host at 256 MiB"),
+    ]
+    assert (rows[0].value, rows[0].unit, rows[0].range_text) == ("55.0", "GB/s", "53.4 to 56.1")
+    (bound,) = rows[0].bounds
+    assert (bound.relation, bound.value, bound.is_met) == ("at most", "63.0", True)
+    assert bound.source == "the link of GPU0, 32.0 GT/s PCIe x16"
+
+
+def test_missed_expectation_is_marked_with_its_source() -> None:
+    check = {
+        "number": "rate_gb_per_s_median",
+        "found": 40.0,
+        "bound": 49.5,
+        "verdict": "fail",
+        "text": "rate_gb_per_s_median is 40; expected 55, tolerance 10 % (measured on one H200)",
+    }
+    record = record_of(
+        case="a.py::test_copy", numbers={"rate_gb_per_s_median": 40.0}, substrate=HARDWARE, evidence={"judged": [check]}
+    )
+    (row,) = measurements([record], facts_of())
+    (bound,) = row.bounds
+    assert (bound.relation, bound.value, bound.is_met) == ("at least", "49.5", False)
+    assert bound.source == "expected 55, tolerance 10 % (measured on one H200)"
+    assert "at least 49.5 (not met)" in render_html(run_of(), facts_of(), [record])
+
+
+def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
+    records = [
+        record_of(
+            case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s": rate, "wait_us_median": us}, substrate=HARDWARE
+        )
+        for size, rate, us in (("1MiB", 5.0, 9.0), ("2MiB", 7.0, 12.0), ("4MiB", 6.0, 20.0))
+    ]
+    rows = {row.unit: (row.quantity, row.value) for row in measurements(records, facts_of())}
+    assert rows == {"GB/s": ("at 2 MiB", "7.00"), "us": ("wait at 1 MiB", "9.00")}
+
+
+def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
+    facts = host_facts(gpus=1, nics=1)
+    folder = RunFolder(write_run(tmp_path / "run", facts, list(host_records(facts))))
+    folder.topology.write_text(sample_topology().to_json())
+    diagnosis = diagnose(this_machine(query_apis=False, run_experiments=False))
+    folder.diagnosis.write_text(diagnosis.to_json())
+    text = render(folder.path).index.read_text()
+    assert f"of {len(diagnosis.findings)} known causes" in text
+    assert text.count("<code>gdrkit explain ") == len(diagnosis.of(Verdict.FAIL))
+    assert '<td class="pix">PIX</td>' in text
+    # A folder of gdrkit 0.1.0 has neither file.
+    folder.topology.unlink()
+    folder.diagnosis.unlink()
+    assert "known causes" not in render(folder.path).index.read_text()
+
+
+@pytest.mark.parametrize("name", ["topology.json", "doctor.json"])
+def test_damaged_document_of_the_machine_is_refused(tmp_path: Path, name: str) -> None:
+    facts = host_facts(gpus=1, nics=1)
+    path = write_run(tmp_path / "run", facts, [record_of()])
+    (path / name).write_text('{"schema_version": 7}')
+    with pytest.raises(UsageError, match=r"expected schema_version 1, found 7") as raised:
+        read_contents(path)
+    assert raised.value.reason is Reason.MALFORMED
+
+
+def test_topology_survives_a_round_trip() -> None:
+    own = topology(this_machine(query_apis=False, run_experiments=False))
+    assert Topology.from_json(own.to_json()) == own
+
+
+def test_folder_of_cases_is_folded_and_counts_its_verdicts() -> None:
+    records = [record_of(case="a/x.py::test_a"), record_of(Verdict.FAIL, case="b/y.py::test_b")]
+    text = render_html(run_of(), facts_of(), records)
+    folders = re.findall(
+        r'<details class="suite">\s*<summary><code>(\w)</code>.*?class="(\w+)"><b>1</b>', text, re.DOTALL
+    )
+    assert folders == [("a", "pass"), ("b", "fail")]
+
+
+def test_failed_cases_of_several_pairs_are_one_cause() -> None:
+    records = [
+        record_of(
+            Verdict.FAIL,
+            case=f"a.py::test_write[{nic}]",
+            routes=(ClaimedRoute(0, nic, "dmabuf"),),
+            reasons=(CaseReason("wrong bytes"),),
+        )
+        for nic in ("mlx5_0", "mlx5_1")
+    ]
+    matrix = matrix_of(records)
+    assert [(cause.text, cause.pair_count) for cause in matrix.causes] == [("a case of this path failed", 2)]
+    (((_, _, cells),),) = (matrix.rows,)
+    assert [cell and cell.case for cell in cells] == ["a.py::test_write[mlx5_0]", "a.py::test_write[mlx5_1]"]
