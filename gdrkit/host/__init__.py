@@ -20,7 +20,7 @@ from gdrkit.host.limits import Limits, process_limits, raise_open_files_limit
 from gdrkit.host.memory import BorrowedHostMemory, HostAllocator, HostBuffer, HostMemory, MappedFile
 from gdrkit.host.mounts import BlockDevice, Mount, block_device, mount_of, mounts
 from gdrkit.host.nvme import NvmeController, nvme_controllers
-from gdrkit.host.nvml import GpuLink, NvmlFacts, nvml_facts
+from gdrkit.host.nvml import GpuHealth, GpuLink, NvmlFacts, nvml_facts
 from gdrkit.host.pci import (
     PciDevice,
     habana_accelerators,
@@ -43,6 +43,7 @@ __all__ = [
     "DiskFiles",
     "Distance",
     "Files",
+    "GpuHealth",
     "GpuLink",
     "HostAllocator",
     "HostBuffer",

@@ -31,6 +31,8 @@ class PortFacts:
         Signalling rate, e.g. ``400 Gb/sec (4X NDR)``.
     link_layer : str or None
         ``InfiniBand`` or ``Ethernet``.
+    lid : int or None
+        Local identifier on InfiniBand, from 1. 0 without a subnet manager, and on Ethernet.
     """
 
     number: int
@@ -38,6 +40,7 @@ class PortFacts:
     physical_state: str | None
     rate: str | None
     link_layer: str | None
+    lid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ def _port(tree: HostTree, folder: str, port_number: int) -> PortFacts:
         physical_state=_enum_name(tree.text(f"{folder}/phys_state")),
         rate=tree.text(f"{folder}/rate"),
         link_layer=tree.text(f"{folder}/link_layer"),
+        lid=tree.number(f"{folder}/lid", base=0),
     )
 
 

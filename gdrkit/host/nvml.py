@@ -1,4 +1,4 @@
-"""PCIe links and BAR1 of each GPU, from NVML.
+"""PCIe links, BAR1, firmware and errors of each GPU, from NVML.
 
 The library is loaded by the call of :func:`nvml_facts`, not by the import of this module. The PCIe link of an idle GPU
 is slowed down to save power, so its generation is meaningful only under load.
@@ -9,9 +9,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gdrkit.errors import ApiError
 from gdrkit.host import _nvml
 
-__all__ = ["GpuLink", "NvmlFacts", "nvml_facts"]
+__all__ = ["GpuHealth", "GpuLink", "NvmlFacts", "nvml_facts"]
+
+_LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS of nvml.h 13.
+_CORRECTED, _UNCORRECTED = 0, 1  # nvmlMemoryErrorType_t
+_VOLATILE_ECC = 0  # nvmlEccCounterType_t: errors since the driver was loaded.
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHealth:
+    """Identity, firmware and errors of one GPU. A quantity that the GPU does not support is None.
+
+    Attributes
+    ----------
+    serial, vbios, gsp_firmware : str or None
+        Serial number of the board, and the versions of its VBIOS and of the firmware of its GSP.
+    is_ecc_enabled : bool or None
+        Whether ECC is on.
+    corrected_errors, uncorrected_errors : int or None
+        Memory errors since the driver was loaded.
+    is_remapping_pending, has_remapping_failed : bool or None
+        Whether a row of memory waits for a reset of the GPU to be replaced, and whether a replacement failed.
+    active_nvlinks : int
+        Number of NVLinks that are active.
+    """
+
+    serial: str | None
+    vbios: str | None
+    gsp_firmware: str | None
+    is_ecc_enabled: bool | None
+    corrected_errors: int | None
+    uncorrected_errors: int | None
+    is_remapping_pending: bool | None
+    has_remapping_failed: bool | None
+    active_nvlinks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +65,8 @@ class GpuLink:
     common_ancestor : mapping
         Distance to every other GPU, by the PCI address of that GPU, as nvmlGpuTopologyLevel_t: 0 same board, 10 PIX,
         20 PXB, 30 PHB, 40 NODE, 50 SYS.
+    health : GpuHealth or None
+        Firmware and errors. None in facts that gdrkit 0.1.0 wrote.
     """
 
     pci_bus_id: str
@@ -42,6 +78,7 @@ class GpuLink:
     bar1_bytes: int | None
     bar1_free_bytes: int | None
     common_ancestor: dict[str, int]
+    health: GpuHealth | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +125,40 @@ def _gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
         bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
         bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
         common_ancestor={address: int(level) for address, level in levels.items() if level is not None},
+        health=_gpu_health(handle),
     )
+
+
+def _gpu_health(handle: object) -> GpuHealth:
+    ecc_modes = _nvml.call_if_supported("nvmlDeviceGetEccMode", handle)
+    # Corrected and uncorrected rows, whether a replacement is pending, and whether one failed.
+    rows = _nvml.call_if_supported("nvmlDeviceGetRemappedRows", handle)
+    return GpuHealth(
+        serial=_nvml.call_if_supported("nvmlDeviceGetSerial", handle),
+        vbios=_nvml.call_if_supported("nvmlDeviceGetVbiosVersion", handle),
+        gsp_firmware=_nvml.call_if_supported("nvmlDeviceGetGspFirmwareVersion", handle),
+        is_ecc_enabled=None if ecc_modes is None else bool(ecc_modes[0]),
+        corrected_errors=_error_count(handle, _CORRECTED),
+        uncorrected_errors=_error_count(handle, _UNCORRECTED),
+        is_remapping_pending=None if rows is None else bool(rows[2]),
+        has_remapping_failed=None if rows is None else bool(rows[3]),
+        active_nvlinks=_count_active_nvlinks(handle),
+    )
+
+
+def _error_count(handle: object, error_type: int) -> int | None:
+    count = _nvml.call_if_supported("nvmlDeviceGetTotalEccErrors", handle, error_type, _VOLATILE_ECC)
+    return None if count is None else int(count)
+
+
+def _count_active_nvlinks(handle: object) -> int:
+    active_count = 0
+    for link in range(_LINKS_MAX):
+        try:
+            state = _nvml.call_if_supported("nvmlDeviceGetNvLinkState", handle, link)
+        except ApiError as error:
+            if error.status_name == "NVML_ERROR_INVALID_ARGUMENT":
+                break  # The GPU has fewer links.
+            raise
+        active_count += bool(state)
+    return active_count

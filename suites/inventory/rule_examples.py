@@ -10,7 +10,7 @@ from typing import Any
 from inventory.healthy_machine import ACS_REDIRECT, GPU, NIC, SWITCH_PORT, config
 
 from gdrkit.errors import Reason
-from gdrkit.host import GpuLink, NvmlFacts
+from gdrkit.host import GpuHealth, GpuLink, NvmlFacts
 from gdrkit.inventory import ApiFailure, Observation
 from gdrkit.units import GIB, MIB
 
@@ -47,6 +47,21 @@ def _failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, 
         what_to_do="",
     )
     return {"driver_open": Observation("driver_open", failure=failure)}
+
+
+def _with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remapping_pending: bool = False) -> GpuLink:
+    health = GpuHealth(
+        serial="1650023000000",
+        vbios="96.00.A0.00.01",
+        gsp_firmware="580.159.04",
+        is_ecc_enabled=True,
+        corrected_errors=corrected,
+        uncorrected_errors=uncorrected,
+        is_remapping_pending=is_remapping_pending,
+        has_remapping_failed=False,
+        active_nvlinks=18,
+    )
+    return GpuLink(GPU, 5, 5, 16, 16, 0, 256 * GIB, 255 * GIB, common_ancestor={}, health=health)
 
 
 # The arguments of inventory.healthy_machine.machine, by the code of the rule and the name of the example.
@@ -103,6 +118,13 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "observations": {"load": Observation("load", seen={GPU: "8.0 GT/s PCIe"})},
     },
     ("small-read-request", "128 bytes"): {"files": {f"{_NIC_FOLDER}/config": config(ats=True, read_request_bytes=128)}},
+    ("gpu-errors", "fallen off the bus"): {
+        "kernel_log_lines": ("NVRM: Xid (PCI:0000:03:00): 79, pid='<unknown>', GPU has fallen off the bus.",)
+    },
+    ("gpu-errors", "uncorrected errors"): {"facts": {"nvml": NvmlFacts("580.159.04", (_with_errors(uncorrected=2),))}},
+    ("gpu-errors", "a row to be replaced"): {
+        "facts": {"nvml": NvmlFacts("580.159.04", (_with_errors(is_remapping_pending=True),))}
+    },
     ("port-down", "no cable"): {
         "files": {f"{_PORT_FOLDER}/state": "1: DOWN\n", f"{_PORT_FOLDER}/phys_state": "3: Disabled\n"}
     },
@@ -169,6 +191,10 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": _SLOW_LINK_FILES,
         "observations": {"load": Observation("load", seen={GPU: "32.0 GT/s PCIe"})},
     },
+    ("gpu-errors", "corrected errors alone"): {
+        "facts": {"nvml": NvmlFacts("580.159.04", (_with_errors(corrected=9),))}
+    },
+    ("gpu-errors", "another message of the driver"): {"kernel_log_lines": ("NVRM: Xid is a word of this text",)},
     ("memlock-low", "the capability"): {
         "files": {
             "/proc/self/limits": "Max locked memory         65536                65536                bytes\n",

@@ -87,7 +87,7 @@ def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes
     healthy_host = machine(tmp_path, files=files)
     diagnosis = diagnose(healthy_host)
     topology(healthy_host)
-    assert len(diagnosis.findings) == 33
+    assert len(diagnosis.findings) == 34
 
 
 def test_file_without_a_number_is_reported_as_unreadable(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_facts_are_saved_and_replayed_by_commands(tmp_path: Path, capsys: pytest
     facts = json.loads(run("facts", "--no-apis", "--save", file, "--json"))
     assert json.loads(run("facts", "--replay", file, "--json")) == facts
     doctor = json.loads(run("doctor", "--replay", file, "--json"))
-    assert len(doctor["findings"]) == 33
+    assert len(doctor["findings"]) == 34
     assert "places" in json.loads(run("topology", "--replay", file, "--json"))
 
 

@@ -16,6 +16,8 @@ __all__ = ["RULES"]
 # Before this version of Linux, the IOMMU of an Arm host must translate (see the rule iommu-translates).
 _ARM_REVERSED_BEFORE_KERNEL = (6, 11)
 _READ_REQUEST_BYTES_MIN = 512
+# A line of the driver: "NVRM: Xid (PCI:0000:1b:00): 79, pid=..., GPU has fallen off the bus."
+_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,5})\b")
 # Numbers of lanes that a link can have. sysfs shows other numbers if it does not know the width.
 _LINK_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
 
@@ -307,6 +309,42 @@ def _check_small_read_request(context: RuleContext) -> RuleResult:
     return context.passes(f"MaxReadReq of {known_count} NICs is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering}")
 
 
+@rule(
+    code="gpu-errors",
+    title="a GPU has memory errors, or its driver logged Xid errors",
+    why="A GPU with uncorrected memory errors, or one that fell off the bus, fails or delays transfers. That looks "
+    "like an error of the NIC or of the storage.",
+    remedy="look up the Xid number in NVIDIA's Xid catalogue; reset the GPU (`nvidia-smi --gpu-reset`) if a row of its "
+    "memory waits to be replaced; drain the node and run DCGM's diagnostics if the errors come back",
+    reads="NVML: memory errors and replaced rows; the kernel log: NVRM: Xid",
+    privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
+)
+def _check_gpu_errors(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    defects = []
+    gpus = context.facts.nvml.gpus if context.facts.nvml else ()
+    known_healths = [(gpu.pci_bus_id, gpu.health) for gpu in gpus if gpu.health is not None]
+    for address, health in known_healths:
+        context.record(f"NVML about {address}", f"uncorrected errors: {health.uncorrected_errors}")
+        if health.uncorrected_errors:
+            defects.append(f"{address} has {health.uncorrected_errors} uncorrected memory errors")
+        if health.is_remapping_pending or health.has_remapping_failed:
+            defects.append(f"a row of the memory of {address} waits to be replaced, or could not be replaced")
+    kernel_log = context.machine.kernel_log
+    xid_lines = [line for line in kernel_log.lines if _XID.search(line)]
+    context.record("kernel log", xid_lines[-1] if xid_lines else kernel_log.unreadable or "no Xid error")
+    if xid_lines:
+        numbers = sorted({int(match[1]) for line in xid_lines if (match := _XID.search(line))})
+        defects.append(f"{len(xid_lines)} Xid errors in the kernel log: {', '.join(map(str, numbers))}")
+    if defects:
+        return context.fails("; ".join(defects))
+    if kernel_log.unreadable:
+        known = "NVML reports no errors; the kernel log" if known_healths else "NVML and the kernel log"
+        return context.not_run(f"{known} cannot be read: {kernel_log.unreadable}")
+    return context.passes("no memory errors and no Xid errors")
+
+
 RULES = (
     _check_acs_redirect,
     _check_ats_off_in_vm,
@@ -314,4 +352,5 @@ RULES = (
     _check_far_apart,
     _check_link_downgraded,
     _check_small_read_request,
+    _check_gpu_errors,
 )
