@@ -31,6 +31,8 @@ __all__ = ["main"]
 # The exit codes with which a shell reports a command that it cannot start, and a command that SIGINT ended (128 + 2).
 _EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
 _EXIT_INTERRUPTED = 130
+# The shortest --budget of `gdrkit check`, in seconds: an idle machine needs about half of it to start the cases.
+_BUDGET_S_MIN = 10.0
 # The list of exit codes in the help text of `gdrkit qualify`.
 _EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
@@ -174,6 +176,43 @@ def qualify(
         click.echo(f"  {line}")
     click.echo(f"Report: {report_folder.index}")
     return run.exit_code
+
+
+@cli.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit check                          the gate of a node, at most 60 s\n"
+        "  gdrkit check --budget 20 || exit 1    in a Slurm prolog\n\n"
+        f"\b\nExit codes:\n{_EXIT_CODES}\n\n"
+        "If the time does not suffice, for example because a driver hangs, the exit code is 1."
+    )
+)
+@click.option(
+    "--budget",
+    "budget_s",
+    type=click.FloatRange(_BUDGET_S_MIN, 3600),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="The command ends within this time.",
+)
+@click.option(
+    "--software", is_flag=True, help="Run every API on its software twin. This says nothing about the machine."
+)
+@click.option("--profile", metavar="NAME", help="The profile of this kind of machine. Default: the one that fits best.")
+def check(budget_s: float, software: bool, profile: str | None) -> int:
+    """Check the routes that the profile requires, and print one line.
+
+    The command moves bytes between each GPU and each NIC and checks them. It writes no report. A workload manager can
+    run it before each job; `gdrkit qualify` runs all cases.
+    """
+    from gdrkit.qualify import Options
+    from gdrkit.qualify import check as run_check
+
+    options = Options(software=software, profile=profile, command=shlex.join(["gdrkit", *sys.argv[1:]]))
+    result = run_check(options, budget_s=budget_s)
+    click.echo(result.line)
+    return int(result.code)
 
 
 @cli.command(

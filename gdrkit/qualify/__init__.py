@@ -8,16 +8,19 @@ package starts and supervises these processes, and derives the outcome from the 
 from __future__ import annotations
 
 from gdrkit.exit_code import ExitCode
+from gdrkit.qualify.check import CheckResult, check
 from gdrkit.qualify.outcome import Outcome, decide
 from gdrkit.qualify.plan import CasePlan, PlannedCase, fitting_sessions
 from gdrkit.qualify.run import Options, plan_only, qualify
 
 __all__ = [
     "CasePlan",
+    "CheckResult",
     "ExitCode",
     "Options",
     "Outcome",
     "PlannedCase",
+    "check",
     "decide",
     "fitting_sessions",
     "plan_only",

@@ -34,8 +34,6 @@ __all__ = ["CommonFields", "SuiteRunner"]
 _POLL_INTERVAL_S = 0.1
 # A child that writes no record for this time is killed.
 _STALL_TIMEOUT_S = 180.0
-# The time that a case has for its clean-up after SIGINT.
-_CLEAN_UP_TIMEOUT_S = 10.0
 # So much of the end of pytest's log is put into an error or a record.
 _LOG_TAIL_CHARACTERS = 3000
 # The exit code of pytest for a usage error.
@@ -69,6 +67,8 @@ class SuiteRunner:
         Options for pytest: profile, seed, selection.
     suites : Path or None
         The folder of the cases; None for the suites of gdrkit.
+    clean_up_timeout_s : float
+        The time that a case has for its clean-up if this process is interrupted, in seconds.
 
     Attributes
     ----------
@@ -77,9 +77,16 @@ class SuiteRunner:
     """
 
     def __init__(
-        self, folder: RunFolder, environment: Mapping[str, str], options: list[str], *, suites: Path | None = None
+        self,
+        folder: RunFolder,
+        environment: Mapping[str, str],
+        options: list[str],
+        *,
+        suites: Path | None = None,
+        clean_up_timeout_s: float = 10.0,
     ) -> None:
         self._folder = folder
+        self._clean_up_timeout_s = clean_up_timeout_s
         self._environment = dict(environment)
         configuration = install_paths().suites / "pytest.ini"
         suites = (suites or install_paths().suites).resolve()
@@ -164,7 +171,7 @@ class SuiteRunner:
         except BaseException:
             child.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_CLEAN_UP_TIMEOUT_S)
+                child.wait(self._clean_up_timeout_s)
             raise
         finally:
             if abandoned := kill_child(child):

@@ -5,7 +5,7 @@ The module performs no I/O. ``gdrkit qualify`` calls :func:`decide` after the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason
@@ -91,6 +91,13 @@ def decide(
             required=required,
         )
     incomplete_outcome = _decide_on_missing_cases(profile, records, is_part=is_part)
+    if incomplete_outcome is not None and not incomplete_outcome.causes:
+        # Cases that need an API do not run if it failed, so its failure is the cause.
+        incomplete_outcome = replace(
+            incomplete_outcome,
+            causes=tuple(dict.fromkeys(failure.message for failure in facts.failures))[:_CAUSES_MAX],
+            to_do=tuple(dict.fromkeys(failure.what_to_do for failure in facts.failures if failure.what_to_do)),
+        )
     if incomplete_outcome is None and software_asked:
         return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
     return incomplete_outcome or _decide_on_hardware(statuses, required)

@@ -32,7 +32,7 @@ from gdrkit.report.substrate import substrates_of_facts
 if TYPE_CHECKING:
     from gdrkit.report import Record
 
-__all__ = ["Options", "Progress", "plan_only", "qualify"]
+__all__ = ["Options", "Progress", "plan_only", "qualify", "run_cases"]
 
 _SEED_BITS = 63
 
@@ -73,6 +73,10 @@ class Options:
         The folder of the cases. None for the suites of gdrkit.
     command : str
         The command line that the records contain.
+    query_timeout_s : float
+        Time limit of each query of an API, in seconds.
+    clean_up_timeout_s : float
+        The time that a case has for its clean-up if the run is interrupted, in seconds.
     """
 
     software: bool = False
@@ -82,6 +86,8 @@ class Options:
     select: str | None = None
     suites: Path | None = None
     command: str = "gdrkit qualify"
+    query_timeout_s: float = 60.0
+    clean_up_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,9 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         The profile does not exist or does not fit, or the selection is invalid.
     """
     with exit_on_signals():
-        return _qualify(options, progress)
+        run, folder = run_cases(options, progress)
+        render(folder.path)
+        return run, folder
 
 
 def plan_only(options: Options, progress: Progress) -> dict[str, object]:
@@ -129,7 +137,8 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
     }
 
 
-def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
+def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
+    """Run the cases and write run.json, without a report; see :func:`qualify`."""
     started, clock_start = dt.datetime.now(dt.UTC), time.monotonic()
     prepared = _prepare(options, progress, started)
     commit, identity = install_paths().commit(), host_identity(HostTree())
@@ -196,7 +205,6 @@ def _qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         is_interrupted=False,
     )
     prepared.folder.write_run(run)
-    render(prepared.folder.path)
     return run, prepared.folder
 
 
@@ -218,7 +226,7 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
         load_profile(options.profile)  # This raises an error for an unknown name. The probe below is slow.
     folder = RunFolder(options.output or install_paths().runs / started.strftime("%Y%m%dT%H%M%SZ"))
     folder.make_empty()
-    facts = probe(environment=environment)
+    facts = probe(environment=environment, timeout_s=options.query_timeout_s)
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
     machine = this_machine(facts=facts, run_experiments=False)
     folder.topology.write_text(topology(machine).to_json(), encoding="utf-8")
@@ -232,7 +240,9 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
         arguments.append(f"--profile={options.profile}")
     if options.select is not None:
         arguments += ["-k", options.select]
-    runner = SuiteRunner(folder, environment, arguments, suites=options.suites)
+    runner = SuiteRunner(
+        folder, environment, arguments, suites=options.suites, clean_up_timeout_s=options.clean_up_timeout_s
+    )
     return _PreparedRun(folder, facts, substrates, seed, runner)
 
 

@@ -43,7 +43,8 @@ class _DmabufRegion:
         active_nics = [device for device in facts.verbs.nics if device.active_ports]
         nics_without_dmabuf = [device.name for device in active_nics if not device.dmabuf]
         if nics_without_dmabuf:
-            return f"no dma-buf regions on {', '.join(nics_without_dmabuf)}"
+            causes = dict.fromkeys(device.failure.message for device in active_nics if device.failure is not None)
+            return ": ".join((f"no dma-buf regions on {', '.join(nics_without_dmabuf)}", *causes))
         return None if active_nics else "no NIC with an active port"
 
 

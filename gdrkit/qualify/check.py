@@ -1,0 +1,146 @@
+"""The gate of a node: one case per route, one line, and an exit code within a given time.
+
+``gdrkit check`` is for the prolog of a workload manager and for the probe of a container. It uses the steps of
+``gdrkit qualify``, with the one case that moves bytes between every GPU and every NIC, and writes no report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from gdrkit.children import KILL_TIMEOUT_S
+from gdrkit.exit_code import ExitCode
+from gdrkit.host import HostTree, host_identity
+from gdrkit.install_paths import install_paths
+from gdrkit.qualify.interrupt import exit_on_signals
+from gdrkit.qualify.run import Options, run_cases
+from gdrkit.text import single_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from gdrkit.qualify.plan import CasePlan
+    from gdrkit.report import Record, Run
+
+__all__ = ["CheckResult", "check"]
+
+_WORDS: dict[int, str] = {
+    ExitCode.PROVEN: "ok",
+    ExitCode.FAILED: "failed",
+    ExitCode.SETUP_MISSING: "set-up is missing",
+    ExitCode.NOTHING_PROVEN: "nothing proven",
+}
+_CASE = "test_every_nic_accesses_every_device"
+# The part of the time that a query of an API may take. The queries run at the same time.
+_QUERY_SHARE = 0.4
+# The time in which a child process that hangs in a driver is killed or abandoned, in seconds.
+_CLEAN_UP_TIMEOUT_S = 0.5
+_KILL_RESERVE_S = KILL_TIMEOUT_S + _CLEAN_UP_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The exit code of a check and its line for people."""
+
+    code: ExitCode
+    line: str
+
+
+class _TimeIsUp(BaseException):
+    """Raised by the timer. It is not an Exception, so that no other handler catches it."""
+
+
+class _Stage:
+    """The step of the check that runs at present. It implements :class:`gdrkit.qualify.run.Progress`."""
+
+    def __init__(self) -> None:
+        self.text = "querying CUDA, verbs and NVML"
+
+    def print_line(self, line: str) -> None:
+        """Do nothing: the check prints one line at its end."""
+
+    def begin_cases(self, plan: CasePlan) -> None:
+        """Note that the cases of `plan` run."""
+        self.text = f"running the {len(plan.cases)} cases of the routes"
+
+    def show_record(self, record: Record) -> None:
+        """Note the last case that ended."""
+        self.text = f"running the case after {record.case.rpartition('::')[2]}"
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def check(options: Options, *, budget_s: float) -> CheckResult:
+    """Check the routes between GPUs and NICs of this machine within `budget_s` seconds.
+
+    Parameters
+    ----------
+    options : Options
+        ``software``, ``profile`` and ``command``. The other options are chosen here.
+    budget_s : float
+        The time in which the check ends, also if a driver hangs. At least 10 s.
+
+    Raises
+    ------
+    SetupMissing
+        pytest or the twins are not installed.
+    UsageError
+        The profile does not exist or does not fit.
+    """
+    started_s = time.monotonic()
+    host, stage = host_identity(HostTree()).name or "this host", _Stage()
+    with tempfile.TemporaryDirectory(prefix="gdrkit-check-", ignore_cleanup_errors=True) as folder:
+        check_options = replace(
+            options,
+            output=Path(folder),
+            suites=install_paths().suites / "rdma",
+            select=_CASE,
+            query_timeout_s=budget_s * _QUERY_SHARE,
+            clean_up_timeout_s=_CLEAN_UP_TIMEOUT_S,
+        )
+        try:
+            with exit_on_signals(), _time_limit(budget_s - _KILL_RESERVE_S):
+                run, _ = run_cases(check_options, stage)
+        except _TimeIsUp:
+            text = f"{host}: failed: no result within {budget_s:g} s, while {stage.text}. To do: gdrkit doctor"
+            return CheckResult(ExitCode.FAILED, text)
+    return CheckResult(ExitCode(run.exit_code), _describe(host, run, time.monotonic() - started_s))
+
+
+def _describe(host: str, run: Run, duration_s: float) -> str:
+    """Return the line: the host, the result, the first cause, what to do, and the duration."""
+    words = "software only" if run.exit_code == ExitCode.PROVEN and run.software_asked else _WORDS[run.exit_code]
+    texts = [host, words]
+    if run.exit_code != ExitCode.NOTHING_PROVEN or not run.causes:
+        texts.append(run.verdict)
+    if run.causes:
+        more = f" (and {len(run.causes) - 1} more)" if len(run.causes) > 1 else ""
+        texts.append(run.causes[0] + more)
+    line = ": ".join(texts)
+    if run.exit_code != ExitCode.PROVEN and "To do: " not in line:
+        line += f". To do: {run.to_do[0] if run.to_do else 'gdrkit doctor'}"
+    return single_line(f"{line} [{duration_s:.0f} s]")
+
+
+@contextlib.contextmanager
+def _time_limit(limit_s: float) -> Iterator[None]:
+    """Raise :class:`_TimeIsUp` in the main thread after `limit_s` seconds."""
+
+    def raise_time_is_up(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _TimeIsUp
+
+    previous = signal.signal(signal.SIGALRM, raise_time_is_up)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,81 @@
+"""`gdrkit check` prints one line with the cause, exits with its code, and ends in time if a driver hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [needs(software(Api.VERBS), software(Api.CUDA)), pytest.mark.timeout(240)]
+
+# For each cause: the rule of the fault plan, the exit code, and a part of the line.
+CAUSES = {
+    "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
+    "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
+    "lost writes": ("wc.rdma_write call=* status=12", 1, "IBV_WC_RETRY_EXC_ERR (12)"),
+    "refused reads": ("wc.rdma_read call=* status=10", 1, "IBV_WC_REM_ACCESS_ERR (10)"),
+    "NIC does not open": ("ibv_open_device call=* errno=ENODEV", 1, "0 of 2 have one"),
+    "no protection domain": ("ibv_alloc_pd call=* errno=ENOMEM", 1, "ibv_alloc_pd"),
+    "no queue pair": ("ibv_create_qp call=* errno=ENOMEM", 1, "ibv_create_qp"),
+    "no connection": ("ibv_modify_qp call=* errno=ETIMEDOUT", 1, "ibv_modify_qp"),
+    "no CUDA device": ("cuInit call=* status=100", 1, "cuInit"),
+    "no device memory": ("cuMemAlloc_v2 call=* status=2", 1, "cuMemAlloc"),
+}
+
+
+def run_check(tmp_path: Path, rules: str, *options: str) -> subprocess.CompletedProcess[str]:
+    plan = tmp_path / "plan"
+    plan.write_text(f"gdrkit-faults 1\n{rules}\n")
+    return subprocess.run(
+        [sys.executable, "-m", "gdrkit", "check", "--software", *options],
+        env={**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def test_check_without_a_fault_is_one_line_and_exit_0(tmp_path: Path) -> None:
+    result = run_check(tmp_path, "", "--budget", "120")
+    assert (result.returncode, result.stderr) == (0, "")
+    (line,) = result.stdout.splitlines()
+    assert ": software only: The code passed on software twins [" in line
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_check_names_the_cause_in_one_line(tmp_path: Path, cause: str) -> None:
+    rule, code, text = CAUSES[cause]
+    result = run_check(tmp_path, rule, "--budget", "120")
+    (line,) = result.stdout.splitlines()
+    assert text in line
+    assert ". To do: " in line
+    assert result.returncode == code
+
+
+def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    started_s = time.monotonic()
+    result = run_check(tmp_path, f"ibv_modify_qp call=* hold={held}", "--budget", "30")
+    duration_s = time.monotonic() - started_s
+    held.unlink()
+    assert result.returncode == 1
+    assert duration_s < 30
+    assert "no result within 30 s, while running the " in result.stdout
+
+
+def test_check_with_an_impossible_budget_is_refused(tmp_path: Path) -> None:
+    result = run_check(tmp_path, "", "--budget", "3")
+    assert result.returncode == 2
+    assert "10" in result.stderr
