@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,6 +36,10 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 
 WRONG_USAGE, SETUP_MISSING, NOTHING_PROVEN = 2, 3, 4
+# A set-up command is never silent for longer than this, in seconds.
+_PROGRESS_PERIOD_S = 4.5
+# The time that a command has to end after Ctrl-C, in seconds.
+_INTERRUPT_TIMEOUT_S = 10.0
 # Exit codes of pytest.
 PYTEST_BAD_OPTION, PYTEST_NO_CASE = 4, 5
 
@@ -51,17 +56,40 @@ def stop(line: str) -> NoReturn:
 
 
 def call(
-    command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT, shown_words: int = 1000
+    command: Sequence[str],
+    *,
+    environ: dict[str, str] | None = None,
+    folder: Path = ROOT,
+    shown_words: int = 1000,
+    progress_period_s: float | None = None,
 ) -> int:
-    """Print the first `shown_words` words of a command, run it and return its exit code."""
+    """Print the first `shown_words` words of a command, run it and return its exit code.
+
+    With `progress_period_s`, for a command that prints nothing itself, a line in each period says how long it has been
+    running.
+    """
     shown_command = [os.path.relpath(word, ROOT) if word.startswith(f"{ROOT}/") else word for word in command]
     say("> " + " ".join(shown_command[:shown_words]) + (" ..." if len(shown_command) > shown_words else ""))
-    return subprocess.call(command, cwd=folder, env={**os.environ, **(environ or {})})
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, **(environ or {})})
+    started_s = time.monotonic()
+    try:
+        while True:
+            try:
+                return process.wait(progress_period_s)
+            except subprocess.TimeoutExpired:
+                say(f"  {Path(command[0]).name} is running ({time.monotonic() - started_s:.0f} s)")
+    except BaseException:
+        # Ctrl-C sends SIGINT to the command too. A command that ignores it is killed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_INTERRUPT_TIMEOUT_S)
+        process.kill()
+        process.wait()
+        raise
 
 
 def require(command: Sequence[str], *, environ: dict[str, str] | None = None, folder: Path = ROOT) -> None:
     """Run a command of the set-up, and exit from nox with code 3 if it fails."""
-    if call(command, environ=environ, folder=folder) != 0:
+    if call(command, environ=environ, folder=folder, progress_period_s=_PROGRESS_PERIOD_S) != 0:
         stop("The set-up failed; the output above says why.")
 
 

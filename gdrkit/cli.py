@@ -145,6 +145,7 @@ def qualify(
     from gdrkit.qualify import qualify as run_qualification
     from gdrkit.qualify.progress import progress_for
     from gdrkit.report.contents import read_contents
+    from gdrkit.report.failures import describe_failures
     from gdrkit.report.routes import route_statuses
 
     command = shlex.join(["gdrkit", *sys.argv[1:]])
@@ -171,9 +172,12 @@ def qualify(
         result = {"run": to_json_data(run), "routes": routes, "folder": str(report_folder.path)}
         click.echo(json.dumps(result, indent=2))
         return run.exit_code
-    progress.print_line(run.verdict)
+    contents = read_contents(report_folder.path)
+    for line in describe_failures(contents.facts, contents.records):
+        click.echo(escape_controls(line))
+    click.echo(escape_controls(run.verdict))
     for line in (*run.causes, *(f"To do: {line}" for line in run.to_do)):
-        click.echo(f"  {line}")
+        click.echo(escape_controls(f"  {line}"))
     click.echo(f"Report: {report_folder.index}")
     return run.exit_code
 

@@ -6,6 +6,8 @@ On a terminal it is a progress bar with the name of the running case. In a file 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, TextIO
 
 from gdrkit.report.record import Verdict
@@ -21,36 +23,79 @@ if TYPE_CHECKING:
 __all__ = ["LineProgress", "TerminalProgress", "progress_for"]
 
 _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.UNPROVEN: "yellow", Verdict.NOT_RUN: "dim"}
+# Half of the five seconds for which the command may be silent, because a line can come just after a check.
+_SILENCE_MAX_S = 2.4
+_JOIN_TIMEOUT_S = 5.0
 _VERDICT_NAMES = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
 
 
 class LineProgress:
-    """Progress as lines of text, for a log."""
+    """Progress as lines of text, for a log.
 
-    def __init__(self, stream: TextIO) -> None:
+    If no line was printed for a few seconds, a thread prints what runs and for how long.
+
+    Parameters
+    ----------
+    stream : TextIO
+        Where the lines are printed.
+    period_s : float
+        Longest time without a line, in seconds.
+    """
+
+    def __init__(self, stream: TextIO, *, period_s: float = _SILENCE_MAX_S) -> None:
         self._stream = stream
-        self._case_count = 0
+        self._cases: tuple[str, ...] = ()
         self._completed_count = 0
+        self._running = "querying the APIs of this machine"
+        self._running_since_s = time.monotonic()
+        self._lines = 0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._report_silence, args=(period_s,), daemon=True)
+        self._thread.start()
+
+    @property
+    def is_reporting(self) -> bool:
+        """Whether the thread that reports silence runs."""
+        return self._thread.is_alive()
 
     def print_line(self, line: str) -> None:
         """Print a line."""
-        print(line, file=self._stream, flush=True)
+        with self._lock:
+            self._lines += 1
+            print(line, file=self._stream, flush=True)
 
     def begin_cases(self, plan: CasePlan) -> None:
         """Print the profile and the number of cases."""
-        self._case_count = len(plan.cases)
-        self.print_line(f"profile {plan.profile}, {self._case_count} cases")
+        self._cases = tuple(case.case for case in plan.cases)
+        self._begin_next_case()
+        self.print_line(f"profile {plan.profile}, {len(self._cases)} cases")
 
     def show_record(self, record: Record) -> None:
         """Print a line for a case, and one for each of its reasons."""
         self._completed_count += 1
-        position, verdict = f"{self._completed_count}/{self._case_count}", _VERDICT_NAMES[record.verdict]
+        position, verdict = f"{self._completed_count}/{len(self._cases)}", _VERDICT_NAMES[record.verdict]
+        self._begin_next_case()
         self.print_line(f"[{position}] {verdict:8} {record.case} ({record.duration_ms:.0f} ms)")
         for reason in record.reasons:
             self.print_line(f"    {reason.need + ': ' if reason.need else ''}{reason.text}")
 
     def close(self) -> None:
-        """Do nothing, because lines of text need no clean-up."""
+        """End the thread that reports silence."""
+        self._closed.set()
+        self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _begin_next_case(self) -> None:
+        is_last = self._completed_count >= len(self._cases)
+        self._running = "ending the cases" if is_last else self._cases[self._completed_count]
+        self._running_since_s = time.monotonic()
+
+    def _report_silence(self, period_s: float) -> None:
+        known_lines = self._lines
+        while not self._closed.wait(period_s):
+            if self._lines == known_lines:
+                self.print_line(f"    {self._running} ({time.monotonic() - self._running_since_s:.0f} s)")
+            known_lines = self._lines
 
 
 class TerminalProgress:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gdrkit.inventory import rule_of
 from gdrkit.report.record import Verdict
-from gdrkit.report.routes import RouteOutcome
+from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
+from gdrkit.text import single_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from gdrkit.report.record import Record
     from gdrkit.report.routes import FileStatus, RouteStatus
 
-__all__ = ["Failure", "failures", "split_remedy"]
+__all__ = ["Failure", "describe_failures", "failures", "split_remedy"]
 
 _REMEDY_MARK = ". To do: "
 _REMEDY_FOR_UNFORESEEN = "install what is missing, or add the absence to the profile (foreseen)"
@@ -34,7 +35,9 @@ _RULE_BY_CAUSE = (
     (re.compile(r"peermem|peer memory"), "no-registration-route"),
 )
 _REMEDY_FOR_FALLBACK = "remove the cause and run the case again, because its transfers were not direct"
-_REMEDY_FOR_UNKNOWN_CAUSE = "read the traceback below, then run the case alone: gdrkit qualify -k {name} --seed {seed}"
+_REMEDY_FOR_UNKNOWN_CAUSE = (
+    "read its traceback in the report, then run it alone: gdrkit qualify -k {name} --seed {seed}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,15 @@ def failures(
         )
         for (cause, remedy), affected_and_cases in entries_by_cause.items()
     )
+
+
+def describe_failures(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
+    """Return one line for each cause of failure: the cause, what it affects, and what to do."""
+    lines = []
+    for failure in failures(facts, records, route_statuses(facts, records), file_statuses(facts, records)):
+        more = f" and {len(failure.affected) - 1} more" if len(failure.affected) > 1 else ""
+        lines.append(single_line(f"FAIL {failure.cause} ({failure.affected[0]}{more}). To do: {failure.remedy}"))
+    return tuple(lines)
 
 
 def split_remedy(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automation import environments, machine, system_packages
+from automation import commands, environments, machine, system_packages
 from automation.gdrkit_commands import suite_folders
 from automation.side_by_side import Part, call_side_by_side
 
@@ -118,3 +118,11 @@ def test_every_default_suite_is_a_part_once() -> None:
     cases = {path for part in parts for path in part.rglob("test_*.py")}
     default = {*(ROOT / "suites").rglob("test_*.py"), *(ROOT / "hardware" / "throughput").rglob("test_*.py")}
     assert cases == {path for path in default if path.relative_to(ROOT).parts[1] != "meta"}
+
+
+def test_quiet_command_reports_that_it_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert commands.call(["sleep", "0.5"], progress_period_s=0.05) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "> sleep 0.5"
+    assert len(lines) > 2
+    assert lines[1].startswith("  sleep is running (")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import io
 import json
 import os
 import re
@@ -17,6 +19,8 @@ import pytest
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, needs, software, verbs
+from gdrkit.qualify import CasePlan, PlannedCase
+from gdrkit.qualify.progress import LineProgress
 from gdrkit.report import Verdict, read_records
 
 if TYPE_CHECKING:
@@ -87,6 +91,11 @@ def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> s
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
+def first_line(text: str) -> str:
+    """Return the first line that does not report that something has been running for some seconds."""
+    return next(line for line in text.splitlines() if not line.startswith("    "))
+
+
 @NEEDS_TWINS
 def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
     process = run_qualify(tmp_path, PASSING_CASES, "--software", "--seed", "3", "--json")
@@ -94,7 +103,7 @@ def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
     output = json.loads(process.stdout)
     assert output["run"]["verdict"] == "The code passed on software twins"
     assert {status["state"] for status in output["routes"]} <= {"unproven", "not_possible"}
-    assert process.stderr.splitlines()[0] == "software twins: this proves the code, not this machine"
+    assert first_line(process.stderr) == "software twins: this proves the code, not this machine"
     report = tmp_path / "report"
     assert {path.name for path in report.iterdir()} >= REPORT_FILES
     (record,) = read_records(report / "records.jsonl")
@@ -107,7 +116,7 @@ def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
 def test_case_that_aborts_fails_and_the_others_still_run(tmp_path: Path) -> None:
     process = run_qualify(tmp_path, FAILING_CASES, "--software")
     assert process.returncode == 1, process.stdout
-    assert process.stdout.splitlines()[0] == "software twins: this proves the code, not this machine"
+    assert first_line(process.stdout) == "software twins: this proves the code, not this machine"
     assert "2 of 4 cases failed" in process.stdout
     records = {record.case.partition("::")[2]: record for record in read_records(tmp_path / "report" / "records.jsonl")}
     assert [record.verdict for record in records.values()] == [
@@ -287,3 +296,16 @@ def test_run_interrupted_while_collecting_has_no_plan(tmp_path: Path, default_si
 @pytest.mark.usefixtures("ignored_sigint")
 def test_signal_ends_all_processes_of_a_background_run(tmp_path: Path, default_signal: signal.Signals) -> None:
     check_signal_ends_all(tmp_path, default_signal)
+
+
+def test_log_is_not_silent_while_a_case_runs() -> None:
+    stream = io.StringIO()
+    progress = LineProgress(stream, period_s=0.01)
+    with contextlib.closing(progress):
+        while "    querying the APIs of this machine (0 s)\n" not in stream.getvalue():
+            assert progress.is_reporting
+        case = PlannedCase(case="a.py::test_slow", title="", needs=(), unmet=())
+        progress.begin_cases(CasePlan(profile="any", cases=(case,)))
+        while "    a.py::test_slow (0 s)\n" not in stream.getvalue():
+            assert progress.is_reporting
+    assert not progress.is_reporting

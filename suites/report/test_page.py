@@ -12,7 +12,7 @@ from support.records import TWIN, facts_of, library, record_of, run_of
 
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Verdict
 from gdrkit.report.drawing import make_drawing
-from gdrkit.report.failures import failures
+from gdrkit.report.failures import describe_failures, failures
 from gdrkit.report.figure import make_plot
 from gdrkit.report.limits import link_limit
 from gdrkit.report.render import render_html, render_markdown
@@ -68,6 +68,18 @@ def test_failures_with_one_cause_are_merged() -> None:
     assert text.count('<p class="what">') == 1
     assert "and 2 more" in text
     assert "gdrkit qualify -k test_0 --seed 1" in text
+
+
+def test_terminal_has_one_line_for_each_cause() -> None:
+    reasons = (CaseReason("ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem"),)
+    failed = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=reasons) for number in range(3)]
+    other = record_of(Verdict.FAIL, case="b.py::test_c", reasons=(CaseReason("wrong\nbytes"),))
+    remedy = "read its traceback in the report, then run it alone: gdrkit qualify -k test_c --seed 1"
+    assert describe_failures(facts_of(), [record_of(), *failed, other]) == (
+        "FAIL ibv_reg_mr failed: Bad address (EFAULT) (a.py::test_0 and 2 more). To do: load nvidia-peermem",
+        f"FAIL wrong bytes (b.py::test_c). To do: {remedy}",
+    )
+    assert describe_failures(facts_of(), [record_of()]) == ()
 
 
 def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
