@@ -12,7 +12,8 @@ import pytest
 from gdrkit.harness.needs import host, needs
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-pytestmark = needs(host.compiler)
+# The fixture compiles the client library, which takes minutes on a busy machine.
+pytestmark = [needs(host.compiler), pytest.mark.timeout(600)]
 
 PROGRAM = """
 import errno, os, sys
