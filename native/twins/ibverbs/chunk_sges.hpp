@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 
 namespace gdrkit::twin::verbs {
 

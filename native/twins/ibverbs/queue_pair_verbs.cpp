@@ -1,7 +1,7 @@
 // The exported functions of queue pairs: create, destroy, modify and query.
 
+#include "ibverbs/connected_queue_pair.hpp"
 #include "ibverbs/handle.hpp"
-#include "ibverbs/queue_pair.hpp"
 #include "ibverbs/session.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -81,7 +81,7 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
     ProtectionDomain* const domain = domain_of(pd);
     const std::shared_ptr<CompletionQueue> send_queue = cq_handle_of(init_attr->send_cq)->model;
     const std::shared_ptr<CompletionQueue> receive_queue = cq_handle_of(init_attr->recv_cq)->model;
-    handle->model = std::make_shared<QueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
+    handle->model = std::make_shared<ConnectedQueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
     if (const int error = handle->model->open(); error != 0) {
         return fail_null(error);
     }

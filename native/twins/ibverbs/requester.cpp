@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 #include "model/config.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -19,7 +19,7 @@ constexpr std::size_t max_queued_sends = 64;
 
 } // namespace
 
-void QueuePair::run_requester() {
+void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
     while (!is_closing_) {
         has_pending_change_ = false;
@@ -39,7 +39,7 @@ void QueuePair::run_requester() {
 
 // Run one send turn: dequeue requests, submit chunks, handle responses, and complete finished requests. Return whether
 // there was progress.
-bool QueuePair::run_send_turn(Lock* lock) {
+bool ConnectedQueuePair::run_send_turn(Lock* lock) {
     RequesterState& requester = requester_state_;
     if (state_ == IBV_QPS_SQD) {
         // In the state SQD no further request is started.
@@ -64,7 +64,7 @@ bool QueuePair::run_send_turn(Lock* lock) {
     return has_progress;
 }
 
-void QueuePair::dequeue_sends(const Lock&) {
+void ConnectedQueuePair::dequeue_sends(const Lock&) {
     Fifo<SendWork>& queued = requester_state_.queued;
     while (queued.size() < max_queued_sends && !sends_.empty()) {
         queued.push_back(std::move(sends_.front()));
@@ -72,14 +72,14 @@ void QueuePair::dequeue_sends(const Lock&) {
     }
 }
 
-void QueuePair::requeue_sends(const Lock&, Fifo<SendWork>* works) {
+void ConnectedQueuePair::requeue_sends(const Lock&, Fifo<SendWork>* works) {
     for (; !works->empty(); works->pop_back()) {
         sends_.push_front(std::move(works->back()));
     }
 }
 
 // After a send turn, complete the requests that succeeded, and the request that failed if there is one.
-void QueuePair::complete_finished(const Lock& lock) {
+void ConnectedQueuePair::complete_finished(const Lock& lock) {
     RequesterState& requester = requester_state_;
     if (state_ != IBV_QPS_RESET) {
         for (; !requester.finished.empty(); requester.finished.pop_front()) {
@@ -102,14 +102,14 @@ void QueuePair::complete_finished(const Lock& lock) {
     }
 }
 
-void QueuePair::mark_idle(const Lock&) {
+void ConnectedQueuePair::mark_idle(const Lock&) {
     if (is_sending_) {
         is_sending_ = false;
         changed_.notify_all();
     }
 }
 
-void QueuePair::disconnect(const Lock&) {
+void ConnectedQueuePair::disconnect(const Lock&) {
     if (link_ != nullptr) {
         link_->mark_ended();
     }
@@ -119,7 +119,7 @@ void QueuePair::disconnect(const Lock&) {
 
 // Stop sending after the pair has left RTS and SQD. In the state ERR, unfinished requests go back to the send queue,
 // where flush() completes them. In the state RESET they are discarded.
-void QueuePair::abort_requests(const Lock& lock) {
+void ConnectedQueuePair::abort_requests(const Lock& lock) {
     RequesterState& requester = requester_state_;
     disconnect(lock);
     if (state_ == IBV_QPS_ERR) {
@@ -130,7 +130,7 @@ void QueuePair::abort_requests(const Lock& lock) {
     mark_idle(lock);
 }
 
-void QueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status) {
+void ConnectedQueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status) {
     const std::uint64_t delay_us = random_delay_us();
     if (delay_us == 0 && delayed_completions_.empty()) {
         complete_send(lock, work, status);
@@ -141,7 +141,7 @@ void QueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status 
 
 // Complete the requests whose delay has passed. Completions are in order, so a delayed completion also delays the later
 // ones. Return whether there was any.
-bool QueuePair::deliver_due_completions(const Lock& lock) {
+bool ConnectedQueuePair::deliver_due_completions(const Lock& lock) {
     bool has_completed_any = false;
     while (!delayed_completions_.empty() && delayed_completions_.front().due_time <= Clock::now()) {
         complete_send(lock, delayed_completions_.front().work, delayed_completions_.front().status);
@@ -154,7 +154,7 @@ bool QueuePair::deliver_due_completions(const Lock& lock) {
 
 // Flush both queues after a random delay. Return false if there is nothing to flush, or if earlier completions must
 // come first.
-bool QueuePair::flush(Lock* lock) {
+bool ConnectedQueuePair::flush(Lock* lock) {
     const auto must_flush = [this] {
         return state_ == IBV_QPS_ERR && delayed_completions_.empty() && incoming_message_count_ == 0 &&
                !(sends_.empty() && receives_.empty());
@@ -187,7 +187,7 @@ bool QueuePair::flush(Lock* lock) {
 }
 
 // Wait until there is something to do: a response, a posted request, another state, or a deadline.
-void QueuePair::wait_for_work(Lock* lock) {
+void ConnectedQueuePair::wait_for_work(Lock* lock) {
     RequesterState& requester = requester_state_;
     if (has_pending_change_) {
         return;
@@ -219,7 +219,7 @@ void QueuePair::wait_for_work(Lock* lock) {
     requester_asleep_ = false;
 }
 
-QueuePair::Clock::time_point QueuePair::next_deadline() const {
+ConnectedQueuePair::Clock::time_point ConnectedQueuePair::next_deadline() const {
     const RequesterState& requester = requester_state_;
     auto deadline = requester.in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
     if (!delayed_completions_.empty()) {
@@ -233,11 +233,11 @@ QueuePair::Clock::time_point QueuePair::next_deadline() const {
 
 // Return the number of new responses that wakes this thread: half of the chunks in flight. Waking for each response
 // would cost more than handling it.
-std::uint32_t QueuePair::wake_threshold() const {
+std::uint32_t ConnectedQueuePair::wake_threshold() const {
     return static_cast<std::uint32_t>((requester_state_.in_flight.size() + 1) / 2);
 }
 
-void QueuePair::sleep_for_responses(Clock::time_point deadline) {
+void ConnectedQueuePair::sleep_for_responses(Clock::time_point deadline) {
     RequesterState& requester = requester_state_;
     if (!link_->request_wake_at(requester.handled_count + wake_threshold())) {
         return;
@@ -254,7 +254,7 @@ void QueuePair::sleep_for_responses(Clock::time_point deadline) {
     }
 }
 
-void QueuePair::sleep(pollfd* peer_poll, Clock::time_point deadline) {
+void ConnectedQueuePair::sleep(pollfd* peer_poll, Clock::time_point deadline) {
     pollfd poll_fds[2] = {{wake_eventfd_.get(), POLLIN, 0}, {}};
     if (peer_poll != nullptr) {
         poll_fds[1] = *peer_poll;
@@ -274,7 +274,7 @@ void QueuePair::sleep(pollfd* peer_poll, Clock::time_point deadline) {
     }
 }
 
-void QueuePair::count_sent(const SendWork& work) {
+void ConnectedQueuePair::count_sent(const SendWork& work) {
     Traffic::Direction& sent = context_->device->traffic.sent;
     ++sent.requests;
     switch (work.opcode) {

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -27,7 +27,7 @@ std::uint64_t retry_time_us(const ibv_qp_attr& attr) {
 
 } // namespace
 
-ibv_wc_status QueuePair::connect_to_peer(const ibv_qp_attr& attr) {
+ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
     if (peer_socket_) {
         return IBV_WC_SUCCESS;
     }
@@ -60,7 +60,7 @@ ibv_wc_status QueuePair::connect_to_peer(const ibv_qp_attr& attr) {
     }
 }
 
-bool QueuePair::handshake(const ibv_qp_attr& attr) {
+bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     const int socket = peer_socket_.get();
     wire::ConnectRequest connect_request{};
     connect_request.magic = wire::magic;
@@ -84,12 +84,12 @@ bool QueuePair::handshake(const ibv_qp_attr& attr) {
 
 // Return the status for an unreachable peer: flushed if this pair has left RTS and SQD or is closed, else retry
 // exceeded.
-ibv_wc_status QueuePair::connection_lost_status() {
+ibv_wc_status ConnectedQueuePair::connection_lost_status() {
     Lock lock(mutex_);
     return is_interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
 }
 
-bool QueuePair::sleep_unless_interrupted(std::uint64_t time_us) {
+bool ConnectedQueuePair::sleep_unless_interrupted(std::uint64_t time_us) {
     Lock lock(mutex_);
     return !changed_.wait_for(lock, std::chrono::microseconds(time_us), [this] { return is_interrupted(); });
 }

@@ -13,7 +13,7 @@ constexpr std::size_t min_splice_bytes = 4096;
 // Return the local region of a scatter-gather entry if it permits the access; else nullptr. The pointer is valid until
 // the next call. The last region is cached, because most requests use the same region again. A cached region cannot be
 // confused with a later one, because keys are not reused.
-Region* QueuePair::find_local_region(const ibv_sge& sge, unsigned required_access) {
+Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned required_access) {
     std::shared_ptr<Region>& cached = requester_state_.cached_region;
     if (cached == nullptr || cached->lkey != sge.lkey || cached->is_revoked() || cached->domain != domain_ ||
         !cached->permits(required_access) || !cached->covers(sge.addr, sge.length)) {
@@ -24,7 +24,7 @@ Region* QueuePair::find_local_region(const ibv_sge& sge, unsigned required_acces
 
 // Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. A chunk is copied if it is
 // small, or if it may be sent again after a receiver-not-ready response.
-std::uint32_t QueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
+std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
     if (request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 || work.is_inline ||
         request.chunk_bytes < min_splice_bytes) {
         return 0;
@@ -38,7 +38,7 @@ std::uint32_t QueuePair::count_pages_to_splice(const SendWork& work, const wire:
     return all_mapped && page_count <= link_->pipe().max_pages() ? page_count : 0;
 }
 
-ibv_wc_status QueuePair::splice_payload(const SendWork& work, const wire::Request& request) {
+ibv_wc_status ConnectedQueuePair::splice_payload(const SendWork& work, const wire::Request& request) {
     const bool all_spliced = for_each_sge_in_chunk(work, request, [&](const ibv_sge& sge, std::size_t) {
         Region* const region = find_local_region(sge, 0);
         return region != nullptr && region->splice_to(sge.addr, &link_->pipe(), sge.length) == RegionError::none;
@@ -47,7 +47,7 @@ ibv_wc_status QueuePair::splice_payload(const SendWork& work, const wire::Reques
 }
 
 // Queue the payload of this request. publish() will splice it.
-void QueuePair::queue_splice(const SendWork& work) {
+void ConnectedQueuePair::queue_splice(const SendWork& work) {
     const ibv_sge& sge = work.sges.front();
     requester_state_.splice_region = requester_state_.cached_region;
     requester_state_.pending_splices.push_back({reinterpret_cast<void*>(sge.addr), sge.length});
@@ -56,7 +56,7 @@ void QueuePair::queue_splice(const SendWork& work) {
 // Return whether the payload of this chunk may be queued to be spliced later. The chunk must be a complete request with
 // one scatter-gather entry, in the same region as the payloads that are already queued. The caller has called
 // count_pages_to_splice for this chunk, which sets cached_region.
-bool QueuePair::can_queue_splice(const SendWork& work, const wire::Request& request) const {
+bool ConnectedQueuePair::can_queue_splice(const SendWork& work, const wire::Request& request) const {
     const RequesterState& requester = requester_state_;
     return work.sges.size() == 1 && request.chunk_bytes == work.length_bytes &&
            (requester.pending_splices.empty() || requester.splice_region == requester.cached_region);
@@ -64,7 +64,7 @@ bool QueuePair::can_queue_splice(const SendWork& work, const wire::Request& requ
 
 // Splice all queued payloads. If one fails, its request gets the local error, and the requests after it go back to the
 // queue as if they had not started.
-void QueuePair::flush_splices() {
+void ConnectedQueuePair::flush_splices() {
     RequesterState& requester = requester_state_;
     if (requester.pending_splices.empty()) {
         return;

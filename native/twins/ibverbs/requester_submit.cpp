@@ -100,7 +100,7 @@ bool needs_receive(const wire::Request& request) {
 
 } // namespace
 
-bool QueuePair::make_progress(const ibv_qp_attr& attr) {
+bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     const bool has_submitted_chunk = submit_requests(attr);
     const bool has_handled_response = handle_responses(attr);
@@ -114,7 +114,7 @@ bool QueuePair::make_progress(const ibv_qp_attr& attr) {
     return has_submitted_chunk || has_handled_response || requester.error;
 }
 
-bool QueuePair::submit_requests(const ibv_qp_attr& attr) {
+bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     bool has_submitted_chunk = false;
     while (!requester.local_error && !requester.error && !requester.is_peer_gone &&
@@ -137,7 +137,7 @@ bool QueuePair::submit_requests(const ibv_qp_attr& attr) {
 }
 
 // Start the next queued request. Return false if it must wait for earlier ones.
-bool QueuePair::start_next_send(const ibv_qp_attr& attr) {
+bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     FaultSites* const sites = find_fault_sites(requester.queued.front().opcode);
     FaultSite* const site = sites != nullptr ? &sites->before : nullptr;
@@ -159,7 +159,7 @@ bool QueuePair::start_next_send(const ibv_qp_attr& attr) {
 
 // Return whether the next request must not start before earlier ones have finished. A request with a rule in the fault
 // plan is carried out alone, so that its fault does not affect earlier requests.
-bool QueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
+bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
     const RequesterState& requester = requester_state_;
     if (next_send.is_fenced && requester.pending_data_response_count > 0) {
         return true;
@@ -173,7 +173,7 @@ bool QueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site
 
 // Check a request, and connect to the peer if there is no connection. Return the status with which the request fails,
 // or IBV_WC_SUCCESS.
-ibv_wc_status QueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
+ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
     if (site != nullptr) {
         if (const auto fault = injected_fault(site)) {
             return static_cast<ibv_wc_status>(*fault);
@@ -189,7 +189,7 @@ ibv_wc_status QueuePair::prepare_send(const SendWork& work, FaultSite* site, con
 }
 
 // Reserve pipe pages or payload space for the next chunk. Return false if there is no space at present.
-bool QueuePair::reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count) {
+bool ConnectedQueuePair::reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count) {
     *page_count = count_pages_to_splice(work, *request);
     if (*page_count > 0) {
         request->flags |= wire::flag_piped;
@@ -203,7 +203,7 @@ bool QueuePair::reserve_payload(const SendWork& work, wire::Request* request, st
 }
 
 // Submit the next chunk. Return false if there is no space at present.
-bool QueuePair::submit_chunk() {
+bool ConnectedQueuePair::submit_chunk() {
     RequesterState& requester = requester_state_;
     const SendWork& work = requester.started.back();
     wire::Request& request = requester.next_chunk;
@@ -248,7 +248,7 @@ bool QueuePair::submit_chunk() {
     return true;
 }
 
-void QueuePair::publish() {
+void ConnectedQueuePair::publish() {
     RequesterState& requester = requester_state_;
     flush_splices();
     requester.published_count = requester.submitted_count;
@@ -256,7 +256,7 @@ void QueuePair::publish() {
     requester.is_peer_gone |= !link_->publish_requests(requester.published_count, peer_socket_.get());
 }
 
-bool QueuePair::handle_responses(const ibv_qp_attr& attr) {
+bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     bool has_handled_response = false;
     while (!requester.error && !requester.in_flight.empty() && link_->response_count() != requester.handled_count) {
@@ -275,7 +275,7 @@ bool QueuePair::handle_responses(const ibv_qp_attr& attr) {
     return has_handled_response;
 }
 
-void QueuePair::handle_response(const wire::Response& response, const ibv_qp_attr& attr) {
+void ConnectedQueuePair::handle_response(const wire::Response& response, const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     const InFlightChunk chunk = requester.in_flight.front();
     requester.in_flight.pop_front();
@@ -325,7 +325,7 @@ void QueuePair::handle_response(const wire::Response& response, const ibv_qp_att
     }
 }
 
-ibv_wc_status QueuePair::check_local_access(const SendWork& work) {
+ibv_wc_status ConnectedQueuePair::check_local_access(const SendWork& work) {
     if (work.length_bytes > max_message_bytes) {
         return IBV_WC_LOC_LEN_ERR;
     }
@@ -339,7 +339,7 @@ ibv_wc_status QueuePair::check_local_access(const SendWork& work) {
 }
 
 // Copy the payload of a chunk between the application's memory and the payload ring.
-ibv_wc_status QueuePair::copy_payload(const SendWork& work, const wire::Request& request, bool to_memory) {
+ibv_wc_status ConnectedQueuePair::copy_payload(const SendWork& work, const wire::Request& request, bool to_memory) {
     BounceBuffer* const bounce = &link_->memory();
     if (work.is_inline) {
         std::copy_n(work.inline_data.begin() + static_cast<std::ptrdiff_t>(request.chunk_offset_bytes),

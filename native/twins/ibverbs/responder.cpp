@@ -7,7 +7,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 #include "model/config.hpp"
 #include "model/thread.hpp"
 
@@ -24,7 +24,7 @@ bool ends_connection(wire::Status status) {
 
 } // namespace
 
-void QueuePair::run_acceptor() {
+void ConnectedQueuePair::run_acceptor() {
     for (;;) {
         Fd socket(accept_from(listener_.get()));
         Lock lock(mutex_);
@@ -55,7 +55,7 @@ void QueuePair::run_acceptor() {
     }
 }
 
-void QueuePair::join_ended_connections(const Lock&) {
+void ConnectedQueuePair::join_ended_connections(const Lock&) {
     for (auto connection = connections_.begin(); connection != connections_.end();) {
         if (connection->has_ended) {
             connection->thread.join();
@@ -67,7 +67,7 @@ void QueuePair::join_ended_connections(const Lock&) {
 }
 
 // End the oldest connection that has not completed its handshake, to make room for the peer's next attempt.
-void QueuePair::evict_silent_connection(const Lock&) {
+void ConnectedQueuePair::evict_silent_connection(const Lock&) {
     const auto silent_connection =
         std::find_if(connections_.begin(), connections_.end(),
                      [](const Connection& connection) { return !connection.is_serving && connection.socket; });
@@ -76,7 +76,7 @@ void QueuePair::evict_silent_connection(const Lock&) {
     }
 }
 
-void QueuePair::run_responder(Connection* connection) {
+void ConnectedQueuePair::run_responder(Connection* connection) {
     if (const auto link = accept_handshake(connection)) {
         IncomingMessage incoming;
         serve_requests(connection, link.get(), &incoming);
@@ -89,7 +89,7 @@ void QueuePair::run_responder(Connection* connection) {
     notify_change(lock);
 }
 
-std::unique_ptr<Link> QueuePair::accept_handshake(Connection* connection) {
+std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connection) {
     const int socket = connection->socket.get();
     wire::ConnectRequest connect_request{};
     std::vector<Fd> shared_fds;
@@ -123,7 +123,7 @@ std::unique_ptr<Link> QueuePair::accept_handshake(Connection* connection) {
 
 // Wait until more than `served_count` requests exist. Return false at the end of the connection. Requests that were not
 // started are then dropped, like packets that never reach a device.
-bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count) {
+bool ConnectedQueuePair::wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count) {
     if (spin_until([&] { return link->request_count() != served_count; })) {
         return true;
     }
@@ -140,7 +140,7 @@ bool QueuePair::wait_for_request(const Connection& connection, Link* link, std::
     return true;
 }
 
-void QueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
+void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
     for (std::uint32_t served_count = 0; wait_for_request(*connection, link, served_count);) {
         const std::uint32_t request_count = link->request_count();
         if (request_count - served_count > Link::slot_count) {
@@ -159,7 +159,8 @@ void QueuePair::serve_requests(Connection* connection, Link* link, IncomingMessa
     }
 }
 
-bool QueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming) {
+bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number,
+                                       IncomingMessage* incoming) {
     const wire::Request request = link->request(number);
     if (!wire::is_well_formed(request) || !Link::payload_in_bounds(request)) {
         return false;
@@ -187,13 +188,13 @@ bool QueuePair::serve_request(Connection* connection, Link* link, std::uint32_t 
     return !ends_connection(response.status);
 }
 
-bool QueuePair::may_serve(const Connection& connection) {
+bool ConnectedQueuePair::may_serve(const Connection& connection) {
     Lock lock(mutex_);
     return !is_closing_ && can_receive_requests() && connection.generation == generation_;
 }
 
-wire::Response QueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
-                                  const Connection& connection) {
+wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                                           const Connection& connection) {
     switch (request.opcode) {
     case wire::Opcode::send:
         return execute_send(request, link->memory(), incoming, connection);
@@ -206,7 +207,7 @@ wire::Response QueuePair::execute(const wire::Request& request, Link* link, Inco
     }
 }
 
-bool QueuePair::permits(unsigned required_access) {
+bool ConnectedQueuePair::permits(unsigned required_access) {
     Lock lock(mutex_);
     const bool reads_memory = (required_access & (IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
     return (attr_.qp_access_flags & required_access) == required_access &&
@@ -214,7 +215,7 @@ bool QueuePair::permits(unsigned required_access) {
 }
 
 // Copy the payload of a write into the region.
-RegionError QueuePair::write_payload(const wire::Request& request, Region* region, Link* link) {
+RegionError ConnectedQueuePair::write_payload(const wire::Request& request, Region* region, Link* link) {
     const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
     if ((request.flags & wire::flag_piped) == 0) {
         return region->write(address, link->memory(), request.payload_offset, request.chunk_bytes);
@@ -231,8 +232,8 @@ RegionError QueuePair::write_payload(const wire::Request& request, Region* regio
                : RegionError::lost;
 }
 
-wire::Response QueuePair::execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
-                                        const Connection& connection) {
+wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                                                 const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_WRITE)) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
@@ -263,8 +264,8 @@ wire::Response QueuePair::execute_write(const wire::Request& request, Link* link
     return consumes_receive ? finish_receive(request, incoming, connection) : wire::make_response(wire::Status::done);
 }
 
-wire::Response QueuePair::execute_read(const wire::Request& request, BounceBuffer* bounce,
-                                       const Connection& connection) {
+wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, BounceBuffer* bounce,
+                                                const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_READ)) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
@@ -284,7 +285,7 @@ wire::Response QueuePair::execute_read(const wire::Request& request, BounceBuffe
     return response;
 }
 
-wire::Response QueuePair::execute_atomic(const wire::Request& request, const Connection& connection) {
+wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_ATOMIC) || request.remote_address % 8 != 0) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
@@ -302,7 +303,8 @@ wire::Response QueuePair::execute_atomic(const wire::Request& request, const Con
     return error == RegionError::none ? response : fail_request(error, connection);
 }
 
-wire::Response QueuePair::fail_request(wire::Status status, ibv_event_type event, const Connection& connection) {
+wire::Response ConnectedQueuePair::fail_request(wire::Status status, ibv_event_type event,
+                                                const Connection& connection) {
     Lock lock(mutex_);
     if (connection.generation == generation_) {
         fail(lock, event, &connection);
@@ -310,13 +312,13 @@ wire::Response QueuePair::fail_request(wire::Status status, ibv_event_type event
     return wire::make_response(status);
 }
 
-wire::Response QueuePair::fail_request(RegionError error, const Connection& connection) {
+wire::Response ConnectedQueuePair::fail_request(RegionError error, const Connection& connection) {
     return error == RegionError::refused
                ? fail_request(wire::Status::access_refused, IBV_EVENT_QP_ACCESS_ERR, connection)
                : fail_request(wire::Status::operation_failed, IBV_EVENT_QP_FATAL, connection);
 }
 
-void QueuePair::count_served(const wire::Request& request) {
+void ConnectedQueuePair::count_served(const wire::Request& request) {
     Traffic::Direction& served = context_->device->traffic.served;
     if (wire::is_last_chunk(request)) {
         ++served.requests;

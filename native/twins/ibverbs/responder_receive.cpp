@@ -1,13 +1,13 @@
 // The functions of the responder for messages that consume a receive request: sends, and writes with immediate data.
 #include <algorithm>
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 #include "model/config.hpp"
 
 namespace gdrkit::twin::verbs {
 
-wire::Response QueuePair::execute_send(const wire::Request& request, const BounceBuffer& bounce,
-                                       IncomingMessage* incoming, const Connection& connection) {
+wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, const BounceBuffer& bounce,
+                                                IncomingMessage* incoming, const Connection& connection) {
     if (!incoming->is_active) {
         if (!consume_receive(incoming)) {
             return receiver_not_ready_response();
@@ -25,14 +25,14 @@ wire::Response QueuePair::execute_send(const wire::Request& request, const Bounc
                                         : wire::make_response(wire::Status::done);
 }
 
-wire::Response QueuePair::receiver_not_ready_response() {
+wire::Response ConnectedQueuePair::receiver_not_ready_response() {
     Lock lock(mutex_);
     wire::Response response = wire::make_response(wire::Status::receiver_not_ready);
     response.rnr_timer = attr_.min_rnr_timer;
     return response;
 }
 
-bool QueuePair::consume_receive(IncomingMessage* incoming) {
+bool ConnectedQueuePair::consume_receive(IncomingMessage* incoming) {
     Lock lock(mutex_);
     if (receives_.empty() || !can_receive_requests()) {
         return false;
@@ -45,7 +45,7 @@ bool QueuePair::consume_receive(IncomingMessage* incoming) {
     return true;
 }
 
-void QueuePair::return_receive(IncomingMessage* incoming, const Connection& connection) {
+void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connection& connection) {
     Lock lock(mutex_);
     if (!incoming->is_active) {
         return;
@@ -60,7 +60,8 @@ void QueuePair::return_receive(IncomingMessage* incoming, const Connection& conn
     notify_change(lock);
 }
 
-RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce) {
+RegionError ConnectedQueuePair::scatter(const ReceiveWork& work, const wire::Request& request,
+                                        const BounceBuffer& bounce) {
     std::uint64_t skip_bytes = request.chunk_offset_bytes;
     std::size_t scattered_bytes = 0;
     for (const ibv_sge& sge : work.sges) {
@@ -86,8 +87,8 @@ RegionError QueuePair::scatter(const ReceiveWork& work, const wire::Request& req
     return RegionError::none;
 }
 
-wire::Response QueuePair::finish_receive(const wire::Request& request, IncomingMessage* incoming,
-                                         const Connection& connection) {
+wire::Response ConnectedQueuePair::finish_receive(const wire::Request& request, IncomingMessage* incoming,
+                                                  const Connection& connection) {
     ibv_wc wc{};
     wc.status = IBV_WC_SUCCESS;
     wc.opcode = request.opcode == wire::Opcode::write ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
@@ -107,8 +108,8 @@ wire::Response QueuePair::finish_receive(const wire::Request& request, IncomingM
     return wire::make_response(wire::Status::done);
 }
 
-wire::Response QueuePair::fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status, wire::Status response_status,
-                                       const Connection& connection) {
+wire::Response ConnectedQueuePair::fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status,
+                                                wire::Status response_status, const Connection& connection) {
     ibv_wc wc{};
     wc.status = wc_status;
     wc.opcode = IBV_WC_RECV;

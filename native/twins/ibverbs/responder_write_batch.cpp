@@ -2,7 +2,7 @@
 // once, copies all payloads by one call, and publishes the responses together.
 #include <array>
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -21,9 +21,9 @@ bool is_complete_piped_write(const wire::Request& request) {
 
 // Return the number of served requests. Return 0 if serve_request must serve the next request, which also detects all
 // errors. Return nullopt if the connection ends.
-std::optional<std::uint32_t> QueuePair::serve_write_batch(Connection* connection, Link* link,
-                                                          std::uint32_t first_number, std::uint32_t end_number,
-                                                          const IncomingMessage& incoming) {
+std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* connection, Link* link,
+                                                                   std::uint32_t first_number, std::uint32_t end_number,
+                                                                   const IncomingMessage& incoming) {
     if (end_number - first_number < 2 || incoming.is_active) {
         return 0;
     }

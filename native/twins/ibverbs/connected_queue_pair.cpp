@@ -1,6 +1,6 @@
-// A queue pair is opened and closed, enters the error state, and pushes completions.
+// A connected queue pair is opened and closed, enters the error state, and pushes completions.
 
-#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/connected_queue_pair.hpp"
 
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -38,19 +38,11 @@ void shut_down_socket(const Fd& socket) {
 
 } // namespace
 
-QueuePair::QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
-                     std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
-    : public_qp_(public_qp), domain_(domain), context_(domain->context), send_queue_(std::move(send_queue)),
-      receive_queue_(std::move(receive_queue)), init_attr_(init_attr) {
-    attr_.path_mig_state = IBV_MIG_MIGRATED;
-    attr_.cap = init_attr.cap;
-}
-
-QueuePair::~QueuePair() {
+ConnectedQueuePair::~ConnectedQueuePair() {
     close();
 }
 
-int QueuePair::open() {
+int ConnectedQueuePair::open() {
     wake_eventfd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (!wake_eventfd_) {
         return errno;
@@ -75,7 +67,7 @@ int QueuePair::open() {
     return 0;
 }
 
-void QueuePair::close() {
+void ConnectedQueuePair::close() {
     {
         Lock lock(mutex_);
         is_closing_ = true;
@@ -103,7 +95,7 @@ void QueuePair::close() {
     receive_queue_->drop(qp_num_);
 }
 
-void QueuePair::shut_down_connections(const Lock&, const Connection* except) {
+void ConnectedQueuePair::shut_down_connections(const Lock&, const Connection* except) {
     for (Connection& connection : connections_) {
         if (&connection != except) {
             shut_down_socket(connection.socket);
@@ -111,12 +103,12 @@ void QueuePair::shut_down_connections(const Lock&, const Connection* except) {
     }
 }
 
-bool QueuePair::no_connection_serves() const {
+bool ConnectedQueuePair::no_connection_serves() const {
     return std::none_of(connections_.begin(), connections_.end(),
                         [](const Connection& connection) { return connection.is_serving; });
 }
 
-void QueuePair::notify_change(const Lock&) {
+void ConnectedQueuePair::notify_change(const Lock&) {
     changed_.notify_all();
     has_pending_change_ = true;
     if (requester_asleep_) {
@@ -125,7 +117,7 @@ void QueuePair::notify_change(const Lock&) {
     }
 }
 
-void QueuePair::enter_error(const Lock& lock, const Connection* except) {
+void ConnectedQueuePair::enter_error(const Lock& lock, const Connection* except) {
     if (state_ == IBV_QPS_RESET) {
         return;
     }
@@ -135,21 +127,21 @@ void QueuePair::enter_error(const Lock& lock, const Connection* except) {
     notify_change(lock);
 }
 
-void QueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* except) {
+void ConnectedQueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* except) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_RESET) {
         enter_error(lock, except);
         context_->raise(public_qp_, event, async_event_counter);
     }
 }
 
-void QueuePair::push_completions(const Lock& lock) {
+void ConnectedQueuePair::push_completions(const Lock& lock) {
     if (!unpushed_completions_.empty() && !send_queue_->push(unpushed_completions_)) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
     unpushed_completions_.clear();
 }
 
-void QueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
+void ConnectedQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
     if (status == IBV_WC_SUCCESS && !work.is_signaled) {
         ++unsignaled_count_;
         return;
@@ -166,7 +158,7 @@ void QueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status s
     unpushed_completions_.push_back(std::move(completion));
 }
 
-void QueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited) {
+void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited) {
     Completion completion;
     completion.wc = wc;
     completion.wc.wr_id = work.wr_id;

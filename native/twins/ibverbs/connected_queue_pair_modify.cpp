@@ -2,12 +2,12 @@
 
 #include <sys/socket.h>
 
+#include "ibverbs/connected_queue_pair.hpp"
 #include "ibverbs/qp_transitions.hpp"
-#include "ibverbs/queue_pair.hpp"
 
 namespace gdrkit::twin::verbs {
 
-int QueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
+int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
     Lock lock(mutex_);
     const ibv_qp_state new_state = (attr_mask & IBV_QP_STATE) != 0 ? attr.qp_state : state_;
     if ((attr_mask & IBV_QP_CUR_STATE) != 0 && attr.cur_qp_state != state_) {
@@ -37,7 +37,7 @@ int QueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
     return 0;
 }
 
-void QueuePair::reset(Lock* lock) {
+void ConnectedQueuePair::reset(Lock* lock) {
     state_ = IBV_QPS_RESET;
     ++generation_;
     if (peer_socket_) {
@@ -57,12 +57,10 @@ void QueuePair::reset(Lock* lock) {
     must_raise_drained_ = false;
     send_queue_->drop(qp_num_);
     receive_queue_->drop(qp_num_);
-    attr_ = {};
-    attr_.path_mig_state = IBV_MIG_MIGRATED;
-    attr_.cap = init_attr_.cap;
+    attr_ = initial_attributes();
 }
 
-void QueuePair::apply_attributes(const ibv_qp_attr& attr, int attr_mask) {
+void ConnectedQueuePair::apply_attributes(const ibv_qp_attr& attr, int attr_mask) {
     const auto copy_if_set = [&](int mask_bit, auto ibv_qp_attr::*field) {
         if ((attr_mask & mask_bit) != 0) {
             attr_.*field = attr.*field;
@@ -88,7 +86,7 @@ void QueuePair::apply_attributes(const ibv_qp_attr& attr, int attr_mask) {
     attr_.sq_psn &= 0xffffff;
 }
 
-void QueuePair::query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) {
+void ConnectedQueuePair::query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) {
     Lock lock(mutex_);
     *attr = attr_;
     attr->qp_state = state_;

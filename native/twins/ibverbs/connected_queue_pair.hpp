@@ -1,0 +1,263 @@
+// A reliable-connected queue pair: its work queues, its state, and the threads that carry out its requests.
+//
+// The requester thread sends the posted send requests in order, and flushes both queues when the pair is in the error
+// state. The acceptor thread accepts connections of peers, and a responder thread serves each connection. All threads
+// are joined when the pair is destroyed. A child made by fork() has none of these threads. A process that uses verbs
+// must therefore be started by exec.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "ibverbs/bounce_buffer.hpp"
+#include "ibverbs/link.hpp"
+#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/region.hpp"
+#include "ibverbs/session.hpp"
+#include "ibverbs/wire.hpp"
+#include "model/fifo.hpp"
+
+namespace gdrkit::twin::verbs {
+
+class ConnectedQueuePair final : public QueuePair {
+public:
+    using QueuePair::QueuePair;
+    ~ConnectedQueuePair() override;
+
+    // Draw a queue pair number that is free at this device's GID, listen on its socket name, and start the threads.
+    int open() override;
+    void close() override;
+    int modify(const ibv_qp_attr& attr, int attr_mask) override;
+    void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
+    int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
+    int post_receive(const ibv_recv_wr& wr) override;
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    // A peer's connection to this queue pair, and the responder thread that serves it.
+    struct Connection {
+        std::thread thread;
+        Fd socket;
+        // True from the accepted handshake to the end of the connection. The thread accesses memory only while this is
+        // true.
+        bool is_serving = false;
+        bool has_ended = false;
+        // Value of generation_ at the handshake. A connection of an earlier generation must not complete any request.
+        std::uint64_t generation = 0;
+    };
+
+    // An incoming message that is not complete, and the receive request to whose memory it is written.
+    struct IncomingMessage {
+        ReceiveWork work;
+        bool is_active = false; // false: no message is incomplete, and the other members have no meaning
+        std::uint64_t message_bytes = 0;
+        std::uint64_t arrived_bytes = 0;
+    };
+
+    // A finished send request whose completion is held back by a random delay.
+    struct DelayedCompletion {
+        SendWork work;
+        ibv_wc_status status;
+        Clock::time_point due_time;
+    };
+
+    // A chunk that was submitted to the peer and has no response yet.
+    struct InFlightChunk {
+        wire::Request request;
+        // The response frees the payload ring up to this mark.
+        std::uint64_t release_mark;
+        // Number of pipe pages that the response frees; 0 if the payload went through the payload ring.
+        std::uint32_t pipe_pages;
+    };
+
+    // Progress of the send queue. Only the requester thread reads and writes this state.
+    struct RequesterState {
+        // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
+        Fifo<SendWork> queued, started, finished;
+        Fifo<InFlightChunk> in_flight;
+        // Number of chunks that were put into the request ring of this connection, number of those that were published
+        // to the peer, and number of responses that were handled. Each chunk is one wire::Request.
+        std::uint32_t submitted_count = 0, published_count = 0, handled_count = 0;
+        std::uint64_t unpublished_bytes = 0;
+        std::uint32_t pipe_pages_used = 0;
+        // Payloads of the last submitted writes, all in splice_region. One call splices them into the pipe when the
+        // writes are published.
+        std::vector<iovec> pending_splices;
+        std::shared_ptr<Region> splice_region;
+        // The region of the last scatter-gather entry. It is cached to avoid a key lookup for the next entry.
+        std::shared_ptr<Region> cached_region;
+        // True while the last started request has chunks that are not submitted. next_chunk is the next of them.
+        bool has_pending_chunk = false;
+        wire::Request next_chunk{};
+        unsigned rnr_retries_left = 0;
+        // True while the last submitted chunk may get a receiver-not-ready (RNR) response. No chunk is submitted before
+        // that response has arrived.
+        bool may_get_rnr = false;
+        // Number of reads and atomic requests that are started and not finished. A fenced request waits until it is 0.
+        unsigned pending_data_response_count = 0;
+        std::optional<Clock::time_point> retry_at;
+        // Local failure of the last started request. It is reported after all earlier requests have finished.
+        std::optional<ibv_wc_status> local_error;
+        // Status with which the first started request failed.
+        std::optional<ibv_wc_status> error;
+        // Time of the last response, or of the submission that made in_flight non-empty, whichever is later.
+        Clock::time_point last_response;
+        bool is_peer_gone = false;
+    };
+
+    using Lock = std::unique_lock<std::mutex>;
+
+    // State (queue_pair.cpp, queue_pair_modify.cpp). A caller of a function with a Lock parameter must hold that lock,
+    // which is a lock of mutex_.
+    // Enter the state ERR and shut down all connections. `except` (may be null) is left open, so that its responder
+    // thread can still send the response to the request that failed.
+    void enter_error(const Lock& lock, const Connection* except);
+    // Like enter_error, and raise an asynchronous event.
+    void fail(const Lock& lock, ibv_event_type event, const Connection* except);
+    void reset(Lock* lock);
+    void apply_attributes(const ibv_qp_attr& attr, int attr_mask);
+    void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
+    void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited);
+    void push_completions(const Lock& lock);
+    void shut_down_connections(const Lock& lock, const Connection* except);
+    [[nodiscard]] bool no_connection_serves() const;
+    [[nodiscard]] bool can_receive_requests() const {
+        return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD;
+    }
+    // Return whether the requester thread must stop sending.
+    [[nodiscard]] bool is_interrupted() const {
+        return is_closing_ || (state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD);
+    }
+
+    // Wake every thread that waits for a state change, including the requester thread.
+    void notify_change(const Lock& lock);
+
+    // Requester (requester.cpp).
+    void run_requester();
+    bool run_send_turn(Lock* lock);
+    void dequeue_sends(const Lock& lock);
+    void requeue_sends(const Lock& lock, Fifo<SendWork>* works);
+    void complete_finished(const Lock& lock);
+    void abort_requests(const Lock& lock);
+    void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status);
+    bool deliver_due_completions(const Lock& lock);
+    bool flush(Lock* lock);
+    void wait_for_work(Lock* lock);
+    [[nodiscard]] Clock::time_point next_deadline() const;
+    [[nodiscard]] std::uint32_t wake_threshold() const;
+    void sleep_for_responses(Clock::time_point deadline);
+    void sleep(pollfd* peer_poll, Clock::time_point deadline);
+    void mark_idle(const Lock& lock);
+    void disconnect(const Lock& lock);
+    void count_sent(const SendWork& work);
+
+    // Functions of the requester that run without the lock (requester_submit.cpp, requester_splice.cpp,
+    // requester_connect.cpp).
+    bool make_progress(const ibv_qp_attr& attr);
+    bool submit_requests(const ibv_qp_attr& attr);
+    bool start_next_send(const ibv_qp_attr& attr);
+    bool must_wait_for_earlier(const SendWork& next_send, FaultSite* site);
+    ibv_wc_status prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
+    bool submit_chunk();
+    bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count);
+    std::uint32_t count_pages_to_splice(const SendWork& work, const wire::Request& request);
+    void publish();
+    [[nodiscard]] bool can_queue_splice(const SendWork& work, const wire::Request& request) const;
+    void queue_splice(const SendWork& work);
+    void flush_splices();
+    Region* find_local_region(const ibv_sge& sge, unsigned required_access);
+    bool handle_responses(const ibv_qp_attr& attr);
+    void handle_response(const wire::Response& response, const ibv_qp_attr& attr);
+    ibv_wc_status check_local_access(const SendWork& work);
+    ibv_wc_status connect_to_peer(const ibv_qp_attr& attr);
+    bool handshake(const ibv_qp_attr& attr);
+    ibv_wc_status copy_payload(const SendWork& work, const wire::Request& request, bool to_memory);
+    ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
+    ibv_wc_status connection_lost_status();
+    bool sleep_unless_interrupted(std::uint64_t time_us);
+
+    // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).
+    void run_acceptor();
+    void join_ended_connections(const Lock& lock);
+    void evict_silent_connection(const Lock& lock);
+    void run_responder(Connection* connection);
+    std::unique_ptr<Link> accept_handshake(Connection* connection);
+    bool wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count);
+    void serve_requests(Connection* connection, Link* link, IncomingMessage* incoming);
+    std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link, std::uint32_t first_number,
+                                                   std::uint32_t end_number, const IncomingMessage& incoming);
+    bool serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming);
+    wire::Response execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                           const Connection& connection);
+    static RegionError write_payload(const wire::Request& request, Region* region, Link* link);
+    wire::Response execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
+                                 const Connection& connection);
+    wire::Response execute_read(const wire::Request& request, BounceBuffer* bounce, const Connection& connection);
+    wire::Response execute_atomic(const wire::Request& request, const Connection& connection);
+    wire::Response execute_send(const wire::Request& request, const BounceBuffer& bounce, IncomingMessage* incoming,
+                                const Connection& connection);
+    wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
+    wire::Response fail_request(RegionError error, const Connection& connection);
+    [[nodiscard]] bool permits(unsigned required_access);
+    bool consume_receive(IncomingMessage* incoming);
+    void return_receive(IncomingMessage* incoming, const Connection& connection);
+    RegionError scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce);
+    wire::Response finish_receive(const wire::Request& request, IncomingMessage* incoming,
+                                  const Connection& connection);
+    wire::Response fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status, wire::Status response_status,
+                                const Connection& connection);
+    wire::Response receiver_not_ready_response();
+    bool may_serve(const Connection& connection);
+    void count_served(const wire::Request& request);
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    ibv_qp_state state_ = IBV_QPS_RESET;
+    ibv_qp_attr attr_ = initial_attributes();
+    // Number of resets. Work that started before a reset must not complete after it.
+    std::uint64_t generation_ = 0;
+    bool is_closing_ = false;         // close() was called
+    bool is_sending_ = false;         // the requester thread has dequeued requests that are not finished
+    bool is_flushing_ = false;        // the requester thread is about to flush both queues
+    bool must_raise_drained_ = false; // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
+    int incoming_message_count_ = 0;  // number of connections with an incomplete incoming message
+    Fifo<SendWork> sends_;
+    std::deque<ReceiveWork> receives_;
+    std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    // Number of finished unsignaled requests whose send queue slots are still used. The next completion frees the
+    // slots.
+    std::uint32_t unsignaled_count_ = 0;
+    // Completions of send requests that are not pushed yet. All completions of one send turn are pushed together.
+    std::vector<Completion> unpushed_completions_;
+    std::deque<DelayedCompletion> delayed_completions_;
+    // True if the state of the pair has changed since the requester thread last checked it. If that thread sleeps,
+    // wake_eventfd_ wakes it.
+    std::atomic<bool> has_pending_change_{false};
+    bool requester_asleep_ = false;
+    Fd wake_eventfd_;
+
+    RequesterState requester_state_;
+    // The connection to the peer. Only the requester thread uses and closes the socket. Other threads may shut it down
+    // while they hold the lock.
+    Fd peer_socket_;
+    std::unique_ptr<Link> link_;
+    Fd listener_;
+    std::list<Connection> connections_;
+    std::thread requester_thread_;
+    std::thread acceptor_thread_;
+};
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,81 @@
+// A connected queue pair checks a list of work requests and appends them to its queues.
+
+#include "ibverbs/connected_queue_pair.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// A posted list usually has at most this number of requests. Memory for them is reserved in advance.
+constexpr std::size_t reserved_list_length = 16;
+
+// Check a send request after is_valid_sge_list has accepted its list. Return 0, EINVAL or EOPNOTSUPP.
+int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t length_bytes) {
+    if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && wr.opcode != IBV_WR_RDMA_READ) {
+        return EOPNOTSUPP;
+    }
+    const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
+    const bool is_valid =
+        (wr.send_flags & ~(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
+        (!is_inline || (carries_data(wr.opcode) && length_bytes <= cap.max_inline_data)) &&
+        (!is_atomic(wr.opcode) || length_bytes == 8);
+    return is_valid ? 0 : EINVAL;
+}
+
+} // namespace
+
+int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
+    // Prepare the requests before taking the lock, which the requester thread takes for every response.
+    std::vector<SendWork> works;
+    works.reserve(reserved_list_length);
+    int error = 0;
+    ibv_send_wr* wr = list;
+    for (; wr != nullptr; wr = wr->next) {
+        error = is_valid_sge_list(wr->sg_list, wr->num_sge, init_attr_.cap.max_send_sge) ? 0 : EINVAL;
+        const std::uint64_t length_bytes = error == 0 ? total_length_bytes(wr->sg_list, wr->num_sge) : 0;
+        error = error == 0 ? check_send(*wr, init_attr_.cap, length_bytes) : error;
+        if (error != 0) {
+            break;
+        }
+        works.push_back(to_send_work(*wr, init_attr_.sq_sig_all != 0, length_bytes));
+    }
+    if (error != 0) {
+        *bad_wr = wr;
+    }
+    Lock lock(mutex_);
+    if (!works.empty() && state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD && state_ != IBV_QPS_ERR) {
+        *bad_wr = list;
+        return EINVAL;
+    }
+    wr = list;
+    for (SendWork& work : works) {
+        if (send_queue_slots_->used >= init_attr_.cap.max_send_wr) {
+            *bad_wr = wr;
+            error = ENOMEM;
+            break;
+        }
+        ++send_queue_slots_->used;
+        sends_.push_back(std::move(work));
+        wr = wr->next;
+    }
+    notify_change(lock);
+    return error;
+}
+
+int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
+    if (!is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
+        return EINVAL;
+    }
+    Lock lock(mutex_);
+    if (state_ == IBV_QPS_RESET) {
+        return EINVAL;
+    }
+    if (receive_queue_slots_->used >= init_attr_.cap.max_recv_wr) {
+        return ENOMEM;
+    }
+    ++receive_queue_slots_->used;
+    receives_.push_back(to_receive_work(wr));
+    notify_change(lock);
+    return 0;
+}
+
+} // namespace gdrkit::twin::verbs
