@@ -2,6 +2,7 @@
 // refuses every other text.
 #include "usrbio/client/gpu_target.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "tests/check.hpp"
