@@ -64,6 +64,10 @@ private:
         bool is_active = false; // false: no message is incomplete, and the other members have no meaning
         std::uint64_t message_bytes = 0;
         std::uint64_t arrived_bytes = 0;
+        // The completion of the receive request, once the message has arrived or failed. It is delivered after the
+        // response was published.
+        std::optional<ibv_wc> completion;
+        bool is_solicited = false;
     };
 
     // A finished send request whose completion is held back by a random delay.
@@ -206,18 +210,17 @@ private:
                                  const Connection& connection);
     wire::Response execute_read(const wire::Request& request, BounceBuffer* bounce, const Connection& connection);
     wire::Response execute_atomic(const wire::Request& request, const Connection& connection);
-    wire::Response execute_send(const wire::Request& request, const BounceBuffer& bounce, IncomingMessage* incoming,
-                                const Connection& connection);
+    wire::Response execute_send(const wire::Request& request, const BounceBuffer& bounce, IncomingMessage* incoming);
     wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
     wire::Response fail_request(RegionError error, const Connection& connection);
     [[nodiscard]] bool permits(unsigned required_access);
     bool consume_receive(IncomingMessage* incoming);
     void return_receive(IncomingMessage* incoming, const Connection& connection);
     RegionError scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce);
-    wire::Response finish_receive(const wire::Request& request, IncomingMessage* incoming,
-                                  const Connection& connection);
-    wire::Response fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status, wire::Status response_status,
-                                const Connection& connection);
+    static wire::Response finish_receive(const wire::Request& request, IncomingMessage* incoming);
+    static wire::Response fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status,
+                                       wire::Status response_status);
+    void deliver_receive(IncomingMessage* incoming, const Connection& connection);
     wire::Response receiver_not_ready_response();
     bool may_serve(const Connection& connection);
     void count_served(const wire::Request& request);

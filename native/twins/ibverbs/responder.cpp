@@ -185,6 +185,11 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
     }
     link->put_response(number, response);
     link->publish_responses(number + 1, connection->socket.get());
+    // The response comes first. A program may end as soon as it has seen its last receive completion, and its peer must
+    // have the response by then. Hardware acknowledges a message before it writes the completion, too.
+    if (incoming->completion) {
+        deliver_receive(incoming, *connection);
+    }
     return !ends_connection(response.status);
 }
 
@@ -197,7 +202,7 @@ wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* l
                                            const Connection& connection) {
     switch (request.opcode) {
     case wire::Opcode::send:
-        return execute_send(request, link->memory(), incoming, connection);
+        return execute_send(request, link->memory(), incoming);
     case wire::Opcode::write:
         return execute_write(request, link, incoming, connection);
     case wire::Opcode::read:
@@ -261,7 +266,7 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
             return fail_request(error, connection);
         }
     }
-    return consumes_receive ? finish_receive(request, incoming, connection) : wire::make_response(wire::Status::done);
+    return consumes_receive ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
 }
 
 wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, BounceBuffer* bounce,

@@ -7,22 +7,21 @@
 namespace gdrkit::twin::verbs {
 
 wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, const BounceBuffer& bounce,
-                                                IncomingMessage* incoming, const Connection& connection) {
+                                                IncomingMessage* incoming) {
     if (!incoming->is_active) {
         if (!consume_receive(incoming)) {
             return receiver_not_ready_response();
         }
         incoming->message_bytes = request.message_bytes;
         if (request.message_bytes > incoming->work.length_bytes) {
-            return fail_receive(incoming, IBV_WC_LOC_LEN_ERR, wire::Status::invalid_request, connection);
+            return fail_receive(incoming, IBV_WC_LOC_LEN_ERR, wire::Status::invalid_request);
         }
     }
     if (scatter(incoming->work, request, bounce) != RegionError::none) {
-        return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed, connection);
+        return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed);
     }
     incoming->arrived_bytes += request.chunk_bytes;
-    return wire::is_last_chunk(request) ? finish_receive(request, incoming, connection)
-                                        : wire::make_response(wire::Status::done);
+    return wire::is_last_chunk(request) ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
 }
 
 wire::Response ConnectedQueuePair::receiver_not_ready_response() {
@@ -87,8 +86,7 @@ RegionError ConnectedQueuePair::scatter(const ReceiveWork& work, const wire::Req
     return RegionError::none;
 }
 
-wire::Response ConnectedQueuePair::finish_receive(const wire::Request& request, IncomingMessage* incoming,
-                                                  const Connection& connection) {
+wire::Response ConnectedQueuePair::finish_receive(const wire::Request& request, IncomingMessage* incoming) {
     ibv_wc wc{};
     wc.status = IBV_WC_SUCCESS;
     wc.opcode = request.opcode == wire::Opcode::write ? IBV_WC_RECV_RDMA_WITH_IMM : IBV_WC_RECV;
@@ -97,32 +95,34 @@ wire::Response ConnectedQueuePair::finish_receive(const wire::Request& request, 
         wc.wc_flags = IBV_WC_WITH_IMM;
         wc.imm_data = request.immediate;
     }
-    sleep_random_delay();
-    Lock lock(mutex_);
-    incoming->is_active = false;
-    --incoming_message_count_;
-    if (connection.generation == generation_) {
-        complete_receive(lock, incoming->work, wc, (request.flags & wire::flag_solicited) != 0);
-    }
-    notify_change(lock);
+    incoming->completion = wc;
+    incoming->is_solicited = (request.flags & wire::flag_solicited) != 0;
     return wire::make_response(wire::Status::done);
 }
 
 wire::Response ConnectedQueuePair::fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status,
-                                                wire::Status response_status, const Connection& connection) {
+                                                wire::Status response_status) {
     ibv_wc wc{};
     wc.status = wc_status;
     wc.opcode = IBV_WC_RECV;
+    incoming->completion = wc;
+    return wire::make_response(response_status);
+}
+
+// Push the completion of a message whose response was published. A failed message puts the pair in the error state.
+void ConnectedQueuePair::deliver_receive(IncomingMessage* incoming, const Connection& connection) {
     sleep_random_delay();
     Lock lock(mutex_);
     incoming->is_active = false;
     --incoming_message_count_;
     if (connection.generation == generation_) {
-        complete_receive(lock, incoming->work, wc, false);
-        enter_error(lock, &connection);
+        complete_receive(lock, incoming->work, *incoming->completion, incoming->is_solicited);
+        if (incoming->completion->status != IBV_WC_SUCCESS) {
+            enter_error(lock, &connection);
+        }
     }
+    incoming->completion.reset();
     notify_change(lock);
-    return wire::make_response(response_status);
 }
 
 } // namespace gdrkit::twin::verbs

@@ -1,12 +1,9 @@
 // Tests of traffic between two spawned processes, and of the errors after one of them is killed.
 #include <signal.h>
-#include <spawn.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
 
 #include "model/dmabuf.hpp"
-#include "model/sockets.hpp"
 #include "tests/ibverbs_support.hpp"
+#include "tests/peer_process.hpp"
 
 using namespace gdrkit::twin;
 using namespace gdrkit::twin::tests;
@@ -25,16 +22,6 @@ struct Target {
     std::uint32_t rkey;
     std::uint32_t dmabuf_rkey;
 };
-
-template <typename Message> void send_value(int socket, const Message& message) {
-    CHECK(send_all(socket, &message, sizeof message));
-}
-
-template <typename Message> Message receive_value(int socket) {
-    Message message{};
-    CHECK(recv_all(socket, &message, sizeof message));
-    return message;
-}
 
 // Body of the target process: serves requests until it gets the message check_data, and then until target_may_exit.
 int run_target(int socket) {
@@ -63,30 +50,6 @@ int run_target(int socket) {
     return 0;
 }
 
-// The target process and the socket that is connected to it.
-struct Peer {
-    pid_t pid = 0;
-    Fd socket;
-    Peer() {
-        int sockets[2];
-        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
-        socket = Fd(sockets[0]);
-        const Fd target_socket(sockets[1]);
-        std::string program = "/proc/self/exe", socket_text = std::to_string(target_socket.get());
-        char* arguments[] = {program.data(), socket_text.data(), nullptr};
-        posix_spawn_file_actions_t actions;
-        posix_spawn_file_actions_init(&actions);
-        posix_spawn_file_actions_addclose(&actions, sockets[0]);
-        CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
-        posix_spawn_file_actions_destroy(&actions);
-    }
-    int wait() const {
-        int status = 0;
-        CHECK(waitpid(pid, &status, 0) == pid);
-        return status;
-    }
-};
-
 void transfer_and_check(Endpoint* endpoint, const Target& target) {
     Buffer from(endpoint->pd, target_bytes), back(endpoint->pd, target_bytes);
     fill_pattern(from.bytes, from.size);
@@ -102,7 +65,7 @@ void transfer_and_check(Endpoint* endpoint, const Target& target) {
 }
 
 void test_data_arrives_in_other_process() {
-    const Peer peer;
+    const PeerProcess peer;
     Endpoint endpoint(0);
     const auto target = receive_value<Target>(peer.socket.get());
     send_value(peer.socket.get(), endpoint.address());
@@ -116,7 +79,7 @@ void test_data_arrives_in_other_process() {
 }
 
 void test_killed_target_exceeds_retries() {
-    const Peer peer;
+    const PeerProcess peer;
     Endpoint endpoint(0);
     const auto target = receive_value<Target>(peer.socket.get());
     send_value(peer.socket.get(), endpoint.address());
@@ -126,7 +89,7 @@ void test_killed_target_exceeds_retries() {
     CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
     endpoint.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(kill(peer.pid, SIGKILL) == 0);
-    peer.wait();
+    CHECK(WIFSIGNALED(peer.wait()));
     CHECK(endpoint.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
     CHECK(endpoint.post(request(3, IBV_WR_SEND, 0, 0, 0), {}) == 0);
     endpoint.expect_completion(2, IBV_WC_RETRY_EXC_ERR);

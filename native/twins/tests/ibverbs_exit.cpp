@@ -1,0 +1,79 @@
+// Test of a process that ends as soon as it has seen its last receive completion: its peer must have the
+// acknowledgement by then.
+#include <sched.h>
+
+#include <memory>
+#include <thread>
+
+#include "tests/ibverbs_support.hpp"
+#include "tests/peer_process.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+// Let the threads of the twin that the calling thread starts run only when no other thread of this program wants to
+// run. So the thread that pushes a completion is preempted by the thread that waits for it, before it does anything
+// else.
+void yield_to_every_other_thread() {
+    cpu_set_t cpus;
+    CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);
+    int cpu = 0;
+    while (CPU_ISSET(cpu, &cpus) == 0) {
+        ++cpu;
+    }
+    CPU_ZERO(&cpus);
+    CPU_SET(cpu, &cpus);
+    CHECK(sched_setaffinity(getpid(), sizeof cpus, &cpus) == 0 && sched_setaffinity(0, sizeof cpus, &cpus) == 0);
+    const sched_param lowest{};
+    CHECK(sched_setscheduler(0, SCHED_IDLE, &lowest) == 0);
+}
+
+// Body of the second process: receives one message and ends at once.
+int run_receiver(int socket) {
+    Settings settings;
+    settings.has_channel = true;
+    std::unique_ptr<Endpoint> endpoint;
+    // The threads of the queue pair inherit the scheduling of the thread that creates it.
+    std::thread([&] {
+        yield_to_every_other_thread();
+        endpoint = std::make_unique<Endpoint>(1, settings);
+    }).join();
+    send_value(socket, endpoint->address());
+    endpoint->connect(receive_value<Address>(socket));
+    CHECK(ibv_req_notify_cq(endpoint->cq, 0) == 0);
+    CHECK(endpoint->post_receive(1, {}) == 0);
+    send_value(socket, 'r');
+    ibv_cq* cq = nullptr;
+    void* cq_context = nullptr;
+    CHECK(ibv_get_cq_event(endpoint->channel, &cq, &cq_context) == 0);
+    ibv_wc wc{};
+    CHECK(ibv_poll_cq(cq, 1, &wc) == 1 && wc.status == IBV_WC_SUCCESS);
+    _exit(0);
+}
+
+void test_receiver_may_end_after_its_last_completion() {
+    for (int round = 0; round < 5; ++round) {
+        const PeerProcess peer;
+        Endpoint endpoint(0);
+        const auto address = receive_value<Address>(peer.socket.get());
+        send_value(peer.socket.get(), endpoint.address());
+        endpoint.connect(address);
+        CHECK(receive_value<char>(peer.socket.get()) == 'r');
+        CHECK(endpoint.post(request(1, IBV_WR_SEND), {}) == 0);
+        endpoint.expect_completion(1, IBV_WC_SUCCESS);
+        CHECK(peer.wait() == 0);
+    }
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    isolate_from_other_processes();
+    if (count > 1) {
+        return run_receiver(std::atoi(arguments[1]));
+    }
+    test_receiver_may_end_after_its_last_completion();
+    return 0;
+}
