@@ -16,7 +16,7 @@ The import of this package loads no library; the first call of a function does. 
 from __future__ import annotations
 
 from gdrkit.cufile.batch import BatchEvent, BatchRequest, BatchStatus, IoBatch, Opcode
-from gdrkit.cufile.buffer import BufferRange, Memory, RegisteredBuffer
+from gdrkit.cufile.buffer import BufferCache, BufferRange, Memory, OwnedMemory, RegisteredBuffer
 from gdrkit.cufile.driver import Driver, Properties, library_version
 from gdrkit.cufile.handle import FileHandle
 from gdrkit.cufile.nvidia_fs import NvidiaFs, read_nvidia_fs
@@ -38,6 +38,7 @@ __all__ = [
     "BatchEvent",
     "BatchRequest",
     "BatchStatus",
+    "BufferCache",
     "BufferRange",
     "Cause",
     "CudaStream",
@@ -51,6 +52,7 @@ __all__ = [
     "NvidiaFs",
     "Obstacle",
     "Opcode",
+    "OwnedMemory",
     "PendingTransfer",
     "ProbeResult",
     "Proof",

@@ -13,7 +13,15 @@ from gdrkit.errors import Api, ApiError, Reason, Unsupported, errno_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HANDLE_NOT_REGISTERED", "NAMES", "errno_error", "error_of", "missing_function", "result_error"]
+__all__ = [
+    "HANDLE_NOT_REGISTERED",
+    "NAMES",
+    "batch_status_error",
+    "errno_error",
+    "error_of",
+    "missing_function",
+    "result_error",
+]
 
 SUCCESS = 0
 DRIVER_NOT_INITIALIZED = 5001
@@ -178,6 +186,18 @@ def errno_error(*, operation: str, number: int, arguments: Mapping[str, object])
         reason=_ERRNO_REASONS.get(number, Reason.OTHER),
         # Without a current CUDA context, an asynchronous call cannot allocate memory and fails with ENOMEM.
         what_to_do=_NO_CONTEXT if number == _errno.ENOMEM and operation.endswith("Async") else "",
+    )
+
+
+def batch_status_error(*, operation: str, status_name: str, arguments: Mapping[str, object]) -> ApiError:
+    """Return the exception for a transfer of a batch that ended with a status other than COMPLETE and without errno."""
+    return ApiError(
+        api=Api.CUFILE,
+        operation=operation,
+        status=None,
+        status_name=status_name,
+        arguments=arguments,
+        reason=Reason.IO_ERROR,
     )
 
 

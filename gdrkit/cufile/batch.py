@@ -228,9 +228,12 @@ def _parameters_of(cookie: int, request: BatchRequest) -> tuple[int, int, int, i
 
 
 def _event(request: BatchRequest, status: int, result: int) -> BatchEvent:
+    state = BatchStatus(status)
+    operation = f"batch {request.opcode.name.lower()}"
+    arguments = {"file_offset": request.file_offset_bytes}
     error: ApiError | None = None
     if result < 0:
-        operation = f"batch {request.opcode.name.lower()}"
-        arguments = {"file_offset": request.file_offset_bytes}
         error = _results.result_error(operation=operation, result=result, arguments=arguments)
-    return BatchEvent(request, BatchStatus(status), max(result, 0), error)
+    elif state not in {BatchStatus.COMPLETE, BatchStatus.CANCELED}:
+        error = _results.batch_status_error(operation=operation, status_name=state.name, arguments=arguments)
+    return BatchEvent(request, state, 0 if error is not None else result, error)

@@ -1,21 +1,37 @@
-"""Memory for transfers by cuFile: its interface, ranges of it, and its registration with cuFile."""
+"""Memory for transfers by cuFile: its interface, ranges of it, its registration, and a cache of registrations.
+
+cuFile finds a registration by the first byte of the registered memory. A transfer therefore passes this address and an
+offset; with any other address, cuFile copies through its own pinned buffers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
+from gdrkit import forks
 from gdrkit.cufile import _cufile
-from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from types import TracebackType
 
     from gdrkit.cufile.driver import Driver
 
-__all__ = ["BufferRange", "Memory", "RegisteredBuffer", "TransferRange", "checked_length"]
+__all__ = [
+    "BufferCache",
+    "BufferRange",
+    "Memory",
+    "OwnedMemory",
+    "RegisteredBuffer",
+    "TransferRange",
+    "checked_length",
+]
 
 # The largest value of off_t and ssize_t.
 _OFFSET_MAX = (1 << 63) - 1
@@ -43,6 +59,18 @@ class Memory(Protocol):
         refuses to register memory (CU_FILE_CUDA_DRIVER_ERROR, 5011), fails transfers on streams with ENOMEM, and leaves
         deregistered memory pinned (observed with 1.15 and 1.20).
         """
+
+
+@runtime_checkable
+class OwnedMemory(Memory, Protocol):
+    """Memory that its owner frees only after it has called the actions of ``before_release``."""
+
+    @property
+    def owned(self) -> bool:
+        """Whether closing the memory frees it. If not, other code frees it, without notice."""
+
+    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Register `action` to run before the memory is freed, and return a function that removes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +205,119 @@ class RegisteredBuffer:
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class BufferCache:
+    """Registrations of memory with cuFile that are kept for later transfers. The methods are thread-safe.
+
+    Memory whose owner tells before it is freed stays registered until then. Other memory is registered only while a
+    transfer uses it, because freed memory that is still pinned would be lost until the process ends.
+
+    Parameters
+    ----------
+    driver : Driver
+        The open driver. When it closes, it deregisters all memory.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = forks.ForkSafeLock()
+        # By address of the first byte.
+        self._entries: dict[int, _CacheEntry] = {}
+        # Memory that cuFile refused to register. It is tried again when other memory was deregistered.
+        self._refused: weakref.WeakSet[Memory] = weakref.WeakSet()
+        forks.register(self)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Size of all registered memory, in bytes."""
+        with self._lock:
+            return sum(entry.buffer.memory.length_bytes for entry in self._entries.values())
+
+    @contextlib.contextmanager
+    def lease(self, memory: Memory) -> Iterator[bool]:
+        """Keep memory registered during a block. The value of the block is whether the memory is registered.
+
+        cuFile may refuse the memory, for example if too much memory is pinned. The cache then deregisters the memory
+        that no transfer uses, and tries once more. Transfers of memory that is not registered work as well, through
+        pinned buffers of cuFile.
+
+        While the block runs, freeing the memory fails with a UsageError (BUSY).
+        """
+        with self._lock:
+            entry = self._find_or_register(memory)
+            if entry is not None:
+                entry.lease_count += 1
+        try:
+            yield entry is not None
+        finally:
+            if entry is not None:
+                with self._lock:
+                    entry.lease_count -= 1
+                    if entry.lease_count == 0 and not entry.is_kept:
+                        self._deregister(entry)
+
+    def after_fork_in_child(self) -> None:
+        """Forget all registrations in a forked child, because they belong to the parent."""
+        self._entries.clear()
+
+    def _find_or_register(self, memory: Memory) -> _CacheEntry | None:
+        entry = self._entries.get(memory.address)
+        if entry is not None and not entry.buffer.closed:
+            # cuFile accepts no second registration of an address.
+            return entry if entry.buffer.memory.length_bytes >= memory.length_bytes else None
+        if memory.closed or memory in self._refused:
+            return None
+        try:
+            try:
+                buffer = RegisteredBuffer(self._driver, memory)
+            except ApiError:
+                if not self._deregister_unused():
+                    raise
+                buffer = RegisteredBuffer(self._driver, memory)
+        except ApiError:
+            self._refused.add(memory)
+            return None
+        entry = self._entries[memory.address] = _CacheEntry(buffer)
+        if isinstance(memory, OwnedMemory) and memory.owned:
+            entry.is_kept = True
+            entry.stop_watching = memory.before_release(lambda: self._before_release(entry))
+        return entry
+
+    def _before_release(self, entry: _CacheEntry) -> None:
+        with self._lock:
+            if self._entries.get(entry.buffer.memory.address) is not entry:
+                return
+            if entry.lease_count:
+                message = "a transfer by cuFile uses the memory"
+                raise UsageError(message, reason=Reason.BUSY, what_to_do="wait for the transfer, then free the memory")
+            self._deregister(entry)
+
+    def _deregister_unused(self) -> int:
+        """Deregister all memory that no transfer uses. Return the number of registrations."""
+        unused_entries = [entry for entry in self._entries.values() if entry.lease_count == 0]
+        for entry in unused_entries:
+            self._deregister(entry)
+        return len(unused_entries)
+
+    def _deregister(self, entry: _CacheEntry) -> None:
+        entry.buffer.close()
+        self._entries.pop(entry.buffer.memory.address, None)
+        entry.stop_watching()
+        self._refused.clear()
+
+
+@dataclass(eq=False, slots=True)
+class _CacheEntry:
+    """One registration of the cache.
+
+    Attributes
+    ----------
+    is_kept : bool
+        Whether the memory stays registered after its last lease, until its owner frees it.
+    """
+
+    buffer: RegisteredBuffer
+    is_kept: bool = False
+    lease_count: int = 0
+    stop_watching: Callable[[], None] = lambda: None

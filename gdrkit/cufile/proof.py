@@ -161,13 +161,14 @@ class RouteMonitor:
         nvfs_before = read_nvidia_fs(self._tree)
         yield self
         after, error_after = self._read_statistics()
-        file_obstacles = obstacles(self._tree, fd, compat_forced=_compat_forced())
-        self.proof = proof_from_counters(
-            delta=None if before is None or after is None else after.since(before),
-            nvfs=(nvfs_before, read_nvidia_fs(self._tree)),
-            causes=(*request, *file_obstacles),
-            statistics_error=error_before or error_after,
-        )
+        delta = None if before is None or after is None else after.since(before)
+        nvfs = (nvfs_before, read_nvidia_fs(self._tree))
+        statistics_error = error_before or error_after
+        self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=request, statistics_error=statistics_error)
+        if self.proof.state is not RouteState.PROVEN:
+            # Only these proofs need the causes. Finding them reads several files, which would delay short transfers.
+            causes = (*request, *obstacles(self._tree, fd, compat_forced=_compat_forced()))
+            self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=causes, statistics_error=statistics_error)
 
     def _read_statistics(self) -> tuple[StatisticsSnapshot | None, str]:
         """Return the statistics of libcufile, or None and the error."""

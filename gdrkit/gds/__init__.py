@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.copying import CopyResult, CopyTotals, copy_file
-from gdrkit.gds.cufile_path import close_driver, probe_cufile
+from gdrkit.gds.cufile_driver import close_driver
+from gdrkit.gds.cufile_path import probe_cufile
 from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, FallbackWarning
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File

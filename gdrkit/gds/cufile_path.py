@@ -1,69 +1,47 @@
 """The direct path by cuFile: transfers whose route is proven by the counters of libcufile and nvidia-fs.
 
 A file takes this path only if the counters showed that a first read (the probe) was direct. The counters are read again
-for each transfer, and its result reports the route that they showed. libcufile counts for the whole process, so only
-one transfer runs at a time. This costs little, because the device and the disk do the work of a direct transfer.
+for each transfer, and its result reports the route that they showed.
 
-The extents of a transfer are one flat list with four numbers for each range: index of the file (here always 0), offset
-in the file, device address, length in bytes.
+Large ranges are divided into parts, which several threads transfer by one call each. Many small ranges are one batch
+(cuFileBatchIO), if a batch of reads was counted as direct, too. Calls on CUDA streams are not used: libcufile executes
+them one after another on a thread per stream, so they are no faster than the calls of several threads.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import os
 import threading
+from collections import deque
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gdrkit import cuda, cufile, forks
+from gdrkit import cuda, cufile
 from gdrkit.cufile.obstacles import request_obstacles
 from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.gds.cufile_driver import shared_driver
+from gdrkit.gds.cufile_job import CufileJob
 from gdrkit.gds.direct import DirectPathResult
 from gdrkit.host import HostTree
-from gdrkit.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gdrkit.gds._native import Failure
+    from gdrkit.gds.buffer import TransferBuffer
+    from gdrkit.gds.cufile_driver import CufileOptions, SharedDriver
+    from gdrkit.gds.cufile_job import CufilePart
 
-__all__ = ["CufileJob", "CufilePath", "close_driver", "probe_cufile"]
+__all__ = ["CufilePath", "probe_cufile"]
 
 # Bytes that the probe reads.
 _BLOCK_BYTES = 4096
-# Largest size of one call of cuFile, in bytes. Cancellation is checked between two calls.
-_CALL_BYTES_MAX = 64 * MIB
-
-
-class _SharedDriver:
-    """The open cuFile driver that all files of this process share, and the thread that executes its transfers."""
-
-    def __init__(self) -> None:
-        self.host_tree = HostTree()
-        self.driver = cufile.Driver()
-        # cuFile before 1.15 has no statistics. The counters of nvidia-fs may still show the route.
-        with contextlib.suppress(ApiError):
-            self.driver.statistics.start()
-        self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-cufile")
-        forks.register(self)
-
-    def close(self) -> None:
-        self.thread.shutdown()
-        self.driver.close()
-
-    def after_fork_in_child(self) -> None:
-        """Forget this driver in the child, which then opens another one. The thread exists only in the parent."""
-        if self in _shared_drivers:
-            _shared_drivers.remove(self)
-
-
-# The shared driver of this process, or an empty list if it is not open.
-_shared_drivers: list[_SharedDriver] = []
-_lock = forks.ForkSafeLock()
+# Number of reads in the batch that finds out whether libcufile counts the routes of batches.
+_PROBE_READS = 2
+# How long a thread waits for results of a batch before it checks whether its transfers were cancelled, in seconds.
+_BATCH_POLL_S = 0.1
 
 
 def probe_cufile(fd: int, device_index: int) -> DirectPathResult:
@@ -88,7 +66,7 @@ def probe_cufile(fd: int, device_index: int) -> DirectPathResult:
         if os.fstat(direct_fd).st_size < _BLOCK_BYTES:
             return DirectPathResult(None, f"the file is smaller than the {_BLOCK_BYTES} bytes that the probe reads")
         try:
-            path = CufilePath(_open_driver(), direct_fd, device_index)
+            path = CufilePath(shared_driver(), direct_fd, device_index)
         except GdrkitError as error:
             return DirectPathResult(None, f"cuFile: {error}")
         stack.pop_all()
@@ -114,26 +92,32 @@ class CufilePath:
 
     Parameters
     ----------
-    shared_driver : object
-        The open driver and its thread.
+    driver : SharedDriver
+        The open driver and its threads.
     fd : int
         A descriptor with O_DIRECT. This object owns and closes it.
     device_index : int
         Index of the CUDA device.
+    options : CufileOptions or None
+        Settings of the transfers; None for those of the driver.
     """
 
-    def __init__(self, shared_driver: _SharedDriver, fd: int, device_index: int) -> None:
-        self._shared_driver = shared_driver
+    def __init__(self, driver: SharedDriver, fd: int, device_index: int, options: CufileOptions | None = None) -> None:
+        self._driver = driver
+        self._options = options or driver.options
         self._device_index = device_index
-        self._file = cufile.FileHandle(shared_driver.driver, fd)
+        self._file = cufile.FileHandle(driver.driver, fd)
         self._fd = fd
         # Why a transfer after the probe was not direct. Empty as long as all transfers were direct.
         self._why_fell_back = ""
+        # Whether libcufile counts the routes of batches of this file; None before the first batch.
+        self._batches_are_proven: bool | None = None
 
     def read_first_block(self) -> CufileJob:
         """Read the first block into device memory, to find out its route, and return the finished job."""
         with cuda.Device(self._device_index) as device, device.allocate(_BLOCK_BYTES) as memory:
-            job = self.submit(write=False, extents=[0, 0, memory.address, _BLOCK_BYTES])
+            job = CufileJob(write=False, extents=[0, 0, memory.address, _BLOCK_BYTES])
+            self._driver.submit(self, job)
             job.wait(-1)
             return job
 
@@ -147,10 +131,12 @@ class CufilePath:
             alignment_bits |= offset | address | length
         return "; ".join(obstacle.text for obstacle in request_obstacles(offset_bits=alignment_bits))
 
-    def submit(self, *, write: bool, extents: Sequence[int], durable: bool = False) -> CufileJob:
+    def submit(
+        self, *, write: bool, extents: Sequence[int], durable: bool = False, memory: TransferBuffer
+    ) -> CufileJob:
         """Start a transfer; see :class:`gdrkit.gds.DirectPath`."""
-        job = CufileJob(write=write, extents=extents, durable=durable)
-        job.future = self._shared_driver.thread.submit(self._execute, job)
+        job = CufileJob(write=write, extents=extents, durable=durable, memory=memory)
+        self._driver.submit(self, job)
         return job
 
     def close(self) -> None:
@@ -159,45 +145,263 @@ class CufilePath:
             stack.callback(os.close, self._fd)
             self._file.close()
 
-    def _execute(self, job: CufileJob) -> None:
-        """Execute a job, and store the route that the counters showed. This method runs on the thread of the driver.
+    def execute(self, jobs: Sequence[CufileJob]) -> None:
+        """Run jobs of one direction, and store the route that the counters showed. The thread of the queue calls this.
 
-        It executes every transfer of :mod:`gdrkit.gds` by cuFile, blocking or not, with one range or with many.
+        It runs every transfer of :mod:`gdrkit.gds` by cuFile, blocking or not, with one range or with many.
         """
-        monitor = cufile.RouteMonitor(self._shared_driver.driver, self._shared_driver.host_tree)
+        uses_batch = self._should_use_batch(jobs)
+        monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
+        with contextlib.ExitStack() as leases:
+            source = _PartSource(jobs, self._part_bytes(jobs))
+            try:
+                registered = self._register_memory(jobs, leases)
+                with monitor.watch(self._fd):
+                    # If a part fails, the other parts still need a proof. So no error of a part ends this block.
+                    if uses_batch:
+                        self._run_batch(source, registered)
+                    else:
+                        self._run_calls(source, registered)
+                    self._sync(jobs)
+            except ApiError as error:
+                source.fail(error)
+        for job in jobs:
+            job.proof = monitor.proof
+        if monitor.proof.state is not cufile.RouteState.PROVEN and any(job.moved_bytes for job in jobs):
+            self._why_fell_back = f"cuFile: {monitor.proof.why}"
+
+    def _part_bytes(self, jobs: Sequence[CufileJob]) -> int:
+        """Return the size of the parts of these jobs, in bytes."""
+        if len(jobs) > 1:
+            return self._options.part_bytes_max
+        return jobs[0].part_bytes(self._options.workers_count, self._options.part_bytes_max)
+
+    def _should_use_batch(self, jobs: Sequence[CufileJob]) -> bool:
+        """Return whether these jobs are many small ranges, and libcufile counts the routes of batches."""
+        range_bytes_max = self._options.batch_range_bytes_max
+        if any(job.largest_range_bytes > range_bytes_max for job in jobs):
+            return False
+        if sum(job.parts_count(range_bytes_max) for job in jobs) < self._options.batch_ranges_min:
+            return False
+        if self._batches_are_proven is None:
+            self._batches_are_proven = self._probe_batch()
+        return self._batches_are_proven
+
+    def _probe_batch(self) -> bool:
+        """Read the first block several times in one batch, and return whether the counters showed a direct route."""
+        monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
+        try:
+            with (
+                cuda.Device(self._device_index) as device,
+                device.allocate(_PROBE_READS * _BLOCK_BYTES) as memory,
+                monitor.watch(self._fd),
+            ):
+                extents = [
+                    number
+                    for index in range(_PROBE_READS)
+                    for number in (0, 0, memory.address + index * _BLOCK_BYTES, _BLOCK_BYTES)
+                ]
+                job = CufileJob(write=False, extents=extents)
+                self._run_batch(_PartSource([job], _BLOCK_BYTES), _RegisteredRanges())
+        except ApiError:
+            return False
+        return job.failure is None and monitor.proof.state is cufile.RouteState.PROVEN
+
+    def _register_memory(self, jobs: Sequence[CufileJob], leases: contextlib.ExitStack) -> _RegisteredRanges:
+        """Register the memory of the jobs until `leases` is closed, and return the registered ranges."""
+        registered = _RegisteredRanges()
+        if not self._options.registers_memory:
+            return registered
+        for job in jobs:
+            if job.memory is None or registered.contains(job.memory.address, job.memory.length_bytes):
+                continue
+            memory = job.memory.keep
+            if not isinstance(memory, cuda.CudaMemory):
+                memory = _ForeignMemory(leases.enter_context(cuda.Device(self._device_index)), job.memory)
+            if leases.enter_context(self._driver.buffers.lease(memory)):
+                registered.add(memory.address, memory.length_bytes)
+        return registered
+
+    def _run_calls(self, source: _PartSource, registered: _RegisteredRanges) -> None:
+        """Transfer all parts by single calls of several threads, one of which is this thread."""
+        others_count = min(self._options.workers_count, source.parts_count) - 1
+        others = [self._driver.workers.submit(self._run_worker, source, registered) for _ in range(others_count)]
+        try:
+            self._run_worker(source, registered)
+        finally:
+            futures.wait(others)
+        for other in others:
+            other.result()
+
+    def _run_worker(self, source: _PartSource, registered: _RegisteredRanges) -> None:
+        """Transfer parts until there are none left."""
+        try:
+            with cuda.Device(self._device_index) as device, device.current():
+                while (taken := source.take()) is not None:
+                    self._run_part(*taken, registered)
+        except ApiError as error:
+            source.fail(error)
+
+    def _run_part(self, job: CufileJob, part: CufilePart, registered: _RegisteredRanges) -> None:
+        """Transfer one part. If a call transfers fewer bytes, further calls transfer the rest."""
         transfer = self._file.write if job.write else self._file.read
         try:
-            with cuda.Device(self._device_index) as device, device.current(), monitor.watch(self._fd):
-                # If a part fails, the parts before it still need a proof. So the error must not end the outer block.
-                try:
-                    for part in job.parts_left():
-                        job.add(part, transfer(part, file_offset_bytes=part.file_offset_bytes))
-                except ApiError as error:
-                    job.fail(error)
-                if job.durable:
-                    self._sync(job)
+            while part.length_bytes and not job.stopped:
+                memory, offset = registered.find(part)
+                moved_bytes = transfer(
+                    memory,
+                    file_offset_bytes=part.file_offset_bytes,
+                    offset_bytes=offset,
+                    length_bytes=part.length_bytes,
+                )
+                job.complete(part, moved_bytes)
+                if moved_bytes == 0:
+                    return
+                part = part.rest(moved_bytes)
         except ApiError as error:
-            job.fail(error)
-        job.proof = monitor.proof
-        if job.proof.state is not cufile.RouteState.PROVEN and job.moved_bytes:
-            self._why_fell_back = f"cuFile: {job.proof.why}"
+            job.fail(error, part)
 
-    def _sync(self, job: CufileJob) -> None:
+    def _run_batch(self, source: _PartSource, registered: _RegisteredRanges) -> None:
+        """Transfer all parts by one batch, which is filled again whenever parts of it are complete."""
+        with (
+            cuda.Device(self._device_index) as device,
+            device.current(),
+            cufile.IoBatch(self._driver.driver, self._driver.batch_entries) as batch,
+        ):
+            transfers = _BatchTransfers(batch, self._file, registered)
+            while transfers.fill(source):
+                transfers.collect()
+
+    def _sync(self, jobs: Sequence[CufileJob]) -> None:
+        """Sync the written data to the disk, if a job demands it."""
+        durable_jobs = [job for job in jobs if job.durable]
+        if not durable_jobs:
+            return
         try:
             os.fdatasync(self._fd)
         except OSError as error:
-            job.failure = job.failure or ("kernel", "fdatasync", error.errno or 0, "")
+            for job in durable_jobs:
+                job.fail_sync(error)
+
+
+class _PartSource:
+    """The parts of several jobs, in order. It is thread-safe.
+
+    Attributes
+    ----------
+    parts_count : int
+        Number of parts of all jobs.
+    """
+
+    def __init__(self, jobs: Sequence[CufileJob], part_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._jobs = deque(jobs)
+        self._all_jobs = tuple(jobs)
+        self._part_bytes = part_bytes
+        self.parts_count = sum(job.parts_count(part_bytes) for job in jobs)
+
+    def take(self) -> tuple[CufileJob, CufilePart] | None:
+        """Return the next part and its job, or None if all parts were taken."""
+        with self._lock:
+            while self._jobs:
+                part = self._jobs[0].take(self._part_bytes)
+                if part is not None:
+                    return self._jobs[0], part
+                self._jobs.popleft()
+            return None
+
+    def fail(self, error: ApiError) -> None:
+        """Store an error in every job."""
+        for job in self._all_jobs:
+            job.fail(error)
+
+
+class _BatchTransfers:
+    """The transfers of one batch that were submitted, and the rests of transfers that moved fewer bytes."""
+
+    def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered: _RegisteredRanges) -> None:
+        self._batch = batch
+        self._file = file
+        self._registered = registered
+        self._rests: deque[tuple[CufileJob, CufilePart]] = deque()
+        # By id of the request.
+        self._submitted: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
+        self._is_cancelled = False
+
+    def fill(self, source: _PartSource) -> bool:
+        """Submit as many parts as the batch has room for. Return whether transfers are in progress."""
+        requests = []
+        for job, part in self._next_parts(source):
+            memory, offset = self._registered.find(part)
+            opcode = cufile.Opcode.WRITE if job.write else cufile.Opcode.READ
+            buffer_range = cufile.BufferRange(memory, offset, part.length_bytes)
+            request = cufile.BatchRequest(opcode, self._file, buffer_range, part.file_offset_bytes)
+            self._submitted[id(request)] = request, job, part
+            requests.append(request)
+        if requests:
+            try:
+                self._batch.submit(requests)
+            except ApiError as error:
+                for request in requests:
+                    _, job, part = self._submitted.pop(id(request))
+                    job.fail(error, part)
+        return bool(self._submitted)
+
+    def collect(self) -> None:
+        """Wait for results, and store them in their jobs."""
+        if not self._is_cancelled and all(job.stopped for _, job, _ in self._submitted.values()):
+            self._is_cancelled = True
+            self._batch.cancel()
+        for event in self._batch.status(count_min=1, timeout_s=_BATCH_POLL_S):
+            _, job, part = self._submitted.pop(id(event.request))
+            if event.error is not None:
+                job.fail(event.error, part)
+                continue
+            job.complete(part, event.bytes)
+            if 0 < event.bytes < part.length_bytes:
+                self._rests.append((job, part.rest(event.bytes)))
+
+    def _next_parts(self, source: _PartSource) -> Iterator[tuple[CufileJob, CufilePart]]:
+        while len(self._submitted) < self._batch.capacity:
+            taken = self._rests.popleft() if self._rests else source.take()
+            if taken is None:
+                return
+            if not taken[0].stopped:
+                yield taken
+
+
+class _RegisteredRanges:
+    """The registered memory of the jobs that run together."""
+
+    def __init__(self) -> None:
+        self._ranges: list[_MemoryRange] = []
+
+    def add(self, address: int, length_bytes: int) -> None:
+        """Add registered memory."""
+        self._ranges.append(_MemoryRange(address, length_bytes))
+
+    def contains(self, address: int, length_bytes: int) -> bool:
+        """Return whether a range is inside registered memory."""
+        return any(memory.contains(address, length_bytes) for memory in self._ranges)
+
+    def find(self, part: CufilePart) -> tuple[_MemoryRange, int]:
+        """Return the memory that contains a part, and the offset of the part. It may be the part itself."""
+        for memory in self._ranges:
+            if memory.contains(part.address, part.length_bytes):
+                return memory, part.address - memory.address
+        return _MemoryRange(part.address, part.length_bytes), 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """The part of a range that one cuFile call transfers. It has the interface of :class:`gdrkit.cufile.Memory`."""
+class _MemoryRange:
+    """Device memory of a running job, as a :class:`gdrkit.cufile.Memory`."""
 
     address: int
     length_bytes: int
-    file_offset_bytes: int
-    range_index: int
     closed: bool = False
+
+    def contains(self, address: int, length_bytes: int) -> bool:
+        return self.address <= address and address + length_bytes <= self.address + self.length_bytes
 
     @staticmethod
     def current() -> contextlib.AbstractContextManager[None]:
@@ -205,125 +409,19 @@ class _Part:
         return contextlib.nullcontext()
 
 
-class CufileJob:
-    """A transfer by cuFile; a :class:`gdrkit.gds.transfer.TransferJob`. :class:`CufilePath` executes it.
+class _ForeignMemory:
+    """Memory of another library, which may free it after the transfer without notice."""
 
-    Attributes
-    ----------
-    write : bool
-        True: write from memory into the file. False: read from the file into memory.
-    durable : bool
-        Whether a write is synced to the disk before the job is over.
-    future : concurrent.futures.Future
-        Future of the execution on the thread of the driver.
-    proof : Proof
-        The route that the counters showed. It is valid when the job is over.
-    moved_bytes : int
-        Bytes that arrived so far.
-    failure : tuple or None
-        The first failure.
-    """
+    def __init__(self, device: cuda.Device, buffer: TransferBuffer) -> None:
+        self._device = device
+        self.address = buffer.address
+        self.length_bytes = buffer.length_bytes
+        self.closed = False
 
-    future: futures.Future[None]
-
-    def __init__(self, *, write: bool, extents: Sequence[int], durable: bool) -> None:
-        self.write = write
-        self.durable = durable
-        self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
-        self.moved_bytes = 0
-        self.failure: Failure | None = None
-        self._extents = extents
-        self._arrived_bytes = [0] * (len(extents) // 4)  # By range.
-        self._is_at_end = False
-        self._why_failed = ""
-        self._stop_event = threading.Event()
-        self._is_cancelled = False
-
-    @property
-    def route(self) -> cufile.Route:
-        """The route that the counters showed; ``UNKNOWN`` if they showed none."""
-        return self.proof.route
-
-    @property
-    def why_not_direct(self) -> str:
-        """The reason why the transfer is not proven to be direct; empty if it is."""
-        is_proven = self.proof.state is cufile.RouteState.PROVEN
-        return "" if is_proven else f"cuFile: {self.proof.why or self._why_failed or self.proof.state.value}"
-
-    def wait(self, timeout_us: int) -> bool:
-        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the transfer is over."""
-        futures.wait([self.future], None if timeout_us < 0 else timeout_us / 1e6)
-        return self.future.done()
-
-    def cancel(self) -> None:
-        """Stop the transfer before its next call of cuFile."""
-        if not self.future.done():
-            self._stop_event.set()
-
-    def progress(self) -> dict[str, Any]:
-        """Return the progress. If an unexpected exception (not an ApiError) ended the transfer, raise it."""
-        if self.future.done():
-            self.future.result()
-        return {
-            "bytes": self.moved_bytes,
-            "direct_bytes": self.moved_bytes,
-            "cancelled": self._is_cancelled,
-            "failure": self.failure,
-        }
-
-    def arrived(self) -> Sequence[int]:
-        """Return how many bytes of each range arrived."""
-        return self._arrived_bytes
-
-    def parts_left(self) -> Iterator[_Part]:
-        """Yield the parts of all ranges in order. Skip the rest of a range after the end of the file.
-
-        After each part, the caller must call :meth:`add`. The iteration ends if the job is cancelled.
-        """
-        ranges = zip(self._extents[1::4], self._extents[2::4], self._extents[3::4], strict=True)
-        for index, (file_offset, address, length) in enumerate(ranges):
-            self._is_at_end = False
-            while self._arrived_bytes[index] < length and not self._is_at_end:
-                if self._stop_event.is_set():
-                    self._is_cancelled = True
-                    return
-                done = self._arrived_bytes[index]
-                yield _Part(address + done, min(_CALL_BYTES_MAX, length - done), file_offset + done, index)
-
-    def add(self, part: _Part, moved_bytes: int) -> None:
-        """Add the number of bytes of a part that arrived. 0 means the end of the file."""
-        self._arrived_bytes[part.range_index] += moved_bytes
-        self.moved_bytes += moved_bytes
-        self._is_at_end = moved_bytes == 0
-
-    def fail(self, error: ApiError) -> None:
-        """Store an error, unless an earlier one is stored."""
-        self.failure = self.failure or _failure_of(error)
-        self._why_failed = self._why_failed or str(error)
-
-
-def _failure_of(error: ApiError) -> Failure:
-    if error.errno is not None:
-        return "kernel", error.operation, error.errno, error.status_name
-    return error.api.value, error.operation, error.status or 0, error.status_name
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Make the context of the device current in this thread during a block."""
+        return self._device.current()
 
 
 def _access_mode(fd: int) -> int:
     return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-
-
-def _open_driver() -> _SharedDriver:
-    with _lock:
-        if not _shared_drivers:
-            _shared_drivers.append(_SharedDriver())
-        return _shared_drivers[0]
-
-
-def close_driver() -> None:
-    """Close the cuFile driver if it is open. The caller must first close all files that use it."""
-    with _lock:
-        while _shared_drivers:
-            _shared_drivers.pop().close()
-
-
-atexit.register(close_driver)

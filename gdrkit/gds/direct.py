@@ -15,6 +15,7 @@ from gdrkit.errors import Api, Reason, Unsupported
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gdrkit.gds.buffer import TransferBuffer
     from gdrkit.gds.transfer import TransferJob
 
 __all__ = [
@@ -35,7 +36,7 @@ class FallbackWarning(UserWarning):
 class DirectPath(Protocol):
     """A path that was proven for one open file and one device."""
 
-    def submit(self, *, write: bool, extents: Sequence[int], durable: bool) -> TransferJob:
+    def submit(self, *, write: bool, extents: Sequence[int], durable: bool, memory: TransferBuffer) -> TransferJob:
         """Start a transfer.
 
         Parameters
@@ -46,6 +47,8 @@ class DirectPath(Protocol):
             Four numbers for each range: 0, offset in the file, device address, length in bytes.
         durable : bool
             A write is complete when the disk has the data.
+        memory : TransferBuffer
+            The memory that has the device addresses.
         """
 
     def why_not(self, extents: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import atexit
 import os
 from array import array
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, forks
@@ -22,7 +23,7 @@ from gdrkit.handles import Handle
 from gdrkit.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineJob", "EngineOptions", "close_engines", "engine_for"]
 
@@ -114,6 +115,7 @@ class EngineJob:
 
     route = Route.ENGINE
     why_not_direct = ""
+    counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, native_job: Any) -> None:  # noqa: ANN401 - native object.
         self._native_job = native_job

@@ -394,7 +394,7 @@ class File:
         if not self._uses_engine(memory):
             path, why = self._direct_path_for(memory, extents)
             if path is not None:
-                return path.submit(write=write, extents=extents, durable=durable), ""
+                return path.submit(write=write, extents=extents, durable=durable, memory=memory), ""
             report_fallback(why, self.path, required=self.direct == "required")
         job = engine_for(memory.device_index).submit(
             write=write,

@@ -11,7 +11,9 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping  # noqa: TC003 - a NamedTuple evaluates its annotations.
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gdrkit import forks
@@ -20,7 +22,7 @@ from gdrkit.errors import Api, ApiError, GdrkitError, Reason
 from gdrkit.gds._native import Failure, api_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from gdrkit.gds.buffer import TransferBuffer
 
@@ -49,6 +51,9 @@ class Transferred(NamedTuple):
         Time from the call to the last byte, in seconds.
     why_not_direct : str
         The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
+    counters : mapping
+        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. Transfers that ran together
+        have the increase of all of them. Empty if cuFile did not move the bytes.
     """
 
     bytes: int
@@ -57,6 +62,7 @@ class Transferred(NamedTuple):
     parts: tuple[int, ...]
     duration_s: float
     why_not_direct: str = ""
+    counters: Mapping[str, int] = MappingProxyType({})
 
 
 class TransferFailed(ApiError):
@@ -89,6 +95,10 @@ class TransferJob(Protocol):
     def why_not_direct(self) -> str:
         """The reason why the route is not direct; empty if it is direct, or if the caller wanted no direct path."""
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The increase of the counters that show the route; empty if there are none."""
+
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
 
@@ -96,7 +106,10 @@ class TransferJob(Protocol):
         """Start no further chunks."""
 
     def progress(self) -> dict[str, Any]:
-        """Return ``bytes``, ``direct_bytes``, ``cancelled`` and ``failure`` (``_native.Failure`` or None)."""
+        """Return ``bytes``, ``direct_bytes``, ``cancelled`` and ``failure`` (``_native.Failure`` or None).
+
+        ``failed_part`` is optional: the arguments that name the failed part of the transfer.
+        """
 
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived. It is valid when the job is over."""
@@ -296,6 +309,7 @@ class Transfer:
                 parts=parts,
                 duration_s=time.monotonic() - self._began_s,
                 why_not_direct=self.why_not_direct or self.job.why_not_direct,
+                counters=self.job.counters,
             )
             self._error = self._error_of(progress, self._result)
             if self.buffer is not None:
@@ -310,7 +324,7 @@ class Transfer:
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
-        arguments = {**self.arguments, "transferred_bytes": result.bytes}
+        arguments = {**self.arguments, "transferred_bytes": result.bytes, **progress.get("failed_part", {})}
         detail = f"{result.bytes} of {self.length_bytes} bytes were moved"
         if failure is not None:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)

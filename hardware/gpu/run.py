@@ -81,6 +81,7 @@ PARTS: dict[str, Part] = {
     ),
     "files": Part(("hardware/throughput/test_files.py",), limit_s=240, is_measuring=True),
     "cufile": Part(("suites/cufile",), limit_s=240),
+    "cufile-speed": Part(("suites/bench/test_cufile_speed.py",), limit_s=480, is_measuring=True),
     "cost": Part(tuple(f"suites/bench/test_{name}.py" for name in COST_CASES), limit_s=240, is_measuring=True),
     "gds": Part(("suites/gds",), limit_s=240),
     "contract": Part(("suites/contract",), limit_s=240),

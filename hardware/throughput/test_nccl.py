@@ -72,4 +72,5 @@ def test_all_reduce(
         # is that of the slowest rank.
         carried_bytes = int(length_bytes * 2 * (rank_count - 1) / rank_count)
         times_s = [max(rank_times) for rank_times in zip(*(result["times_s"] for result in results), strict=True)]
-        meter.record("bus", Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:]))
+        cpu_s = sum(sum(result["cpu_s"][WARM_UP_ROUNDS:]) for result in results)
+        meter.record("bus", Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s))

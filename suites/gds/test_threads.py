@@ -29,12 +29,12 @@ STARTS_PER_THREAD = 30
 FORKING_PROGRAM = """
 import os, sys, threading, time, warnings
 from gdrkit import gds
-from gdrkit.gds import cufile_path, engine
+from gdrkit.gds import cufile_driver, engine
 warnings.simplefilter("ignore")
-lock = {"engine": engine, "cufile": cufile_path}[sys.argv[1]]._lock
+lock = {"engine": engine, "cufile": cufile_driver}[sys.argv[1]]._lock
 start, end = {
     "engine": (lambda: gds.engine_for(0), gds.close_engines),
-    "cufile": (cufile_path._open_driver, gds.close_driver),
+    "cufile": (cufile_driver.shared_driver, gds.close_driver),
 }[sys.argv[1]]
 thread = threading.Thread(target=start)
 thread.start()

@@ -20,6 +20,7 @@ import time
 from typing import TYPE_CHECKING
 
 from support.nccl import Communicator, Nccl, loaded_library
+from support.rates import cpu_time_s
 
 from gdrkit import pattern
 from gdrkit.cuda import Device, VmmMemory
@@ -113,12 +114,16 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         reduce_once()
         stream.synchronize()
         _log_step("measured all-reduces")
-        times_s = [_mean_duration_s(reduce_once, stream.synchronize, options.repeats) for _ in range(options.rounds)]
+        times_s, cpu_times_s = [], []
+        for _ in range(options.rounds):
+            cpu_before_s = cpu_time_s()
+            times_s.append(_mean_duration_s(reduce_once, stream.synchronize, options.repeats))
+            cpu_times_s.append((cpu_time_s() - cpu_before_s) / options.repeats)
         _log_step("check the bytes")
         # Each rank wrote an equal share of the pattern. The bytes after the last share are zeros.
         checked_bytes = options.length_bytes // options.ranks * options.ranks
         pattern.check(target.read(length_bytes=checked_bytes), seed=options.seed)
-        return {"times_s": times_s, "version": nccl.version, "libraries": loaded_library()}
+        return {"times_s": times_s, "cpu_s": cpu_times_s, "version": nccl.version, "libraries": loaded_library()}
 
 
 def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ Cases use the fixture `meter` with a :class:`Meter`. :func:`check_expected_numbe
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from gdrkit.harness.session import SESSION
 from gdrkit.inventory import Machine, path_limit, topology
 from gdrkit.qualify.throughput import check_numbers, ran_on_hardware
 from gdrkit.report.substrate import Substrate
+from gdrkit.units import GIB
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-__all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers"]
+__all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers", "cpu_time_s"]
 
 # A measurement has 3 warm-up rounds, which are not counted, and 15 rounds.
 ROUNDS, WARM_UP_ROUNDS = 15, 3
@@ -51,6 +53,8 @@ class Rates:
         Difference between the first and the third quartile, in percent of the median.
     rounds_count : int
         Number of rounds.
+    cpu_s_per_gib : float
+        Processor time for each GiB, in seconds: the mean of all rounds.
     """
 
     median: float
@@ -58,10 +62,21 @@ class Rates:
     maximum: float
     spread_percent: float
     rounds_count: int
+    cpu_s_per_gib: float
 
     @classmethod
-    def from_times(cls, moved_bytes: int, times_s: Sequence[float]) -> Rates:
-        """Return the rates of rounds. Each round transferred `moved_bytes`, and `times_s` has the duration of each."""
+    def from_times(cls, moved_bytes: int, times_s: Sequence[float], *, cpu_s: float) -> Rates:
+        """Return the rates of rounds.
+
+        Parameters
+        ----------
+        moved_bytes : int
+            Number of bytes that each round transferred.
+        times_s : sequence of float
+            Duration of each round, in seconds.
+        cpu_s : float
+            Processor time of all rounds together, in seconds.
+        """
         rates = sorted(moved_bytes / time_s / 1e9 for time_s in times_s)
         median = statistics.median(rates)
         low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
@@ -71,6 +86,7 @@ class Rates:
             maximum=rates[-1],
             spread_percent=(high - low) / median * 100,
             rounds_count=len(rates),
+            cpu_s_per_gib=cpu_s / len(rates) / (moved_bytes / GIB),
         )
 
 
@@ -119,14 +135,17 @@ class Meter:
         if not self.is_on:
             benchmark.pedantic(work)  # type: ignore[no-untyped-call]
             return None
+        began_s = cpu_time_s()
         benchmark.pedantic(work, rounds=ROUNDS, warmup_rounds=WARM_UP_ROUNDS)  # type: ignore[no-untyped-call]
+        # The processor time of the warm-up rounds cannot be told apart, so it is that of an average round.
+        cpu_s = (cpu_time_s() - began_s) * ROUNDS / self.runs_count
         assert benchmark.stats is not None
-        return self.record("rate", Rates.from_times(moved_bytes, benchmark.stats.stats.data))
+        return self.record("rate", Rates.from_times(moved_bytes, benchmark.stats.stats.data, cpu_s=cpu_s))
 
     def measure_unrecorded(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
         """Measure `work`, and return its rates without recording them. Return None if the meter is off."""
-        times_s = [_duration_s(work) for _ in range(self.runs_count)]
-        return Rates.from_times(moved_bytes, times_s[WARM_UP_ROUNDS:]) if self.is_on else None
+        rounds = [_measured_round(work) for _ in range(self.runs_count)]
+        return _rates_of(moved_bytes, rounds) if self.is_on else None
 
     def compare(
         self,
@@ -156,19 +175,16 @@ class Meter:
         dict of str to Rates
             The rates by name of the method; empty if the meter is off.
         """
-        times_s: dict[str, list[float]] = {name: [] for name in methods}
+        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
         for runs_left in reversed(range(self.runs_count)):
             for name, work in methods.items():
                 prepare()
-                times_s[name].append(_duration_s(work))
+                rounds[name].append(_measured_round(work))
                 if runs_left == 0:
                     check()
         if not self.is_on:
             return {}
-        return {
-            name: self.record(name, Rates.from_times(moved_bytes, times[WARM_UP_ROUNDS:]))
-            for name, times in times_s.items()
-        }
+        return {name: self.record(name, _rates_of(moved_bytes, of_method)) for name, of_method in rounds.items()}
 
     def record(self, name: str, rates: Rates) -> Rates:
         """Add the rates to the record of the case under `name`, and return them."""
@@ -178,6 +194,7 @@ class Meter:
         self._evidence.number(f"{name}_gb_per_s_min", rates.minimum)
         self._evidence.number(f"{name}_gb_per_s_max", rates.maximum)
         self._evidence.number(f"{name}_spread_percent", rates.spread_percent)
+        self._evidence.number(f"{name}_cpu_s_per_gib", rates.cpu_s_per_gib)
         return rates
 
     def record_path(self, *devices: str, name: str = "rate") -> None:
@@ -190,10 +207,24 @@ class Meter:
         self._evidence["measured_apis"] = self._apis
 
 
-def _duration_s(work: Callable[[], object]) -> float:
-    begin_ns = time.perf_counter_ns()
+def cpu_time_s() -> float:
+    """Return the processor time of this process so far, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _measured_round(work: Callable[[], object]) -> tuple[float, float]:
+    """Call `work`, and return its duration and the processor time of this process meanwhile, in seconds."""
+    cpu_before_s, begin_ns = cpu_time_s(), time.perf_counter_ns()
     work()
-    return (time.perf_counter_ns() - begin_ns) / 1e9
+    return (time.perf_counter_ns() - begin_ns) / 1e9, cpu_time_s() - cpu_before_s
+
+
+def _rates_of(moved_bytes: int, rounds: Sequence[tuple[float, float]]) -> Rates:
+    """Return the rates of all rounds after the warm-up rounds, each with its duration and its processor time."""
+    counted_rounds = rounds[WARM_UP_ROUNDS:]
+    times_s = [duration_s for duration_s, _ in counted_rounds]
+    return Rates.from_times(moved_bytes, times_s, cpu_s=sum(cpu_s for _, cpu_s in counted_rounds))
 
 
 def check_expected_numbers(item: pytest.Item) -> None:

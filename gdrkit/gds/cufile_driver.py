@@ -1,0 +1,154 @@
+"""The open cuFile driver that the files of a process share, with its threads, its registered memory and its queue.
+
+libcufile counts the routes of transfers for the whole process. To prove the route of a transfer, nothing else may run
+between the two readings of the counters. One thread therefore takes the transfers from a queue. It takes all waiting
+transfers of the same file and direction together, and several workers share their parts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections import deque
+from concurrent import futures
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from gdrkit import cufile, forks
+from gdrkit.errors import ApiError
+from gdrkit.host import HostTree
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.gds.cufile_job import CufileJob
+
+__all__ = ["CufileOptions", "JobRunner", "SharedDriver", "close_driver", "shared_driver"]
+
+# Largest number of transfers that run together.
+_JOBS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CufileOptions:
+    """Settings of the transfers by cuFile.
+
+    Attributes
+    ----------
+    workers_count : int
+        Number of threads that call cuFile at the same time.
+    part_bytes_max : int
+        Largest size of one call of cuFile, in bytes. Cancellation is checked between two calls.
+    batch_range_bytes_max : int
+        Largest range that a batch transfers, in bytes. Larger ranges are transferred by single calls.
+    batch_ranges_min : int
+        Number of ranges from which on a batch is used.
+    batch_entries_max : int
+        Largest number of transfers in a batch. With more than 64, cuFile 1.15 may never return from a batch that goes
+        through host memory (see ``posix_pool_slab_count``).
+    registers_memory : bool
+        Whether memory is registered with cuFile before a transfer.
+    """
+
+    workers_count: int = 8
+    part_bytes_max: int = 16 * MIB
+    batch_range_bytes_max: int = 64 * KIB
+    batch_ranges_min: int = 8
+    batch_entries_max: int = 64
+    registers_memory: bool = True
+
+
+class JobRunner(Protocol):
+    """An object that runs transfers of one file: a :class:`gdrkit.gds.cufile_path.CufilePath`."""
+
+    def execute(self, jobs: Sequence[CufileJob]) -> None:
+        """Run the jobs together, and store the results in them."""
+
+
+class SharedDriver:
+    """The open cuFile driver, its threads, its registered memory and its queue of transfers."""
+
+    def __init__(self, options: CufileOptions | None = None) -> None:
+        self.options = options or CufileOptions()
+        self.host_tree = HostTree()
+        self.driver = cufile.Driver()
+        # cuFile before 1.15 has no statistics. The counters of nvidia-fs may still show the route.
+        with contextlib.suppress(ApiError):
+            self.driver.statistics.start()
+        self.buffers = cufile.BufferCache(self.driver)
+        self.batch_entries = min(self.options.batch_entries_max, self.driver.properties().max_batch_io)
+        self.workers = futures.ThreadPoolExecutor(self.options.workers_count, thread_name_prefix="gdrkit-cufile-io")
+        self._queue_thread = futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-cufile")
+        self._queue: deque[tuple[JobRunner, CufileJob]] = deque()
+        self._queue_lock = forks.ForkSafeLock()
+        forks.register(self)
+
+    def submit(self, runner: JobRunner, job: CufileJob) -> None:
+        """Add a job to the queue."""
+        with self._queue_lock:
+            self._queue.append((runner, job))
+        self._queue_thread.submit(self._run_next_jobs)
+
+    def close(self) -> None:
+        """Run the jobs in the queue, deregister all memory and close the driver."""
+        self._queue_thread.shutdown()
+        self.workers.shutdown()
+        self.driver.close()
+
+    def after_fork_in_child(self) -> None:
+        """Forget this driver in the child, which then opens another one. The threads exist only in the parent."""
+        if self in _shared_drivers:
+            _shared_drivers.remove(self)
+
+    def _run_next_jobs(self) -> None:
+        """Run the first job of the queue, together with later jobs of the same file and direction."""
+        with self._queue_lock:
+            if not self._queue:
+                return  # An earlier call has run the job.
+            runner, first_job = self._queue.popleft()
+            jobs, other_jobs = [first_job], deque[tuple["JobRunner", "CufileJob"]]()
+            is_small = self._is_small(first_job)
+            while self._queue and len(jobs) < _JOBS_MAX:
+                next_runner, job = self._queue.popleft()
+                if next_runner is runner and job.write == first_job.write and self._is_small(job) == is_small:
+                    jobs.append(job)
+                else:
+                    other_jobs.append((next_runner, job))
+            self._queue.extendleft(reversed(other_jobs))
+        try:
+            runner.execute(jobs)
+        except BaseException as error:
+            # The threads that wait for the jobs raise it, too.
+            for job in jobs:
+                job.future.set_exception(error)
+            raise
+        for job in jobs:
+            job.future.set_result(None)
+
+    def _is_small(self, job: CufileJob) -> bool:
+        """Return whether a batch may transfer the job."""
+        return job.largest_range_bytes <= self.options.batch_range_bytes_max
+
+
+# The shared driver of this process, or an empty list if it is not open.
+_shared_drivers: list[SharedDriver] = []
+_lock = forks.ForkSafeLock()
+
+
+def shared_driver() -> SharedDriver:
+    """Return the shared driver of this process. Open it if it is not open."""
+    with _lock:
+        if not _shared_drivers:
+            _shared_drivers.append(SharedDriver())
+        return _shared_drivers[0]
+
+
+def close_driver() -> None:
+    """Close the cuFile driver if it is open. The caller must first close all files that use it."""
+    with _lock:
+        while _shared_drivers:
+            _shared_drivers.pop().close()
+
+
+atexit.register(close_driver)

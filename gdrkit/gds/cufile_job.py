@@ -1,0 +1,217 @@
+"""One transfer by cuFile: its division into calls, and the bytes that the calls have moved.
+
+The extents of a transfer are one flat list with four numbers for each range: index of the file (here always 0), offset
+in the file, device address, length in bytes. A part is the piece of a range that one call of cuFile transfers. Several
+threads take the parts of a job and report their results in any order.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent import futures
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdrkit import cufile
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from gdrkit.errors import ApiError
+    from gdrkit.gds._native import Failure
+    from gdrkit.gds.buffer import TransferBuffer
+
+__all__ = ["CufileJob", "CufilePart"]
+
+
+class CufilePart(NamedTuple):
+    """The piece of a range that one call of cuFile transfers.
+
+    Attributes
+    ----------
+    range_index : int
+        Index of the range in the transfer.
+    file_offset_bytes : int
+        Offset of the first byte in the file.
+    address : int
+        Device address of the first byte.
+    length_bytes : int
+        Size in bytes.
+    """
+
+    range_index: int
+    file_offset_bytes: int
+    address: int
+    length_bytes: int
+
+    def rest(self, moved_bytes: int) -> CufilePart:
+        """Return the part without its first `moved_bytes`."""
+        return CufilePart(
+            self.range_index,
+            self.file_offset_bytes + moved_bytes,
+            self.address + moved_bytes,
+            self.length_bytes - moved_bytes,
+        )
+
+
+class CufileJob:
+    """A transfer by cuFile; a :class:`gdrkit.gds.transfer.TransferJob`. Its methods are thread-safe.
+
+    Attributes
+    ----------
+    write : bool
+        True: write from memory into the file. False: read from the file into memory.
+    durable : bool
+        Whether a write is synced to the disk before the job is over.
+    memory : TransferBuffer or None
+        The memory of the extents. None: the memory is not registered with cuFile.
+    future : concurrent.futures.Future
+        Future of the execution.
+    proof : Proof
+        The route that the counters showed. It is valid when the job is over.
+    moved_bytes : int
+        Bytes that arrived so far.
+    failure : tuple or None
+        The first failure.
+    """
+
+    def __init__(
+        self, *, write: bool, extents: Sequence[int], durable: bool = False, memory: TransferBuffer | None = None
+    ) -> None:
+        self.write = write
+        self.durable = durable
+        self.memory = memory
+        self.future: futures.Future[None] = futures.Future()
+        self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
+        self.moved_bytes = 0
+        self.failure: Failure | None = None
+        self._ranges = list(zip(extents[1::4], extents[2::4], extents[3::4], strict=True))
+        self._lock = threading.Lock()
+        # The next part begins at this offset in this range.
+        self._range_index = self._offset_bytes = 0
+        # For each range, the bytes from its beginning up to the first gap, and the parts that arrived after the gap.
+        self._arrived_bytes = [0] * len(self._ranges)
+        self._parts_after_gap: dict[tuple[int, int], int] = {}
+        self._failed_part: dict[str, int] = {}
+        self._why_failed = ""
+        self._is_cancelled = False
+
+    @property
+    def route(self) -> cufile.Route:
+        """The route that the counters showed; ``UNKNOWN`` if they showed none."""
+        return self.proof.route
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """The increase of the counters of cuFile or nvidia-fs during the job. Jobs that ran together share it."""
+        return self.proof.moved
+
+    @property
+    def why_not_direct(self) -> str:
+        """The reason why the transfer is not proven to be direct; empty if it is."""
+        is_proven = self.proof.state is cufile.RouteState.PROVEN
+        return "" if is_proven else f"cuFile: {self.proof.why or self._why_failed or self.proof.state.value}"
+
+    @property
+    def largest_range_bytes(self) -> int:
+        """Size of the largest range."""
+        return max((length for _, _, length in self._ranges), default=0)
+
+    def parts_count(self, part_bytes: int) -> int:
+        """Return the number of parts of at most `part_bytes`."""
+        return sum(-(-length // part_bytes) for _, _, length in self._ranges)
+
+    def part_bytes(self, workers_count: int, largest_bytes: int) -> int:
+        """Return the size of parts that keeps all workers busy: at most `largest_bytes`, in steps of 1 MiB."""
+        share_bytes = sum(length for _, _, length in self._ranges) // (2 * workers_count)
+        return max(MIB, min(largest_bytes, share_bytes // MIB * MIB))
+
+    def wait(self, timeout_us: int) -> bool:
+        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the transfer is over."""
+        futures.wait([self.future], None if timeout_us < 0 else timeout_us / 1e6)
+        return self.future.done()
+
+    def cancel(self) -> None:
+        """Start no further call of cuFile. The job counts as cancelled only if it has parts that were not started."""
+        with self._lock:
+            self._is_cancelled = self._is_cancelled or self._has_parts_left()
+
+    def progress(self) -> dict[str, Any]:
+        """Return the progress. If an unexpected exception (not an ApiError) ended the transfer, raise it."""
+        if self.future.done():
+            self.future.result()
+        return {
+            "bytes": self.moved_bytes,
+            "direct_bytes": self.moved_bytes,
+            "cancelled": self._is_cancelled,
+            "failure": self.failure,
+            "failed_part": self._failed_part,
+        }
+
+    def arrived(self) -> Sequence[int]:
+        """Return how many bytes of each range arrived from its beginning without a gap."""
+        return self._arrived_bytes
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the job starts no further parts, because it failed or was cancelled."""
+        return self._is_cancelled or self.failure is not None
+
+    def take(self, part_bytes: int) -> CufilePart | None:
+        """Return the next part of at most `part_bytes`; None if there is none, or if the job failed or was cancelled.
+
+        The caller must pass the result of the part to :meth:`complete` or :meth:`fail`.
+        """
+        with self._lock:
+            if self.stopped or not self._has_parts_left():
+                return None
+            file_offset, address, length = self._ranges[self._range_index]
+            done = self._offset_bytes
+            part = CufilePart(self._range_index, file_offset + done, address + done, min(part_bytes, length - done))
+            self._offset_bytes += part.length_bytes
+            return part
+
+    def complete(self, part: CufilePart, moved_bytes: int) -> None:
+        """Add the number of bytes of a part that arrived. 0 means the end of the file, so the range ends there."""
+        with self._lock:
+            self.moved_bytes += moved_bytes
+            index = part.range_index
+            if moved_bytes == 0 and index == self._range_index:
+                self._offset_bytes = self._ranges[index][2]
+            position = part.file_offset_bytes - self._ranges[index][0]
+            self._parts_after_gap[index, position] = moved_bytes
+            while next_bytes := self._parts_after_gap.pop((index, self._arrived_bytes[index]), 0):
+                self._arrived_bytes[index] += next_bytes
+
+    def fail(self, error: ApiError, part: CufilePart | None = None) -> None:
+        """Store an error and the part that failed, unless an earlier error is stored."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = _failure_of(error)
+            self._why_failed = str(error)
+            if part is not None:
+                self._failed_part = {
+                    "failed_range_index": part.range_index,
+                    "failed_offset_bytes": part.file_offset_bytes,
+                    "failed_length_bytes": part.length_bytes,
+                }
+
+    def fail_sync(self, error: OSError) -> None:
+        """Store the error of fdatasync, unless an earlier error is stored."""
+        with self._lock:
+            self.failure = self.failure or ("kernel", "fdatasync", error.errno or 0, "")
+
+    def _has_parts_left(self) -> bool:
+        """Return whether a part was not started, and go to its range."""
+        while self._range_index < len(self._ranges):
+            if self._offset_bytes < self._ranges[self._range_index][2]:
+                return True
+            self._range_index, self._offset_bytes = self._range_index + 1, 0
+        return False
+
+
+def _failure_of(error: ApiError) -> Failure:
+    if error.errno is not None:
+        return "kernel", error.operation, error.errno, error.status_name
+    return error.api.value, error.operation, error.status or 0, error.status_name

@@ -1,0 +1,211 @@
+r"""Rates of file reads by cuFile in compat mode: several threads beside one, as gdrkit.gds had it before.
+
+Without nvidia-fs, libcufile reads into host memory and copies from there (compat mode). gdrkit.gds does not use such
+reads, because its copy engine is faster. This benchmark shows what threads, the size of a call and registered memory
+gain on a machine that has no direct path. Every method reads the same bytes, which are checked, and the counters of
+libcufile are the evidence that it made the reads. A run takes some minutes and 4 GiB of disk:
+
+    pytest -c suites/pytest.ini suites/bench/test_cufile_speed.py --benchmark-enable -s \
+        -o faulthandler_timeout=500 --records FILE
+
+Without ``--benchmark-enable``, each method reads a small file once. The environment variable GDRKIT_BENCH_STORAGE_MIB
+sets the size of the file, and GDRKIT_BENCH_STORAGE_FOLDER sets its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from bench.storage_speed import check_all_bytes, create_random_file, fastest_of, log_progress, measure_in_turn
+from support import udev
+
+from gdrkit import cufile, gds
+from gdrkit.gds.buffer import describe_buffer
+from gdrkit.gds.cufile_driver import CufileOptions, SharedDriver
+from gdrkit.gds.cufile_path import CufilePath
+from gdrkit.harness.needs import cufile as cufile_needs
+from gdrkit.harness.needs import needs
+from gdrkit.harness.needs.cuda import device as needs_device
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gdrkit.cuda import CudaMemory, Device
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = [needs(needs_device(), cufile_needs.driver, cufile_needs.udev_present), pytest.mark.timeout(540)]
+
+# The calls that gdrkit.gds made before: one after the other, of this size, into memory that is not registered.
+CALL_BYTES_BEFORE = 64 * MIB
+SMALL_BYTES = 64 * KIB
+STREAMS_COUNT = 8
+# Workers, and size of a call in MiB.
+SETTINGS = ((4, 4), (8, 1), (8, 4), (8, 16), (16, 1), (16, 2), (16, 4), (16, 16), (32, 4))
+# The methods that read into memory that is not registered.
+NOT_REGISTERED = ("one_thread", "path_not_registered")
+FLAGS = {"cached": 0, "o_direct": os.O_DIRECT}
+
+
+class CufileBench:
+    """The file, the memory and the methods of the benchmark.
+
+    Each method is a function that reads the file once into one of two memories. `memory` is registered with cuFile at
+    the first transfer by the path of gdrkit.gds. `plain_memory` is never registered.
+    """
+
+    def __init__(self, file: Path, device: Device, stack: contextlib.ExitStack, *, length_bytes: int) -> None:
+        self.file, self.device, self.stack, self.length_bytes = file, device, stack, length_bytes
+        self.memory, self.plain_memory = (stack.enter_context(device.allocate(length_bytes)) for _ in range(2))
+        self.driver = SharedDriver(CufileOptions(workers_count=max(workers for workers, _ in SETTINGS)))
+        stack.callback(self.driver.close)
+        self.monitor = cufile.RouteMonitor(self.driver.driver, self.driver.host_tree)
+
+    def open(self, flags: int) -> int:
+        """Open the file, and close it at the end."""
+        fd = os.open(self.file, os.O_RDONLY | flags)
+        self.stack.callback(os.close, fd)
+        return fd
+
+    def one_thread(self, flags: int, call_bytes: int) -> Callable[[], None]:
+        """Read by one call after the other, into memory that is not registered."""
+        handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
+
+        def read() -> None:
+            for offset in range(0, self.length_bytes, call_bytes):
+                length = min(call_bytes, self.length_bytes - offset)
+                moved_bytes = handle.read(
+                    self.plain_memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=length
+                )
+                assert moved_bytes == length
+
+        return read
+
+    def path(self, flags: int, options: CufileOptions, range_bytes: int | None = None) -> Callable[[], None]:
+        """Read by the path of gdrkit.gds, as ranges of `range_bytes`."""
+        path = CufilePath(self.driver, os.open(self.file, os.O_RDONLY | flags), self.device.index, options)
+        self.stack.callback(path.close)
+        memory = self.memory if options.registers_memory else self.plain_memory
+        extents: list[int] = []
+        for offset in range(0, self.length_bytes, range_bytes or self.length_bytes):
+            length = min(range_bytes or self.length_bytes, self.length_bytes - offset)
+            extents += (0, offset, memory.address + offset, length)
+
+        def read() -> None:
+            job = path.submit(write=False, extents=extents, memory=describe_buffer(memory, writable=True))
+            job.wait(-1)
+            assert (job.failure, job.moved_bytes) == (None, self.length_bytes)
+
+        return read
+
+    def streams(self, flags: int, part_bytes: int) -> Callable[[], None]:
+        """Read by asynchronous calls on several streams, into registered memory."""
+        handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
+        streams = [self.stack.enter_context(self.device.stream()) for _ in range(STREAMS_COUNT)]
+
+        def read() -> None:
+            with self.driver.buffers.lease(self.memory):
+                pending = []
+                for index, offset in enumerate(range(0, self.length_bytes, part_bytes)):
+                    length = min(part_bytes, self.length_bytes - offset)
+                    stream = streams[index % STREAMS_COUNT]
+                    transfer = handle.read_async(
+                        stream, self.memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=length
+                    )
+                    pending.append(transfer)
+                for stream in streams:
+                    stream.synchronize()
+                assert sum(transfer.bytes() for transfer in pending) == self.length_bytes
+
+        return read
+
+    def counters(self, read: Callable[[], None], memory: CudaMemory) -> dict[str, int]:
+        """Read once into cleared memory, check every byte, and return the increase of the counters of libcufile."""
+        memory.fill(0)
+        with self.monitor.watch(self.open(0)):
+            read()
+        check_all_bytes(memory, self.file, length_bytes=self.length_bytes)
+        return dict(self.monitor.proof.moved)
+
+
+@pytest.fixture
+def is_measured(request: pytest.FixtureRequest) -> bool:
+    """Whether the rates are measured."""
+    return bool(request.config.getoption("--benchmark-enable"))
+
+
+@pytest.fixture
+def bench(device: Device, *, is_measured: bool) -> Iterator[CufileBench]:
+    """Yield the benchmark with a file of random bytes on a disk that udev's database has."""
+    length_bytes = int(os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "4096" if is_measured else "8")) * MIB
+    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
+    folder = Path(tempfile.mkdtemp(prefix="gdrkit-cufile-speed-", dir=parent))
+    try:
+        with udev.entry_present(folder), contextlib.ExitStack() as stack:
+            create_random_file(folder / "file", length_bytes)
+            yield CufileBench(folder / "file", device, stack, length_bytes=length_bytes)
+    finally:
+        gds.close_engines()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, kind: str, *, is_measured: bool) -> None:
+    """Read cached bytes through the page cache, or bytes of the disk by O_DIRECT, as one range."""
+    flags = FLAGS[kind]
+    settings = SETTINGS if is_measured else ((2, 1),)
+    candidates: dict[str, Callable[[], None]] = {
+        f"{workers} threads, {part_mib} MiB": bench.path(
+            flags, CufileOptions(workers_count=workers, part_bytes_max=part_mib * MIB)
+        )
+        for workers, part_mib in settings
+    }
+    candidates["default"] = bench.path(flags, CufileOptions())
+    fastest = fastest_of(candidates, bench.length_bytes, repeats=2 if is_measured else 1)
+    evidence["fastest"] = fastest
+    methods = {
+        "one_thread": bench.one_thread(flags, CALL_BYTES_BEFORE),
+        "path": candidates["default"],
+        "fastest_threads": candidates[fastest],
+        "path_not_registered": bench.path(flags, CufileOptions(registers_memory=False)),
+        "streams": bench.streams(flags, 4 * MIB),
+    }
+    record(bench, evidence, methods, rounds_count=5 if is_measured else 1)
+
+
+def test_many_small_ranges_beside_one_thread(bench: CufileBench, evidence: Evidence, *, is_measured: bool) -> None:
+    """Read cached ranges of 64 KiB. Batches are not used, because libcufile does not count their route here."""
+    methods = {
+        "one_thread": bench.one_thread(0, SMALL_BYTES),
+        "path": bench.path(0, CufileOptions(), SMALL_BYTES),
+    }
+    record(bench, evidence, methods, rounds_count=5 if is_measured else 1)
+
+
+def record(
+    bench: CufileBench, evidence: Evidence, methods: dict[str, Callable[[], None]], *, rounds_count: int
+) -> None:
+    """Check the bytes and the counters of each method, measure the methods in turn, and record the rates."""
+    memories = {name: bench.plain_memory if name in NOT_REGISTERED else bench.memory for name in methods}
+    counters = {name: bench.counters(read, memories[name]) for name, read in methods.items()}
+    evidence["counters"] = counters
+    evidence["file_bytes"] = bench.length_bytes
+    assert all(moved.get("n_posix_reads", 0) > 0 for moved in counters.values())
+    series = measure_in_turn(methods, bench.length_bytes, rounds_count=rounds_count, attempts_count=2)
+    if rounds_count == 1:
+        return
+    for name, measured in series.items():
+        evidence.number(f"{name}_gb_per_s_median", measured.rate_gb_per_s)
+        evidence.number(f"{name}_cpu_s_per_gib", measured.cpu_s_per_gib)
+        evidence.number(f"{name}_spread_ratio", measured.spread)
+        if name != "one_thread":
+            ratio = measured.rate_gb_per_s / series["one_thread"].rate_gb_per_s
+            evidence.number(f"{name}_over_one_thread_ratio", ratio)
+            log_progress(f"{name} is {ratio:.2f} times as fast as one thread")

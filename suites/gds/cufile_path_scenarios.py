@@ -1,0 +1,238 @@
+"""A program that makes many and large direct transfers with `gdrkit.gds`, for test_cufile_path.py.
+
+It runs in a separate process. :mod:`support.cufile_child` describes the JSON objects that it reads and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import cuda, evidence, gds, pattern, serialization
+from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.gds.cufile_driver import shared_driver
+from gdrkit.inventory.facts import identifying_libraries
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["FILE_BYTES", "RANGE_BYTES", "SCENARIOS", "main"]
+
+FILE_BYTES = 8 * MIB
+RANGE_BYTES = 4 * KIB
+_RANGES_COUNT = 256
+
+
+class _Setup:
+    """An open file of known bytes, which requires the direct path, and device memory of the same size."""
+
+    def __init__(self, arguments: dict[str, Any], device: cuda.Device, memory: cuda.DeviceMemory) -> None:
+        self.path, self.seed = Path(arguments["path"]), int(arguments["seed"])
+        self.device, self.memory = device, memory
+        self.data = pattern.payload(FILE_BYTES, seed=self.seed)
+        self.file = gds.File(self.path, "r+", direct="required")
+
+    def shuffled_ranges(self) -> list[tuple[int, int]]:
+        """Return ranges at distant offsets of the file, in random order."""
+        offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, RANGE_BYTES), _RANGES_COUNT)
+        return [(offset, RANGE_BYTES) for offset in offsets]
+
+    def wrong_ranges(self, ranges: list[tuple[int, int]], parts: tuple[int, ...]) -> list[int]:
+        """Return the indexes of the ranges that do not have the bytes that `parts` says arrived."""
+        contents = self.memory.read()
+        return [
+            index
+            for index, ((offset, _), arrived) in enumerate(zip(ranges, parts, strict=True))
+            if contents[index * RANGE_BYTES :][:arrived] != self.data[offset : offset + arrived]
+        ]
+
+
+@contextlib.contextmanager
+def _opened(arguments: dict[str, Any]) -> Iterator[_Setup]:
+    with cuda.Device(0) as device, device.allocate(FILE_BYTES) as memory:
+        setup = _Setup(arguments, device, memory)
+        with setup.file:
+            yield setup
+
+
+class _ForeignArray:
+    """Device memory as another library passes it."""
+
+    def __init__(self, memory: cuda.DeviceMemory) -> None:
+        self.__cuda_array_interface__ = memory.__cuda_array_interface__
+
+
+def _outcome(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
+    """Return the result of a transfer, or its error with the result up to the error."""
+    fields: dict[str, Any] = {}
+    try:
+        result = call()
+    except GdrkitError as error:
+        fields = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
+        if not isinstance(error, gds.TransferFailed):
+            return fields
+        result = error.transferred
+        fields |= {"errno": error.errno, "status": error.status, "operation": error.operation}
+        fields["arguments"] = dict(error.arguments)
+    return fields | {
+        "bytes": result.bytes,
+        "route": result.route.value,
+        "parts": result.parts,
+        "counters": dict(result.counters),
+    }
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until the condition holds. The parent process has a time limit for this process."""
+    event = threading.Event()
+    while not condition():
+        event.wait(0.01)
+
+
+def _wait_until_registered() -> None:
+    """Wait until the memory of a transfer is registered, so that the transfer runs and later ones wait for it."""
+    _wait_until(lambda: shared_driver().buffers.registered_bytes > 0)
+
+
+def large(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read the whole file into memory of gdrkit and of another library, and write it."""
+    with _opened(arguments) as setup:
+        buffers = shared_driver().buffers
+        began_s = time.monotonic()
+        result: dict[str, Any] = {"read": _outcome(lambda: setup.file.read_into(setup.memory))}
+        result["read_s"] = time.monotonic() - began_s
+        result["is_expected"] = setup.memory.read() == setup.data
+        result["registered_bytes"] = buffers.registered_bytes
+        result["again"] = _outcome(lambda: setup.file.read_into(setup.memory))
+        with setup.device.allocate(FILE_BYTES) as other:
+            result["foreign"] = _outcome(lambda: setup.file.read_into(_ForeignArray(other)))
+            result["foreign_is_expected"] = other.read() == setup.data
+            result["registered_bytes_after_foreign"] = buffers.registered_bytes
+        new_data = pattern.payload(FILE_BYTES, seed=setup.seed + 1)
+        setup.memory.write(new_data)
+        result["write"] = _outcome(lambda: setup.file.write_from(setup.memory, durable=True))
+        result["is_written"] = setup.path.read_bytes() == new_data
+    result["registered_bytes_at_end"] = buffers.registered_bytes
+    counters = shared_driver().driver.statistics.snapshot().basic
+    result["registrations"] = {name: value for name, value in counters.items() if "buf_" in name and value}
+    return result
+
+
+def many_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read and write many small ranges as one transfer."""
+    with _opened(arguments) as setup:
+        ranges = setup.shuffled_ranges()
+        result: dict[str, Any] = {"read": _outcome(lambda: setup.file.readv(setup.memory, ranges))}
+        result["wrong"] = setup.wrong_ranges(ranges, result["read"].get("parts", ()))
+        result["offsets"] = [offset for offset, _ in ranges]
+        result["again"] = _outcome(lambda: setup.file.readv(setup.memory, ranges))
+        result["again_is_wrong"] = setup.wrong_ranges(ranges, result["again"].get("parts", ()))
+        setup.memory.write(pattern.payload(FILE_BYTES, seed=setup.seed + 1))
+        result["write"] = _outcome(lambda: setup.file.writev(setup.memory, ranges))
+        new_data, contents = pattern.payload(FILE_BYTES, seed=setup.seed + 1), setup.path.read_bytes()
+        result["written_ranges"] = sum(
+            contents[offset : offset + RANGE_BYTES] == new_data[index * RANGE_BYTES :][:RANGE_BYTES]
+            for index, (offset, _) in enumerate(ranges)
+        )
+    return result
+
+
+def many_transfers(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Start many small reads while a read is delayed, so that they run together."""
+    with _opened(arguments) as setup:
+        ranges = setup.shuffled_ranges()[:32]
+        delayed = setup.file.start_read_into(setup.memory, length_bytes=RANGE_BYTES)
+        _wait_until_registered()
+        transfers = [
+            setup.file.start_read_into(
+                setup.memory, file_offset_bytes=offset, length_bytes=length, buffer_offset_bytes=index * RANGE_BYTES
+            )
+            for index, (offset, length) in enumerate(ranges)
+        ]
+        delayed_outcome = _outcome(delayed.result)
+        outcomes = [_outcome(transfer.result) for transfer in transfers]
+        parts = tuple(outcome["bytes"] for outcome in outcomes)
+        return {
+            "delayed": delayed_outcome,
+            "outcomes": outcomes,
+            "wrong": setup.wrong_ranges(ranges, parts),
+            "offsets": [offset for offset, _ in ranges],
+        }
+
+
+def cancelled(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Cancel a transfer that the fault plan delays, and use the file again."""
+    with _opened(arguments) as setup:
+        ranges = setup.shuffled_ranges() if arguments["is_small"] else [(0, FILE_BYTES)]
+        transfer = setup.file.start_readv(setup.memory, ranges)
+        _wait_until(lambda: transfer.bytes_moved > 0)
+        began_s = time.monotonic()
+        is_cancelled = transfer.cancel()
+        outcome = _outcome(transfer.result)
+        duration_s = time.monotonic() - began_s
+        parts = outcome["parts"] if arguments["is_small"] else ()
+        wrong = setup.wrong_ranges(ranges, parts) if arguments["is_small"] else []
+        again = _outcome(lambda: setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES))
+    return {
+        "cancel": is_cancelled,
+        "outcome": outcome,
+        "cancel_s": duration_s,
+        "wrong": wrong,
+        "again": again,
+        "ranges_count": len(ranges),
+    }
+
+
+def freed_early(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Free memory while a transfer that the fault plan delays uses it, and again when the transfer is over."""
+    with cuda.Device(0) as device, gds.File(arguments["path"], direct="required") as file:
+        memory = device.allocate(FILE_BYTES)
+        transfer = file.start_read_into(memory)
+        _wait_until_registered()
+        early: dict[str, Any] = {}
+        try:
+            memory.close()
+        except GdrkitError as error:
+            early = {"kind": type(error).__name__, "reason": error.reason.value}
+        result = _outcome(transfer.result)
+        is_expected = memory.read() == pattern.payload(FILE_BYTES, seed=int(arguments["seed"]))
+        memory.close()
+        return {
+            "early": early,
+            "result": result,
+            "is_expected": is_expected,
+            "registered_bytes": shared_driver().buffers.registered_bytes,
+        }
+
+
+SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    function.__name__: function for function in (large, many_ranges, many_transfers, cancelled, freed_early)
+}
+
+
+def main() -> None:
+    """Run the scenario that the command line names, with the arguments from standard input, and write its result."""
+    arguments = json.loads(sys.stdin.read())
+    warnings.simplefilter("ignore", gds.FallbackWarning)
+    try:
+        result = SCENARIOS[sys.argv[1]](arguments)
+    except ApiError as error:
+        result = {"failure": str(error)}
+    gds.close_engines()
+    gds.close_driver()
+    result["libraries"] = serialization.to_json_data(identifying_libraries(evidence.libraries()))
+    with os.fdopen(arguments["result_fd"], "w", encoding="utf-8") as file:
+        json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Large and many small transfers by cuFile: threads, batches, registered memory, errors in the middle, cancellation.
+
+The fault plan of the twin selects the route. :mod:`gds.cufile_path_scenarios` has the scenarios.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from gds import cufile_path_scenarios
+from gds.cufile_path_scenarios import FILE_BYTES, RANGE_BYTES
+from support.cufile_scenarios import ScenarioRunner
+
+from gdrkit import pattern
+from gdrkit.errors import Api
+from gdrkit.harness.case import CASE
+from gdrkit.harness.needs import cuda, cufile, needs, software
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.inventory import Facts
+
+pytestmark = needs(cuda.device(), cufile.driver, software(Api.CUFILE), cufile.udev_present)
+
+ROUTES = ["p2p", "nvfs"]
+RANGES_COUNT = 256
+# The first reads of a file: the first block, by cuFileRead, and the batch that finds out whether batches are counted.
+PROBE_CALLS, PROBE_BATCH_READS = 1, 2
+
+
+@pytest.fixture
+def scenarios(request: pytest.FixtureRequest, seed: int, facts: Facts) -> Iterator[ScenarioRunner]:
+    """Yield the runner of scenarios with a file of 8 MiB on a disk."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
+        path = Path(folder) / "data"
+        path.write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+        runner = ScenarioRunner(path, seed, request.node.stash[CASE], facts)
+        yield replace(runner, program=cufile_path_scenarios.__file__)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_large_transfer_uses_registered_memory(
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str
+) -> None:
+    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run("large")
+    evidence["answer"] = report
+    for call in ("read", "again", "foreign", "write"):
+        assert (report[call]["bytes"], report[call]["route"]) == (FILE_BYTES, route), call
+        direction = "writes" if call == "write" else "reads"
+        # Each part is 1 MiB, because all workers share the file.
+        assert report[call]["counters"] == {f"n_{route}_{direction}": 8, f"n_total_{direction}": 8}, call
+    assert report["is_expected"]
+    assert report["foreign_is_expected"]
+    assert report["is_written"]
+    # Memory of gdrkit stays registered until it is freed. Memory of another library is registered for its transfer.
+    assert report["registered_bytes"] == report["registered_bytes_after_foreign"] == FILE_BYTES
+    assert report["registered_bytes_at_end"] == 0
+    assert report["registrations"] == {"buf_register_ops": 2, "buf_deregister_ops": 2}
+
+
+def test_parts_of_a_large_read_run_at_the_same_time(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    delay_s = 1.0
+    report = scenarios.with_faults(
+        tmp_path, "cufile.route call=* route=p2p", f"cuFileRead call=2-9 delay_us={delay_s * 1e6:.0f}"
+    ).run("large")
+    assert report["is_expected"]
+    assert report["read_s"] < 8 * delay_s - 1
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_many_ranges_are_one_batch_with_a_proof(
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str
+) -> None:
+    report = scenarios.with_faults(tmp_path, f"cufile.route call=* route={route}").run("many_ranges")
+    evidence["answer"] = report
+    for call in ("read", "again", "write"):
+        assert (report[call]["bytes"], report[call]["route"]) == (RANGES_COUNT * RANGE_BYTES, route), call
+        assert report[call]["parts"] == [RANGE_BYTES] * RANGES_COUNT
+        assert report[call]["counters"][f"batch_{route}_submit_ops"] == RANGES_COUNT
+    assert report["wrong"] == report["again_is_wrong"] == []
+    assert report["written_ranges"] == RANGES_COUNT
+
+
+def test_batches_without_counted_route_are_not_used(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    rules = ("cufile.route call=1 route=p2p", "cufile.route call=2-3 route=posix", "cufile.route call=* route=p2p")
+    report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
+    for call in ("read", "again"):
+        assert report[call]["route"] == "p2p"
+        assert report[call]["counters"] == {"n_p2p_reads": RANGES_COUNT, "n_total_reads": RANGES_COUNT}
+    assert report["wrong"] == report["again_is_wrong"] == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("status", "error_number"), [(5, errno.EIO), (5010, None)], ids=["EIO", "CU_FILE_NVFS_DRIVER_ERROR"]
+)
+def test_error_in_a_batch_names_its_range_and_loses_nothing(
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str, status: int, error_number: int | None
+) -> None:
+    failed_index = 100
+    rules = (
+        f"cufile.route call=* route={route}",
+        f"cufile.batch_io call={PROBE_BATCH_READS + failed_index + 1} status={status}",
+    )
+    report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
+    evidence["answer"] = report
+    read = report["read"]
+    assert (read["kind"], read["operation"], read["errno"], read["status"]) == (
+        "TransferFailed",
+        "batch read",
+        error_number,
+        status,
+    )
+    assert read["route"] == route
+    failed_range = {name: value for name, value in read["arguments"].items() if name.startswith("failed_")}
+    assert failed_range == {
+        "failed_range_index": failed_index,
+        "failed_offset_bytes": report["offsets"][failed_index],
+        "failed_length_bytes": RANGE_BYTES,
+    }
+    # All ranges before the failed one arrived, and those that were in the batch with it.
+    assert read["parts"][:failed_index] == [RANGE_BYTES] * failed_index
+    assert read["parts"][failed_index] == 0
+    assert read["bytes"] == read["counters"][f"batch_{route}_submit_ops"] * RANGE_BYTES
+    assert report["wrong"] == []
+    assert report["again"]["bytes"] == RANGES_COUNT * RANGE_BYTES
+
+
+def test_refused_batch_names_its_range(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    rules = ("cufile.route call=* route=p2p", "cuFileBatchIOSubmit call=2 status=5035")
+    report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
+    assert (report["read"]["operation"], report["read"]["status"]) == ("cuFileBatchIOSubmit", 5035)
+    assert report["read"]["arguments"]["failed_offset_bytes"] == report["offsets"][0]
+    assert report["read"]["bytes"] == 0
+    assert report["again"]["bytes"] == RANGES_COUNT * RANGE_BYTES
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_error_of_one_transfer_is_not_that_of_others(scenarios: ScenarioRunner, tmp_path: Path, route: str) -> None:
+    """Transfers that were started one by one run as one batch, and one of them fails."""
+    rules = (
+        f"cufile.route call=* route={route}",
+        f"cuFileRead call={PROBE_CALLS + 1} delay_us=2000000",
+        f"cufile.batch_io call={PROBE_BATCH_READS + 6} status=5",
+    )
+    report = scenarios.with_faults(tmp_path, *rules).run("many_transfers")
+    assert report["delayed"]["bytes"] == RANGE_BYTES
+    failed = [index for index, outcome in enumerate(report["outcomes"]) if "kind" in outcome]
+    assert failed == [5]
+    assert report["outcomes"][5]["arguments"]["failed_offset_bytes"] == report["offsets"][5]
+    assert all(outcome["route"] == route for outcome in report["outcomes"])
+    assert report["outcomes"][0]["counters"][f"batch_{route}_submit_ops"] == len(report["outcomes"]) - 1
+    assert report["wrong"] == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_error_in_a_large_read_names_its_part(scenarios: ScenarioRunner, tmp_path: Path, route: str) -> None:
+    rules = (f"cufile.route call=* route={route}", f"cuFileRead call={PROBE_CALLS + 4} status=5")
+    report = scenarios.with_faults(tmp_path, *rules).run("large")
+    read = report["read"]
+    assert (read["errno"], read["operation"], read["route"]) == (errno.EIO, "cuFileRead", route)
+    assert read["arguments"]["failed_length_bytes"] == MIB
+    # The parts before the failed one arrived. Later parts may have arrived, too, but they are not counted.
+    assert read["parts"] == [read["arguments"]["failed_offset_bytes"]]
+    assert report["again"]["bytes"] == FILE_BYTES
+
+
+@pytest.mark.parametrize("is_small", [False, True], ids=["calls", "batch"])
+def test_cancelled_transfer_ends_early(
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, *, is_small: bool
+) -> None:
+    # A delayed transfer of a batch has not started, so the cancellation need not wait for it.
+    delayed = "cufile.batch_io call=6 delay_us=10000000" if is_small else "cuFileRead call=3-9 delay_us=1000000"
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", delayed).run(
+        "cancelled", is_small=is_small
+    )
+    evidence["answer"] = report
+    if report["cancel"]:
+        assert report["outcome"]["reason"] == "cancelled"
+        assert report["outcome"]["bytes"] < (report["ranges_count"] * RANGE_BYTES if is_small else FILE_BYTES)
+    assert report["cancel"] or not is_small
+    assert report["cancel_s"] < 9
+    assert report["wrong"] == []
+    assert report["again"]["bytes"] == RANGE_BYTES
+
+
+def test_memory_of_a_running_transfer_cannot_be_freed(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    rules = ("cufile.route call=* route=p2p", "cuFileRead call=2-9 delay_us=2000000")
+    report = scenarios.with_faults(tmp_path, *rules).run("freed_early")
+    assert report["early"] == {"kind": "UsageError", "reason": "busy"}
+    assert report["result"]["bytes"] == FILE_BYTES
+    assert report["is_expected"]
+    assert report["registered_bytes"] == 0
+
+
+@pytest.mark.parametrize("calls", ["1", "*"], ids=["once", "always"])
+def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_path: Path, calls: str) -> None:
+    """CU_FILE_INVALID_MAPPING_SIZE (5016) is the error when too much memory is pinned."""
+    rules = ("cufile.route call=* route=nvfs", f"cuFileBufRegister call={calls} status=5016")
+    report = scenarios.with_faults(tmp_path, *rules).run("large")
+    assert report["is_expected"]
+    assert report["foreign_is_expected"]
+    assert report["is_written"]
+    assert report["registered_bytes_at_end"] == 0
