@@ -2,6 +2,7 @@
 
 #include "ibverbs/device.hpp"
 
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +15,8 @@
 
 namespace gdrkit::twin::verbs {
 namespace {
+
+static_assert(offsetof(Device, provider_operations) == sizeof(ibv_device));
 
 // Return the FNV-1a hash of a domain name. Processes with the same domain name compute the same GUIDs from it.
 std::uint32_t fnv1a_hash(std::string_view text) {

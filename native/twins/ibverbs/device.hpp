@@ -19,9 +19,12 @@ struct Traffic {
     Direction sent, served;
 };
 
-// `abi` is the first member, because clients hold pointers to it.
+// `abi` is the first member, because clients hold pointers to it. rdma-core's providers cast such a pointer to their
+// private `struct verbs_device` and compare the member that follows with their own table of functions, for example in
+// mlx5dv_is_supported. It is null here, so no provider takes a twin for its device.
 struct Device {
     ibv_device abi{};
+    const void* provider_operations = nullptr;
     unsigned index = 0;
     std::array<std::uint8_t, 8> guid{};
     // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID.

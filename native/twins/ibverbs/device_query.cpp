@@ -219,10 +219,6 @@ int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey)
         ibv_context*, std::uint8_t, unsigned int, int*);                                                               \
     __asm__(".symver gdrkit_query_gid_type_" #number ", ibv_query_gid_type" separator "IBVERBS_PRIVATE_" #number)
 
-GDRKIT_PRIVATE_VERSION(34, "@@");
-GDRKIT_PRIVATE_VERSION(57, "@");
-GDRKIT_PRIVATE_VERSION(59, "@");
-GDRKIT_PRIVATE_VERSION(64, "@");
-GDRKIT_PRIVATE_VERSION(65, "@");
+#include "private_numbers.inc"
 
 } // extern "C"

@@ -16,11 +16,25 @@ function(gdrkit_write_when_changed file text)
   endif()
 endfunction()
 
+# Reads the contract of the private entries: their numbers, and the lines with a name and a convention.
+function(gdrkit_read_private_contract private numbers entries)
+  gdrkit_read_contract(${private} lines)
+  list(POP_FRONT lines first)
+  if(NOT first MATCHES "^numbers( [0-9]+)+$")
+    message(FATAL_ERROR "${private}: cannot read '${first}'")
+  endif()
+  string(REGEX MATCHALL "[0-9]+" list_of_numbers "${first}")
+  set(${numbers} ${list_of_numbers} PARENT_SCOPE)
+  set(${entries} ${lines} PARENT_SCOPE)
+endfunction()
+
 # Writes a version script with one node per symbol version, in the order of the contract. A node lists only the symbols
-# whose default version it is (name@@VERSION). The others (name@VERSION) are created by .symver directives, which need
-# the node to exist. As in the real library, public versions inherit from one another and private versions do not.
-function(gdrkit_generate_version_script symbols output)
+# whose default version it is (name@@VERSION). The others (name@VERSION) and all private symbols are created by .symver
+# directives, which need the node to exist. As in the real library, public versions inherit from one another and private
+# versions do not.
+function(gdrkit_generate_version_script symbols private output)
   gdrkit_read_contract(${symbols} lines)
+  gdrkit_read_private_contract(${private} numbers entries)
   set(versions "")
   foreach(line IN LISTS lines)
     string(REGEX MATCH "^([A-Za-z0-9_]+)(@@?)([A-Z0-9_.]+)$" matched "${line}")
@@ -35,13 +49,15 @@ function(gdrkit_generate_version_script symbols output)
       set(node_${version} ${CMAKE_MATCH_3})
       set(names_${version} "")
     endif()
-    # ibv_query_gid_type has several private versions, all created by .symver.
-    if(separator STREQUAL "@@" AND NOT version MATCHES "PRIVATE")
+    if(separator STREQUAL "@@")
       string(APPEND names_${version} "        ${name};\n")
     endif()
   endforeach()
   list(GET versions -1 last_version)
   set(text "")
+  foreach(number IN LISTS numbers)
+    string(APPEND text "IBVERBS_PRIVATE_${number} {\n};\n\n")
+  endforeach()
   set(parent_node "")
   foreach(version IN LISTS versions)
     string(APPEND text "${node_${version}} {\n")
@@ -63,15 +79,20 @@ function(gdrkit_generate_version_script symbols output)
   gdrkit_write_when_changed(${output} "${text}")
 endfunction()
 
-# Writes a failing function for every symbol that is not marked as implemented in the conventions. The function of a
-# default version has the name of the symbol, and the version script sets its version. The function of an older version
-# has a unique name, and a .symver directive exports it under the name and the version of the symbol.
-function(gdrkit_generate_unsupported symbols conventions output)
-  # For each convention of the contract: the return type and the statements of a function that fails by it.
+# Defines, in the scope of the caller, for each convention of the contract: the return type and the statements of a
+# function that fails by it.
+macro(gdrkit_define_bodies)
   set(body_errno "int" "return EOPNOTSUPP;")
   set(body_null "void*" "errno = EOPNOTSUPP; return nullptr;")
   set(body_minus1 "int" "errno = EOPNOTSUPP; return -1;")
   set(body_void "void" "errno = EOPNOTSUPP;")
+endmacro()
+
+# Writes a failing function for every symbol that is not marked as implemented in the conventions. The function of a
+# default version has the name of the symbol, and the version script sets its version. The function of an older version
+# has a unique name, and a .symver directive exports it under the name and the version of the symbol.
+function(gdrkit_generate_unsupported symbols conventions output)
+  gdrkit_define_bodies()
   gdrkit_read_contract(${symbols} symbol_lines)
   gdrkit_read_contract(${conventions} lines)
   set(text "// Generated from contracts/ibverbs.conventions.\n#include <cerrno>\n\n")
@@ -102,4 +123,58 @@ function(gdrkit_generate_unsupported symbols conventions output)
     string(APPEND text "extern \"C\" [[${attribute}gnu::visibility(\"default\")]] ${type} ${function}() { ${statements} }\n")
   endforeach()
   gdrkit_write_when_changed(${output} "${text}")
+endfunction()
+
+# Writes the private entries, each under every number, and a header with the numbers for the entries that are
+# implemented. Each entry is one function with an alias per number, because a .symver directive needs a symbol of its own.
+function(gdrkit_generate_private private output numbers_header)
+  gdrkit_define_bodies()
+  gdrkit_read_private_contract(${private} numbers entries)
+  list(GET numbers 0 default_number)
+  set(header "// Generated from contracts/ibverbs_private.conventions.\n")
+  foreach(number IN LISTS numbers)
+    set(separator "@")
+    if(number STREQUAL default_number)
+      set(separator "@@")
+    endif()
+    string(APPEND header "GDRKIT_PRIVATE_VERSION(${number}, \"${separator}\");\n")
+  endforeach()
+  set(text "// Generated from contracts/ibverbs_private.conventions.\n#include <cerrno>\n\nextern \"C\" {\n")
+  foreach(line IN LISTS entries)
+    string(REGEX MATCH "^([A-Za-z0-9_]+#?) ([a-z0-9]+)$" matched "${line}")
+    if(NOT matched)
+      message(FATAL_ERROR "${private}: cannot read '${line}'")
+    endif()
+    set(name ${CMAKE_MATCH_1})
+    set(convention ${CMAKE_MATCH_2})
+    if(convention STREQUAL "implemented")
+      continue()
+    endif()
+    string(REPLACE "#" "" symbol "gdrkit_private_${name}")
+    set(attributes "[[gnu::used, gnu::visibility(\"default\")]]")
+    if(convention STREQUAL "flag")
+      set(type "bool")
+      set(parameters "")
+      string(APPEND text "${attributes} bool ${symbol} = false;\n")
+    else()
+      list(GET body_${convention} 0 type)
+      list(SUBLIST body_${convention} 1 -1 statements)
+      list(JOIN statements "; " statements)
+      set(parameters "()")
+      string(APPEND text "${attributes} ${type} ${symbol}() { ${statements} }\n")
+    endif()
+    foreach(number IN LISTS numbers)
+      set(separator "@")
+      if(number STREQUAL default_number)
+        set(separator "@@")
+      endif()
+      string(REPLACE "#" "${number}" exported "${name}")
+      set(alias "${symbol}_${number}")
+      string(APPEND text "[[gnu::alias(\"${symbol}\"), gnu::used, gnu::visibility(\"default\")]] extern "
+                         "${type} ${alias}${parameters};\n"
+                         "__asm__(\".symver ${alias}, ${exported}${separator}IBVERBS_PRIVATE_${number}\");\n")
+    endforeach()
+  endforeach()
+  gdrkit_write_when_changed(${output} "${text}}\n")
+  gdrkit_write_when_changed(${numbers_header} "${header}")
 endfunction()

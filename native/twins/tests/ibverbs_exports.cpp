@@ -10,6 +10,7 @@
 #include <iterator>
 #include <map>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,7 @@ std::vector<std::string> contract_lines(const std::string& name) {
     return lines;
 }
 
-// The functions that a shared library defines, as name@version or name@@version.
+// The functions and variables that a shared library defines, as name@version or name@@version.
 class Exports {
 public:
     explicit Exports(const std::string& path) : file_(read_file(path)) {
@@ -48,7 +49,8 @@ public:
         for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
             const auto& symbol = at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
             const auto version_number = at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
-            if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_TYPE(symbol.st_info) != STT_OBJECT) {
+            // The linker defines an absolute symbol for each version.
+            if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS) {
                 const bool is_hidden = (version_number & 0x8000) != 0; // not the default version of the symbol
                 names_.insert(string_at(symbols, symbol.st_name) + (is_hidden ? "@" : "@@") +
                               versions_[version_number & 0x7fff]);
@@ -98,11 +100,46 @@ std::string without_default_mark(std::string name) {
     return mark == std::string::npos ? name : name.erase(mark, 1);
 }
 
+// The private entries, each under every number, as lines of ibverbs.conventions, for example
+// "verbs_set_ops@IBVERBS_PRIVATE_34 void". `is_default` says whether the number is the first one.
+struct PrivateEntry {
+    std::string line;
+    bool is_default;
+};
+
+std::vector<PrivateEntry> private_entries() {
+    const std::vector<std::string> lines = contract_lines("ibverbs_private.conventions");
+    std::istringstream first_line(lines.at(0));
+    std::string number;
+    CHECK(first_line >> number && number == "numbers");
+    std::vector<PrivateEntry> entries;
+    for (bool is_default = true; first_line >> number; is_default = false) {
+        for (auto line = lines.begin() + 1; line != lines.end(); ++line) {
+            const auto space = line->find(' ');
+            std::string name = line->substr(0, space);
+            if (name.ends_with('#')) {
+                name.replace(name.size() - 1, 1, number);
+            }
+            entries.push_back({name + "@IBVERBS_PRIVATE_" + number + line->substr(space), is_default});
+        }
+    }
+    return entries;
+}
+
 void test_exports_match_contract() {
     const Exports exports(GDRKIT_LIBRARY);
     std::set<std::string> contract;
     for (const std::string& line : contract_lines("ibverbs.symbols")) {
         CHECK(contract.insert(line).second);
+    }
+    std::set<std::string> exported_names, conventions;
+    for (const PrivateEntry& entry : private_entries()) {
+        std::string name = entry.line.substr(0, entry.line.find(' '));
+        CHECK(conventions.insert(name).second);
+        if (entry.is_default) {
+            name.insert(name.find('@'), "@");
+        }
+        CHECK(contract.insert(name).second);
     }
     for (const std::string& name : exports.names()) {
         if (!contract.contains(name)) {
@@ -115,7 +152,6 @@ void test_exports_match_contract() {
         }
     }
     CHECK(exports.names() == contract);
-    std::set<std::string> exported_names, conventions;
     for (const std::string& name : contract) {
         CHECK(exported_names.insert(without_default_mark(name)).second);
     }
@@ -136,6 +172,10 @@ void check_convention(void* library, const std::string& line) {
     void* const address = dlvsym(library, name.c_str(), version.c_str());
     CHECK(address != nullptr);
     if (convention == "implemented") {
+        return;
+    }
+    if (convention == "flag") {
+        CHECK(*static_cast<const bool*>(address) == false);
         return;
     }
     errno = 0;
@@ -161,6 +201,9 @@ int main() {
     CHECK(library != nullptr);
     for (const std::string& line : contract_lines("ibverbs.conventions")) {
         check_convention(library, line);
+    }
+    for (const PrivateEntry& entry : private_entries()) {
+        check_convention(library, entry.line);
     }
     return 0;
 }
