@@ -54,6 +54,7 @@ class Api(enum.Enum):
     CUFILE = "cufile"
     HLTHUNK = "hlthunk"
     NVML = "nvml"
+    NCCL = "nccl"
     KERNEL = "kernel"
     USRBIO = "usrbio"
     STORAGE = "storage"

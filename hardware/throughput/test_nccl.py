@@ -1,18 +1,20 @@
-"""Bus bandwidth of NCCL's all-reduce between all GPUs of this host, with memory that a NIC can access as well."""
+"""Bus bandwidth of NCCL's all-reduce between all GPUs of this host, with memory that a NIC can access as well.
+
+Memory that is registered with NCCL is compared with other memory of the same kind in the same run, in alternating
+rounds. Another case shows by the log of NCCL that it uses the registered memory.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.python_child import suites_environ
-from support.rank_processes import run_ranks
+from support.nccl_job import LOOPBACK, NO_MULTICAST, log_of_rank, run_all_reduces
 from support.rates import WARM_UP_ROUNDS, Meter, Rates
 
-from gdrkit.harness.needs import cuda, host, needs, verbs
+from gdrkit import nccl
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, host, needs, verbs, without_twin
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -21,22 +23,26 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
 
-# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-# All ranks are on one host, so NCCL must not use a NIC. The ranks connect to each other over the loopback interface.
-NCCL_ENVIRONMENT = {**NO_MULTICAST, "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
-# Longest duration of a case. The cases took 2 to 6 s on two H200. The first case takes longer, because it reads a
-# library of 300 MB from the disk.
-RANKS_TIMEOUT_S = 45.0
-
+# The ranks must not use a NIC.
+NCCL_ENVIRONMENT = {"NCCL_IB_DISABLE": "1"}
+# NCCL uses the CUDA runtime, which the CUDA twin does not support.
+NEEDS_RANKS = needs(
+    cuda.device(count_min=2),
+    cuda.vmm,
+    verbs.nic(),
+    verbs.dmabuf_region,
+    without_twin(Api.CUDA),
+    host.module("nvidia.nccl"),
+)
+# NCCL registers only memory of cuMemCreate, which ncclMemAlloc uses as well.
+REGISTRABLE = ["vmm", "nccl"]
 MEMORY_KINDS = [
     pytest.param("malloc", [], id="malloc"),
-    pytest.param("vmm", [], id="vmm"),
-    pytest.param("vmm", ["--registered"], id="vmm_registered"),
+    *(pytest.param(kind, ["--registered"], id=kind) for kind in REGISTRABLE),
 ]
 
 
-@needs(cuda.device(count_min=2), cuda.vmm, verbs.nic(), verbs.dmabuf_region, host.module("nvidia.nccl"))
+@NEEDS_RANKS
 @pytest.mark.parametrize("length_bytes", [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 256)])
 @pytest.mark.parametrize(("memory", "options"), MEMORY_KINDS)
 def test_all_reduce(
@@ -49,28 +55,47 @@ def test_all_reduce(
     options: list[str],
     length_bytes: int,
 ) -> None:
-    rank_count = len(devices)
-    common_options = ["--ranks", str(rank_count), "--memory", memory, "--length-bytes", str(length_bytes)]
-    common_options += ["--rounds", str(meter.runs_count), "--seed", str(seed), *options]
-    rank_outputs = run_ranks(
-        [
-            [sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), *common_options]
-            for rank in range(rank_count)
-        ],
-        folder=tmp_path,
-        environ=suites_environ({**os.environ, **NCCL_ENVIRONMENT}),
-        deadline_s=RANKS_TIMEOUT_S,
-    )
-    results = [json.loads(lines[-1]) for lines in rank_outputs]
+    ranks_count = len(devices)
+    rounds = ["--rounds", str(meter.runs_count), "--seed", str(seed)]
+    sizes = ["--memory", memory, "--length-bytes", str(length_bytes)]
+    results = run_all_reduces(tmp_path, ranks_count, *sizes, *rounds, *options, environ=NCCL_ENVIRONMENT)
     evidence["nccl"] = {
         "version": results[0]["version"],
         "libraries": results[0]["libraries"],
-        "environment": NCCL_ENVIRONMENT,
+        "environment": {**NO_MULTICAST, **LOOPBACK, **NCCL_ENVIRONMENT},
     }
-    if meter.is_on:
-        # In an all-reduce of n devices, each device sends and receives 2 (n - 1) / n of the bytes. The time of a round
-        # is that of the slowest rank.
-        carried_bytes = int(length_bytes * 2 * (rank_count - 1) / rank_count)
-        times_s = [max(rank_times) for rank_times in zip(*(result["times_s"] for result in results), strict=True)]
-        cpu_s = sum(sum(result["cpu_s"][WARM_UP_ROUNDS:]) for result in results)
-        meter.record("bus", Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s))
+    if not meter.is_on:
+        return
+    # In an all-reduce of n devices, each device sends and receives 2 (n - 1) / n of the bytes. The time of a round is
+    # that of the slowest rank.
+    carried_bytes = int(length_bytes * 2 * (ranks_count - 1) / ranks_count)
+    rates = {}
+    for name in results[0]["times_s"]:
+        times_s = [max(rank_times) for rank_times in zip(*(result["times_s"][name] for result in results), strict=True)]
+        cpu_s = sum(sum(result["cpu_s"][name][WARM_UP_ROUNDS:]) for result in results)
+        record_name = "bus" if name == "plain" else f"{name}_bus"
+        rates[name] = meter.record(record_name, Rates.from_times(carried_bytes, times_s[WARM_UP_ROUNDS:], cpu_s=cpu_s))
+    if "registered" in rates:
+        evidence.number("registered_over_plain_ratio", rates["registered"].median / rates["plain"].median)
+
+
+@NEEDS_RANKS
+@pytest.mark.parametrize("memory", REGISTRABLE)
+def test_registered_memory_is_used(
+    devices: tuple[Device, ...], evidence: Evidence, seed: int, tmp_path: Path, memory: str
+) -> None:
+    """NCCL logs each use of registered memory. It logs none of the memory that is not registered."""
+    length_bytes = 64 * MIB
+    # Each rank has a log of its own.
+    environ = {**NCCL_ENVIRONMENT, **nccl.log_environment(tmp_path)}
+    options = ["--memory", memory, "--length-bytes", str(length_bytes), "--rounds", "1", "--seed", str(seed)]
+    results = run_all_reduces(tmp_path, len(devices), *options, "--registered", environ=environ)
+    for rank, result in enumerate(results):
+        log = log_of_rank(tmp_path, rank)
+        uses = {
+            name: [sorted(log.uses_of_range(address, length_bytes)) for address in addresses]
+            for name, addresses in result["addresses"].items()
+        }
+        evidence[f"rank{rank}"] = {"uses": uses, "channels": log.channels}
+        assert any("IPC" in transports for transports in uses["registered"])
+        assert not any(uses["plain"])

@@ -16,7 +16,7 @@ IMPORT_LEVELS: tuple[frozenset[str], ...] = (
         {"buffers", "children", "faultplan", "forks", "handles", "loader", "pattern", "scm_rights", "serialization"}
     ),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
-    frozenset({"evidence", "launch", "registration"}),
+    frozenset({"evidence", "launch", "nccl", "registration"}),
     frozenset({"gds", "inventory", "storage"}),
     frozenset({"report", "tiers", "usrbio"}),
     frozenset({"qualify"}),
@@ -72,6 +72,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
             "gdrkit/gaudi/_hlthunk.py",
             "gdrkit/host/_fanotify.py",
             "gdrkit/host/_libc.py",
+            "gdrkit/nccl/_nccl.py",
             "gdrkit/usrbio/fuse/_mfusepy.py",
             "gdrkit/verbs/_layout.py",
             "gdrkit/verbs/_pyverbs.py",

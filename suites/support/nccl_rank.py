@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import resource
@@ -19,10 +20,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from support.nccl import Communicator, Nccl, loaded_library
 from support.rates import cpu_time_s
 
-from gdrkit import pattern
+from gdrkit import evidence, nccl, pattern
 from gdrkit.cuda import Device, VmmMemory
 from gdrkit.registration import BufferPool
 from gdrkit.verbs import open_active_nics
@@ -33,18 +33,23 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration import RdmaBuffer
 
-__all__ = ["VmmAllocator", "main", "visible_devices"]
+__all__ = ["Allocator", "main", "visible_devices"]
 
 
-class VmmAllocator:
-    """An allocator of memory by CUDA virtual memory management (cuMemCreate), with the interface of a `Device`."""
+class Allocator:
+    """An allocator of one kind of device memory, with the interface of a `Device`."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, kind: str) -> None:
         self._device = device
+        self._kind = kind
 
     def allocate(self, length_bytes: int) -> DeviceBuffer:
-        """Allocate memory that is one physical chunk."""
-        return VmmMemory.create(self._device, length_bytes)
+        """Allocate memory: by cuMemAlloc, as one chunk by cuMemCreate, or by ncclMemAlloc."""
+        if self._kind == "vmm":
+            return VmmMemory.create(self._device, length_bytes)
+        if self._kind == "nccl":
+            return nccl.NcclMemory(self._device, length_bytes)
+        return self._device.allocate(length_bytes)
 
 
 def main() -> None:
@@ -52,8 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--memory", choices=["malloc", "vmm"], default="vmm")
-    parser.add_argument("--registered", action="store_true")
+    parser.add_argument("--memory", choices=["malloc", "vmm", "nccl"], default="vmm")
+    parser.add_argument("--registered", action="store_true", help="also with buffers that are registered with NCCL")
     parser.add_argument("--length-bytes", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=10)
@@ -79,51 +84,72 @@ def visible_devices(environ: Mapping[str, str], *, rank: int, ranks: int) -> lis
 
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:
-    """Measure all-reduces from one buffer of a pool into another, and check the result."""
+    """Measure all-reduces from one buffer of a pool into another, and check the results.
+
+    With `--registered`, rounds with buffers that are registered with NCCL alternate with rounds with other buffers.
+    """
     with contextlib.ExitStack() as stack:
         _log_step("open the device")
         device = stack.enter_context(Device(0))
         nics = open_active_nics(count_max=1)
         for nic in nics:
             stack.enter_context(nic)
-        allocator = VmmAllocator(device) if options.memory == "vmm" else device
-        pool = stack.enter_context(BufferPool(allocator, nics, buffer_bytes=options.length_bytes, count=2))
+        names = ["plain", "registered"] if options.registered else ["plain"]
         stream = stack.enter_context(device.stream())
-        source, target = (stack.enter_context(pool.allocate()) for _ in range(2))
-        _fill(source, target, options)
-        # NCCL uses the current device.
-        stack.enter_context(device.current())
+        pairs: dict[str, tuple[RdmaBuffer, RdmaBuffer]] = {}
+        for name in names:
+            # Each pair has a pool of its own, because the buffers of a pool share one allocation.
+            allocator = Allocator(device, options.memory)
+            pool = stack.enter_context(BufferPool(allocator, nics, buffer_bytes=options.length_bytes, count=2))
+            source, target = (stack.enter_context(pool.allocate()) for _ in range(2))
+            _fill(source, target, options)
+            pairs[name] = (source, target)
         _log_step("get the id of the communicator")
-        nccl = Nccl()
-        communicator = Communicator(
-            nccl, rank=options.rank, ranks_count=options.ranks, unique_id=_shared_id(nccl, rank=options.rank)
+        unique_id = _shared_id(rank=options.rank)
+        communicator = stack.enter_context(
+            nccl.Communicator(device, rank=options.rank, ranks_count=options.ranks, unique_id=unique_id)
         )
-        stack.callback(communicator.close)
         stack.callback(_log_step, "destroy the communicator")
-        if options.registered:
-            _log_step("register the buffers with NCCL")
-            for buffer in (source, target):
-                stack.enter_context(communicator.registered(buffer.address, options.length_bytes))
+        for buffer in pairs.get("registered", ()):
+            _log_step("register a buffer with NCCL")
+            stack.enter_context(communicator.register(buffer))
 
-        def reduce_once() -> None:
-            communicator.all_reduce(
-                source.address, target.address, length_bytes=options.length_bytes, stream=stream.handle
-            )
+        def reduce_once(name: str) -> None:
+            source, target = pairs[name]
+            communicator.all_reduce(source, target, data_type=nccl.DataType.INT32, stream=stream)
 
-        _log_step("first all-reduce")
-        reduce_once()
-        stream.synchronize()
+        for name in names:
+            _log_step(f"first all-reduce with {name} buffers")
+            reduce_once(name)
+            stream.synchronize()
         _log_step("measured all-reduces")
-        times_s, cpu_times_s = [], []
+        times_s: dict[str, list[float]] = {name: [] for name in names}
+        cpu_times_s: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(options.rounds):
-            cpu_before_s = cpu_time_s()
-            times_s.append(_mean_duration_s(reduce_once, stream.synchronize, options.repeats))
-            cpu_times_s.append((cpu_time_s() - cpu_before_s) / options.repeats)
+            for name in names:
+                cpu_before_s = cpu_time_s()
+                work = functools.partial(reduce_once, name)
+                times_s[name].append(_mean_duration_s(work, stream.synchronize, options.repeats))
+                cpu_times_s[name].append((cpu_time_s() - cpu_before_s) / options.repeats)
+        communicator.check()
         _log_step("check the bytes")
         # Each rank wrote an equal share of the pattern. The bytes after the last share are zeros.
         checked_bytes = options.length_bytes // options.ranks * options.ranks
-        pattern.check(target.read(length_bytes=checked_bytes), seed=options.seed)
-        return {"times_s": times_s, "cpu_s": cpu_times_s, "version": nccl.version, "libraries": loaded_library()}
+        for _, target in pairs.values():
+            pattern.check(target.read(length_bytes=checked_bytes), seed=options.seed)
+        return {
+            "times_s": times_s,
+            "cpu_s": cpu_times_s,
+            "addresses": {name: [buffer.address for buffer in pair] for name, pair in pairs.items()},
+            "version": ".".join(map(str, nccl.library_version())),
+            "libraries": _loaded_library(),
+        }
+
+
+def _loaded_library() -> dict[str, str | None]:
+    """Return the SONAME of the loaded NCCL library, with its build id."""
+    libraries = [library for library in evidence.libraries() if (library.soname or "").startswith("libnccl.so")]
+    return {library.soname or "": library.build_id for library in libraries}
 
 
 def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -> None:
@@ -135,10 +161,10 @@ def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -
     source.write(pattern.payload(share_bytes, seed=options.seed, offset_bytes=offset_bytes), offset_bytes=offset_bytes)
 
 
-def _shared_id(nccl: Nccl, *, rank: int) -> bytes:
+def _shared_id(*, rank: int) -> bytes:
     """Return the ncclUniqueId of the communicator: rank 0 creates and prints it, the other ranks read it."""
     if rank == 0:
-        unique_id = nccl.unique_id()
+        unique_id = nccl.create_unique_id()
         _print_line(unique_id.hex())
     else:
         unique_id = bytes.fromhex(sys.stdin.readline())

@@ -44,7 +44,7 @@ class _Rank:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=error_file,
-                env={**environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(self._nccl_log)},
+                env={"NCCL_DEBUG": "INFO", **environ, "NCCL_DEBUG_FILE": str(self._nccl_log)},
                 start_new_session=True,
             )
         assert self.process.stdin is not None
@@ -98,7 +98,7 @@ def run_ranks(
     commands : iterable of sequence of str
         The command of each rank.
     folder : Path
-        Existing folder for the logs.
+        Existing folder for the logs. NCCL's log of a rank is ``rank0.nccl`` and so on.
     environ : mapping
         Environment of the processes.
     deadline_s : float

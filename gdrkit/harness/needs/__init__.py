@@ -18,12 +18,25 @@ import pytest
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, gaudi, host, verbs
-from gdrkit.harness.needs.base import Need, software
+from gdrkit.harness.needs.base import Need, software, without_twin
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MARK", "Need", "apis", "cuda", "cufile", "declared", "gaudi", "host", "needs", "software", "verbs"]
+__all__ = [
+    "MARK",
+    "Need",
+    "apis",
+    "cuda",
+    "cufile",
+    "declared",
+    "gaudi",
+    "host",
+    "needs",
+    "software",
+    "verbs",
+    "without_twin",
+]
 
 MARK = "needs"
 # The name of a need begins with the name of its API. The exceptions are the prefixes here.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gdrkit.evidence import LoadedLibrary
     from gdrkit.inventory import ApiFailure, Facts
 
-__all__ = ["Need", "reason_without_facts", "software"]
+__all__ = ["Need", "reason_without_facts", "software", "without_twin"]
 
 _SONAME_WITHOUT_FACTS = {"cufile": "libcufile.so.0"}
 
@@ -59,6 +59,24 @@ class _Software:
         if any(is_twin(library) for library in facts.api_libraries(self.api) or _library_file(self.api)):
             return None
         return f"{self.api} does not run on its software twin"
+
+
+@dataclass(frozen=True, slots=True)
+class _WithoutTwin:
+    api: str
+
+    @property
+    def name(self) -> str:
+        return f"without_twin({self.api})"
+
+    def check(self, facts: Facts) -> str | None:
+        is_software = software(self.api).check(facts) is None
+        return f"{self.api} runs on its software twin" if is_software else None
+
+
+def without_twin(api: Api) -> Need:
+    """Return the need that `api` does not run on its software twin, for cases with programs that cannot use it."""
+    return _WithoutTwin(api.value)
 
 
 def software(api: Api | str) -> Need:

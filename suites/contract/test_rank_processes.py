@@ -1,8 +1,7 @@
-"""NCCL as the throughput cases call it, and the processes of its ranks, which end at a deadline."""
+"""The processes of the ranks of an NCCL job, which end at a deadline."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import select
@@ -10,71 +9,18 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.nccl import FUNCTIONS, UniqueId, folder_of_nccl
 from support.nccl_rank import visible_devices
-from support.python_child import suites_environ
 from support.rank_processes import RankError, run_ranks
-
-from gdrkit.harness.needs import host, needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-NEEDS_NCCL = needs(host.module("nvidia.nccl"))
-# The sizes of the types of nccl.h that are not pointers, in bytes.
-WIDTHS_BYTES = {
-    "int": 4,
-    "ncclDataType_t": 4,
-    "ncclRedOp_t": 4,
-    "size_t": 8,
-    "ncclComm_t": 8,
-    "cudaStream_t": 8,
-    "ncclUniqueId": 128,
-}
 DEADLINE_S = 60.0
 
 
 def rank_command(program: str) -> list[str]:
     """Return the command of a rank that runs `program` and prints its stack when it is terminated."""
     return [sys.executable, "-X", "faulthandler", "-c", program]
-
-
-@NEEDS_NCCL
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_nccl_argument_widths_match_the_header(name: str) -> None:
-    folder = folder_of_nccl()
-    assert folder is not None
-    declaration = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", (folder / "include" / "nccl.h").read_text())
-    assert declaration is not None
-    parameters = declaration[1].split(",")
-    type_names = [re.sub(r"\bconst\b", "", parameter).rpartition(" ")[0].strip() for parameter in parameters]
-    expected_bytes = [
-        8 if "*" in parameter else WIDTHS_BYTES[type_name]
-        for parameter, type_name in zip(parameters, type_names, strict=True)
-    ]
-    assert [ctypes.sizeof(argument_type) for argument_type in FUNCTIONS[name]] == expected_bytes
-
-
-@NEEDS_NCCL
-def test_communicator_ids_are_unique(tmp_path: Path) -> None:
-    command = rank_command(
-        "from support.nccl import *; n = Nccl(); print(n.version, n.unique_id().hex(), n.unique_id().hex())"
-    )
-    ((line,),) = run_ranks([command], folder=tmp_path, environ=suites_environ(), deadline_s=DEADLINE_S)
-    version, first, second = line.split()
-    assert int(version) > 22000
-    assert first != second
-    assert len(first) == len(second) == 2 * ctypes.sizeof(UniqueId)
-
-
-@NEEDS_NCCL
-def test_nccl_failure_is_an_error_with_call_and_message(tmp_path: Path) -> None:
-    """Use rank 2 of 2, which does not exist. Without a device, NCCL reports the missing device first."""
-    program = "n = Nccl(); Communicator(n, rank=2, ranks_count=2, unique_id=n.unique_id())"
-    command = rank_command(f"from support.nccl import *; {program}")
-    with pytest.raises(RankError, match=r"NcclError: ncclCommInitRank failed: [1-9]: \w+") as caught:
-        run_ranks([command], folder=tmp_path, environ=suites_environ(), deadline_s=DEADLINE_S)
-    assert "NCCL WARN" in str(caught.value)
 
 
 def test_rank_sees_all_devices_with_its_own_first() -> None:

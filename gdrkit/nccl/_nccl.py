@@ -1,0 +1,235 @@
+"""The calls of libnccl through ctypes. Only this file opens the library.
+
+The library is the one that the process has already loaded (torch brings one), or that the dynamic loader finds, or that
+of the Python package nvidia-nccl. NCCL reads its environment variables at its first call.
+
+Source: ``nccl.h`` of NCCL 2.28 and 2.32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import importlib.util
+from ctypes import POINTER, c_int, c_size_t, c_void_p
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit import loader
+from gdrkit.errors import Api, ApiError, Reason, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = [
+    "FUNCTIONS",
+    "STATUS_NAMES",
+    "UNIQUE_ID_BYTES",
+    "UniqueId",
+    "allocate",
+    "async_error",
+    "call",
+    "create_communicator",
+    "error_of",
+    "load",
+    "package_folder",
+    "register",
+    "unique_id",
+    "version_number",
+]
+
+_SONAME = "libnccl.so.2"
+_DLOPEN = f"dlopen {_SONAME}"
+_ADVICE = "install NCCL (pip install nvidia-nccl-cu13, or the package libnccl2), or put its folder on LD_LIBRARY_PATH"
+# NCCL_UNIQUE_ID_BYTES
+UNIQUE_ID_BYTES = 128
+# ncclResult_t
+STATUS_NAMES = (
+    "ncclSuccess",
+    "ncclUnhandledCudaError",
+    "ncclSystemError",
+    "ncclInternalError",
+    "ncclInvalidArgument",
+    "ncclInvalidUsage",
+    "ncclRemoteError",
+    "ncclInProgress",
+    "ncclTimeout",
+)
+_REASONS = {
+    "ncclInvalidArgument": Reason.BAD_ARGUMENT,
+    "ncclInvalidUsage": Reason.BAD_ARGUMENT,
+    "ncclRemoteError": Reason.PEER_GONE,
+    "ncclInProgress": Reason.BUSY,
+    "ncclTimeout": Reason.TIMEOUT,
+}
+_LOG_ADVICE = "set NCCL_DEBUG=INFO and read the log of NCCL"
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: the identity of a communicator, by which its ranks find each other. It is passed by value."""
+
+    _fields_ = (("internal", ctypes.c_uint8 * UNIQUE_ID_BYTES),)
+
+
+# Argument types of the functions. Without the types, ctypes would truncate addresses to 32 bits.
+FUNCTIONS: Mapping[str, tuple[type, ...]] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(UniqueId),),
+    "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
+    "ncclCommDestroy": (c_void_p,),
+    "ncclCommAbort": (c_void_p,),
+    "ncclCommGetAsyncError": (c_void_p, POINTER(c_int)),
+    "ncclCommRegister": (c_void_p, c_void_p, c_size_t, POINTER(c_void_p)),
+    "ncclCommDeregister": (c_void_p, c_void_p),
+    "ncclMemAlloc": (POINTER(c_void_p), c_size_t),
+    "ncclMemFree": (c_void_p,),
+    "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+}
+# The first version that has a function, if that is not 2.0.
+_SINCE = {"ncclCommRegister": "2.19", "ncclCommDeregister": "2.19", "ncclMemAlloc": "2.19", "ncclMemFree": "2.19"}
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Open the library and return it.
+
+    Raises
+    ------
+    SetupMissing
+        The library is missing, damaged or of another machine.
+    """
+    loader.check_library(_SONAME, operation=_DLOPEN)
+    try:
+        return ctypes.CDLL(_SONAME)
+    except OSError as error:
+        not_found = loader.setup_missing(
+            operation=_DLOPEN, text=str(error), what_to_do=_ADVICE, default_errno=errno.ENOENT
+        )
+        folder = package_folder()
+        if not_found.errno != errno.ENOENT or folder is None:
+            raise not_found from error
+    path = folder / "lib" / _SONAME
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise loader.setup_missing(
+            operation=f"dlopen {path}", text=str(error), what_to_do=_ADVICE, default_errno=errno.ENOEXEC
+        ) from error
+
+
+def package_folder() -> Path | None:
+    """Return the folder of the Python package nvidia-nccl, or None. It contains the library and its header."""
+    try:
+        package = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    folders = [] if package is None else [Path(location) for location in package.submodule_search_locations or []]
+    return next((folder for folder in folders if (folder / "lib" / _SONAME).exists()), None)
+
+
+def version_number() -> int:
+    """Return the version of the library as NCCL writes it: 22809 for 2.28.9."""
+    version = c_int()
+    call("ncclGetVersion", ctypes.byref(version))
+    return version.value
+
+
+def unique_id() -> bytes:
+    """Call ncclGetUniqueId and return the identity."""
+    identity = UniqueId()
+    call("ncclGetUniqueId", ctypes.byref(identity))
+    return bytes(identity)
+
+
+def create_communicator(*, rank: int, ranks_count: int, identity: bytes) -> int:
+    """Call ncclCommInitRank and return the ncclComm_t."""
+    handle = c_void_p()
+    call(
+        "ncclCommInitRank",
+        ctypes.byref(handle),
+        ranks_count,
+        UniqueId.from_buffer_copy(identity),
+        rank,
+        rank=rank,
+        nranks=ranks_count,
+    )
+    return handle.value or 0
+
+
+def async_error(communicator: int) -> int:
+    """Call ncclCommGetAsyncError and return the ncclResult_t of the operations so far."""
+    status = c_int()
+    call("ncclCommGetAsyncError", communicator, ctypes.byref(status))
+    return status.value
+
+
+def register(communicator: int, address: int, length_bytes: int) -> int:
+    """Call ncclCommRegister and return the handle; 0 if NCCL registered nothing."""
+    handle = c_void_p()
+    arguments = (communicator, address, length_bytes, ctypes.byref(handle))
+    call("ncclCommRegister", *arguments, buff=address, size=length_bytes)
+    return handle.value or 0
+
+
+def allocate(length_bytes: int) -> int:
+    """Call ncclMemAlloc for the current device and return the address."""
+    address = c_void_p()
+    call("ncclMemAlloc", ctypes.byref(address), length_bytes, size=length_bytes)
+    return address.value or 0
+
+
+def call(name: str, /, *arguments: object, **shown: object) -> None:
+    """Call a function of NCCL.
+
+    Parameters
+    ----------
+    name : str
+        Name of the function.
+    *arguments : object
+        Its arguments.
+    **shown : object
+        Arguments for the error.
+
+    Raises
+    ------
+    ApiError
+        The call failed. Its ``detail`` is the last message of NCCL.
+    Unsupported
+        This version of NCCL does not have the function.
+    SetupMissing
+        The library cannot be used.
+    """
+    library = load()
+    try:
+        function = getattr(library, name)
+    except AttributeError as error:
+        raise Unsupported(
+            api=Api.NCCL,
+            operation=name,
+            status=None,
+            status_name="no such function",
+            arguments=shown,
+            reason=Reason.NOT_SUPPORTED,
+            what_to_do=f"install NCCL {_SINCE.get(name, '2.0')} or newer",
+        ) from error
+    function.argtypes, function.restype = FUNCTIONS[name], c_int
+    if status := function(*arguments):
+        raise error_of(name, status, shown)
+
+
+def error_of(name: str, status: int, shown: Mapping[str, object]) -> ApiError:
+    """Return the exception for an ncclResult_t. Its ``detail`` is the last message of NCCL."""
+    last_error = load().ncclGetLastError
+    last_error.argtypes, last_error.restype = (c_void_p,), ctypes.c_char_p
+    status_name = STATUS_NAMES[status] if 0 <= status < len(STATUS_NAMES) else f"ncclResult_t {status}"
+    return ApiError(
+        api=Api.NCCL,
+        operation=name,
+        status=status,
+        status_name=status_name,
+        arguments=shown,
+        reason=_REASONS.get(status_name, Reason.OTHER),
+        what_to_do=_LOG_ADVICE,
+        detail=(last_error(None) or b"").decode(errors="replace").strip(),
+    )

@@ -1,0 +1,87 @@
+"""Evidence from the log of NCCL: which registered memory it used, and by which network the ranks are connected.
+
+NCCL has no function that tells whether an operation used a registration. Its log does, if NCCL_DEBUG is INFO and
+NCCL_DEBUG_SUBSYS contains REG and NET. The lines are those of NCCL 2.28 and 2.32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gdrkit.nccl.communicator import ReducibleMemory
+
+__all__ = ["NcclLog", "log_environment"]
+
+# NCCL prints such a line when an operation uses registered memory: "rank 0 - IPC register buffer 0x7f20 size 64 ..."
+# or "... - NET reuse buffer 0x7f20 size 1048576 ..." or "... - COLLNET reuse register userbuff 0x7f20 (handle ...".
+_USE = re.compile(
+    r"\brank \d+ - (?P<transport>IPC|NET|NVLS|COLLNET) (?:reuse register|register|reuse) (?:user)?buff(?:er)? "
+    r"0x(?P<address>[0-9a-f]+)"
+)
+# A line about a channel is "Channel 00/0 : 0[0] -> 1[1] [send] via NET/IB/0/GDRDMA".
+_CHANNEL = re.compile(r"\bChannel \d+/\d+ : .* via (?P<transport>\S+)")
+# The line about the network is "Using network IB".
+_NETWORK = re.compile(r"\bUsing network (?P<name>\S+)")
+
+
+def log_environment(path: Path) -> dict[str, str]:
+    """Return the environment variables with which NCCL writes the log that :meth:`NcclLog.read` reads.
+
+    NCCL reads them at its first call, so they must be set before that, or in the environment of a child process.
+    """
+    return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,REG", "NCCL_DEBUG_FILE": str(path)}
+
+
+@dataclass(frozen=True)
+class NcclLog:
+    """What one process wrote into its log.
+
+    Attributes
+    ----------
+    network : str
+        Name of the network plug-in that NCCL chose: ``IB``, ``Socket`` or that of an external plug-in; empty if the log
+        does not say so. Ranks of one host may be connected without it.
+    channels : mapping
+        Number of channels by their transport, such as ``P2P/CUMEM`` or ``NET/IB/0/GDRDMA``.
+    uses : tuple
+        (transport, device address) of each use of registered memory. Transports are ``IPC`` for other GPUs of the host,
+        ``NET``, ``NVLS`` and ``COLLNET``.
+    """
+
+    network: str
+    channels: Mapping[str, int]
+    uses: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def read(cls, path: Path) -> NcclLog:
+        """Read a log file."""
+        return cls.parse(path.read_text(encoding="utf-8", errors="replace"))
+
+    @classmethod
+    def parse(cls, text: str) -> NcclLog:
+        """Return what the text of a log shows. Unknown lines are ignored."""
+        network, channels, uses = "", Counter[str](), []
+        for line in text.splitlines():
+            if match := _NETWORK.search(line):
+                network = match["name"]
+            elif match := _CHANNEL.search(line):
+                channels[match["transport"]] += 1
+            elif match := _USE.search(line):
+                uses.append((match["transport"], int(match["address"], 16)))
+        return cls(network, dict(channels), tuple(uses))
+
+    def uses_of(self, memory: ReducibleMemory) -> frozenset[str]:
+        """Return the transports that used a registration of this memory or of a part of it; empty if none did."""
+        return self.uses_of_range(memory.address, memory.length_bytes)
+
+    def uses_of_range(self, address: int, length_bytes: int) -> frozenset[str]:
+        """Return the transports that used a registration in a range of device addresses of the process."""
+        end = address + length_bytes
+        return frozenset(transport for transport, used_address in self.uses if address <= used_address < end)

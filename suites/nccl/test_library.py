@@ -1,0 +1,133 @@
+"""The binding of NCCL: its types are those of the header, and its failures are typed errors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit import nccl
+from gdrkit.errors import UsageError
+from gdrkit.handles import live
+from gdrkit.harness.needs import cuda, host, needs
+from gdrkit.nccl import _nccl
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+
+NEEDS_NCCL = needs(host.module("nvidia.nccl"))
+# The sizes of the types of nccl.h that are not pointers, in bytes.
+WIDTHS_BYTES = {
+    "int": 4,
+    "ncclDataType_t": 4,
+    "ncclRedOp_t": 4,
+    "size_t": 8,
+    "ncclComm_t": 8,
+    "cudaStream_t": 8,
+    "ncclUniqueId": 128,
+}
+TIMEOUT_S = 60
+
+
+def header() -> str:
+    """Return the text of nccl.h."""
+    folder = _nccl.package_folder()
+    assert folder is not None
+    return (folder / "include" / "nccl.h").read_text()
+
+
+@NEEDS_NCCL
+@pytest.mark.parametrize("name", _nccl.FUNCTIONS)
+def test_argument_widths_match_the_header(name: str) -> None:
+    declaration = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", header())
+    assert declaration is not None
+    parameters = declaration[1].split(",")
+    type_names = [re.sub(r"\bconst\b", "", parameter).rpartition(" ")[0].strip() for parameter in parameters]
+    expected_bytes = [
+        8 if "*" in parameter else WIDTHS_BYTES[type_name]
+        for parameter, type_name in zip(parameters, type_names, strict=True)
+    ]
+    assert [ctypes.sizeof(argument_type) for argument_type in _nccl.FUNCTIONS[name]] == expected_bytes
+
+
+@NEEDS_NCCL
+def test_enumerations_match_the_header() -> None:
+    numbers = {name.lower(): int(number) for name, number in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", header())}
+    assert {data_type.name.lower(): numbers[data_type.name.lower()] for data_type in nccl.DataType} == {
+        data_type.name.lower(): data_type.value for data_type in nccl.DataType
+    }
+    short_names = {"SUM": "sum", "PRODUCT": "prod", "MAXIMUM": "max", "MINIMUM": "min", "AVERAGE": "avg"}
+    assert [numbers[short_names[operation.name]] for operation in nccl.ReduceOperation] == list(nccl.ReduceOperation)
+    for status, name in enumerate(_nccl.STATUS_NAMES):
+        assert numbers[name.removeprefix("nccl").lower()] == status
+
+
+@NEEDS_NCCL
+def test_communicator_ids_are_unique() -> None:
+    # NCCL keeps a thread for each id, so another process creates them.
+    program = "from gdrkit import nccl; print(*nccl.library_version(), *(nccl.create_unique_id().hex() for _ in '12'))"
+    output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
+    major, _minor, _patch, first, second = output.stdout.decode().split()
+    assert int(major) >= 2
+    assert first != second
+    assert len(first) == len(second) == 2 * _nccl.UNIQUE_ID_BYTES
+
+
+@NEEDS_NCCL
+def test_failure_is_an_error_with_call_status_and_message(tmp_path: Path) -> None:
+    """A communicator that is no communicator makes NCCL fail before it needs a device."""
+    program = (
+        "from gdrkit.errors import ApiError\n"
+        "from gdrkit.nccl import _nccl\n"
+        "try:\n    _nccl.call('ncclCommGetAsyncError', 0, None, comm=0)\n"
+        "except ApiError as error:\n    print(error.api.value, error.operation, error.status_name, error.reason.value)"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S, cwd=tmp_path
+    )
+    assert output.stdout.decode().split() == ["nccl", "ncclCommGetAsyncError", "ncclInvalidArgument", "bad_argument"]
+
+
+@needs(cuda.device())
+@pytest.mark.parametrize(
+    ("rank", "unique_id", "text"),
+    [(2, bytes(128), "rank must be 0 to 1, not 2"), (0, bytes(127), "unique_id must have 128 bytes, not 127")],
+    ids=["rank", "unique-id"],
+)
+def test_bad_communicator_is_refused_without_the_library(
+    device: Device, rank: int, unique_id: bytes, text: str
+) -> None:
+    before = live()
+    with pytest.raises(UsageError, match=re.escape(text)):
+        nccl.Communicator(device, rank=rank, ranks_count=2, unique_id=unique_id)
+    assert live() == before
+
+
+@needs(cuda.device())
+def test_empty_memory_is_refused_without_the_library(device: Device) -> None:
+    with pytest.raises(UsageError, match="above 0"):
+        nccl.NcclMemory(device, 0)
+
+
+def test_damaged_library_is_an_error_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "libnccl.so.2").write_text("not a library")
+    program = (
+        "from gdrkit import nccl\nfrom gdrkit.errors import SetupMissing\n"
+        "try:\n    nccl.library_version()\nexcept SetupMissing as error:\n    print(error.errno, error.operation)"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]))
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "LD_LIBRARY_PATH": path},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=TIMEOUT_S,
+    )
+    assert output.stdout.decode().split() == ["8", "dlopen", "libnccl.so.2"]

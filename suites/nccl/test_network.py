@@ -1,0 +1,59 @@
+"""NCCL reduces over its own network plug-in for NICs, with memory of gdrkit, and accesses the memory directly.
+
+The ranks are on one host. They may not use NVLink, PCIe or shared memory, so that only the NICs are left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.nccl_job import log_of_rank, run_all_reduces
+
+from gdrkit import nccl
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, host, needs, verbs, without_twin
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.harness.evidence import Evidence
+
+# NCCL uses the NICs of the kernel, not those of the twin, and the CUDA runtime, which the CUDA twin does not support.
+NEEDS_NICS = needs(
+    cuda.device(count_min=2),
+    cuda.vmm,
+    verbs.nic(),
+    verbs.dmabuf_region,
+    without_twin(Api.VERBS),
+    without_twin(Api.CUDA),
+    host.module("nvidia.nccl"),
+)
+RANKS_COUNT = 2
+ONLY_NICS = {
+    "NCCL_NET": "IB",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    # GPUs and NICs may be at any distance from each other.
+    "NCCL_NET_GDR_LEVEL": "SYS",
+}
+
+
+@pytest.mark.qualify
+@NEEDS_NICS
+@pytest.mark.parametrize("memory", ["vmm", "nccl"])
+def test_network_plug_in_accesses_device_memory(tmp_path: Path, evidence: Evidence, seed: int, memory: str) -> None:
+    environ = {**ONLY_NICS, **nccl.log_environment(tmp_path)}
+    options = ["--memory", memory, "--length-bytes", str(16 * MIB), "--rounds", "1", "--seed", str(seed)]
+    # Each rank checks the bytes of its result.
+    results = run_all_reduces(tmp_path, RANKS_COUNT, *options, "--registered", environ=environ)
+    evidence["nccl"] = {"version": results[0]["version"], "libraries": results[0]["libraries"]}
+    for rank, result in enumerate(results):
+        log = log_of_rank(tmp_path, rank)
+        used_by = [sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]]
+        evidence[f"rank{rank}"] = {"network": log.network, "channels": dict(log.channels), "registered": used_by}
+        assert log.network == "IB"
+        assert log.channels
+        assert all(transport.startswith("NET/IB/") for transport in log.channels)
+        assert any(transport.endswith("/GDRDMA") for transport in log.channels)
