@@ -1,0 +1,80 @@
+"""The files in deploy/: the gate runs on twins, and each file passes the check of its own tool if that is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit.harness.needs import host, needs
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+GATE = DEPLOY / "slurm" / "gate.sh"
+# The name of each agent's unit without its instance, and an instance of it.
+UNITS = {"gdrkit-agent@.service": "gdrkit-agent@data.service", "gdrkit-serve.service": "gdrkit-serve.service"}
+
+
+def run_gate(tmp_path: Path, *, gpus: str, options: str) -> subprocess.CompletedProcess[str]:
+    """Run the gate as slurmd does, with the gdrkit of this environment."""
+    command = tmp_path / "gdrkit"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m gdrkit "$@"\n')
+    command.chmod(0o755)
+    environ = {**os.environ, "GDRKIT": str(command), "GDRKIT_OPTIONS": options, "SLURM_JOB_ID": "7"}
+    environ |= {"SLURM_JOB_GPUS": gpus, "GDRKIT_BUDGET_S": "90"}
+    return subprocess.run([str(GATE)], env=environ, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_gate_admits_a_job_without_gpus_at_once(tmp_path: Path) -> None:
+    completed = run_gate(tmp_path, gpus="", options="--profile no-such-profile")
+    assert (completed.returncode, completed.stdout) == (0, "")
+
+
+def test_gate_admits_a_node_that_passes(tmp_path: Path) -> None:
+    completed = run_gate(tmp_path, gpus="0,1", options="--software")
+    assert completed.returncode == 0, completed.stdout
+    assert "software only" in completed.stdout
+
+
+def test_gate_refuses_a_node_with_the_exit_code_of_check(tmp_path: Path) -> None:
+    completed = run_gate(tmp_path, gpus="0,1", options="--software --profile no-such-profile")
+    assert completed.returncode == 2
+    assert "no-such-profile" in completed.stdout
+
+
+@needs(host.program("shellcheck"))
+def test_scripts_pass_shellcheck() -> None:
+    subprocess.run(["shellcheck", *map(str, DEPLOY.rglob("*.sh"))], check=True, timeout=60)
+
+
+@needs(host.program("systemd-analyze"))
+@pytest.mark.parametrize("name", UNITS)
+def test_unit_passes_systemd_analyze(name: str, tmp_path: Path) -> None:
+    # The command of the unit is not installed here, and systemd-analyze requires that it exists.
+    text = re.sub(r"/opt/gdrkit/bin/gdrkit", sys.executable, (DEPLOY / "systemd" / name).read_text())
+    unit = tmp_path / UNITS[name]
+    unit.write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (completed.returncode, completed.stdout + completed.stderr) == (0, "")
+
+
+@needs(host.program("promtool"))
+def test_alerts_fire_for_the_hosts_that_they_are_about() -> None:
+    command = ["promtool", "test", "rules", "gdrkit.tests.yml"]
+    subprocess.run(command, cwd=DEPLOY / "prometheus", check=True, timeout=60)
+
+
+def test_options_in_the_files_exist() -> None:
+    """Every `gdrkit COMMAND` in deploy/ is a command, and gdrkit knows its options."""
+    text = "\n".join(path.read_text() for path in DEPLOY.rglob("*") if path.is_file())
+    commands = set(re.findall(r"gdrkit (agent|serve|check|qualify)\b", text))
+    assert commands == {"agent", "serve", "check", "qualify"}
+    for command, option in re.findall(r"gdrkit (agent|serve|check|qualify)\b[^`\n]*?(--[a-z-]+)", text):
+        helped = subprocess.run(
+            [sys.executable, "-m", "gdrkit", command, "--help"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert option in helped.stdout, (command, option)
