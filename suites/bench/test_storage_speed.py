@@ -46,6 +46,8 @@ from gdrkit.units import KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from bench.storage_speed import Series
+
     from gdrkit.cuda import CudaMemory, Device
     from gdrkit.harness.evidence import Evidence
 
@@ -93,6 +95,11 @@ class Bench:
         """Add a number to the record, and print it."""
         self.evidence.number(name, value)
         log_progress(f"{name} = {value:.4g}")
+
+    def record_rate(self, name: str, series: Series) -> None:
+        """Add the median rate and the median processor time of a series to the record, and print them."""
+        self.record(f"{name}_gb_per_s", series.rate_gb_per_s)
+        self.record(f"{name}_cpu_s_per_gib", series.cpu_s_per_gib)
 
     def check_reader(self, read: Callable[[], object]) -> None:
         """Call `read` once with cleared memory, and check every byte. This also warms up the reader."""
@@ -156,11 +163,9 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
         series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
         free()
     bench.check_reader(lambda: file.read_into(bench.memory))
-    bench.record("cached_read_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
-    bench.record("cached_read_kvikio_best_gb_per_s", series["kvikio"].rate_gb_per_s)
-    bench.record("pinned_copy_gb_per_s", series["pinned copy"].rate_gb_per_s)
-    bench.record("cached_read_gdrkit_cpu_s_per_gib", series["gdrkit"].cpu_s_per_gib)
-    bench.record("cached_read_kvikio_cpu_s_per_gib", series["kvikio"].cpu_s_per_gib)
+    bench.record_rate("cached_read_gdrkit", series["gdrkit"])
+    bench.record_rate("cached_read_kvikio_best", series["kvikio"])
+    bench.record_rate("pinned_copy", series["pinned copy"])
     bench.record("cached_read_gdrkit_spread_ratio", series["gdrkit"].spread)
     bench.record("cached_read_kvikio_spread_ratio", series["kvikio"].spread)
     bench.record("pinned_copy_spread_ratio", series["pinned copy"].spread)
@@ -176,8 +181,8 @@ def measure_host_reads(bench: Bench, file: gds.File) -> None:
     fastest = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats)
     reads = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest]}
     series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
-    bench.record("host_read_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
-    bench.record("host_read_kvikio_gb_per_s", series["kvikio"].rate_gb_per_s)
+    bench.record_rate("host_read_gdrkit", series["gdrkit"])
+    bench.record_rate("host_read_kvikio", series["kvikio"])
     memory[:] = bytes(bench.length_bytes)
     file.read_into(memory)
     check_all_bytes(memory, bench.file, length_bytes=bench.length_bytes)
@@ -274,8 +279,8 @@ def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> Non
                 {**reads, "kvikio": kvikio_read}, bench.length_bytes, rounds_count=bench.rounds_count
             )
         kind = "64x64mib" if len(paths) == 64 else "4096x1mib"
-        bench.record(f"cached_{kind}_gb_per_s", series["gdrkit"].rate_gb_per_s)
-        bench.record(f"cached_{kind}_kvikio_gb_per_s", series["kvikio"].rate_gb_per_s)
+        bench.record_rate(f"cached_{kind}", series["gdrkit"])
+        bench.record_rate(f"cached_{kind}_kvikio", series["kvikio"])
         bench.record(
             f"cached_{kind}_of_one_file_ratio", series["gdrkit"].rate_gb_per_s / series["one file"].rate_gb_per_s
         )
@@ -313,9 +318,9 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
         series = measure_in_turn(
             reads, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop, attempts_count=2
         )
-    bench.record("cold_read_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
-    bench.record("cold_read_raw_gb_per_s", series["raw"].rate_gb_per_s)
-    bench.record("cold_read_kvikio_best_gb_per_s", series["kvikio"].rate_gb_per_s)
+    bench.record_rate("cold_read_gdrkit", series["gdrkit"])
+    bench.record_rate("cold_read_raw", series["raw"])
+    bench.record_rate("cold_read_kvikio_best", series["kvikio"])
     bench.record("cold_read_gdrkit_spread_ratio", series["gdrkit"].spread)
     bench.record("cold_read_raw_spread_ratio", series["raw"].spread)
 
@@ -354,6 +359,6 @@ def measure_writes(bench: Bench) -> None:
             series = measure_in_turn(
                 all_writes, bench.length_bytes, rounds_count=bench.rounds_count, prepare=remove, attempts_count=1
             )
-        bench.record(f"{kind}_gdrkit_gb_per_s", series["gdrkit"].rate_gb_per_s)
-        bench.record(f"{kind}_kvikio_gb_per_s", series["kvikio"].rate_gb_per_s)
+        bench.record_rate(f"{kind}_gdrkit", series["gdrkit"])
+        bench.record_rate(f"{kind}_kvikio", series["kvikio"])
         remove()
