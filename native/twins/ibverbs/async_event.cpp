@@ -17,6 +17,14 @@ void Context::raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<Event
     events.push(event);
 }
 
+void Context::raise(ibv_srq* srq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
+    AsyncEvent event;
+    event.abi.element.srq = srq;
+    event.abi.event_type = type;
+    event.counter = counter;
+    events.push(event);
+}
+
 void Context::raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
     AsyncEvent event;
     event.abi.element.cq = cq;
@@ -64,8 +72,14 @@ void ibv_ack_async_event(ibv_async_event* event) {
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
     case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
         if (is_alive("ibv_qp", event->element.qp)) {
             acknowledge_async(event->element.qp);
+        }
+        break;
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+        if (is_alive("ibv_srq", event->element.srq)) {
+            acknowledge_async(event->element.srq);
         }
         break;
     default:

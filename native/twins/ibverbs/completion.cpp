@@ -70,7 +70,14 @@ void CompletionQueue::arm(bool solicited_only) {
 
 void CompletionQueue::drop(std::uint32_t qp_num) {
     std::lock_guard lock(mutex_);
-    std::erase_if(completions_, [=](const Completion& completion) { return completion.wc.qp_num == qp_num; });
+    std::erase_if(completions_, [=](const Completion& completion) {
+        if (completion.wc.qp_num != qp_num) {
+            return false;
+        }
+        // A shared receive queue outlives the queue pair.
+        completion.work_queue_slots->used -= completion.freed_slot_count;
+        return true;
+    });
 }
 
 void acknowledge_async(ibv_cq* cq) {

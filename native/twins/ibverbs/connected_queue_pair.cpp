@@ -121,6 +121,7 @@ void ConnectedQueuePair::enter_error(const Lock& lock, const Connection* except)
     if (state_ == IBV_QPS_RESET) {
         return;
     }
+    must_raise_last_wqe_ |= shared_receives_ != nullptr && state_ != IBV_QPS_ERR;
     state_ = IBV_QPS_ERR;
     shut_down_socket(peer_socket_);
     shut_down_connections(lock, except);
@@ -165,7 +166,7 @@ void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& w
     completion.wc.qp_num = qp_num_;
     completion.wc.src_qp = attr_.dest_qp_num;
     completion.is_solicited = solicited;
-    completion.work_queue_slots = receive_queue_slots_;
+    completion.work_queue_slots = shared_receives_ != nullptr ? shared_receives_->slots() : receive_queue_slots_;
     completion.freed_slot_count = 1;
     if (!receive_queue_->push({&completion, 1})) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);

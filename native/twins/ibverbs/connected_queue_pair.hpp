@@ -158,6 +158,7 @@ private:
     void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status);
     bool deliver_due_completions(const Lock& lock);
     bool flush(Lock* lock);
+    bool raise_last_wqe_event(const Lock& lock);
     void wait_for_work(Lock* lock);
     [[nodiscard]] Clock::time_point next_deadline() const;
     [[nodiscard]] std::uint32_t wake_threshold() const;
@@ -214,6 +215,7 @@ private:
     wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
     wire::Response fail_request(RegionError error, const Connection& connection);
     [[nodiscard]] bool permits(unsigned required_access);
+    std::optional<ReceiveWork> take_receive(const Lock& lock);
     bool consume_receive(IncomingMessage* incoming);
     void return_receive(IncomingMessage* incoming, const Connection& connection);
     RegionError scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce);
@@ -231,11 +233,12 @@ private:
     ibv_qp_attr attr_ = initial_attributes();
     // Number of resets. Work that started before a reset must not complete after it.
     std::uint64_t generation_ = 0;
-    bool is_closing_ = false;         // close() was called
-    bool is_sending_ = false;         // the requester thread has dequeued requests that are not finished
-    bool is_flushing_ = false;        // the requester thread is about to flush both queues
-    bool must_raise_drained_ = false; // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
-    int incoming_message_count_ = 0;  // number of connections with an incomplete incoming message
+    bool is_closing_ = false;          // close() was called
+    bool is_sending_ = false;          // the requester thread has dequeued requests that are not finished
+    bool is_flushing_ = false;         // the requester thread is about to flush both queues
+    bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED when no incoming message is incomplete
+    bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
+    int incoming_message_count_ = 0;   // number of connections with an incomplete incoming message
     Fifo<SendWork> sends_;
     std::deque<ReceiveWork> receives_;
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();

@@ -55,6 +55,7 @@ void ConnectedQueuePair::reset(Lock* lock) {
     receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
     unsignaled_count_ = 0;
     must_raise_drained_ = false;
+    must_raise_last_wqe_ = false;
     send_queue_->drop(qp_num_);
     receive_queue_->drop(qp_num_);
     attr_ = initial_attributes();

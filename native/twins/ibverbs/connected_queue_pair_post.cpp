@@ -62,7 +62,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
 }
 
 int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
-    if (!is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
+    if (shared_receives_ != nullptr || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
         return EINVAL;
     }
     Lock lock(mutex_);

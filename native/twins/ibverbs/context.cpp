@@ -23,6 +23,7 @@ void fill_operations(verbs_context* extended) {
     ops.req_notify_cq = request_notification;
     ops.post_send = post_send;
     ops.post_recv = post_receive;
+    ops.post_srq_recv = post_srq_receive;
 }
 
 } // namespace

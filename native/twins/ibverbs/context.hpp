@@ -26,8 +26,10 @@ struct Context {
     std::atomic<int> child_count{0};
 
     ibv_context* abi() { return &extended.context; }
-    // Queue an asynchronous event about a queue pair or a completion queue, for ibv_get_async_event.
+    // Queue an asynchronous event about a queue pair, a shared receive queue or a completion queue, for
+    // ibv_get_async_event.
     void raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
+    void raise(ibv_srq* srq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
     void raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);
     // Remove the queued events of the object that `counter` belongs to.
     void drop_events(const std::shared_ptr<EventCounter>& counter);
@@ -48,6 +50,7 @@ int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc);
 int request_notification(ibv_cq* cq, int solicited_only);
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
+int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 
 // Fill both tables with functions that fail with EOPNOTSUPP; called before the implemented entries are set.
 void fill_unsupported(verbs_context* extended);

@@ -50,8 +50,8 @@ ibv_device_attr device_attributes(const Device& device) {
     attr.hw_ver = 1;
     attr.max_qp = 4096;
     attr.max_qp_wr = 16384;
-    attr.device_cap_flags =
-        IBV_DEVICE_CURR_QP_STATE_MOD | IBV_DEVICE_SYS_IMAGE_GUID | IBV_DEVICE_RC_RNR_NAK_GEN | IBV_DEVICE_N_NOTIFY_CQ;
+    attr.device_cap_flags = IBV_DEVICE_CURR_QP_STATE_MOD | IBV_DEVICE_SYS_IMAGE_GUID | IBV_DEVICE_RC_RNR_NAK_GEN |
+                            IBV_DEVICE_N_NOTIFY_CQ | IBV_DEVICE_SRQ_RESIZE;
     attr.max_sge = 32;
     attr.max_sge_rd = 32;
     attr.max_cq = 65536;
@@ -62,6 +62,9 @@ ibv_device_attr device_attributes(const Device& device) {
     attr.max_res_rd_atom = 65536;
     attr.max_qp_init_rd_atom = 16;
     attr.atomic_cap = IBV_ATOMIC_HCA;
+    attr.max_srq = 65536;
+    attr.max_srq_wr = 16384;
+    attr.max_srq_sge = 32;
     attr.max_pkeys = 1;
     attr.local_ca_ack_delay = 15;
     attr.phys_port_cnt = 1;

@@ -6,6 +6,7 @@
 
 #include "ibverbs/completion.hpp"
 #include "ibverbs/protection_domain.hpp"
+#include "ibverbs/shared_receive_queue.hpp"
 #include "ibverbs/work_request.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -15,7 +16,8 @@ public:
     QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
               std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
         : public_qp_(public_qp), domain_(domain), context_(domain->context), send_queue_(std::move(send_queue)),
-          receive_queue_(std::move(receive_queue)), init_attr_(init_attr) {}
+          receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
+          shared_receives_(init_attr.srq != nullptr ? srq_handle_of(init_attr.srq)->model : nullptr) {}
     virtual ~QueuePair() = default;
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
@@ -53,6 +55,8 @@ protected:
     const std::shared_ptr<CompletionQueue> send_queue_;
     const std::shared_ptr<CompletionQueue> receive_queue_;
     const ibv_qp_init_attr init_attr_;
+    // Source of the receive requests; nullptr if the pair has a receive queue of its own.
+    const std::shared_ptr<SharedReceiveQueue> shared_receives_;
     std::uint32_t qp_num_ = 0;
 };
 

@@ -30,8 +30,8 @@ int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init_attr) {
     default:
         return EINVAL;
     }
-    if (init_attr.srq != nullptr) {
-        return EOPNOTSUPP;
+    if (init_attr.srq != nullptr && (!is_alive("ibv_srq", init_attr.srq) || init_attr.srq->context != pd->context)) {
+        return EINVAL;
     }
     const bool is_valid = is_alive("ibv_cq", init_attr.send_cq) && is_alive("ibv_cq", init_attr.recv_cq) &&
                           init_attr.send_cq->context == pd->context && init_attr.recv_cq->context == pd->context &&
@@ -45,6 +45,7 @@ void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init_
     qp->pd = pd;
     qp->send_cq = init_attr.send_cq;
     qp->recv_cq = init_attr.recv_cq;
+    qp->srq = init_attr.srq;
     qp->handle = next_handle();
     qp->state = IBV_QPS_RESET;
     qp->qp_type = init_attr.qp_type;
@@ -72,6 +73,11 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
     if (!is_alive("ibv_pd", pd)) {
         return fail_null(EINVAL);
     }
+    if (init_attr->srq != nullptr) {
+        // The pair has no receive queue, so the limits of one are ignored and reported as 0.
+        init_attr->cap.max_recv_wr = 0;
+        init_attr->cap.max_recv_sge = 0;
+    }
     if (const int error = check_init_attributes(pd, *init_attr); error != 0) {
         return fail_null(error);
     }
@@ -89,6 +95,9 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
     ++domain->child_count;
     ++send_queue->user_count;
     ++receive_queue->user_count;
+    if (init_attr->srq != nullptr) {
+        ++srq_handle_of(init_attr->srq)->model->user_count;
+    }
     track("ibv_qp", handle.release());
     return qp;
 }
@@ -112,6 +121,9 @@ int ibv_destroy_qp(ibv_qp* qp) {
     handle->model.reset();
     --cq_handle_of(qp->send_cq)->model->user_count;
     --cq_handle_of(qp->recv_cq)->model->user_count;
+    if (qp->srq != nullptr) {
+        --srq_handle_of(qp->srq)->model->user_count;
+    }
     --domain->child_count;
     return 0;
 }

@@ -28,6 +28,7 @@ void ConnectedQueuePair::run_requester() {
             has_progress |= run_send_turn(&lock);
         } else {
             abort_requests(lock);
+            has_progress |= raise_last_wqe_event(lock);
             has_progress |= flush(&lock);
         }
         if (!has_progress) {
@@ -183,6 +184,17 @@ bool ConnectedQueuePair::flush(Lock* lock) {
         complete_receive(*lock, work, flush_wc, false);
     }
     receives_.clear();
+    return true;
+}
+
+// A pair with a shared receive queue has no receive requests to flush. After its last incoming message it raises an
+// event instead. Return whether it did.
+bool ConnectedQueuePair::raise_last_wqe_event(const Lock&) {
+    if (!must_raise_last_wqe_ || incoming_message_count_ != 0) {
+        return false;
+    }
+    must_raise_last_wqe_ = false;
+    context_->raise(public_qp_, IBV_EVENT_QP_LAST_WQE_REACHED, async_event_counter);
     return true;
 }
 

@@ -31,14 +31,29 @@ wire::Response ConnectedQueuePair::receiver_not_ready_response() {
     return response;
 }
 
+std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&) {
+    if (!can_receive_requests()) {
+        return std::nullopt;
+    }
+    if (shared_receives_ != nullptr) {
+        return shared_receives_->take();
+    }
+    if (receives_.empty()) {
+        return std::nullopt;
+    }
+    ReceiveWork work = std::move(receives_.front());
+    receives_.pop_front();
+    return work;
+}
+
 bool ConnectedQueuePair::consume_receive(IncomingMessage* incoming) {
     Lock lock(mutex_);
-    if (receives_.empty() || !can_receive_requests()) {
+    std::optional<ReceiveWork> work = take_receive(lock);
+    if (!work) {
         return false;
     }
     *incoming = IncomingMessage{};
-    incoming->work = std::move(receives_.front());
-    receives_.pop_front();
+    incoming->work = std::move(*work);
     incoming->is_active = true;
     ++incoming_message_count_;
     return true;
@@ -50,8 +65,15 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
         return;
     }
     // The message did not complete. Its receive request goes back to the front of the queue, for the next message or to
-    // be flushed.
-    if (connection.generation == generation_) {
+    // be flushed. A pair in the error state returns nothing to a shared queue, but flushes the request itself.
+    if (shared_receives_ != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
+        ibv_wc flush_wc{};
+        flush_wc.status = IBV_WC_WR_FLUSH_ERR;
+        flush_wc.opcode = IBV_WC_RECV;
+        complete_receive(lock, incoming->work, flush_wc, false);
+    } else if (shared_receives_ != nullptr) {
+        shared_receives_->put_back(std::move(incoming->work));
+    } else if (connection.generation == generation_) {
         receives_.push_front(std::move(incoming->work));
     }
     incoming->is_active = false;
@@ -73,7 +95,8 @@ RegionError ConnectedQueuePair::scatter(const ReceiveWork& work, const wire::Req
             break;
         }
         const std::uint64_t address = sge.addr + skip_bytes;
-        const auto region = find_by_lkey(sge.lkey, domain_, IBV_ACCESS_LOCAL_WRITE, address, size);
+        ProtectionDomain* const domain = shared_receives_ != nullptr ? shared_receives_->domain() : domain_;
+        const auto region = find_by_lkey(sge.lkey, domain, IBV_ACCESS_LOCAL_WRITE, address, size);
         const RegionError error = region == nullptr
                                       ? RegionError::refused
                                       : region->write(address, bounce, request.payload_offset + scattered_bytes, size);
@@ -120,6 +143,9 @@ void ConnectedQueuePair::deliver_receive(IncomingMessage* incoming, const Connec
         if (incoming->completion->status != IBV_WC_SUCCESS) {
             enter_error(lock, &connection);
         }
+    } else if (shared_receives_ != nullptr) {
+        // The pair was reset, and a shared queue keeps the request.
+        shared_receives_->put_back(std::move(incoming->work));
     }
     incoming->completion.reset();
     notify_change(lock);

@@ -1,6 +1,6 @@
 # Unit tests of the verbs twin: plain programs that include the real header and link the twin.
 
-set(ibverbs_tests device errors events exit exports faults lists loading many regions release states traffic two_processes)
+set(ibverbs_tests device errors events exit exports faults lists loading many regions release shared_receives states traffic two_processes)
 list(APPEND ibverbs_tests providers)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)

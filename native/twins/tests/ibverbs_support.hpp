@@ -73,6 +73,7 @@ struct Settings {
     unsigned access = all_access_atomic;
     std::uint8_t timeout = 14, retry_count = 7, rnr_retry = 7, min_rnr_timer = 1, rd_atomic = 1;
     bool has_channel = false; // the completion queue has a completion channel
+    ibv_qp_type type = IBV_QPT_RC;
 };
 
 // A queue pair with its device, protection domain and completion queues.
@@ -81,6 +82,7 @@ struct Endpoint {
     ibv_pd* pd;
     ibv_comp_channel* channel = nullptr;
     ibv_cq* cq;
+    ibv_srq* srq = nullptr; // for the next queue pair of this endpoint
     ibv_qp* qp;
     Settings settings;
     std::uint32_t psn = 0x123;
@@ -99,6 +101,7 @@ struct Endpoint {
     }
     ~Endpoint() {
         CHECK(qp == nullptr || ibv_destroy_qp(qp) == 0);
+        CHECK(srq == nullptr || ibv_destroy_srq(srq) == 0);
         CHECK(ibv_destroy_cq(cq) == 0);
         CHECK(channel == nullptr || ibv_destroy_comp_channel(channel) == 0);
         CHECK(ibv_dealloc_pd(pd) == 0);
@@ -112,10 +115,21 @@ struct Endpoint {
         init.send_cq = cq;
         init.recv_cq = cq;
         init.cap = {settings.send_wr, settings.receive_wr, settings.sge, settings.sge, settings.inline_bytes};
-        init.qp_type = IBV_QPT_RC;
+        init.srq = srq;
+        init.qp_type = settings.type;
         init.sq_sig_all = settings.sq_sig_all;
         qp = ibv_create_qp(pd, &init);
         CHECK(qp != nullptr);
+    }
+
+    // Replace the queue pair by one that uses a new shared receive queue.
+    void use_shared_receive_queue(std::uint32_t max_wr) {
+        CHECK(ibv_destroy_qp(qp) == 0);
+        ibv_srq_init_attr init{};
+        init.attr = {max_wr, 4, 0};
+        srq = ibv_create_srq(pd, &init);
+        CHECK(srq != nullptr);
+        create_queue_pair();
     }
 
     Address address() {
@@ -218,6 +232,16 @@ struct Endpoint {
         wr.num_sge = static_cast<int>(sge_list.size());
         const int error = ibv_post_recv(qp, &wr, &bad_wr);
         CHECK((error == 0) == (bad_wr == nullptr));
+        return error;
+    }
+    int post_shared_receive(std::uint64_t wr_id, ibv_sge sge) const {
+        ibv_recv_wr wr{};
+        ibv_recv_wr* bad_wr = nullptr;
+        wr.wr_id = wr_id;
+        wr.sg_list = &sge;
+        wr.num_sge = 1;
+        const int error = ibv_post_srq_recv(srq, &wr, &bad_wr);
+        CHECK(bad_wr == (error == 0 ? nullptr : &wr));
         return error;
     }
     int post(ibv_send_wr wr, const std::vector<ibv_sge>& sges) {

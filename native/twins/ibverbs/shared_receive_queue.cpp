@@ -1,0 +1,64 @@
+// Receive requests are posted to a shared receive queue and taken from it.
+
+#include "ibverbs/shared_receive_queue.hpp"
+
+#include <cerrno>
+
+namespace gdrkit::twin::verbs {
+
+int SharedReceiveQueue::post(const ibv_recv_wr& wr) {
+    if (!is_valid_sge_list(wr.sg_list, wr.num_sge, max_sges_)) {
+        return EINVAL;
+    }
+    std::lock_guard lock(mutex_);
+    if (slots_->used >= max_requests_) {
+        return ENOMEM;
+    }
+    ++slots_->used;
+    requests_.push_back(to_receive_work(wr));
+    return 0;
+}
+
+std::optional<ReceiveWork> SharedReceiveQueue::take() {
+    std::lock_guard lock(mutex_);
+    if (requests_.empty()) {
+        return std::nullopt;
+    }
+    ReceiveWork work = std::move(requests_.front());
+    requests_.pop_front();
+    // Like Soft-RoCE, only a request that is taken raises the event. A limit that is set while fewer requests are left
+    // raises it at the next message.
+    if (requests_.size() < limit_) {
+        limit_ = 0;
+        domain_->context->raise(public_srq_, IBV_EVENT_SRQ_LIMIT_REACHED, async_event_counter);
+    }
+    return work;
+}
+
+void SharedReceiveQueue::put_back(ReceiveWork work) {
+    std::lock_guard lock(mutex_);
+    requests_.push_front(std::move(work));
+}
+
+int SharedReceiveQueue::modify(const ibv_srq_attr& attr, int attr_mask) {
+    const auto max_wr = static_cast<std::uint32_t>(device_attributes(*domain_->context->device).max_srq_wr);
+    std::lock_guard lock(mutex_);
+    const bool has_size = (attr_mask & IBV_SRQ_MAX_WR) != 0;
+    const std::uint32_t new_size = has_size ? attr.max_wr : max_requests_;
+    const std::uint32_t new_limit = (attr_mask & IBV_SRQ_LIMIT) != 0 ? attr.srq_limit : limit_;
+    // The kernel's rxe_srq_chk_attr and rxe_queue_resize refuse the same values.
+    if ((attr_mask & ~(IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT)) != 0 || new_size == 0 || new_size > max_wr ||
+        new_size < slots_->used || new_limit > new_size) {
+        return EINVAL;
+    }
+    max_requests_ = new_size;
+    limit_ = new_limit;
+    return 0;
+}
+
+ibv_srq_attr SharedReceiveQueue::query() {
+    std::lock_guard lock(mutex_);
+    return {max_requests_, max_sges_, limit_};
+}
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,169 @@
+// Tests of shared receive queues: limits, events, and queue pairs that consume their requests.
+#include <memory>
+
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+// Two queue pairs of one responder that share a receive queue, each connected to a requester of its own.
+struct SharedReceiver {
+    Endpoint first_sender{1}, second_sender{1}, receiver;
+    std::unique_ptr<Buffer> buffer;
+    ibv_qp* first_qp;
+    ibv_qp* second_qp;
+
+    explicit SharedReceiver(std::uint32_t max_wr) {
+        receiver.use_shared_receive_queue(max_wr);
+        buffer = std::make_unique<Buffer>(receiver.pd, 4096);
+        connect(&first_sender, &receiver);
+        first_qp = receiver.qp;
+        receiver.create_queue_pair();
+        connect(&second_sender, &receiver);
+        second_qp = receiver.qp;
+    }
+    ~SharedReceiver() { CHECK(ibv_destroy_qp(first_qp) == 0); }
+    SharedReceiver(const SharedReceiver&) = delete;
+    SharedReceiver& operator=(const SharedReceiver&) = delete;
+
+    [[nodiscard]] int post(std::uint64_t wr_id) const {
+        return receiver.post_shared_receive(wr_id, buffer->sge(wr_id * 64, 64));
+    }
+};
+
+void test_creation_checks_limits() {
+    const Endpoint endpoint;
+    ibv_device_attr device{};
+    CHECK(ibv_query_device(endpoint.context, &device) == 0);
+    CHECK(device.max_srq > 0 && device.max_srq_wr > 0 && device.max_srq_sge > 0);
+    const ibv_srq_attr refused[] = {{0, 1, 0},
+                                    {static_cast<std::uint32_t>(device.max_srq_wr) + 1, 1, 0},
+                                    {1, static_cast<std::uint32_t>(device.max_srq_sge) + 1, 0}};
+    for (const ibv_srq_attr& attr : refused) {
+        ibv_srq_init_attr init{nullptr, attr};
+        CHECK(ibv_create_srq(endpoint.pd, &init) == nullptr && errno == EINVAL);
+    }
+}
+
+void test_used_objects_cannot_be_destroyed() {
+    Endpoint endpoint;
+    endpoint.use_shared_receive_queue(4);
+    CHECK(ibv_destroy_srq(endpoint.srq) == EBUSY);
+    CHECK(endpoint.qp->srq == endpoint.srq);
+    CHECK(endpoint.modify_to_init() == 0);
+    // The pair has no receive queue of its own.
+    CHECK(endpoint.post_receive(1, {}) == EINVAL);
+    CHECK(ibv_destroy_qp(endpoint.qp) == 0);
+    endpoint.qp = nullptr;
+    CHECK(ibv_dealloc_pd(endpoint.pd) == EBUSY);
+}
+
+void test_two_queue_pairs_consume_in_order() {
+    SharedReceiver shared(3);
+    Buffer from(shared.first_sender.pd, 64), other(shared.second_sender.pd, 64);
+    fill_pattern(from.bytes, 64);
+    fill_pattern(other.bytes, 64, 100);
+    for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
+        CHECK(shared.post(wr_id) == 0);
+    }
+    CHECK(shared.post(4) == ENOMEM);
+    CHECK(shared.first_sender.post(request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
+    ibv_wc wc = shared.receiver.poll_completion();
+    CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
+    CHECK(shared.second_sender.post(request(2, IBV_WR_SEND), {other.sge(0, 64)}) == 0);
+    shared.second_sender.expect_completion(2, IBV_WC_SUCCESS);
+    wc = shared.receiver.poll_completion();
+    CHECK(wc.wr_id == 2 && wc.qp_num == shared.second_qp->qp_num);
+    CHECK(has_pattern(shared.buffer->bytes + 64, 64) && has_pattern(shared.buffer->bytes + 128, 64, 100));
+    // The polled completions have freed two slots.
+    CHECK(shared.post(4) == 0 && shared.post(5) == 0 && shared.post(6) == ENOMEM);
+}
+
+void test_empty_queue_is_not_ready() {
+    Settings impatient;
+    impatient.rnr_retry = 1;
+    Endpoint sender(1, impatient), receiver;
+    receiver.use_shared_receive_queue(4);
+    connect(&sender, &receiver);
+    CHECK(sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    sender.expect_completion(1, IBV_WC_RNR_RETRY_EXC_ERR);
+}
+
+void test_limit_raises_one_event() {
+    SharedReceiver shared(8);
+    for (std::uint64_t wr_id = 1; wr_id <= 4; ++wr_id) {
+        CHECK(shared.post(wr_id) == 0);
+    }
+    ibv_srq* const srq = shared.receiver.srq;
+    ibv_srq_attr attr{0, 0, 9};
+    CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == EINVAL);
+    attr.srq_limit = 3;
+    CHECK(ibv_modify_srq(srq, &attr, IBV_SRQ_LIMIT) == 0);
+    const auto send = [&] {
+        CHECK(shared.first_sender.post(request(1, IBV_WR_SEND), {}) == 0);
+        shared.first_sender.expect_completion(1, IBV_WC_SUCCESS);
+        shared.receiver.poll_completion();
+    };
+    send();
+    CHECK(!is_readable(shared.receiver.context->async_fd, 0));
+    send();
+    const ibv_async_event event = next_event(shared.receiver.context);
+    CHECK(event.event_type == IBV_EVENT_SRQ_LIMIT_REACHED && event.element.srq == srq);
+    CHECK(ibv_query_srq(srq, &attr) == 0 && attr.srq_limit == 0 && attr.max_wr == 8 && attr.max_sge == 4);
+    send();
+    CHECK(!is_readable(shared.receiver.context->async_fd, 0));
+}
+
+void test_resize_keeps_posted_requests() {
+    const SharedReceiver shared(2);
+    CHECK(shared.post(1) == 0 && shared.post(2) == 0 && shared.post(3) == ENOMEM);
+    ibv_srq_attr attr{1, 0, 0};
+    CHECK(ibv_modify_srq(shared.receiver.srq, &attr, IBV_SRQ_MAX_WR) == EINVAL);
+    attr.max_wr = 3;
+    CHECK(ibv_modify_srq(shared.receiver.srq, &attr, IBV_SRQ_MAX_WR) == 0);
+    CHECK(shared.post(3) == 0 && shared.post(4) == ENOMEM);
+}
+
+void test_error_state_raises_last_wqe_event() {
+    SharedReceiver shared(4);
+    CHECK(shared.post(1) == 0);
+    CHECK(shared.receiver.modify_to(IBV_QPS_ERR) == 0);
+    const ibv_async_event event = next_event(shared.receiver.context);
+    CHECK(event.event_type == IBV_EVENT_QP_LAST_WQE_REACHED && event.element.qp == shared.second_qp);
+    // The request was not flushed: the other pair receives with it.
+    CHECK(shared.first_sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    const ibv_wc wc = shared.receiver.poll_completion();
+    CHECK(wc.wr_id == 1 && wc.status == IBV_WC_SUCCESS && wc.qp_num == shared.first_qp->qp_num);
+}
+
+void test_destroyed_queue_pair_frees_slots() {
+    Endpoint sender(1), receiver;
+    receiver.use_shared_receive_queue(1);
+    connect(&sender, &receiver);
+    const Buffer into(receiver.pd, 64);
+    CHECK(receiver.post_shared_receive(1, into.sge(0, 64)) == 0);
+    CHECK(sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    sender.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(receiver.post_shared_receive(2, into.sge(0, 64)) == ENOMEM);
+    // The destroyed pair takes its completion with it, which frees the slot.
+    CHECK(ibv_destroy_qp(receiver.qp) == 0);
+    receiver.qp = nullptr;
+    CHECK(receiver.post_shared_receive(3, into.sge(0, 64)) == 0);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_creation_checks_limits();
+    test_used_objects_cannot_be_destroyed();
+    test_two_queue_pairs_consume_in_order();
+    test_empty_queue_is_not_ready();
+    test_limit_raises_one_event();
+    test_resize_keeps_posted_requests();
+    test_error_state_raises_last_wqe_event();
+    test_destroyed_queue_pair_frees_slots();
+    return 0;
+}
