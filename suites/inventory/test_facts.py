@@ -91,7 +91,7 @@ def test_query_beyond_its_time_limit_is_a_failure() -> None:
 
 def test_profiles_of_the_project_are_valid() -> None:
     names = [profile.name for profile in load_profiles()]
-    assert {"any", "bare", "h200-1", "h200-2"} <= set(names)
+    assert {"any", "bare", "h100-1", "h100-2", "h200-1", "h200-2"} <= set(names)
 
 
 def test_profiles_of_the_project_have_no_duplicate() -> None:
