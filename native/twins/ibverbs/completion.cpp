@@ -2,6 +2,8 @@
 
 #include "ibverbs/completion.hpp"
 
+#include <sched.h>
+
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
 
@@ -43,6 +45,11 @@ bool CompletionQueue::push_one(const Completion& completion) {
 
 int CompletionQueue::poll(int count, ibv_wc* wc) {
     if (!has_completions_or_overrun_) {
+        progress();
+    }
+    if (!has_completions_or_overrun_) {
+        // A program that polls without pause must leave the processor to the threads on which its completions depend.
+        sched_yield();
         return 0;
     }
     std::lock_guard lock(mutex_);
@@ -61,10 +68,43 @@ int CompletionQueue::poll(int count, ibv_wc* wc) {
 }
 
 void CompletionQueue::arm(bool solicited_only) {
+    {
+        std::lock_guard lock(mutex_);
+        if (channel_ == nullptr) {
+            return;
+        }
+        // A request for solicited completions does not weaken an earlier request for all completions.
+        if (armed_ != Armed::any) {
+            armed_ = solicited_only ? Armed::solicited : Armed::any;
+        }
+    }
+    std::lock_guard lock(works_mutex_);
+    for (PolledWork* const work : works_) {
+        work->leave_to_thread();
+    }
+}
+
+bool CompletionQueue::is_armed() {
     std::lock_guard lock(mutex_);
-    // A request for solicited completions does not weaken an earlier request for all completions.
-    if (channel_ != nullptr && armed_ != Armed::any) {
-        armed_ = solicited_only ? Armed::solicited : Armed::any;
+    return armed_ != Armed::no;
+}
+
+void CompletionQueue::add_work(PolledWork* work) {
+    std::lock_guard lock(works_mutex_);
+    works_.push_back(work);
+}
+
+void CompletionQueue::remove_work(PolledWork* work) {
+    std::lock_guard lock(works_mutex_);
+    std::erase(works_, work);
+}
+
+void CompletionQueue::progress() {
+    const std::unique_lock lock(works_mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+        for (PolledWork* const work : works_) {
+            work->progress_at_poll();
+        }
     }
 }
 

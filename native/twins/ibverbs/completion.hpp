@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <vector>
 
 #include "ibverbs/completion_channel.hpp"
 #include "ibverbs/context.hpp"
@@ -25,6 +26,17 @@ struct Completion {
     std::uint32_t freed_slot_count = 0; // slots that polling this completion frees
 };
 
+// Work that a thread of the application can do when it polls a completion queue.
+class PolledWork {
+public:
+    virtual void progress_at_poll() = 0;
+    // The application will not poll before the next event.
+    virtual void leave_to_thread() = 0;
+
+protected:
+    ~PolledWork() = default;
+};
+
 class CompletionQueue {
 public:
     CompletionQueue(Context* context, CompletionChannel* channel, ibv_cq* public_cq, std::size_t capacity)
@@ -39,6 +51,13 @@ public:
     // Request one event on the channel for the next completion (ibv_req_notify_cq).
     void arm(bool solicited_only);
 
+    // Return whether the next completion raises an event on the channel.
+    [[nodiscard]] bool is_armed();
+
+    // Let polls of this queue, while it is empty, do this work. After remove_work has returned, no thread does it.
+    void add_work(PolledWork* work);
+    void remove_work(PolledWork* work);
+
     // Remove the completions of a queue pair that is reset or destroyed.
     void drop(std::uint32_t qp_num);
 
@@ -52,6 +71,7 @@ public:
     std::shared_ptr<EventCounter> async_event_counter = std::make_shared<EventCounter>();
 
 private:
+    void progress();
     bool push_one(const Completion& completion);
 
     // The completions that raise the next event on the channel.
@@ -65,6 +85,8 @@ private:
     std::deque<Completion> completions_;
     Armed armed_ = Armed::no;
     bool has_overrun_ = false;
+    std::mutex works_mutex_; // is locked before the lock of a queue pair
+    std::vector<PolledWork*> works_;
     // Lets poll() return 0 without the lock while there is nothing to report.
     std::atomic<bool> has_completions_or_overrun_{false};
 };

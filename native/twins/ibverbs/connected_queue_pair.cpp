@@ -4,6 +4,7 @@
 
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <system_error>
@@ -44,7 +45,8 @@ ConnectedQueuePair::~ConnectedQueuePair() {
 
 int ConnectedQueuePair::open() {
     wake_eventfd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!wake_eventfd_) {
+    takeover_timer_ = Fd(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK));
+    if (!wake_eventfd_ || !takeover_timer_) {
         return errno;
     }
     int listener = -EADDRINUSE;
@@ -60,6 +62,7 @@ int ConnectedQueuePair::open() {
     try {
         requester_thread_ = start_signal_blocking_thread([this] { run_requester(); });
         acceptor_thread_ = start_signal_blocking_thread([this] { run_acceptor(); });
+        send_queue_->add_work(this);
     } catch (const std::system_error& error) {
         close();
         return error.code().value();
@@ -68,6 +71,7 @@ int ConnectedQueuePair::open() {
 }
 
 void ConnectedQueuePair::close() {
+    send_queue_->remove_work(this);
     {
         Lock lock(mutex_);
         is_closing_ = true;

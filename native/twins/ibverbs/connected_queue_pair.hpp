@@ -30,7 +30,7 @@
 
 namespace gdrkit::twin::verbs {
 
-class ConnectedQueuePair final : public QueuePair {
+class ConnectedQueuePair final : public QueuePair, private PolledWork {
 public:
     using QueuePair::QueuePair;
     ~ConnectedQueuePair() override;
@@ -86,7 +86,7 @@ private:
         std::uint32_t pipe_pages;
     };
 
-    // Progress of the send queue. Only the requester thread reads and writes this state.
+    // Progress of the send queue. Only the thread that works for the requester reads and writes this state.
     struct RequesterState {
         // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
         Fifo<SendWork> queued, started, finished;
@@ -162,11 +162,19 @@ private:
     void wait_for_work(Lock* lock);
     [[nodiscard]] Clock::time_point next_deadline() const;
     [[nodiscard]] std::uint32_t wake_threshold() const;
-    void sleep_for_responses(Clock::time_point deadline);
-    void sleep(pollfd* peer_poll, Clock::time_point deadline);
+    void sleep(Lock* lock, Clock::time_point deadline);
+    void take_wake_bytes();
     void mark_idle(const Lock& lock);
     void disconnect(const Lock& lock);
     void count_sent(const SendWork& work);
+
+    // Work of the requester in a thread of the application (requester_borrow.cpp).
+    bool try_send_in_caller(Lock* lock, std::uint64_t posted_bytes);
+    void progress_at_poll() override;
+    void leave_to_thread() override;
+    void run_borrowed_turn(Lock* lock);
+    void arm_takeover_timer(const Lock& lock);
+    static bool has_fault_rule(ibv_wr_opcode opcode);
 
     // Functions of the requester that run without the lock (requester_submit.cpp, requester_splice.cpp,
     // requester_connect.cpp).
@@ -255,7 +263,16 @@ private:
     bool requester_asleep_ = false;
     Fd wake_eventfd_;
 
+    // While the requester thread sleeps, a thread of the application may borrow requester_state_ and do the work itself
+    // (requester_borrow.cpp). The requester thread waits until it is given back.
     RequesterState requester_state_;
+    bool is_borrowed_ = false;
+    // True if a thread of the application has sent requests that have no response yet. Polling the completion queue
+    // handles their responses.
+    std::atomic<bool> awaits_poll_{false};
+    // Wakes the requester thread, so that it takes over requests whose completion queue is not polled.
+    Fd takeover_timer_;
+    bool is_takeover_armed_ = false;
     // The connection to the peer. Only the requester thread uses and closes the socket. Other threads may shut it down
     // while they hold the lock.
     Fd peer_socket_;

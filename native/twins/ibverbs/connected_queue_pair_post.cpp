@@ -27,6 +27,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     // Prepare the requests before taking the lock, which the requester thread takes for every response.
     std::vector<SendWork> works;
     works.reserve(reserved_list_length);
+    std::uint64_t posted_bytes = 0;
     int error = 0;
     ibv_send_wr* wr = list;
     for (; wr != nullptr; wr = wr->next) {
@@ -37,6 +38,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
             break;
         }
         works.push_back(to_send_work(*wr, init_attr_.sq_sig_all != 0, length_bytes));
+        posted_bytes += length_bytes;
     }
     if (error != 0) {
         *bad_wr = wr;
@@ -57,7 +59,9 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
         sends_.push_back(std::move(work));
         wr = wr->next;
     }
-    notify_change(lock);
+    if (!try_send_in_caller(&lock, posted_bytes)) {
+        notify_change(lock);
+    }
     return error;
 }
 
@@ -74,7 +78,9 @@ int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
     }
     ++receive_queue_slots_->used;
     receives_.push_back(to_receive_work(wr));
-    notify_change(lock);
+    if (state_ == IBV_QPS_ERR) {
+        notify_change(lock);
+    }
     return 0;
 }
 

@@ -12,6 +12,7 @@
 #include <array>
 #include <chrono>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ibverbs/bounce_buffer.hpp"
@@ -22,13 +23,25 @@ namespace gdrkit::twin::verbs {
 
 // Poll a condition for a short time. Return whether it became true; the caller sleeps if it did not. Sleeping and
 // waking takes tens of microseconds between processors of a virtual machine, so polling costs less if the peer is about
-// to act. sched_yield lets other threads run meanwhile.
+// to act. sched_yield lets other threads run meanwhile. If one of them keeps the processor for long, this thread does
+// not poll for a while: a thread that sleeps gets the processor at its wake-up, and one that yields waits for its turn.
 template <typename Condition> bool spin_until(Condition is_true) {
-    constexpr std::chrono::microseconds spin_time{100};
-    const auto deadline = std::chrono::steady_clock::now() + spin_time;
+    using Clock = std::chrono::steady_clock;
+    constexpr std::chrono::microseconds spin_time{100}, longest_yield{50}, pause{20'000};
+    static thread_local Clock::time_point spin_again_at{};
+    auto now = Clock::now();
+    if (now < spin_again_at) {
+        return is_true();
+    }
+    const auto deadline = now + spin_time;
     while (!is_true()) {
         sched_yield();
-        if (std::chrono::steady_clock::now() >= deadline) {
+        const auto yielded_at = std::exchange(now, Clock::now());
+        if (now - yielded_at > longest_yield) {
+            spin_again_at = now + pause;
+            return is_true();
+        }
+        if (now >= deadline) {
             return is_true();
         }
     }

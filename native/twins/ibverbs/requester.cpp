@@ -22,6 +22,7 @@ constexpr std::size_t max_queued_sends = 64;
 void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
     while (!is_closing_) {
+        changed_.wait(lock, [this] { return !is_borrowed_; });
         has_pending_change_ = false;
         bool has_progress = deliver_due_completions(lock);
         if (state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD) {
@@ -35,6 +36,7 @@ void ConnectedQueuePair::run_requester() {
             wait_for_work(&lock);
         }
     }
+    changed_.wait(lock, [this] { return !is_borrowed_; });
     abort_requests(lock);
 }
 
@@ -204,31 +206,26 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
     if (has_pending_change_) {
         return;
     }
-    const auto deadline = next_deadline();
-    const bool waits_for_responses = !requester.in_flight.empty();
-    // A connected pair has just worked or was just woken, so the next request or response will probably arrive soon.
-    // Poll before sleeping.
-    if (link_ != nullptr) {
-        const auto new_responses = [&] {
-            return waits_for_responses ? link_->response_count() - requester.handled_count : 0;
-        };
-        const std::uint32_t wanted_responses = waits_for_responses ? wake_threshold() : 1;
+    // A peer that has requests will probably respond soon. Poll before sleeping. A pair without requests sleeps, so
+    // that a thread of the application can send the next one itself.
+    if (!requester.in_flight.empty()) {
+        const auto new_responses = [&] { return link_->response_count() - requester.handled_count; };
+        const std::uint32_t wanted_responses = wake_threshold();
         lock->unlock();
         const bool has_work = spin_until([&] { return has_pending_change_ || new_responses() >= wanted_responses; });
         lock->lock();
         if (has_work || has_pending_change_ || new_responses() > 0) {
             return;
         }
+        if (!link_->request_wake_at(requester.handled_count + wanted_responses)) {
+            return;
+        }
     }
-    requester_asleep_ = true;
-    lock->unlock();
-    if (waits_for_responses) {
-        sleep_for_responses(deadline);
-    } else {
-        sleep(nullptr, deadline);
+    sleep(lock, next_deadline());
+    if (!requester.in_flight.empty() && link_->response_count() == requester.handled_count &&
+        Clock::now() - requester.last_response >= peer_timeout) {
+        requester.is_peer_gone = true;
     }
-    lock->lock();
-    requester_asleep_ = false;
 }
 
 ConnectedQueuePair::Clock::time_point ConnectedQueuePair::next_deadline() const {
@@ -249,41 +246,41 @@ std::uint32_t ConnectedQueuePair::wake_threshold() const {
     return static_cast<std::uint32_t>((requester_state_.in_flight.size() + 1) / 2);
 }
 
-void ConnectedQueuePair::sleep_for_responses(Clock::time_point deadline) {
-    RequesterState& requester = requester_state_;
-    if (!link_->request_wake_at(requester.handled_count + wake_threshold())) {
-        return;
-    }
-    pollfd peer_poll{peer_socket_.get(), POLLIN, 0};
-    sleep(&peer_poll, deadline);
-    if (peer_poll.revents != 0) {
-        char wake_bytes[64];
-        const ssize_t received = recv(peer_socket_.get(), wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
-        requester.is_peer_gone |= received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR);
-    } else if (link_->response_count() == requester.handled_count &&
-               Clock::now() - requester.last_response >= peer_timeout) {
-        requester.is_peer_gone = true;
-    }
-}
-
-void ConnectedQueuePair::sleep(pollfd* peer_poll, Clock::time_point deadline) {
-    pollfd poll_fds[2] = {{wake_eventfd_.get(), POLLIN, 0}, {}};
-    if (peer_poll != nullptr) {
-        poll_fds[1] = *peer_poll;
-    }
+// Sleep until the deadline, a change, a message of the peer, or the takeover timer.
+void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
+    const bool has_peer = link_ != nullptr && !requester_state_.is_peer_gone;
+    // The kernel ignores an entry with a negative descriptor.
+    pollfd poll_fds[3] = {{wake_eventfd_.get(), POLLIN, 0},
+                          {takeover_timer_.get(), POLLIN, 0},
+                          {has_peer ? peer_socket_.get() : -1, POLLIN, 0}};
     timespec timeout{};
     if (deadline != Clock::time_point::max()) {
         const auto remaining_ns = std::max<std::int64_t>((deadline - Clock::now()).count(), 0);
         timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
     }
-    ppoll(poll_fds, peer_poll != nullptr ? 2 : 1, deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
+    requester_asleep_ = true;
+    lock->unlock();
+    ppoll(poll_fds, 3, deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
+    lock->lock();
+    requester_asleep_ = false;
+    changed_.wait(*lock, [this] { return !is_borrowed_; });
+    eventfd_t count = 0;
     if ((poll_fds[0].revents & POLLIN) != 0) {
-        eventfd_t count = 0;
         eventfd_read(wake_eventfd_.get(), &count);
     }
-    if (peer_poll != nullptr) {
-        *peer_poll = poll_fds[1];
+    if ((poll_fds[1].revents & POLLIN) != 0) {
+        eventfd_read(takeover_timer_.get(), &count); // a timer is read like an event descriptor
+        is_takeover_armed_ = false;
     }
+    if (poll_fds[2].revents != 0 && peer_socket_) {
+        take_wake_bytes();
+    }
+}
+
+void ConnectedQueuePair::take_wake_bytes() {
+    char wake_bytes[64];
+    const ssize_t received = recv(peer_socket_.get(), wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
+    requester_state_.is_peer_gone |= received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR);
 }
 
 void ConnectedQueuePair::count_sent(const SendWork& work) {

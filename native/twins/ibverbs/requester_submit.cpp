@@ -100,6 +100,11 @@ bool needs_receive(const wire::Request& request) {
 
 } // namespace
 
+bool ConnectedQueuePair::has_fault_rule(ibv_wr_opcode opcode) {
+    const FaultSites* const sites = find_fault_sites(opcode);
+    return sites != nullptr && (sites->before.has_rule() || sites->landed.has_rule());
+}
+
 bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     const bool has_submitted_chunk = submit_requests(attr);
@@ -107,9 +112,14 @@ bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     if (!requester.error && requester.in_flight.empty() && requester.local_error) {
         requester.error = requester.local_error;
     }
-    if (!requester.error && requester.is_peer_gone && !requester.in_flight.empty() &&
-        link_->response_count() == requester.handled_count) {
-        requester.error = connection_lost_status();
+    if (!requester.error && requester.is_peer_gone && link_->response_count() == requester.handled_count) {
+        if (requester.started.empty() && !requester.queued.empty()) {
+            requester.started.push_back(std::move(requester.queued.front()));
+            requester.queued.pop_front();
+        }
+        if (!requester.started.empty()) {
+            requester.error = connection_lost_status();
+        }
     }
     return has_submitted_chunk || has_handled_response || requester.error;
 }

@@ -148,7 +148,9 @@ void ConnectedQueuePair::deliver_receive(IncomingMessage* incoming, const Connec
         shared_receives_->put_back(std::move(incoming->work));
     }
     incoming->completion.reset();
-    notify_change(lock);
+    if (state_ == IBV_QPS_ERR) {
+        notify_change(lock);
+    }
 }
 
 } // namespace gdrkit::twin::verbs

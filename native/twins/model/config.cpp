@@ -95,6 +95,8 @@ Config read_config() {
     config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 0, 1) != 0;
     config.max_delay_us =
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.max_delay_us, 10'000'000));
+    config.late_share_percent =
+        static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_SHARE", config.late_share_percent, 100));
     if (const char* path = std::getenv("GDRKIT_TWINS_FAULTS"); path != nullptr) {
         config.fault_plan_path = path;
     }
@@ -120,8 +122,11 @@ std::uint64_t random_u64() {
 }
 
 std::uint64_t random_delay_us() {
-    const unsigned max_delay_us = config().max_delay_us;
-    return max_delay_us == 0 ? 0 : random_u64() % (max_delay_us + 1);
+    const Config& limits = config();
+    if (limits.max_delay_us == 0 || random_u64() % 100 >= limits.late_share_percent) {
+        return 0;
+    }
+    return random_u64() % (limits.max_delay_us + 1);
 }
 
 void sleep_random_delay() {

@@ -25,6 +25,9 @@ struct Config {
     bool udev_knows_all_disks = false; // true: behave as if udev's database described every disk
     std::string fault_plan_path;
     unsigned max_delay_us = 300; // largest random delay of a completion or of a stream's work
+    // Share of the completions, and of the work in streams, that is delayed at random. A small share already finds code
+    // that relies on an order that hardware does not promise, and programs run at nearly full speed.
+    unsigned late_share_percent = 1;
     // Error text if a variable is malformed, else empty. The text has already been printed on stderr. The first
     // function that a client calls (ibv_get_device_list, cuInit) must then fail.
     std::string error;
@@ -36,7 +39,7 @@ const Config& config();
 // Safe to call from every thread.
 std::uint64_t random_u64();
 
-// Return a random delay from 0 to max_delay_us microseconds.
+// Return 0, or with a probability of late_share_percent a random delay from 0 to max_delay_us microseconds.
 std::uint64_t random_delay_us();
 
 // Sleep for random_delay_us() microseconds.

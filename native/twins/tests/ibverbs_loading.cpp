@@ -18,11 +18,10 @@ namespace {
 int run_with_variable(const std::string& variable) {
     std::string program = "/proc/self/exe", argument = "list", setting = variable;
     char* arguments[] = {program.data(), argument.data(), nullptr};
-    std::vector<char*> environment;
+    std::vector<char*> environment{setting.data()}; // getenv finds the first of several values
     for (char** variable = environ; *variable != nullptr; ++variable) {
         environment.push_back(*variable);
     }
-    environment.push_back(setting.data());
     environment.push_back(nullptr);
     pid_t child = 0;
     int status = 0;
@@ -79,9 +78,10 @@ int main(int argument_count, char**) {
     CHECK(run_with_variable("GDRKIT_TWINS_LATE_US=0") == 2);
     CHECK(run_with_variable("GDRKIT_TWINS_NICS=0") == 0);
     CHECK(run_with_variable("GDRKIT_TWINS_NICS=16") == 16);
-    for (const char* invalid_variable : {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=",
-                                         "GDRKIT_TWINS_SEED=-1", "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes",
-                                         "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp"}) {
+    for (const char* invalid_variable :
+         {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=", "GDRKIT_TWINS_SEED=-1",
+          "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes", "GDRKIT_TWINS_LATE_SHARE=101",
+          "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp"}) {
         CHECK(run_with_variable(invalid_variable) == 100 + EINVAL);
     }
     const std::string plan_path = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 errno=ENOSYS\n");

@@ -147,6 +147,29 @@ void test_requests_wait_for_peer() {
     CHECK(has_pattern(to.bytes, 16));
 }
 
+// A small request is sent by the thread that posts it. If that thread does not poll, another one handles the response,
+// which here is that the receiver is not ready.
+void test_requests_progress_without_polls() {
+    Endpoint requester(0), responder(0);
+    connect(&requester, &responder);
+    CHECK(responder.post_receive(1, {}) == 0);
+    CHECK(requester.post(request(2, IBV_WR_SEND), {}) == 0);
+    responder.expect_completion(1, IBV_WC_SUCCESS);
+    requester.expect_completion(2, IBV_WC_SUCCESS);
+    usleep(2000);
+    for (std::uint64_t id = 3; id < 6; ++id) {
+        CHECK(requester.post(request(id, IBV_WR_SEND), {}) == 0);
+    }
+    usleep(2000);
+    for (std::uint64_t id = 3; id < 6; ++id) {
+        CHECK(responder.post_receive(id, {}) == 0);
+        responder.expect_completion(id, IBV_WC_SUCCESS);
+    }
+    for (std::uint64_t id = 3; id < 6; ++id) {
+        requester.expect_completion(id, IBV_WC_SUCCESS);
+    }
+}
+
 } // namespace
 
 int main() {
@@ -159,5 +182,6 @@ int main() {
     test_sq_sig_all_signals_every_request();
     test_iova_is_remote_address();
     test_requests_wait_for_peer();
+    test_requests_progress_without_polls();
     return 0;
 }

@@ -393,7 +393,19 @@ void test_fifo_reuses_memory() {
 
 } // namespace
 
+void test_share_of_delays() {
+    constexpr unsigned draw_count = 20'000;
+    unsigned delay_count = 0;
+    for (unsigned draw = 0; draw < draw_count; ++draw) {
+        const std::uint64_t delay_us = random_delay_us();
+        CHECK(delay_us <= config().max_delay_us);
+        delay_count += delay_us > 0 ? 1 : 0;
+    }
+    CHECK(config().late_share_percent == 10 && delay_count > draw_count / 20 && delay_count < draw_count / 5);
+}
+
 int main() {
+    CHECK(setenv("GDRKIT_TWINS_LATE_SHARE", "10", 1) == 0);
     // Run the child processes first: they must start without the threads and the configuration of this process.
     test_malformed_variable_is_an_error();
     test_double_release_aborts_with_stacks();
@@ -414,5 +426,6 @@ int main() {
     test_control_service_blocks_signals();
     test_overflowing_extents_are_refused();
     test_fifo_reuses_memory();
+    test_share_of_delays();
     return 0;
 }

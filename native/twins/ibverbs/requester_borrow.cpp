@@ -1,0 +1,81 @@
+// A thread of the application works for the requester while the requester thread sleeps: it sends small requests when
+// it posts them, and handles their responses when it polls. So a small request needs no other thread on the side of the
+// requester. The requester thread takes over what is left: large requests, errors, delayed completions, and requests
+// whose completion queue is not polled.
+#include <sys/timerfd.h>
+
+#include "ibverbs/connected_queue_pair.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// Largest number of bytes that a post call sends itself. The requester thread sends more, while the application goes
+// on.
+constexpr std::uint64_t max_sent_bytes = 16U << 10;
+// The requester thread looks for responses that no poll has handled after this time.
+constexpr long takeover_ns = 500'000;
+
+} // namespace
+
+// Send the posted requests if the requester thread sleeps and has nothing to do. Return false if it must be woken.
+bool ConnectedQueuePair::try_send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
+    if (!requester_asleep_ || is_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
+        posted_bytes > max_sent_bytes || requester_state_.is_peer_gone || !delayed_completions_.empty()) {
+        return false;
+    }
+    for (std::size_t index = 0; index < sends_.size(); ++index) {
+        if (has_fault_rule(sends_[index].opcode)) {
+            return false;
+        }
+    }
+    run_borrowed_turn(lock);
+    return true;
+}
+
+// Handle the responses to requests that a thread of the application has sent.
+void ConnectedQueuePair::progress_at_poll() {
+    if (!awaits_poll_) {
+        return;
+    }
+    Lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock() && requester_asleep_ && !is_borrowed_ && state_ == IBV_QPS_RTS && link_ != nullptr &&
+        !requester_state_.in_flight.empty() && link_->response_count() != requester_state_.handled_count) {
+        run_borrowed_turn(&lock);
+    }
+}
+
+void ConnectedQueuePair::leave_to_thread() {
+    if (awaits_poll_) {
+        Lock lock(mutex_);
+        if (!is_borrowed_ && link_ != nullptr && !requester_state_.in_flight.empty() && requester_asleep_ &&
+            !link_->request_wake_at(requester_state_.handled_count + 1)) {
+            notify_change(lock);
+        }
+    }
+}
+
+void ConnectedQueuePair::run_borrowed_turn(Lock* lock) {
+    RequesterState& requester = requester_state_;
+    is_borrowed_ = true;
+    run_send_turn(lock);
+    is_borrowed_ = false;
+    changed_.notify_all();
+    awaits_poll_ = !requester.in_flight.empty();
+    const bool is_left_to_thread = !requester.queued.empty() || !sends_.empty() || requester.has_pending_chunk ||
+                                   requester.local_error || requester.error || requester.is_peer_gone ||
+                                   !delayed_completions_.empty() || state_ != IBV_QPS_RTS;
+    if (is_left_to_thread ||
+        // The application waits for an event, and will not poll before it.
+        (awaits_poll_ && send_queue_->is_armed() && !link_->request_wake_at(requester.handled_count + 1))) {
+        notify_change(*lock);
+    } else if (awaits_poll_ && !is_takeover_armed_) {
+        arm_takeover_timer(*lock);
+    }
+}
+
+void ConnectedQueuePair::arm_takeover_timer(const Lock&) {
+    const itimerspec once{{0, 0}, {0, takeover_ns}};
+    is_takeover_armed_ = timerfd_settime(takeover_timer_.get(), 0, &once, nullptr) == 0;
+}
+
+} // namespace gdrkit::twin::verbs
