@@ -17,6 +17,7 @@ from gdrkit.usrbio.gpu import (
     make_gpu_iovec,
     open_gpu_iovec,
 )
+from gdrkit.usrbio.gpu_pool import GpuPoolStatistics, gpu_pool_statistics, limit_gpu_pool, trim_gpu_pool
 from gdrkit.usrbio.io import (
     IorPriority,
     create_iovec,
@@ -34,6 +35,7 @@ from gdrkit.usrbio.io import (
 )
 
 __all__ = [
+    "GpuPoolStatistics",
     "GpuSharedBuffer",
     "IorPriority",
     "UsrbioError",
@@ -45,11 +47,13 @@ __all__ = [
     "force_fsync",
     "gdr_available",
     "gdr_device_count",
+    "gpu_pool_statistics",
     "hardlink",
     "import_gpu_iovec",
     "ioring",
     "iovec",
     "is_hf3fs",
+    "limit_gpu_pool",
     "make_gpu_iovec",
     "make_ioring",
     "make_iovec",
@@ -58,6 +62,7 @@ __all__ = [
     "punch_hole",
     "read_file",
     "register_fd",
+    "trim_gpu_pool",
 ]
 
 

@@ -52,6 +52,7 @@ enum PointerAttribute : int {
     pointer_context = 1,
     pointer_memory_type = 2,
     pointer_sync_memops = 6,
+    pointer_buffer_id = 7,
     pointer_is_managed = 8,
     pointer_device_ordinal = 9,
 };
@@ -101,6 +102,8 @@ inline constexpr unsigned host_register_portable = 1;
       Result (*)(void*, DevicePointer, std::size_t, Stream))                                                           \
     X(allocate, "cuMemAlloc", 3020, "cuMemAlloc_v2", true, Result (*)(DevicePointer*, std::size_t))                    \
     X(free, "cuMemFree", 3020, "cuMemFree_v2", true, Result (*)(DevicePointer))                                        \
+    X(fill, "cuMemsetD8", 3020, "cuMemsetD8_v2", true, Result (*)(DevicePointer, unsigned char, std::size_t))          \
+    X(memory_info, "cuMemGetInfo", 3020, "cuMemGetInfo_v2", true, Result (*)(std::size_t*, std::size_t*))              \
     X(address_range, "cuMemGetAddressRange", 3020, "cuMemGetAddressRange_v2", true,                                    \
       Result (*)(DevicePointer*, std::size_t*, DevicePointer))                                                         \
     X(range_handle, "cuMemGetHandleForAddressRange", 11070, "cuMemGetHandleForAddressRange", false,                    \

@@ -38,7 +38,7 @@ def _parse_payload(request: AgentRequest, payload: bytes) -> bytes:
             ):
                 _parse_or_einval(parse, text)
             return protocol.pack_publish(publish)
-        case AgentRequest.UNPUBLISH | AgentRequest.RETURN_BORROWED:
+        case AgentRequest.UNPUBLISH | AgentRequest.UNPUBLISH_AND_KEEP | AgentRequest.RETURN_BORROWED:
             name = protocol.parse_name(payload)
             _parse_or_einval(link_names.parse_name, name)
             return protocol.pack_name(name)
@@ -46,7 +46,7 @@ def _parse_payload(request: AgentRequest, payload: bytes) -> bytes:
             return protocol.pack_name(protocol.parse_name(payload))
         case AgentRequest.PUNCH_HOLE:
             return protocol.pack_punch(*protocol.parse_punch(payload))
-        case AgentRequest.REGISTER_FILE | AgentRequest.DEREGISTER_FILE:
+        case AgentRequest.REGISTER_FILE | AgentRequest.DEREGISTER_FILE | AgentRequest.DROP_KEPT:
             return protocol.pack_number(protocol.parse_number(payload))
 
 

@@ -87,7 +87,7 @@ class Agent:
         self._on_close = ReleaseStack()
         self._on_close.push(mount.close)
         try:
-            nics = Nics()
+            nics = self._nics = Nics()
             self._on_close.push(nics.close)
             self._loop = open_loop(
                 semaphores=mount.semaphores,
@@ -122,10 +122,11 @@ class Agent:
             raise
 
     def statistics(self) -> dict[str, int]:
-        """Return the counters of the loop, the number of clients, and the number of renewed sessions."""
+        """Return the counters of the loop, and the numbers of clients, registrations and renewed sessions."""
         return {
             **self._loop.statistics(),
             "clients": len(self.service.clients),
+            "registrations": self._nics.registrations,
             "session_renewals": self._server.renewals,
         }
 

@@ -53,6 +53,12 @@ class Borrowers:
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
         self._is_unpublished = False
+        self._was_borrowed = False
+
+    @property
+    def was_borrowed(self) -> bool:
+        """Whether a client has ever borrowed the buffer. It may still have the memory mapped."""
+        return self._was_borrowed
 
     def borrow(self, client: int, *, uid: int, target: str) -> None:
         """Add the buffer to a client, or increment the client's count.
@@ -72,6 +78,8 @@ class Borrowers:
         with self._lock:
             if self._is_unpublished:
                 raise AgentError(errno.ENOENT, "the owner has unpublished the buffer")
+            # An owner that borrows its own buffer has a second mapping of it, too.
+            self._was_borrowed = True
             if client not in self._counts and client != self._owner:
                 self._add_to_client(client)
             self._counts[client] = self._counts.get(client, 0) + 1

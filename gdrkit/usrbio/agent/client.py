@@ -20,6 +20,7 @@ from gdrkit.handles import ReleaseStack
 from gdrkit.storage import messages
 from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
 from gdrkit.usrbio.agent.files import RegisteredFile, open_at_server
+from gdrkit.usrbio.agent.kept import KeptRegistrations
 from gdrkit.usrbio.agent.link_names import parse_name
 from gdrkit.usrbio.agent.publication import Publication
 
@@ -83,6 +84,7 @@ class Client:
         self._lock = threading.Lock()
         self._publications: dict[str, Publication] = {}
         self._borrowed: dict[str, Borrowers] = {}
+        self._kept = KeptRegistrations()
         self._files: dict[int, RegisteredFile] = {}
         self._is_closed = False
 
@@ -113,6 +115,7 @@ class Client:
                         handle=handle,
                         descriptors=used_descriptors,
                         nics=self._context.nics,
+                        kept=self._kept,
                         loop=self._context.loop,
                         links=self._context.links,
                         drain=self._context.drain,
@@ -129,8 +132,20 @@ class Client:
             for descriptor in unused_descriptors:
                 os.close(descriptor)
 
-    def unpublish(self, name: str) -> None:
+    def unpublish(self, name: str, *, keep: bool = False) -> bool:
         """Remove a publication after its operations in flight have ended.
+
+        Parameters
+        ----------
+        name : str
+            The name of the link.
+        keep : bool
+            Whether to keep the registration of device memory for the next publication of the same dma-buf.
+
+        Returns
+        -------
+        is_kept
+            Whether the registration is kept.
 
         Raises
         ------
@@ -140,7 +155,20 @@ class Client:
         with self._lock:
             if name not in self._publications:
                 raise AgentError(errno.ENOENT, f"{name} is not published by this client")
-            self._remove_publication(name, remove_shared=False)
+            return self._remove_publication(name, kept=self._kept if keep else None)
+
+    def drop_kept(self, descriptor: int) -> None:
+        """End the kept registration of a dma-buf. This method borrows the descriptor.
+
+        Raises
+        ------
+        AgentError
+            ENOENT: the agent keeps no registration of the dma-buf. Else the memory could not be deregistered.
+        """
+        try:
+            self._kept.drop(descriptor)
+        except (GdrkitError, OSError) as error:
+            raise as_agent_error(error) from error
 
     def borrow(self, name: str, target: str) -> None:
         """Allow the client's rings to name an iov that another client of the same user published.
@@ -300,22 +328,23 @@ class Client:
                 (name for name, publication in self._publications.items() if publication.name.id == ring_id), None
             )
             if name is not None:
-                self._remove_publication(name, remove_shared=False)
+                self._remove_publication(name)
 
     def close(self) -> None:
         """Release all objects of the client: first the rings, then iovs, then files. After an error, close again."""
         with self._lock:
-            if self._is_closed and not self._publications and not self._files and not self._borrowed:
+            if self._is_closed and not (self._publications or self._files or self._borrowed or len(self._kept)):
                 return
             self._is_closed = True
-            removals = ReleaseStack()  # It runs in the reverse order: rings first, then iovs, files last.
+            removals = ReleaseStack()  # It runs in the reverse order: rings first, then iovs, files, kept memory last.
+            removals.push(self._kept.close)
             for inode in tuple(self._files):
                 removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]
             for borrowed in tuple(self._borrowed):
                 removals.push(lambda name=borrowed: self._return_all_borrows(name))  # type: ignore[misc]
             rings_last = sorted(self._publications, key=lambda name: self._publications[name].name.ring is not None)
             for name in rings_last:
-                removals.push(lambda name=name: self._remove_publication(name, remove_shared=True))  # type: ignore[misc]
+                removals.push(lambda name=name: self._end_publication(name))  # type: ignore[misc]
             removals.run()
 
     def _check_publication(self, name: str, target: str, *, handle: bytes, descriptors: Sequence[int]) -> LinkName:
@@ -356,8 +385,17 @@ class Client:
                 raise as_agent_error(error) from error
             self._files[access.inode] = file
 
-    def _remove_publication(self, name: str, *, remove_shared: bool) -> None:
-        self._publications[name].close(remove_shared=remove_shared)
+    def _remove_publication(self, name: str, *, kept: KeptRegistrations | None = None) -> bool:
+        is_kept = self._publications[name].close(remove_shared=False, kept=kept)
+        self._forget_publication(name)
+        return is_kept
+
+    def _end_publication(self, name: str) -> None:
+        """Remove a publication because the client has ended."""
+        self._publications[name].close(remove_shared=True)
+        self._forget_publication(name)
+
+    def _forget_publication(self, name: str) -> None:
         del self._publications[name]
         self._context.release_name(name)
 

@@ -204,7 +204,7 @@ def _hello(_client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     protocol.parse_hello(payload)
     import gdrkit
 
-    return protocol.pack_hello(protocol.AgentHello(0, os.getpid(), f"gdrkit {gdrkit.__version__}"))
+    return protocol.pack_hello(protocol.AgentHello(protocol.FEATURE_KEEP, os.getpid(), f"gdrkit {gdrkit.__version__}"))
 
 
 def _publish(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
@@ -215,6 +215,18 @@ def _publish(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
 
 def _unpublish(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
     client.unpublish(protocol.parse_name(payload))
+    return b""
+
+
+def _unpublish_and_keep(client: Client, payload: bytes, _descriptors: list[int]) -> bytes:
+    return protocol.pack_number(client.unpublish(protocol.parse_name(payload), keep=True))
+
+
+def _drop_kept(client: Client, payload: bytes, descriptors: list[int]) -> bytes:
+    flags = protocol.parse_number(payload)
+    if flags:
+        raise AgentError(errno.EINVAL, f"flags must be 0, not {flags}")
+    client.drop_kept(descriptors[0])
     return b""
 
 
@@ -266,6 +278,8 @@ _HANDLERS: dict[AgentRequest, Callable[[Client, bytes, list[int]], bytes]] = {
     AgentRequest.HARD_LINK: _hard_link,
     AgentRequest.BORROW: _borrow,
     AgentRequest.RETURN_BORROWED: _return_borrowed,
+    AgentRequest.UNPUBLISH_AND_KEEP: _unpublish_and_keep,
+    AgentRequest.DROP_KEPT: _drop_kept,
 }
 
 

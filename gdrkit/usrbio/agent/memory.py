@@ -7,6 +7,7 @@ opens the memory of a client so that it has the interface which that function ne
 from __future__ import annotations
 
 import errno
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
@@ -68,7 +69,7 @@ class PublishedDeviceMemory:
     address : int
         Address of the mapping, or 0 if the memory is not mapped.
     length_bytes : int
-        Size of the memory in bytes.
+        Size of the memory in bytes: that in the handle, which may be more than that in the link, or that in the link.
     pci_bus_id : str or None
         PCI address of the GPU, or None if this process cannot open the GPU.
     mapping_error : GdrkitError or None
@@ -77,7 +78,7 @@ class PublishedDeviceMemory:
     Raises
     ------
     AgentError
-        EINVAL: the sizes of target and handle differ.
+        EINVAL: the sizes of target and handle do not fit.
     GdrkitError
         See :func:`~gdrkit.registration.import_dmabuf`.
     """
@@ -144,9 +145,12 @@ class PublishedDeviceMemory:
         """Import the dma-buf if there is one, and try to map the memory."""
         if handle_message is not None:
             length_bytes = handle_message.handle.length_bytes
-            if length_bytes != target.length_bytes:
+            is_dmabuf = handle_message.handle.kind is ShareKind.DMABUF
+            # An iov in memory of the client's pool is the beginning of the range in the handle.
+            if length_bytes < target.length_bytes or (length_bytes > target.length_bytes and not is_dmabuf):
                 message = f"the link says {target.length_bytes} bytes, and the share handle {length_bytes}"
                 raise AgentError(errno.EINVAL, message)
+            self.length_bytes = length_bytes
             if handle_message.handle.kind is ShareKind.DMABUF:
                 self._dmabuf = import_dmabuf(handle_message)
                 self._on_close.push(self._dmabuf.close)
@@ -186,7 +190,7 @@ class PublishedDeviceMemory:
             message = f"the link says {target.allocation_bytes} bytes, and the driver {allocation.length_bytes}"
             raise UsageError(message, reason=Reason.MALFORMED)
         address = allocation.address + target.offset_bytes
-        published_range = cuda.borrow(device, address, length_bytes=target.length_bytes)
+        published_range = cuda.borrow(device, address, length_bytes=self.length_bytes)
         self._on_close.push(published_range.close)
         return published_range
 
@@ -226,6 +230,8 @@ class Nics:
     ----------
     all : tuple of Nic
         The open NICs.
+    registrations : int
+        Number of registrations of memory with all NICs that this object has made.
 
     Raises
     ------
@@ -238,6 +244,8 @@ class Nics:
     def __init__(self) -> None:
         self._on_close = ReleaseStack()
         self._placement = Placement()
+        self._count_lock = threading.Lock()
+        self.registrations = 0
         self.all = verbs.open_active_nics()
         for nic in self.all:
             self._on_close.push(nic.close)
@@ -255,7 +263,9 @@ class Nics:
         """
         memory = MappedFile(shared.fd, length_bytes=shared.length_bytes)
         with _closed_after_error(memory):
-            return RegisteredMemory(memory, register(memory, self.all), preferred_nics=())
+            registered = RegisteredMemory(memory, register(memory, self.all), preferred_nics=())
+            self._count_registration()
+            return registered
 
     def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> RegisteredMemory:
         """Register device memory of a client.
@@ -293,11 +303,17 @@ class Nics:
                 raise RegistrationFailed(
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
-            return RegisteredMemory(memory, registration, preferred_nics=self._nearest_nics(memory))
+            registered = RegisteredMemory(memory, registration, preferred_nics=self._nearest_nics(memory))
+            self._count_registration()
+            return registered
 
     def close(self) -> None:
         """Close the NICs."""
         self._on_close.run()
+
+    def _count_registration(self) -> None:
+        with self._count_lock:
+            self.registrations += 1
 
     def _nearest_nics(self, memory: PublishedDeviceMemory) -> tuple[int, ...]:
         """Return the indices of the NICs nearest to the GPU of the memory."""

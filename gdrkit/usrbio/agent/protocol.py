@@ -17,6 +17,7 @@ from gdrkit.errors import Reason, UsageError
 
 __all__ = [
     "DESCRIPTORS_MAX",
+    "FEATURE_KEEP",
     "HEADER_BYTES",
     "MESSAGE_BYTES_MAX",
     "RANGES_MAX",
@@ -68,7 +69,12 @@ class AgentRequest(enum.IntEnum):
     HARD_LINK = 7
     BORROW = 8
     RETURN_BORROWED = 9
+    UNPUBLISH_AND_KEEP = 10
+    DROP_KEPT = 11
 
+
+# Bit of the features in HELLO: the agent can keep the registration of a dma-buf between two publications.
+FEATURE_KEEP = 1
 
 # Allowed numbers of descriptors of a request. The other requests have none.
 _DESCRIPTOR_COUNTS = {
@@ -76,6 +82,7 @@ _DESCRIPTOR_COUNTS = {
     AgentRequest.REGISTER_FILE: range(1, 2),
     AgentRequest.PUNCH_HOLE: range(1, 2),
     AgentRequest.HARD_LINK: range(2, 3),
+    AgentRequest.DROP_KEPT: range(1, 2),
 }
 
 
@@ -92,7 +99,7 @@ class AgentMessage:
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The process id of the sender, the name of its library, and feature flags, of which none is defined yet."""
+    """The process id of the sender, the name of its library, and feature bits such as FEATURE_KEEP."""
 
     features: int
     process_id: int

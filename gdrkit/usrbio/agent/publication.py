@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from gdrkit.handles import ReleaseStack
 from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.borrowers import Borrowers
+from gdrkit.usrbio.agent.kept import memory_key
 from gdrkit.usrbio.agent.link_names import parse_device_target
 from gdrkit.usrbio.agent.mount import adopt_unnamed, open_shared
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
     from gdrkit.host import ProcessIdentity
     from gdrkit.usrbio.agent._agent_loop import AgentLoop
-    from gdrkit.usrbio.agent.link_names import LinkName
+    from gdrkit.usrbio.agent.kept import KeptRegistrations, MemoryKey
+    from gdrkit.usrbio.agent.link_names import DeviceTarget, LinkName
     from gdrkit.usrbio.agent.memory import Nics, RegisteredMemory
     from gdrkit.usrbio.agent.mount import LinkFolder, SharedFile
 
@@ -63,6 +65,10 @@ class Publication:
         self.shared: SharedFile | None = None
         self.registered: RegisteredMemory | None = None
         self.borrowers: Borrowers | None = None
+        self._length_bytes = 0
+        self._key: MemoryKey | None = None
+        self._kept: KeptRegistrations | None = None
+        self._is_kept = False
         self._on_close = ReleaseStack()
 
     @classmethod
@@ -77,6 +83,7 @@ class Publication:
         handle: bytes,
         descriptors: Sequence[int],
         nics: Nics,
+        kept: KeptRegistrations,
         loop: AgentLoop,
         links: LinkFolder,
         drain: Drain,
@@ -93,7 +100,7 @@ class Publication:
         publication = cls(name, target)
         try:
             if name.device_index is not None:
-                publication._register_device(nics, handle, descriptors)
+                publication._register_device(nics, kept, handle, descriptors)
             else:
                 publication._open_shared(uid, descriptors)
             if name.ring is not None:
@@ -109,30 +116,57 @@ class Publication:
             raise
         return publication
 
-    def close(self, *, remove_shared: bool) -> None:
+    def close(self, *, remove_shared: bool, kept: KeptRegistrations | None = None) -> bool:
         """Remove the publication. After an error, close again: the steps that succeeded are not repeated.
 
         Parameters
         ----------
         remove_shared : bool
             Whether to remove the name of the shared memory in /dev/shm too, because the client has ended.
+        kept : KeptRegistrations or None
+            Keep the registration here, for the next publication of the same dma-buf. Memory that another client
+            borrowed is not kept: its process may still have it mapped, and must not see what the next iov contains.
+
+        Returns
+        -------
+        is_kept
+            Whether `kept` has the registration.
         """
         if remove_shared and self.shared is not None:
             self.shared.remove()
+        self._kept = kept
         self._on_close.run()
+        return self._is_kept
 
-    def _register_device(self, nics: Nics, handle: bytes, descriptors: Sequence[int]) -> None:
+    def _register_device(self, nics: Nics, kept: KeptRegistrations, handle: bytes, descriptors: Sequence[int]) -> None:
         try:
-            target = parse_device_target(self.target)
-            if target.device_index != self.name.device_index:
-                message = f"the name says device {self.name.device_index}, and the target device {target.device_index}"
-                raise AgentError(errno.EINVAL, message)  # noqa: TRY301 - the descriptors are closed below.
-        except AgentError:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            target = self._checked_target()
+            self._key = memory_key(target, handle, descriptors)
+            self.registered = None if self._key is None else kept.take(self._key)
+        except BaseException:
+            _close_all(descriptors)
             raise
-        self.registered = nics.register_device(target, handle, descriptors)
-        self._on_close.push(self.registered.close)
+        if self.registered is None:
+            self.registered = nics.register_device(target, handle, descriptors)
+        else:
+            _close_all(descriptors)
+        self._length_bytes = target.length_bytes
+        self._on_close.push(self._release_device)
+
+    def _checked_target(self) -> DeviceTarget:
+        target = parse_device_target(self.target)
+        if target.device_index != self.name.device_index:
+            message = f"the name says device {self.name.device_index}, and the target device {target.device_index}"
+            raise AgentError(errno.EINVAL, message)
+        return target
+
+    def _release_device(self) -> None:
+        """Keep the registration, or end it."""
+        assert self.registered is not None  # noqa: S101 - set by _register_device().
+        if self._kept is not None and self._key is not None and self.borrowers is not None:
+            self._is_kept = not self.borrowers.was_borrowed and self._kept.keep(self._key, self.registered)
+        if not self._is_kept:
+            self.registered.close()
 
     def _open_shared(self, uid: int, descriptors: Sequence[int]) -> None:
         if descriptors:
@@ -162,6 +196,7 @@ class Publication:
         if self.registered is None:
             assert self.shared is not None  # noqa: S101 - an iov that is not in device memory is in shared memory.
             self.registered = nics.register_host(self.shared)
+            self._length_bytes = self.registered.length_bytes
             self._on_close.push(self.registered.close)
         registered = self.registered
 
@@ -169,7 +204,7 @@ class Publication:
             loop.add_buffer(
                 client,
                 self.name.id,
-                length=registered.length_bytes,
+                length=self._length_bytes,
                 block_bytes=self.name.block_bytes,
                 keys=registered.keys,
                 preferred_nics=registered.preferred_nics,
@@ -187,3 +222,8 @@ class Publication:
             add_to_client=add_to_client,
             remove_from_client=remove_from_client,
         )
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -176,6 +176,12 @@ struct Fill {
 void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_bytes) {
     std::byte pattern[4];
     std::memcpy(pattern, &value, sizeof pattern);
+    if (width_bytes == 1) {
+        for (const std::span<std::byte> span : to.spans) {
+            std::ranges::fill(span, pattern[0]);
+        }
+        return;
+    }
     std::uint64_t offset = 0;
     for (const std::span<std::byte> span : to.spans) {
         for (std::byte& byte : span) {

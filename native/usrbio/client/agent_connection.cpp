@@ -325,6 +325,17 @@ int AgentConnection::call(AgentRequest type, std::span<const iovec> payload, std
     return has_failed() ? -EREMOTEIO : exchange(type, payload, descriptors, reply);
 }
 
+int AgentConnection::exchange_hello() noexcept {
+    AgentHello hello{};
+    hello.pid = static_cast<std::uint32_t>(getpid());
+    std::snprintf(hello.library, sizeof(hello.library), "hf3fs_api_shared " GDRKIT_VERSION);
+    AgentHello reply_hello{};
+    const iovec payload{&hello, sizeof(hello)};
+    const int status = call(AgentRequest::hello, {&payload, 1}, {}, std::as_writable_bytes(std::span(&reply_hello, 1)));
+    features_ = status == 0 ? reply_hello.features : 0;
+    return status;
+}
+
 namespace {
 
 // Connects to the socket of the mount's agent. The path may be too long for a socket address, so connect through a
@@ -357,15 +368,6 @@ int connect_to(const std::string& mount, int& socket_fd) noexcept {
     return 0;
 }
 
-int exchange_hello(AgentConnection& connection) noexcept {
-    AgentHello hello{};
-    hello.pid = static_cast<std::uint32_t>(getpid());
-    std::snprintf(hello.library, sizeof(hello.library), "hf3fs_api_shared " GDRKIT_VERSION);
-    AgentHello reply_hello{};
-    const iovec payload{&hello, sizeof(hello)};
-    return connection.call(AgentRequest::hello, {&payload, 1}, {}, std::as_writable_bytes(std::span(&reply_hello, 1)));
-}
-
 int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& connection) {
     int fd = -1;
     if (const int status = connect_to(mount, fd); status != 0) {
@@ -380,7 +382,7 @@ int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& 
         const std::lock_guard lock(library_mutex());
         connections().all.insert(new_connection.get());
     }
-    if (const int status = exchange_hello(*new_connection); status != 0) {
+    if (const int status = new_connection->exchange_hello(); status != 0) {
         return status;
     }
     connection = std::move(new_connection);

@@ -36,6 +36,11 @@ public:
     int call(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
              std::span<std::byte> reply) noexcept;
 
+    // Sends the first request, by which both ends report their features. Returns the result of call().
+    int exchange_hello() noexcept;
+    // Returns true if the agent can keep registrations between publications (agent_feature_keep).
+    bool keeps_registrations() const noexcept { return (features_ & agent_feature_keep) != 0; }
+
     // Returns true if the connection accepts no further request.
     bool has_failed() const noexcept { return has_failed_.load(std::memory_order_acquire); }
     // Checks by a system call whether the agent has closed its end of the socket. The agent has then withdrawn the
@@ -70,6 +75,7 @@ private:
     std::atomic<int> fd_;
     std::atomic<int> agent_pidfd_{-1};
     pid_t agent_pid_ = 0;
+    std::uint64_t features_ = 0; // Set before other threads can use the connection.
     std::atomic<bool> has_failed_{false};
     std::atomic<bool> is_closed_by_agent_{false};
     std::uint64_t sequence_ = 0;

@@ -27,7 +27,18 @@ enum class AgentRequest : std::uint16_t {
                    // (status)
     borrow = 8,    // Publish without share handle, name, target of another client of the same user -> (status)
     return_borrowed = 9, // u16 length, name; once for each borrow -> (status)
+    // The requests below need agent_feature_keep.
+    unpublish_and_keep = 10, // u16 length, name -> u64: 1 if the agent keeps the registration, 0 if it has ended it
+    drop_kept = 11,          // u64 0; one descriptor (the dma-buf of a kept registration) -> (status)
 };
+
+// Bits of AgentHello::features.
+//
+// agent_feature_keep: the agent can keep the registration of a dma-buf between two publications of a client. A later
+// publish with the same dma-buf (fstat: st_dev, st_ino), offset, length and target allocation uses the kept
+// registration. The share handle may be longer than the iov in the target; the iov is the beginning of the range. The
+// agent ends a kept registration on drop_kept, and when the client's connection ends.
+inline constexpr std::uint64_t agent_feature_keep = 1;
 
 struct AgentHeader {
     std::uint32_t magic;
@@ -44,7 +55,7 @@ static_assert(sizeof(AgentHeader) == 32 && offsetof(AgentHeader, sequence) == 16
               offsetof(AgentHeader, status) == 24);
 
 struct AgentHello {
-    std::uint64_t features; // Reserved for feature bits: 0.
+    std::uint64_t features; // Feature bits of the sender; the library sends 0.
     std::uint32_t pid;      // For the log only. The agent trusts the credentials that the kernel reports.
     std::uint32_t reserved;
     char library[32]; // Name and version, padded with zeros.

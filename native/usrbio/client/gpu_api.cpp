@@ -5,6 +5,7 @@
 
 #include "usrbio/client/cuda_driver.hpp"
 #include "usrbio/client/gpu_iov.hpp"
+#include "usrbio/client/gpu_pool.hpp"
 
 #define GDRKIT_GPU_ENTRY extern "C" [[gnu::visibility("default")]]
 
@@ -12,6 +13,7 @@ namespace {
 
 using namespace gdrkit::usrbio;
 
+static_assert(sizeof(gdrkit_gpu_pool_statistics_t) == 72);
 static_assert(sizeof(hf3fs_gpu_ipc_handle_t) == gdr_handle_bytes &&
               sizeof(gdrkit_share_handle_t) == share_handle_bytes);
 static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, id) == 16 && offsetof(hf3fs_iov, mount_point) == 32 &&
@@ -140,4 +142,28 @@ GDRKIT_GPU_ENTRY int gdrkit_iov_export_share(const hf3fs_iov* iov, gdrkit_share_
 
 GDRKIT_GPU_ENTRY int gdrkit_iov_import_share(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, const char* mount) {
     return call_with_cuda([&] { return import_shared_gpu_iov(iov, handle, mount); });
+}
+
+GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_limit(std::size_t idle_bytes_max, unsigned idle_ms_max) {
+    return call_with_cuda([&] {
+        set_pool_limits(idle_bytes_max, idle_ms_max);
+        return 0;
+    });
+}
+
+GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_trim(std::size_t idle_bytes_max) {
+    return call_with_cuda([&] {
+        trim_pool(idle_bytes_max);
+        return 0;
+    });
+}
+
+GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statistics, std::size_t size) {
+    return call_with_cuda([&] {
+        if (statistics == nullptr || size != sizeof *statistics) {
+            return -EINVAL;
+        }
+        *statistics = pool_statistics();
+        return 0;
+    });
 }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "common/errno_text.hpp"
+#include "usrbio/client/gpu_pool.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/publication.hpp"
 
@@ -35,10 +36,17 @@ void GpuIov::unlink(hf3fs_iov&) noexcept {
 bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
-        if (unpublish() != 0) {
+        std::shared_ptr<AgentConnection> keeper;
+        if (unpublish(memory == Memory::pooled && !is_exported ? &keeper : nullptr) != 0) {
             return false;
         }
         borrowed.end();
+        if (keeper != nullptr) {
+            memory = Memory::wrapped;
+            keep_block(std::move(block), std::move(keeper));
+        } else if (memory == Memory::pooled) {
+            count_refused_block();
+        }
         release_memory();
     }
     unregister_iov(iov.iovh);
@@ -53,6 +61,10 @@ void GpuIov::release_memory() noexcept {
     if (origin == Memory::wrapped) {
         return;
     }
+    if (origin == Memory::pooled) {
+        block.reset();
+        return;
+    }
     const CurrentContext current(driver, context);
     if (current.error() != 0) {
         return;
@@ -65,11 +77,12 @@ void GpuIov::release_memory() noexcept {
     }
 }
 
-int GpuIov::unpublish() noexcept {
+int GpuIov::unpublish(std::shared_ptr<AgentConnection>* keeper) noexcept {
     if (publication_name.empty()) {
         return 0;
     }
-    const int error = usrbio::unpublish(mount.c_str(), publication_name);
+    const int error = keeper == nullptr ? usrbio::unpublish(mount.c_str(), publication_name)
+                                        : unpublish_and_keep(mount.c_str(), publication_name, keeper);
     // -EREMOTEIO: the agent has ended, and so has its memory region. -ENOENT: there is no link to remove.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
         log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <string>
 
 #include "usrbio/client/borrowed_publication.hpp"
+#include "usrbio/client/gpu_block.hpp"
 #include "usrbio/client/gpu_memory.hpp"
 #include "usrbio/client/iov_registry.hpp"
 #include "usrbio/include/hf3fs_usrbio_gdr.h"
@@ -19,8 +21,8 @@ namespace gdrkit::usrbio {
 class GpuIov final : public IovBacking {
 public:
     // Origin of the memory. Allocated memory is freed at the end, opened memory is unmapped, and wrapped memory belongs
-    // to the application.
-    enum class Memory { allocated, wrapped, opened };
+    // to the application. Pooled memory is a block, which the pool keeps for the next iov or frees.
+    enum class Memory { allocated, pooled, wrapped, opened };
 
     GpuIov(const cuda::Driver& driver, int device);
     GpuIov(const GpuIov&) = delete;
@@ -39,6 +41,10 @@ public:
     PrimaryContext primary;
     cuda::Context context = nullptr; // The context that holds the memory.
     Memory memory = Memory::wrapped;
+    std::unique_ptr<GpuBlock> block; // Pooled memory.
+    // Set when the application exported a handle of the memory. Another process may then map the memory at any time, so
+    // that no later iov can use it.
+    std::atomic<bool> is_exported{false};
     cuda::DevicePointer base = 0;    // Address to free or unmap at the end; unused for wrapped memory.
     cuda::DevicePointer pointer = 0; // Address of the first byte of the iov.
     std::size_t size_bytes = 0;
@@ -49,7 +55,9 @@ public:
     std::string publication_name; // Name of the link; empty: this process has not published the memory.
 
 private:
-    int unpublish() noexcept;       // Returns 0 also if there is no publication.
+    // Returns 0 also if there is no publication. With a `keeper`, asks the agent to keep the registration, and sets
+    // `keeper` to the connection of the agent if it does.
+    int unpublish(std::shared_ptr<AgentConnection>* keeper = nullptr) noexcept;
     void release_memory() noexcept; // Gives up the memory even if the driver fails to free or unmap it.
 
     std::mutex end_mutex_; // Locked during unlink and destroy.

@@ -7,6 +7,8 @@
 #include <filesystem>
 #include <utility>
 
+#include "usrbio/client/agent_connection.hpp"
+#include "usrbio/client/gpu_pool.hpp"
 #include "usrbio/client/gpu_publish.hpp"
 #include "usrbio/client/gpu_target.hpp"
 #include "usrbio/client/host_iov.hpp"
@@ -36,9 +38,9 @@ int new_gpu_iov(int device, const char* mount, std::size_t size_bytes, std::shar
 
 void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id, std::size_t block_size) {
     log_line(LogLevel::info, "%s GPU iov: %zu bytes at 0x%llx on device %d, %s IPC handle",
-             gpu->memory == GpuIov::Memory::allocated ? "created"
-             : gpu->memory == GpuIov::Memory::wrapped ? "wrapped"
-                                                      : "opened",
+             gpu->memory == GpuIov::Memory::wrapped  ? "wrapped"
+             : gpu->memory == GpuIov::Memory::opened ? "opened"
+                                                     : "created",
              gpu->size_bytes, static_cast<unsigned long long>(gpu->pointer), gpu->device,
              gpu->ipc ? "with" : "without");
     // Register before changing `iov`, because register_iov() may throw.
@@ -81,7 +83,11 @@ int check_and_publish(GpuIov& gpu, const std::uint8_t id[16]) {
 
 int allocate(GpuIov& gpu) {
     const std::size_t allocated_bytes = (gpu.size_bytes + rdma_page_bytes - 1) / rdma_page_bytes * rdma_page_bytes;
-    if (const cuda::Result result = gpu.driver.allocate(&gpu.base, allocated_bytes); result != cuda::success) {
+    cuda::Result result = gpu.driver.allocate(&gpu.base, allocated_bytes);
+    if (result == cuda::out_of_memory && trim_pool(0) > 0) {
+        result = gpu.driver.allocate(&gpu.base, allocated_bytes);
+    }
+    if (result != cuda::success) {
         log_line(LogLevel::error, "cuMemAlloc(%zu) failed: %s (%d)", allocated_bytes,
                  cuda::result_name(gpu.driver, result), result);
         return result == cuda::invalid_value ? -ENOMEM : cuda::errno_of(result);
@@ -89,6 +95,43 @@ int allocate(GpuIov& gpu) {
     gpu.memory = GpuIov::Memory::allocated;
     gpu.pointer = gpu.base;
     return 0;
+}
+
+// Takes a block from the pool, or allocates one. Returns null if the iov must have memory of its own: there is no agent
+// that keeps registrations, the pool is off or the size is above its limit, the device is short of memory, or its
+// memory has no dma-buf.
+std::unique_ptr<GpuBlock> pooled_block(const GpuIov& gpu) {
+    std::shared_ptr<AgentConnection> agent;
+    if (!may_use_pool(gpu.size_bytes) || agent_connection(gpu.mount.c_str(), agent) != 0 ||
+        !agent->keeps_registrations()) {
+        return nullptr;
+    }
+    if (auto idle_block = take_block(*agent, gpu.device, gpu.size_bytes)) {
+        log_line(LogLevel::info, "GPU pool: reuses %zu bytes at 0x%llx for %zu bytes", idle_block->block_bytes,
+                 static_cast<unsigned long long>(idle_block->base), gpu.size_bytes);
+        return idle_block;
+    }
+    const std::size_t block_bytes = pool_block_bytes(gpu.size_bytes);
+    if (would_exhaust_memory(gpu.driver, block_bytes) &&
+        (trim_pool(0) == 0 || would_exhaust_memory(gpu.driver, block_bytes))) {
+        return nullptr;
+    }
+    std::unique_ptr<GpuBlock> block;
+    if (GpuBlock::create(gpu.driver, gpu.device, block_bytes, &block) != 0) {
+        return nullptr;
+    }
+    log_line(LogLevel::info, "GPU pool: grows by %zu bytes at 0x%llx for %zu bytes", block_bytes,
+             static_cast<unsigned long long>(block->base), gpu.size_bytes);
+    return block;
+}
+
+int use_block(GpuIov& gpu, std::unique_ptr<GpuBlock> block, const std::uint8_t id[16]) {
+    gpu.memory = GpuIov::Memory::pooled;
+    gpu.pointer = block->base;
+    gpu.allocation = block->allocation;
+    gpu.ipc = block->ipc;
+    gpu.block = std::move(block);
+    return publish_gpu_iov(gpu, id);
 }
 
 // Maps the memory of another process by its IPC handle, and checks that the mapping has the size that the handle or
@@ -164,11 +207,17 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
     if (current_context.error() != 0) {
         return current_context.error();
     }
-    if (const int error = allocate(*gpu); error != 0) {
-        return error;
+    int status = 0;
+    if (auto block = pooled_block(*gpu)) {
+        status = use_block(*gpu, std::move(block), id.data());
+    } else {
+        status = allocate(*gpu);
+        if (status == 0) {
+            status = check_and_publish(*gpu, id.data());
+        }
     }
-    if (const int error = check_and_publish(*gpu, id.data()); error != 0) {
-        return error;
+    if (status != 0) {
+        return status;
     }
     fill_iov(iov, gpu, id.data(), block_size);
     return 0;
@@ -322,6 +371,7 @@ int export_gpu_iov(const hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle) {
     if (!bytes) {
         return -EINVAL;
     }
+    gpu->is_exported = true;
     std::ranges::copy(*bytes, handle->data);
     return 0;
 }
@@ -349,6 +399,7 @@ int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
     if (!bytes) {
         return -EINVAL;
     }
+    gpu->is_exported = true;
     std::ranges::copy(*bytes, handle->data);
     return 0;
 }

@@ -38,10 +38,12 @@ bool has_agent(const std::string& mount) {
     return stat((mount + "/3fs-virt/agent.sock").c_str(), &status) == 0;
 }
 
+// Returns the share handle for the agent. The handle of a block of the pool has the whole block, so that the agent can
+// use the same registration for each iov in the block.
 ShareHandle make_share_handle(const GpuIov& gpu, const Dmabuf& dmabuf) {
     ShareHandle handle;
     handle.owner = this_process();
-    handle.length_bytes = gpu.size_bytes;
+    handle.length_bytes = gpu.block != nullptr ? gpu.block->block_bytes : gpu.size_bytes;
     if (dmabuf.descriptor) {
         handle.kind = ShareKind::dmabuf;
         handle.allocation_bytes = dmabuf.size_bytes;
@@ -66,16 +68,7 @@ GpuTarget link_target(const GpuIov& gpu, const Dmabuf& dmabuf) {
     return {gpu.device, dmabuf.size_bytes, dmabuf.offset_bytes, gpu.size_bytes, std::nullopt};
 }
 
-int publish_to_agent(GpuIov& gpu, const std::string& name) {
-    Dmabuf dmabuf;
-    if (const int error = export_dmabuf(gpu.driver, gpu.pointer, gpu.size_bytes, &dmabuf); error != 0) {
-        if (error != -ENOTSUP || !gpu.ipc) {
-            return error;
-        }
-        log_line(LogLevel::warning,
-                 "%s has no dma-buf. The agent can only try to register its IPC handle through a peer-memory module",
-                 name.c_str());
-    }
+int send_to_agent(GpuIov& gpu, const std::string& name, const Dmabuf& dmabuf) {
     ShareHandle handle = make_share_handle(gpu, dmabuf);
     if (const int error = query_device_uuid(gpu, &handle.device_uuid); error != 0) {
         return error;
@@ -93,6 +86,22 @@ int publish_to_agent(GpuIov& gpu, const std::string& name) {
     const auto descriptors = dmabuf.descriptor ? std::span(&fd, 1) : std::span<const int>();
     return publish(gpu.mount.c_str(), name, format_target(link_target(gpu, dmabuf)), std::as_bytes(std::span(*bytes)),
                    descriptors);
+}
+
+int publish_to_agent(GpuIov& gpu, const std::string& name) {
+    if (gpu.block != nullptr) {
+        return send_to_agent(gpu, name, gpu.block->dmabuf);
+    }
+    Dmabuf dmabuf;
+    if (const int error = export_dmabuf(gpu.driver, gpu.pointer, gpu.size_bytes, &dmabuf); error != 0) {
+        if (error != -ENOTSUP || !gpu.ipc) {
+            return error;
+        }
+        log_line(LogLevel::warning,
+                 "%s has no dma-buf. The agent can only try to register its IPC handle through a peer-memory module",
+                 name.c_str());
+    }
+    return send_to_agent(gpu, name, dmabuf);
 }
 
 int publish_by_link(GpuIov& gpu, const std::string& name) {

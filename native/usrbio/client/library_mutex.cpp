@@ -11,7 +11,7 @@ namespace {
 
 struct Library {
     std::mutex mutex;
-    std::array<void (*)(), 4> child_functions{};
+    std::array<void (*)(), 8> child_functions{};
     std::size_t child_function_count = 0;
 };
 

@@ -150,50 +150,36 @@ int publish_to_agent(AgentConnection& agent, std::string_view name, std::string_
     return agent.call(AgentRequest::publish, payload, descriptors, {});
 }
 
-} // namespace
-
-int publish(const char* mount, std::string_view name, std::string_view target, std::span<const std::byte> share_handle,
-            std::span<const int> descriptors) noexcept {
-    try {
-        std::shared_ptr<AgentConnection> agent;
-        int status = agent_connection(mount, agent);
-        if (status == 0) {
-            status = publish_to_agent(*agent, name, target, share_handle, descriptors);
-            if (status == 0) {
-                log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptors",
-                         static_cast<int>(name.size()), name.data(), mount, descriptors.size());
-                store_connection(mount, name, std::move(agent));
-            }
-        } else if (status == -ENOENT) {
-            status = publish_by_link(mount, name, target);
-            if (status == 0) {
-                log_line(LogLevel::info, "published %.*s by a link only: %s has no agent",
-                         static_cast<int>(name.size()), name.data(), mount);
-            }
-        }
-        if (status != 0) {
-            log_line(LogLevel::error, "publish %.*s in %s failed: %s", static_cast<int>(name.size()), name.data(),
-                     mount, ErrnoText(-status).c_str());
-        }
-        return status;
-    } catch (const std::bad_alloc&) {
-        return -ENOMEM;
+// Sends the request that withdraws a publication. With a `keeper`, asks the agent to keep the registration, and sets
+// `keeper` to `agent` if the agent keeps it.
+int withdraw_from_agent(const std::shared_ptr<AgentConnection>& agent, std::string_view name,
+                        std::shared_ptr<AgentConnection>* keeper) {
+    auto length = static_cast<std::uint16_t>(name.size());
+    const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
+    if (keeper == nullptr || !agent->keeps_registrations()) {
+        return agent->call(AgentRequest::unpublish, payload, {}, {});
     }
+    std::uint64_t is_kept = 0;
+    const int status =
+        agent->call(AgentRequest::unpublish_and_keep, payload, {}, std::as_writable_bytes(std::span(&is_kept, 1)));
+    if (status == 0 && is_kept == 1) {
+        *keeper = agent;
+    }
+    return status;
 }
 
-int unpublish(const char* mount, std::string_view name) noexcept {
+int unpublish_from(const char* mount, std::string_view name, std::shared_ptr<AgentConnection>* keeper) noexcept {
     try {
         // Use the connection over which the name was published, unless its agent has ended. Another agent does not know
         // the name.
         std::shared_ptr<AgentConnection> agent = find_connection(mount, name);
         int status = agent != nullptr && !agent->check_closed_by_agent() ? 0 : agent_connection(mount, agent);
         if (status == 0) {
-            auto length = static_cast<std::uint16_t>(name.size());
-            const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
-            status = agent->call(AgentRequest::unpublish, payload, {}, {});
+            status = withdraw_from_agent(agent, name, keeper);
             if (status == 0) {
-                log_line(LogLevel::info, "withdrew %.*s from the agent of %s", static_cast<int>(name.size()),
-                         name.data(), mount);
+                const bool is_kept = keeper != nullptr && *keeper != nullptr;
+                log_line(LogLevel::info, "withdrew %.*s from the agent of %s%s", static_cast<int>(name.size()),
+                         name.data(), mount, is_kept ? ", which keeps the registration" : "");
                 drop_connection(mount, name);
                 release_folder(mount, name);
                 return 0;
@@ -227,6 +213,46 @@ int unpublish(const char* mount, std::string_view name) noexcept {
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     }
+}
+
+} // namespace
+
+int publish(const char* mount, std::string_view name, std::string_view target, std::span<const std::byte> share_handle,
+            std::span<const int> descriptors) noexcept {
+    try {
+        std::shared_ptr<AgentConnection> agent;
+        int status = agent_connection(mount, agent);
+        if (status == 0) {
+            status = publish_to_agent(*agent, name, target, share_handle, descriptors);
+            if (status == 0) {
+                log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptors",
+                         static_cast<int>(name.size()), name.data(), mount, descriptors.size());
+                store_connection(mount, name, std::move(agent));
+            }
+        } else if (status == -ENOENT) {
+            status = publish_by_link(mount, name, target);
+            if (status == 0) {
+                log_line(LogLevel::info, "published %.*s by a link only: %s has no agent",
+                         static_cast<int>(name.size()), name.data(), mount);
+            }
+        }
+        if (status != 0) {
+            log_line(LogLevel::error, "publish %.*s in %s failed: %s", static_cast<int>(name.size()), name.data(),
+                     mount, ErrnoText(-status).c_str());
+        }
+        return status;
+    } catch (const std::bad_alloc&) {
+        return -ENOMEM;
+    }
+}
+
+int unpublish(const char* mount, std::string_view name) noexcept {
+    return unpublish_from(mount, name, nullptr);
+}
+
+int unpublish_and_keep(const char* mount, std::string_view name, std::shared_ptr<AgentConnection>* keeper) noexcept {
+    keeper->reset();
+    return unpublish_from(mount, name, keeper);
 }
 
 } // namespace gdrkit::usrbio

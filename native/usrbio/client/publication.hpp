@@ -3,10 +3,13 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string_view>
 
 namespace gdrkit::usrbio {
+
+class AgentConnection;
 
 // Publishes `name` with the link target `target`. If an agent listens, the agent decides and creates the link.
 // Otherwise this function creates the link by symlink(2), which ignores the share handle and the descriptors. The
@@ -19,5 +22,10 @@ int publish(const char* mount, std::string_view name, std::string_view target,
 // is dead. Also returns -ENOENT: the name is not published; or -EBUSY, -ETIMEDOUT: operations may be in flight, so the
 // caller must not free the memory.
 int unpublish(const char* mount, std::string_view name) noexcept;
+
+// Like unpublish(), and asks the agent to keep the registration of the memory. Sets `keeper` to the connection to the
+// agent if the agent keeps it, else to null. The agent does not keep the registration of memory that another process
+// borrowed.
+int unpublish_and_keep(const char* mount, std::string_view name, std::shared_ptr<AgentConnection>* keeper) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -54,19 +54,16 @@ HF3FS_API int hf3fs_gdr_device_count(void);
 /* ---- first generation -------------------------------------------- */
 
 /*
- * Allocates `size` bytes on the device and publishes them under a new random id, which it stores in iov->id. The memory
- * is not cleared. It is allocated in whole pages of 64 KiB, with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS set, in the primary
- * context of the device, which stays retained until the iov is destroyed.
- *   block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no such limit.
- *                The memory is registered as one region with every block_size.
- * Errors
- *   -EINVAL      iov or mount is null, the mount is empty or has 256 characters or more, or size is 0.
- *   -ENODEV      The device does not exist, or its context cannot be retained.
- *   -ENOMEM      The device does not have enough free memory.
- *   -ENOTSUP     Also: this device can export neither a dma-buf nor an IPC handle to the server of the mount.
- *   -EIO         The driver failed.
- *   other        The error of the agent or of symlink(2): -ENOENT (the mount has no 3fs-virt/iovs), -EACCES,
- *                -EREMOTEIO (the agent has ended), the error of a NIC ...
+ * Allocates `size` bytes on the device and publishes them under a new random id, which it stores in iov->id. Memory of
+ * the pool (see below) is filled with zeros; other memory is not cleared. It is allocated in whole pages of 64 KiB,
+ * with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS set, in the primary context of the device, which stays retained until the iov
+ * is destroyed. block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no
+ * such limit. The memory is registered as one region with every block_size. Errors -EINVAL      iov or mount is null,
+ * the mount is empty or has 256 characters or more, or size is 0. -ENODEV      The device does not exist, or its
+ * context cannot be retained. -ENOMEM      The device does not have enough free memory. -ENOTSUP     Also: this device
+ * can export neither a dma-buf nor an IPC handle to the server of the mount. -EIO         The driver failed. other The
+ * error of the agent or of symlink(2): -ENOENT (the mount has no 3fs-virt/iovs), -EACCES, -EREMOTEIO (the agent has
+ * ended), the error of a NIC ...
  */
 HF3FS_API int hf3fs_iovcreate_gpu(struct hf3fs_iov* iov, const char* hf3fs_mount_point, size_t size, size_t block_size,
                                   int gpu_device_id);
@@ -225,6 +222,42 @@ HF3FS_API int gdrkit_iov_export_share(const struct hf3fs_iov* iov, gdrkit_share_
  */
 HF3FS_API int gdrkit_iov_import_share(struct hf3fs_iov* iov, const gdrkit_share_handle_t* handle,
                                       const char* hf3fs_mount_point);
+
+/*
+ * The pool of device memory. If the agent of the mount can keep registrations, hf3fs_iovcreate_gpu takes memory from
+ * the pool, and hf3fs_iovdestroy_gpu returns it, so that allocation and registration are paid once.
+ *
+ * Memory goes only to a later iov of the same process, mount and device, and is filled with zeros before. It is not
+ * used again, but freed, if another process borrowed the iov (open, import), if a handle of it was exported, or if
+ * hf3fs_iovunlink_gpu withdrew it. Memory that is idle for too long, above the limit, or on a device that has less than
+ * a sixteenth of its memory free, is freed: first the agent deregisters it.
+ *
+ * The environment variables GDRKIT_USRBIO_GPU_POOL_BYTES (limit of idle bytes of the process; 268435456 if unset; 0: no
+ * pool) and GDRKIT_USRBIO_GPU_POOL_IDLE_MS (10000 if unset) set the limits at the first use.
+ */
+typedef struct {
+    uint64_t idle_bytes_max; /* The limit of idle bytes. */
+    uint64_t idle_blocks;    /* Allocations that no iov uses, and their bytes. */
+    uint64_t idle_bytes;
+    uint64_t in_use_blocks; /* Allocations of iovs, and their bytes. */
+    uint64_t in_use_bytes;
+    uint64_t hits;           /* Iovs that got idle memory. */
+    uint64_t misses;         /* Iovs for which the pool had no idle memory. */
+    uint64_t trimmed_blocks; /* Idle allocations that were freed. */
+    uint64_t refused_blocks; /* Destroyed iovs whose memory could not be used again. */
+} gdrkit_gpu_pool_statistics_t;
+
+/* Sets the limits. Frees the idle memory above the new limit, that which is idle for the longest time first. */
+HF3FS_API int gdrkit_gpu_pool_limit(size_t idle_bytes_max, unsigned idle_ms_max);
+
+/* Frees idle memory, that which is idle for the longest time first, until at most `idle_bytes_max` bytes are idle. */
+HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
+
+/*
+ * Fills `statistics`; `size` is the size of the struct.
+ *   -EINVAL      statistics is null, or size is that of another version of the struct.
+ */
+HF3FS_API int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statistics, size_t size);
 
 #ifdef __cplusplus
 }

@@ -45,6 +45,12 @@ struct GpuHandle {
     std::uint8_t data[80];
 };
 
+struct GpuPoolStatistics {
+    std::uint64_t idle_bytes_max, idle_blocks, idle_bytes, in_use_blocks, in_use_bytes;
+    std::uint64_t hits, misses, trimmed_blocks, refused_blocks;
+};
+static_assert(sizeof(GpuPoolStatistics) == 72);
+
 // The functions of the library, in the form NAME(function, result type, parameter types). A library need not have all
 // of them; a call of a missing function raises an error.
 #define GDRKIT_HF3FS_FUNCTIONS(NAME)                                                                                   \
@@ -84,6 +90,9 @@ struct GpuHandle {
     NAME(hf3fs_iovwrap_device, int, Iov*, void*, const std::uint8_t*, const char*, std::size_t, std::size_t, int)      \
     NAME(hf3fs_iov_mem_type, int, const Iov*)                                                                          \
     NAME(hf3fs_iov_device_id, int, const Iov*)                                                                         \
-    NAME(hf3fs_iovsync, int, const Iov*, int)
+    NAME(hf3fs_iovsync, int, const Iov*, int)                                                                          \
+    NAME(gdrkit_gpu_pool_limit, int, std::size_t, unsigned)                                                            \
+    NAME(gdrkit_gpu_pool_trim, int, std::size_t)                                                                       \
+    NAME(gdrkit_gpu_pool_query, int, GpuPoolStatistics*, std::size_t)
 
 } // namespace gdrkit::usrbio::abi

@@ -11,6 +11,7 @@ namespace gdrkit::usrbio {
 
 using abi::Cqe;
 using abi::GpuHandle;
+using abi::GpuPoolStatistics;
 using abi::Ior;
 using abi::Iov;
 

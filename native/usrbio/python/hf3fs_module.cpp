@@ -95,6 +95,49 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
     }
 }
 
+// Raises the error of a function of the GPU pool.
+void check_pool_call(const char* function, int status) {
+    if (status != 0) {
+        raise_failed(function, std::abs(status), nb::dict());
+    }
+}
+
+nb::dict gpu_pool_statistics() {
+    GpuPoolStatistics statistics{};
+    check_pool_call("gdrkit_gpu_pool_query", GDRKIT_REQUIRE(gdrkit_gpu_pool_query)(&statistics, sizeof statistics));
+    nb::dict numbers;
+    numbers["idle_bytes_max"] = statistics.idle_bytes_max;
+    numbers["idle_blocks"] = statistics.idle_blocks;
+    numbers["idle_bytes"] = statistics.idle_bytes;
+    numbers["in_use_blocks"] = statistics.in_use_blocks;
+    numbers["in_use_bytes"] = statistics.in_use_bytes;
+    numbers["hits"] = statistics.hits;
+    numbers["misses"] = statistics.misses;
+    numbers["trimmed_blocks"] = statistics.trimmed_blocks;
+    numbers["refused_blocks"] = statistics.refused_blocks;
+    return numbers;
+}
+
+void limit_gpu_pool(std::size_t idle_bytes_max, unsigned idle_ms_max) {
+    const auto call = GDRKIT_REQUIRE(gdrkit_gpu_pool_limit);
+    int status = 0;
+    {
+        nb::gil_scoped_release release_gil;
+        status = call(idle_bytes_max, idle_ms_max);
+    }
+    check_pool_call("gdrkit_gpu_pool_limit", status);
+}
+
+void trim_gpu_pool(std::size_t idle_bytes_max) {
+    const auto call = GDRKIT_REQUIRE(gdrkit_gpu_pool_trim);
+    int status = 0;
+    {
+        nb::gil_scoped_release release_gil;
+        status = call(idle_bytes_max);
+    }
+    check_pool_call("gdrkit_gpu_pool_trim", status);
+}
+
 } // namespace
 
 NB_MODULE(_hf3fs, module) {
@@ -112,6 +155,9 @@ NB_MODULE(_hf3fs, module) {
     module.def("punch_hole", &punch_hole, "fd"_a, "start"_a, "end"_a, "flags"_a = 0);
     module.def("gdr_available", [] { return GDRKIT_REQUIRE(hf3fs_gdr_available)(); });
     module.def("gdr_device_count", [] { return GDRKIT_REQUIRE(hf3fs_gdr_device_count)(); });
+    module.def("gpu_pool_statistics", &gpu_pool_statistics);
+    module.def("limit_gpu_pool", &limit_gpu_pool, "idle_bytes_max"_a, "idle_ms_max"_a);
+    module.def("trim_gpu_pool", &trim_gpu_pool, "idle_bytes_max"_a);
     bind_iovec(module);
     bind_ioring(module);
 }

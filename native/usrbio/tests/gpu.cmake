@@ -10,7 +10,7 @@ function(gdrkit_gpu_test name)
     "LD_LIBRARY_PATH=${ARGV1};GDRKIT_TWINS_DOMAIN=usrbio-${name};GDRKIT_TWINS_GPUS=2")
 endfunction()
 
-foreach(name share_handle gpu_target gpu_iov gpu_share gpu_agent gpu_fault gpu_absent)
+foreach(name share_handle gpu_target gpu_pool gpu_iov gpu_share gpu_agent gpu_fault gpu_absent)
   add_executable(usrbio_${name}_test ${name}_test.cpp)
   target_link_libraries(usrbio_${name}_test PRIVATE gdrkit_usrbio_client ${CMAKE_DL_LIBS} Threads::Threads)
   target_compile_definitions(usrbio_${name}_test PRIVATE
@@ -18,6 +18,10 @@ foreach(name share_handle gpu_target gpu_iov gpu_share gpu_agent gpu_fault gpu_a
 endforeach()
 gdrkit_gpu_test(share_handle)
 gdrkit_gpu_test(gpu_target)
+gdrkit_gpu_test(gpu_pool)
+# A value that is not a number is reported and not used.
+add_test(NAME usrbio.gpu_pool_environment COMMAND usrbio_gpu_pool_test second)
+set_tests_properties(usrbio.gpu_pool_environment PROPERTIES ENVIRONMENT "GDRKIT_USRBIO_GPU_POOL_BYTES=256M")
 if(GDRKIT_CUDA_DRIVER AND ENABLE_GDR)
   gdrkit_gpu_test(gpu_iov "${GDRKIT_CUDA}")
   gdrkit_gpu_test(gpu_share "${GDRKIT_CUDA}")

@@ -237,6 +237,9 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         return refuse != 0 ? refuse.load() : borrow(client, payload);
     case AgentRequest::return_borrowed:
         return return_borrowed(client, name);
+    case AgentRequest::unpublish_and_keep:
+    case AgentRequest::drop_kept:
+        break; // This agent does not report agent_feature_keep, so the library must not send these requests.
     }
     return ENOSYS;
 }

@@ -1,0 +1,303 @@
+#include "usrbio/client/gpu_pool.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <list>
+#include <mutex>
+#include <new>
+#include <set>
+#include <utility>
+
+#include "usrbio/client/gpu_block.hpp"
+#include "usrbio/client/library_mutex.hpp"
+#include "usrbio/client/log.hpp"
+
+namespace gdrkit::usrbio {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Blocks = std::list<std::unique_ptr<GpuBlock>>;
+
+constexpr std::size_t page_bytes = 65536; // The page in which nvidia-peermem pins device memory.
+constexpr std::size_t fine_steps_above_bytes = 1 << 20;
+constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
+constexpr std::size_t idle_ms_default = 10000;
+constexpr std::chrono::milliseconds check_interval{1000}; // How often the thread checks the idle blocks.
+
+// Returns the number that an environment variable has. A value that is not a number is reported and not used.
+std::size_t number_from_environment(const char* variable, std::size_t default_value) {
+    const char* const text = std::getenv(variable);
+    if (text == nullptr) {
+        return default_value;
+    }
+    std::size_t value = 0;
+    const char* const end = text + std::strlen(text);
+    const auto [position, error] = std::from_chars(text, end, value);
+    if (error == std::errc() && position == end && position != text) {
+        return value;
+    }
+    log_line(LogLevel::warning, "%s must be a number without a unit, not \"%s\"; %zu is used", variable, text,
+             default_value);
+    return default_value;
+}
+
+// All members are guarded by library_mutex(), which fork() locks.
+struct Pool {
+    Blocks idle;             // The longest idle block is the first.
+    std::set<GpuBlock*> all; // Idle blocks and those of iovs.
+    std::size_t idle_bytes = 0, all_bytes = 0;
+    std::size_t idle_bytes_max = 0;
+    std::chrono::milliseconds idle_time_max{};
+    std::uint64_t hits = 0, misses = 0, trimmed = 0, refused = 0;
+    bool has_thread = false;
+    std::condition_variable thread_wakeup;
+};
+
+// Returns the pool. It is never destroyed, because other threads may still use iovs when the process exits.
+Pool& pool() {
+    static auto* instance = [] {
+        auto* new_pool = new Pool;
+        new_pool->idle_bytes_max = number_from_environment("GDRKIT_USRBIO_GPU_POOL_BYTES", idle_bytes_default);
+        new_pool->idle_time_max = std::chrono::milliseconds(
+            std::min(number_from_environment("GDRKIT_USRBIO_GPU_POOL_IDLE_MS", idle_ms_default), std::size_t{1} << 31));
+        // A child can use neither the memory nor the driver of its parent. The old objects are abandoned.
+        call_in_forked_child([] {
+            for (GpuBlock* const block : pool().all) {
+                block->close_in_child();
+            }
+            const std::size_t idle_bytes_max = pool().idle_bytes_max;
+            const auto idle_time_max = pool().idle_time_max;
+            Pool* const child_pool = new (&pool()) Pool;
+            child_pool->idle_bytes_max = idle_bytes_max;
+            child_pool->idle_time_max = idle_time_max;
+        });
+        return new_pool;
+    }();
+    return *instance;
+}
+
+std::size_t rounded_up(std::size_t bytes, std::size_t step_bytes) {
+    return (bytes + step_bytes - 1) / step_bytes * step_bytes;
+}
+
+// Moves idle blocks, the longest idle one first, to `removed`, while `is_removed` returns true. The caller has locked
+// library_mutex(), and destroys the blocks after the unlock.
+template <typename Condition> void move_idle_blocks(Pool& all, Blocks& removed, const Condition& is_removed) {
+    while (!all.idle.empty() && is_removed(*all.idle.front())) {
+        all.idle_bytes -= all.idle.front()->block_bytes;
+        ++all.trimmed;
+        removed.splice(removed.end(), all.idle, all.idle.begin());
+    }
+}
+
+void log_trimmed(const Blocks& removed) {
+    if (removed.empty()) {
+        return;
+    }
+    const gdrkit_gpu_pool_statistics_t statistics = pool_statistics();
+    log_line(LogLevel::info, "GPU pool: frees %zu idle blocks; %llu bytes stay idle, %llu are in use", removed.size(),
+             static_cast<unsigned long long>(statistics.idle_bytes),
+             static_cast<unsigned long long>(statistics.in_use_bytes));
+}
+
+bool has_memory_pressure(int device) {
+    PrimaryContext primary;
+    if (primary.retain(*cuda::driver(), device) != 0) {
+        return false;
+    }
+    const CurrentContext current(*cuda::driver(), primary.get());
+    return current.error() == 0 && would_exhaust_memory(*cuda::driver(), 0);
+}
+
+// Frees the blocks that have been idle for too long, and all blocks if a device is short of memory. Runs in a thread
+// while there are idle blocks.
+void trim_until_empty() {
+    std::unique_lock lock(library_mutex());
+    Pool& all = pool();
+    while (!all.idle.empty()) {
+        const auto interval = std::clamp(all.idle_time_max, std::chrono::milliseconds(1), check_interval);
+        all.thread_wakeup.wait_for(lock, interval);
+        Blocks removed;
+        const Clock::time_point expiry = Clock::now() - all.idle_time_max;
+        move_idle_blocks(all, removed, [&](const GpuBlock& block) { return block.idle_since <= expiry; });
+        std::set<int> devices;
+        for (const auto& block : all.idle) {
+            devices.insert(block->device);
+        }
+        lock.unlock();
+        log_trimmed(removed);
+        removed.clear();
+        if (std::ranges::any_of(devices, has_memory_pressure)) {
+            trim_pool(0);
+        }
+        lock.lock();
+    }
+    all.has_thread = false;
+}
+
+// Starts the thread that trims the pool, unless it runs. The caller has locked library_mutex().
+void start_thread(Pool& all) {
+    if (all.has_thread) {
+        return;
+    }
+    sigset_t all_signals, previous_mask;
+    sigfillset(&all_signals);
+    // The new thread inherits this mask, so that only threads of the application handle signals.
+    pthread_sigmask(SIG_SETMASK, &all_signals, &previous_mask);
+    pthread_t thread{};
+    const int status = pthread_create(
+        &thread, nullptr,
+        [](void*) -> void* {
+            pthread_setname_np(pthread_self(), "hf3fs-gpu-pool");
+            trim_until_empty();
+            return nullptr;
+        },
+        nullptr);
+    pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr);
+    if (status == 0) {
+        pthread_detach(thread);
+        all.has_thread = true;
+    } else {
+        log_line(LogLevel::warning, "GPU pool: no thread can be started, so idle blocks are freed only at the limit");
+    }
+}
+
+} // namespace
+
+std::size_t pool_block_bytes(std::size_t size_bytes) noexcept {
+    const std::size_t bytes = rounded_up(size_bytes, page_bytes);
+    if (bytes <= fine_steps_above_bytes) {
+        return std::bit_ceil(bytes);
+    }
+    return rounded_up(bytes, std::bit_floor(bytes - 1) / 2);
+}
+
+bool may_use_pool(std::size_t size_bytes) noexcept {
+    Pool& all = pool();
+    const std::lock_guard lock(library_mutex());
+    return size_bytes <= all.idle_bytes_max && pool_block_bytes(size_bytes) <= all.idle_bytes_max;
+}
+
+std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept {
+    Pool& all = pool();
+    const std::size_t needed_bytes = rounded_up(size_bytes, page_bytes);
+    for (;;) {
+        std::unique_ptr<GpuBlock> block;
+        {
+            const std::lock_guard lock(library_mutex());
+            auto best = all.idle.end();
+            for (auto entry = all.idle.begin(); entry != all.idle.end(); ++entry) {
+                const GpuBlock& candidate = **entry;
+                if (candidate.keeper.get() == &agent && candidate.device == device &&
+                    candidate.block_bytes >= needed_bytes && candidate.block_bytes / 2 <= needed_bytes &&
+                    (best == all.idle.end() || candidate.block_bytes < (*best)->block_bytes)) {
+                    best = entry;
+                }
+            }
+            if (best == all.idle.end()) {
+                ++all.misses;
+                return nullptr;
+            }
+            block = std::move(*best);
+            all.idle.erase(best);
+            all.idle_bytes -= block->block_bytes;
+        }
+        if (block->is_intact()) {
+            const std::lock_guard lock(library_mutex());
+            ++all.hits;
+            return block;
+        }
+    } // The application has reset the context. The destructor of the block ends the registration.
+}
+
+void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept {
+    block->keeper = std::move(agent);
+    if (block->clear() != 0) {
+        count_refused_block();
+        return;
+    }
+    block->idle_since = Clock::now();
+    Blocks removed;
+    try {
+        Blocks added;
+        added.push_back(std::move(block));
+        Pool& all = pool();
+        const std::lock_guard lock(library_mutex());
+        all.idle_bytes += added.front()->block_bytes;
+        all.idle.splice(all.idle.end(), added);
+        move_idle_blocks(all, removed, [&](const GpuBlock&) { return all.idle_bytes > all.idle_bytes_max; });
+        if (!all.idle.empty()) {
+            start_thread(all);
+        }
+    } catch (const std::bad_alloc&) {
+        count_refused_block();
+    }
+    log_trimmed(removed);
+}
+
+void count_refused_block() noexcept {
+    Pool& all = pool();
+    const std::lock_guard lock(library_mutex());
+    ++all.refused;
+}
+
+std::size_t trim_pool(std::size_t bytes_max) noexcept {
+    Pool& all = pool();
+    Blocks removed;
+    {
+        const std::lock_guard lock(library_mutex());
+        move_idle_blocks(all, removed, [&](const GpuBlock&) { return all.idle_bytes > bytes_max; });
+    }
+    log_trimmed(removed);
+    return removed.size();
+}
+
+void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept {
+    Pool& all = pool();
+    {
+        const std::lock_guard lock(library_mutex());
+        all.idle_bytes_max = idle_bytes_max;
+        all.idle_time_max = std::chrono::milliseconds(idle_ms_max);
+        all.thread_wakeup.notify_all();
+    }
+    trim_pool(idle_bytes_max);
+}
+
+gdrkit_gpu_pool_statistics_t pool_statistics() noexcept {
+    Pool& all = pool();
+    const std::lock_guard lock(library_mutex());
+    return {.idle_bytes_max = all.idle_bytes_max,
+            .idle_blocks = all.idle.size(),
+            .idle_bytes = all.idle_bytes,
+            .in_use_blocks = all.all.size() - all.idle.size(),
+            .in_use_bytes = all.all_bytes - all.idle_bytes,
+            .hits = all.hits,
+            .misses = all.misses,
+            .trimmed_blocks = all.trimmed,
+            .refused_blocks = all.refused};
+}
+
+void add_block(GpuBlock& block) {
+    Pool& all = pool();
+    const std::lock_guard lock(library_mutex());
+    all.all.insert(&block);
+    all.all_bytes += block.block_bytes;
+}
+
+void remove_block(GpuBlock& block) noexcept {
+    Pool& all = pool();
+    const std::lock_guard lock(library_mutex());
+    if (all.all.erase(&block) != 0) { // A forked child has forgotten the blocks of its parent.
+        all.all_bytes -= block.block_bytes;
+    }
+}
+
+} // namespace gdrkit::usrbio

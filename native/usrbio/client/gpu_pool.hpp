@@ -1,0 +1,47 @@
+// The pool of device memory: blocks that destroyed iovs leave, for later iovs of this process. A block goes only to an
+// iov of the same mount and device. The memory of an iov that another process borrowed, or whose handle was exported,
+// is freed instead. docs/decisions/0011-gpu-memory-pool.md has the reasons.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include "usrbio/client/agent_connection.hpp"
+#include "usrbio/include/hf3fs_usrbio_gdr.h"
+
+namespace gdrkit::usrbio {
+
+class GpuBlock;
+
+// Returns the size of the block for an iov of `size_bytes`: a power of two from 64 KiB on, above 1 MiB also one and a
+// half of a power of two. So sizes that differ a little share blocks, and large iovs waste at most a third of their
+// block.
+std::size_t pool_block_bytes(std::size_t size_bytes) noexcept;
+
+// Returns whether an iov of `size_bytes` may come from the pool: the limit of idle bytes admits its block.
+bool may_use_pool(std::size_t size_bytes) noexcept;
+
+// Returns the smallest idle block of this agent and device that has at least `size_bytes`, and at most twice as much.
+// Returns null if there is none.
+std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
+
+// Clears a block and keeps it for later iovs. `agent` keeps its registration. Frees the longest idle blocks above the
+// limit.
+void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept;
+
+// Counts an iov whose memory could not be kept for the next one.
+void count_refused_block() noexcept;
+
+// Frees the longest idle blocks until at most `bytes_max` are idle, and returns how many it freed.
+std::size_t trim_pool(std::size_t bytes_max) noexcept;
+
+// Sets the limit of idle bytes (0: no pool) and the time after which an idle block is freed.
+void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept;
+
+gdrkit_gpu_pool_statistics_t pool_statistics() noexcept;
+
+// Called by the constructor and the destructor of a block.
+void add_block(GpuBlock& block);
+void remove_block(GpuBlock& block) noexcept;
+
+} // namespace gdrkit::usrbio

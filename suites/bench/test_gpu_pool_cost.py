@@ -1,0 +1,79 @@
+"""Time to create and destroy a GPU iov with the pool of the client library, compared with the time without the pool.
+
+With the pool, the library reuses the allocation and its exports, and the agent reuses the registration. With a limit of
+0, there is no pool, and each iov pays for both. The goal on an H200 is that an iov of 1 MiB costs at most a fifth. The
+goal is not asserted. The two paths are measured in turn. Run this with --benchmark-enable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from bench.interleaved import measure_interleaved
+from support.raw_usrbio import AgentProcess
+
+from gdrkit import cuda, usrbio
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(verbs.nic(), verbs.dmabuf_region, cuda_needs.device(), cuda_needs.dmabuf_export)
+
+POOL_BYTES = 256 * MIB
+GOAL = 5.0
+SIZES_MIB = (1, 64)
+
+
+def create_and_destroy(mount: Path, length_bytes: int, pool_bytes: int) -> Callable[[], None]:
+    """Return a function that creates and destroys one iov, with this limit of the pool."""
+
+    def call() -> None:
+        usrbio.limit_gpu_pool(idle_bytes_max=pool_bytes, idle_ms_max=600_000)
+        usrbio.make_gpu_iovec(str(mount), length_bytes=length_bytes).close()
+
+    return call
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("size_mib", SIZES_MIB)
+def test_create_and_destroy_of_a_gpu_iov(
+    request: pytest.FixtureRequest, evidence: Evidence, summary: list[str], tmp_path: Path, size_mib: int
+) -> None:
+    is_measured = request.config.getoption("--benchmark-enable")
+    rounds_count, calls_count = (15, 20) if is_measured else (1, 2)
+    # The device keeps its context current, as in an application. Otherwise each iov without the pool would create it.
+    with cuda.Device(0), AgentProcess(tmp_path):
+        pooled = create_and_destroy(tmp_path, size_mib * MIB, POOL_BYTES)
+        unpooled = create_and_destroy(tmp_path, size_mib * MIB, 0)
+        ratios: list[float] = []
+        # A change of the limit to 0 frees the idle memory, so each path has a round of its own.
+        times: dict[str, list[float]] = {"pool": [], "no_pool": []}
+        for _ in range(rounds_count):
+            before = usrbio.gpu_pool_statistics()
+            pooled()
+            for name, call in (("pool", pooled), ("no_pool", unpooled)):
+                measured = measure_interleaved({name: call}, rounds_count=1, calls_count=calls_count)
+                times[name].append(measured[name].median_ns / 1e3)
+            assert usrbio.gpu_pool_statistics().hits - before.hits == calls_count
+            ratios.append(times["no_pool"][-1] / times["pool"][-1])
+        usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES)
+        usrbio.trim_gpu_pool()
+    if is_measured:
+        medians = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+        for name, median in medians.items():
+            evidence.number(f"create_destroy_{name}_us", median)
+        ratio = medians["no_pool"] / medians["pool"]
+        evidence.number("no_pool_to_pool_ratio", ratio)
+        evidence.number("no_pool_to_pool_ratio_min", min(ratios))
+        evidence.number("no_pool_to_pool_ratio_max", max(ratios))
+        summary.append(
+            f"create and destroy a GPU iov of {size_mib} MiB: {medians['pool']:.0f} us with the pool, "
+            f"{medians['no_pool']:.0f} us without: {ratio:.1f} x (goal on an H200: {GOAL:.0f} x)"
+        )

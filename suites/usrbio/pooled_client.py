@@ -1,0 +1,74 @@
+"""A process that creates GPU iovs: ``python -m usrbio.pooled_client MOUNT COUNT SEED [--hold]``.
+
+It creates COUNT iovs of mixed sizes, up to two at a time, checks that each begins with zeros, and destroys them. Then
+it prints the statistics of its pool as JSON. With ``--hold`` it keeps the idle memory until its standard input is
+closed, frees it, and prints the statistics again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from typing import TYPE_CHECKING
+
+from gdrkit import cuda, usrbio
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.usrbio.native_types import Iovec
+
+_ALIVE_MAX = 2
+_SIZE_MIN, _SIZE_MAX = 4 * KIB, 4 * MIB
+_DIRTY = b"\xa5" * 64
+
+
+def _make_and_check(mount: str, device: cuda.Device, length_bytes: int) -> Iovec:
+    iov = usrbio.make_gpu_iovec(mount, length_bytes=length_bytes)
+    with cuda.borrow(device, iov.address, length_bytes=length_bytes) as memory:
+        for offset in (0, length_bytes - len(_DIRTY)):
+            assert memory.read(offset_bytes=offset, length_bytes=len(_DIRTY)) == bytes(len(_DIRTY))
+            memory.write(_DIRTY, offset_bytes=offset)
+    return iov
+
+
+def _print_statistics() -> None:
+    sys.stdout.write(json.dumps(dataclasses.asdict(usrbio.gpu_pool_statistics())) + "\n")
+    sys.stdout.flush()
+
+
+def _main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mount")
+    parser.add_argument("count", type=int)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--hold", action="store_true")
+    options = parser.parse_args(arguments)
+    rng = random.Random(options.seed)
+    alive: list[Iovec] = []
+    ids: set[str] = set()
+    with cuda.Device(0) as device:
+        for _ in range(options.count):
+            if len(alive) == _ALIVE_MAX or (alive and rng.random() < 0.5):
+                alive.pop(rng.randrange(len(alive))).close()
+            # Each size between two powers of two is as probable as each between two others.
+            length_bytes = int(_SIZE_MIN * 2 ** rng.uniform(0, (_SIZE_MAX // _SIZE_MIN).bit_length() - 1))
+            alive.append(_make_and_check(options.mount, device, length_bytes))
+            ids.add(alive[-1].id)
+        for iov in alive:
+            iov.close()
+        assert len(ids) == options.count
+        _print_statistics()
+        if options.hold:
+            sys.stdin.read()
+            usrbio.trim_gpu_pool()
+            _print_statistics()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
