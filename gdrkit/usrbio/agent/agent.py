@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from gdrkit.registration import Placement
     from gdrkit.usrbio.agent.files import FileAccess
     from gdrkit.usrbio.agent.server import ServerEndpoint
 
@@ -64,6 +65,8 @@ class Agent:
     silence_ms : int
         How long the server may send no result while it has operations, in milliseconds. After that the agent ends the
         session. The operations complete with -EREMOTEIO when the server can no longer access memory.
+    placement : Placement or None
+        The distances between GPUs and NICs, by which the agent prefers NICs. With None, those of this machine.
 
     Attributes
     ----------
@@ -82,12 +85,13 @@ class Agent:
         spin_us: int = SPIN_US,
         is_one_client_per_process: bool = False,
         silence_ms: int = SILENCE_MS,
+        placement: Placement | None = None,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
         self._on_close.push(mount.close)
         try:
-            nics = self._nics = Nics()
+            nics = self._nics = Nics(placement)
             self._on_close.push(nics.close)
             self._loop = open_loop(
                 semaphores=mount.semaphores,
@@ -146,7 +150,14 @@ class Agent:
         self.close()
 
 
-def plain_agent(path: Path, store: Path, *, spin_us: int = SPIN_US, silence_ms: int = SILENCE_MS) -> Agent:
+def plain_agent(
+    path: Path,
+    store: Path,
+    *,
+    spin_us: int = SPIN_US,
+    silence_ms: int = SILENCE_MS,
+    placement: Placement | None = None,
+) -> Agent:
     """Start an agent in plain mode, with a storage server as its child.
 
     Parameters
@@ -154,6 +165,8 @@ def plain_agent(path: Path, store: Path, *, spin_us: int = SPIN_US, silence_ms: 
     path, store : Path
         The mount and the store, which must be the same folder.
     spin_us, silence_ms : int
+        See :class:`Agent`.
+    placement : Placement or None
         See :class:`Agent`.
 
     Raises
@@ -174,6 +187,7 @@ def plain_agent(path: Path, store: Path, *, spin_us: int = SPIN_US, silence_ms: 
         file_access=lambda descriptor: DescriptorAccess(descriptor, resolved),
         spin_us=spin_us,
         silence_ms=silence_ms,
+        placement=placement,
     )
 
 

@@ -226,6 +226,11 @@ class RegisteredMemory:
 class Nics:
     """All NICs with an active port. Use it as a context manager.
 
+    Parameters
+    ----------
+    placement : Placement or None
+        The distances between GPUs and NICs. With None, those of this machine.
+
     Attributes
     ----------
     all : tuple of Nic
@@ -241,9 +246,9 @@ class Nics:
         NO_DEVICE: no NIC has an active port.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement | None = None) -> None:
         self._on_close = ReleaseStack()
-        self._placement = Placement()
+        self._placement = placement or Placement()
         self._count_lock = threading.Lock()
         self.registrations = 0
         self.all = verbs.open_active_nics()

@@ -1,0 +1,54 @@
+"""Trees of sysfs with a GPU and NICs at known places of the PCI bus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.host import HostTree
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = ["GPU_ADDRESS", "PCI_PATHS", "SWITCH", "pci_paths_with_gpu", "tree_at"]
+
+GPU_ADDRESS = "0000:03:00.0"
+# The sysfs path and the NUMA node of each PCI device, by its address. There are three host bridges: 0000:00 with a
+# switch and 0000:40 are of NUMA node 0, and 0000:80 is of node 1.
+SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
+PCI_PATHS = {
+    GPU_ADDRESS: (f"{SWITCH}/0000:02:00.0/{GPU_ADDRESS}", 0),
+    "0000:04:00.0": (f"{SWITCH}/0000:02:00.0/0000:04:00.0", 0),
+    "0000:05:00.0": (f"{SWITCH}/0000:02:01.0/0000:05:00.0", 0),
+    # This NIC is below a second switch, which is below the first switch.
+    "0000:0a:00.0": (f"{SWITCH}/0000:02:02.0/0000:08:00.0/0000:09:00.0/0000:0a:00.0", 0),
+    "0000:06:00.0": ("pci0000:00/0000:00:02.0/0000:06:00.0", 0),
+    "0000:41:00.0": ("pci0000:40/0000:40:01.0/0000:41:00.0", 0),
+    "0000:81:00.0": ("pci0000:80/0000:80:01.0/0000:81:00.0", 1),
+}
+
+
+def tree_at(root: Path, nics: Mapping[str, str], *, pci_paths: Mapping[str, tuple[str, int]] = PCI_PATHS) -> HostTree:
+    """Create the sysfs files of PCI devices and of RDMA devices below `root`.
+
+    `nics` maps the name of each RDMA device to its PCI address.
+    """
+    for address, (path, node) in pci_paths.items():
+        folder = root / "sys/devices" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "numa_node").write_text(f"{node}\n")
+        link = root / "sys/bus/pci/devices" / address
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(f"../../../devices/{path}")
+    for name, address in nics.items():
+        nic_folder = root / "sys/class/infiniband" / name
+        nic_folder.mkdir(parents=True)
+        (nic_folder / "device").symlink_to(f"../../../{address}")
+    return HostTree(root)
+
+
+def pci_paths_with_gpu(gpu_address: str) -> dict[str, tuple[str, int]]:
+    """Return PCI_PATHS with another PCI address of the GPU."""
+    path, node = PCI_PATHS[GPU_ADDRESS]
+    others = {address: path_and_node for address, path_and_node in PCI_PATHS.items() if address != GPU_ADDRESS}
+    return others | {gpu_address: (f"{path.rpartition('/')[0]}/{gpu_address}", node)}

@@ -1,0 +1,97 @@
+"""The agent has the storage server access device memory through the NICs that are nearest to the GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.memory_kinds import DMABUF
+from support.pci_tree import PCI_PATHS, SWITCH, pci_paths_with_gpu, tree_at
+from support.python_child import suites_environ
+
+from gdrkit import pattern
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+
+pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+
+FILE_BYTES = 16 * MIB
+# The agent runs in this program, so that it can count the bytes by NIC. The NICs of the agent serve the RDMA writes of
+# the storage server. The application is another process.
+PROGRAM = """
+import json, subprocess, sys
+from pathlib import Path
+from gdrkit.errors import Api
+from gdrkit.host import HostTree
+from gdrkit.registration import Placement
+from gdrkit.usrbio.agent.agent import plain_agent
+from support.ledger import traffic
+from support.python_child import module_command
+
+mount, tree, seed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+with plain_agent(mount, mount, placement=Placement(HostTree(tree))):
+    command = module_command("support.application", mount, mount / "file", mount / "copy", "--kind", sys.argv[4])
+    subprocess.run([*command, "--seed", seed, "--rounds", "1"], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    print(json.dumps({name: row["served_write_bytes"] for name, row in traffic(Api.VERBS).items()}))
+"""
+
+
+def bytes_by_nic(mount: Path, tree: Path, *, seed: int, kind: str) -> dict[str, int]:
+    """Read a file of the mount into memory of this kind, and return the bytes that each NIC of the agent served."""
+    (mount / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(mount), str(tree), str(seed), kind],
+        env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    served: dict[str, int] = json.loads(child.stdout)
+    return served
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Return an empty folder for the mount and one for a tree of sysfs."""
+    mount, tree = tmp_path / "mount", tmp_path / "tree"
+    mount.mkdir()
+    tree.mkdir()
+    return mount, tree
+
+
+# The third NIC shares a switch with the GPU. In the second case, the second NIC does too.
+@pytest.mark.parametrize(("second_nic", "nearest"), [("0000:06:00.0", {"twin2"}), ("0000:07:00.0", {"twin1", "twin2"})])
+def test_device_memory_is_accessed_by_the_nearest_nics(
+    folders: tuple[Path, Path], device: Device, seed: int, second_nic: str, nearest: set[str]
+) -> None:
+    mount, tree = folders
+    nics: Mapping[str, str] = {
+        "twin0": "0000:81:00.0",
+        "twin1": second_nic,
+        "twin2": "0000:04:00.0",
+        "twin3": "0000:41:00.0",
+    }
+    paths = pci_paths_with_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    tree_at(tree, nics, pci_paths=paths)
+    served = bytes_by_nic(mount, tree, seed=seed, kind="device")
+    assert {name for name, count in served.items() if count} == nearest
+
+
+def test_host_memory_is_accessed_by_all_nics(folders: tuple[Path, Path], seed: int) -> None:
+    mount, tree = folders
+    nics = ["0000:81:00.0", "0000:06:00.0", "0000:04:00.0", "0000:41:00.0"]
+    tree_at(tree, {f"twin{index}": address for index, address in enumerate(nics)}, pci_paths=PCI_PATHS)
+    served = bytes_by_nic(mount, tree, seed=seed, kind="host")
+    assert all(served.values()), served
