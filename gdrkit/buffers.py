@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import os
 import warnings
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
-from gdrkit.errors import ClosedResource, GdrkitWarning, Reason, UsageError
+from gdrkit.errors import Api, ApiError, ClosedResource, GdrkitWarning, Reason, UsageError, errno_name
 from gdrkit.handles import Closeable, Handle, ReleaseStack, Resource
+from gdrkit.units import GPU_RDMA_PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +48,7 @@ class MemoryKind(enum.Enum):
     CUDA_IMPORTED = "cuda_imported"  # cuIpcOpenMemHandle
     CUDA_MANAGED = "cuda_managed"  # cuMemAllocManaged
     GAUDI = "gaudi"
+    DMABUF = "dmabuf"  # Memory of any exporter, of which gdrkit knows only a dma-buf.
 
 
 class DmabufRange(Closeable):
@@ -81,6 +84,50 @@ class DmabufRange(Closeable):
                 f"length {length_bytes}, address {address:#x}"
             )
             raise UsageError(message)
+
+    @classmethod
+    def from_fd(cls, fd: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Self:
+        """Return a range of a dma-buf of any exporter, such as ROCm, Level Zero or a driver of an FPGA.
+
+        Peers name the first byte of the dma-buf by the address 64 KiB, and the others by the addresses after it.
+
+        Parameters
+        ----------
+        fd : int
+            A descriptor of the dma-buf. It is borrowed: the range gets a duplicate (close-on-exec).
+        offset_bytes : int
+            Offset of the range in the dma-buf.
+        length_bytes : int or None
+            Size of the range, above 0. None means up to the end of the dma-buf.
+
+        Raises
+        ------
+        ApiError
+            BAD_DESCRIPTOR: the descriptor is not open, or lseek cannot report its size.
+        UsageError
+            The range is empty or not inside the dma-buf.
+        """
+        size_bytes = _size_of(fd)
+        length_bytes = size_bytes - offset_bytes if length_bytes is None else length_bytes
+        check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=size_bytes)
+        # A NIC requires the same offset in a page for the address and for the bytes in the dma-buf.
+        address = GPU_RDMA_PAGE_BYTES + offset_bytes
+        duplicate = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        return cls(duplicate, offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the dma-buf. No other dma-buf has them while a descriptor of this one is open.
+
+        The kernel gives each dma-buf an inode of its own since Linux 5.3.
+        """
+        status = os.fstat(self.fd)
+        return status.st_dev, status.st_ino
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole dma-buf in bytes."""
+        return _size_of(self.fd)
 
     @property
     def fd(self) -> int:
@@ -326,6 +373,23 @@ class MemoryResource(Resource):
     def __repr__(self) -> str:
         address_text = "closed" if self._closed else f"{self.address:#x}"
         return f"{type(self).__name__}({address_text}, length_bytes={self.length_bytes}, kind={self.kind.value})"
+
+
+def _size_of(fd: int) -> int:
+    """Return the size of a dma-buf in bytes, as lseek to its end reports it."""
+    try:
+        return os.lseek(fd, 0, os.SEEK_END)
+    except OSError as error:
+        error_number = error.errno or errno.EBADF
+        raise ApiError(
+            api=Api.KERNEL,
+            operation="lseek",
+            status=error_number,
+            status_name=errno_name(error_number),
+            errno=error_number,
+            arguments={"fd": fd},
+            reason=Reason.BAD_DESCRIPTOR,
+        ) from error
 
 
 def check_range(*, offset_bytes: int, length_bytes: int, size_bytes: int) -> None:

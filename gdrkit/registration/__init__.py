@@ -6,6 +6,7 @@ Only this package imports both an exporter of device memory (`gdrkit.cuda`) and 
 from __future__ import annotations
 
 from gdrkit.registration.cache import RegionCache
+from gdrkit.registration.dmabuf_memory import DmabufMemory
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage, receive
 from gdrkit.registration.lease import Lease
@@ -21,6 +22,7 @@ __all__ = [
     "BufferPool",
     "CacheStatistics",
     "Distance",
+    "DmabufMemory",
     "FlushOption",
     "GdrManager",
     "GdrObstacle",

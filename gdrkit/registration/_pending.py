@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["PendingDeregistrations", "PendingRegistration", "PendingRegistrations", "register_allocation"]
 
+# Above every address of memory, also above those by which dma-bufs are found (DmabufMemory).
+_ADDRESS_END = 1 << 256
+
 
 class PendingRegistration:
     """One pending registration, with the number of threads that wait for it.
@@ -127,7 +130,7 @@ class PendingDeregistrations:
         entry.is_claimed = True
         return [entry]
 
-    def claim_all(self, begin: int = 0, end: int = 1 << 64) -> list[CacheEntry]:
+    def claim_all(self, begin: int = 0, end: int = _ADDRESS_END) -> list[CacheEntry]:
         """Wait until no other thread deregisters entries of the range, and claim the remaining ones.
 
         Return the claimed entries, which the caller has to deregister.

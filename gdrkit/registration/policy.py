@@ -39,8 +39,8 @@ class RegistrationRoute(enum.Enum):
     @classmethod
     def methods_for(cls, kind: MemoryKind) -> tuple[Self, ...]:
         """Return the methods that the policy tries for memory of this kind, in order."""
-        # Gaudi memory has no addresses in this process, so ibv_reg_mr cannot pin it as peer memory.
-        if kind is MemoryKind.GAUDI:
+        # This memory has no addresses in this process, so ibv_reg_mr cannot pin it as peer memory.
+        if kind in {MemoryKind.GAUDI, MemoryKind.DMABUF}:
             return (cls.DMABUF,)
         return (cls.HOST,) if kind is MemoryKind.HOST else (cls.DMABUF, cls.PEER_MEMORY)
 

@@ -31,9 +31,9 @@ from gdrkit.errors import (
     SetupMissing,
     Unsupported,
     UsageError,
-    errno_name,
 )
 from gdrkit.host import is_running, this_process
+from gdrkit.registration.dmabuf_memory import DmabufMemory
 from gdrkit.registration.exports import clearer_error, sharing_advice
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
 
 __all__ = [
+    "ANY_EXPORTER",
     "SharedMemory",
     "device_at",
     "device_of",
@@ -52,6 +53,10 @@ __all__ = [
     "import_dmabuf",
     "import_memory",
 ]
+
+
+# The device UUID in the handle of a dma-buf of an exporter that gdrkit does not know.
+ANY_EXPORTER = b"any dma-buf".ljust(16, b"\0")
 
 
 class SharedMemory(CudaMemory):
@@ -83,7 +88,7 @@ def export_memory(
     Parameters
     ----------
     memory : DeviceBuffer
-        Memory of CUDA. It may begin inside an allocation.
+        Memory of CUDA. It may begin inside an allocation. Or memory of any exporter, by its dma-buf.
     kind : ShareKind
         The export method. :func:`~gdrkit.registration.exports.export_methods` lists the methods of a kind of memory.
     offset_bytes, length_bytes : int
@@ -92,7 +97,8 @@ def export_memory(
     Raises
     ------
     Unsupported
-        ENOTSUP: it is not memory of CUDA. With the driver's status: this kind of memory does not support this method.
+        ENOTSUP: it is neither memory of CUDA nor a dma-buf. With the driver's status: this kind of memory does not
+        support this method.
     ApiError
         The driver failed for another reason.
     UsageError
@@ -106,6 +112,9 @@ def export_memory(
     if length_bytes == 0:
         message = "0 bytes cannot be shared"
         raise UsageError(message)
+    if isinstance(memory, DmabufMemory) and kind is ShareKind.DMABUF:
+        with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
+            return _message_of(dmabuf, device_uuid=ANY_EXPORTER)
     if not isinstance(memory, CudaMemory):
         raise _not_supported("export_memory", f"{memory.kind.value} memory is not CUDA memory", "share CUDA memory")
     return _EXPORTERS[kind](memory, offset_bytes, length_bytes)
@@ -236,12 +245,13 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
         raise UsageError(message, what_to_do="call import_memory() with it")
     _require_owner(handle)
     (fd,) = handle_message.descriptors
-    if _size_of(fd) != handle.allocation_bytes:
-        message = f"the descriptor has {_size_of(fd)} bytes, but the handle says {handle.allocation_bytes}"
-        raise UsageError(message, reason=Reason.MALFORMED)
-    return DmabufRange(
-        os.dup(fd), offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes, address=handle.address
-    )
+    with DmabufRange.from_fd(fd) as whole:
+        if whole.size_bytes != handle.allocation_bytes:
+            message = f"the descriptor has {whole.size_bytes} bytes, but the handle says {handle.allocation_bytes}"
+            raise UsageError(message, reason=Reason.MALFORMED)
+        return DmabufRange(
+            whole.take(), offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes, address=handle.address
+        )
 
 
 def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
@@ -298,17 +308,22 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
 
 def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
-        handle = ShareHandle(
-            kind=ShareKind.DMABUF,
-            allocation_bytes=_size_of(dmabuf.fd),
-            offset_bytes=dmabuf.offset_bytes,
-            length_bytes=dmabuf.length_bytes,
-            address=dmabuf.address,
-            descriptor_count=1,
-            device_uuid=_uuid_of(memory.device),
-            owner=this_process(),
-        )
-        return HandleMessage(handle.pack(), [dmabuf.take()])
+        return _message_of(dmabuf, device_uuid=_uuid_of(memory.device))
+
+
+def _message_of(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMessage:
+    """Return the message with a dma-buf. It takes the descriptor of the range."""
+    handle = ShareHandle(
+        kind=ShareKind.DMABUF,
+        allocation_bytes=dmabuf.size_bytes,
+        offset_bytes=dmabuf.offset_bytes,
+        length_bytes=dmabuf.length_bytes,
+        address=dmabuf.address,
+        descriptor_count=1,
+        device_uuid=device_uuid,
+        owner=this_process(),
+    )
+    return HandleMessage(handle.pack(), [dmabuf.take()])
 
 
 _EXPORTERS = {ShareKind.IPC: _export_ipc, ShareKind.VMM: _export_vmm, ShareKind.DMABUF: _export_dmabuf}
@@ -374,22 +389,6 @@ def _not_supported(operation: str, detail: str, what_to_do: str) -> Unsupported:
         what_to_do=what_to_do,
         detail=detail,
     )
-
-
-def _size_of(fd: int) -> int:
-    """Return the size of a dma-buf in bytes, as lseek to its end reports it."""
-    try:
-        return os.lseek(fd, 0, os.SEEK_END)
-    except OSError as error:
-        raise ApiError(
-            api=Api.KERNEL,
-            operation="lseek",
-            status=error.errno,
-            status_name=errno_name(error.errno),
-            errno=error.errno,
-            arguments={"fd": fd},
-            reason=Reason.BAD_DESCRIPTOR,
-        ) from error
 
 
 def _close_after(allocation: CudaMemory, error: BaseException) -> None:

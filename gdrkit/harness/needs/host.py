@@ -27,6 +27,7 @@ __all__ = [
     "capability",
     "captures",
     "compiler",
+    "device_file",
     "file_system",
     "fuse",
     "memlock",
@@ -172,6 +173,25 @@ def program(name: str, *probe_options: str) -> Need:
     If `probe_options` are given, the program must also start with them and print something.
     """
     return _Program(name, probe_options)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceFile:
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f"host.device_file({self.path})"
+
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the rights of this process are not facts of the host.
+        if not Path(self.path).is_char_device():
+            return f"there is no {self.path}"
+        return None if os.access(self.path, os.R_OK | os.W_OK) else f"this process may not open {self.path}"
+
+
+def device_file(path: str) -> Need:
+    """Return the need of a character device that this process may open, such as /dev/udmabuf."""
+    return _DeviceFile(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""Memory of any exporter, by a dma-buf of it.
+
+ROCm, Level Zero, an FPGA driver, the dma-heaps of the kernel and udmabuf export their memory as dma-bufs. gdrkit has no
+code for them: the program that uses their library passes the descriptor. ``docs/add-a-device.md`` shows how.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gdrkit.buffers import DmabufRange, MemoryKind, MemoryResource
+from gdrkit.errors import Api, Reason, Unsupported, errno_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["DmabufMemory"]
+
+# DMA_BUF_IOCTL_SYNC is _IOW('b', 0, struct dma_buf_sync), which has one u64 of flags (linux/dma-buf.h).
+_IOCTL_SYNC = 0x40086200
+_SYNC_READ, _SYNC_WRITE, _SYNC_END = 1, 2, 4
+# Every dma-buf has its own part of the address space in which a cache of registrations looks for memory. The parts lie
+# above all addresses of devices and processes, and are larger than any dma-buf.
+_SPACE_BYTES = 1 << 64
+
+
+class DmabufMemory(MemoryResource):
+    """Memory in a dma-buf of any exporter; see :class:`gdrkit.buffers.DeviceBuffer`.
+
+    NICs register it by its dma-buf. A :class:`~gdrkit.registration.RegionCache` identifies it by the identity of the
+    dma-buf, so that two objects with descriptors of one dma-buf share a registration. The exporter cannot free the
+    memory while a descriptor or a registration exists.
+
+    Parameters
+    ----------
+    dmabuf : DmabufRange
+        The memory. This object owns the range from now on.
+
+    Attributes
+    ----------
+    address : int
+        A number that identifies the first byte among all dma-bufs. It is no address of a process or a device.
+    """
+
+    def __init__(self, dmabuf: DmabufRange) -> None:
+        self._dmabuf = dmabuf
+        try:
+            device, self._inode = dmabuf.identity
+            self._size_bytes = dmabuf.size_bytes
+        except BaseException:
+            dmabuf.close()
+            raise
+        self._base = ((device << 64 | self._inode) + 1) * _SPACE_BYTES
+        super().__init__(MemoryKind.DMABUF, address=self._base + dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes)
+
+    @property
+    def owned(self) -> bool:
+        """Always False: the exporter owns the memory. A close of this object only closes its descriptor."""
+        return False
+
+    def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
+        """Return the range of a part of this memory, with a duplicate of the descriptor. The caller closes it.
+
+        A length of None means up to the end.
+        """
+        self._check_open()
+        length_bytes = self._checked_length(offset_bytes, length_bytes)
+        return DmabufRange.from_fd(
+            self._dmabuf.fd, offset_bytes=self._dmabuf.offset_bytes + offset_bytes, length_bytes=length_bytes
+        )
+
+    def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the identity of the whole dma-buf: its part of the address space, its size and its inode."""
+        self._check_open()
+        return ((self._base, self._size_bytes, self._inode),)
+
+    def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+        """Return a function that returns whether this object still holds the dma-buf of `key`.
+
+        The kernel uses the inode of a dma-buf for no other one while a descriptor of it is open.
+        """
+        is_same = key == ((self._base, self._size_bytes, self._inode),)
+        return lambda: is_same and not self.closed
+
+    def allocation(self) -> DmabufMemory:
+        """Return an object for the whole dma-buf, with a duplicate of the descriptor."""
+        self._check_open()
+        return DmabufMemory(DmabufRange.from_fd(self._dmabuf.fd))
+
+    def _release(self) -> None:
+        self._dmabuf.close()
+
+    def _copy_to_host(self, address: int, view: memoryview) -> None:
+        with self._mapping(_SYNC_READ) as mapping:
+            begin = address - self._base
+            view[:] = memoryview(mapping)[begin : begin + view.nbytes]
+
+    def _copy_from_host(self, address: int, view: memoryview) -> None:
+        with self._mapping(_SYNC_READ | _SYNC_WRITE) as mapping:
+            begin = address - self._base
+            mapping[begin : begin + view.nbytes] = bytes(view)
+
+    @contextmanager
+    def _mapping(self, flags: int) -> Iterator[mmap.mmap]:
+        """Map the dma-buf for an access by the CPU, as ``linux/dma-buf.h`` requires it.
+
+        Raises
+        ------
+        Unsupported
+            The exporter does not let the CPU map its memory.
+        """
+        try:
+            mapping = mmap.mmap(self._dmabuf.fd, self._size_bytes)
+            with mapping:
+                fcntl.ioctl(self._dmabuf.fd, _IOCTL_SYNC, struct.pack("=Q", flags))
+                try:
+                    yield mapping
+                finally:
+                    fcntl.ioctl(self._dmabuf.fd, _IOCTL_SYNC, struct.pack("=Q", flags | _SYNC_END))
+        except OSError as error:
+            error_number = error.errno or errno.EIO
+            raise Unsupported(
+                api=Api.KERNEL,
+                operation="mmap",
+                status=error_number,
+                status_name=errno_name(error_number),
+                errno=error_number,
+                arguments={"fd": self._dmabuf.fd, "length": self._size_bytes},
+                reason=Reason.NOT_SUPPORTED,
+                what_to_do="copy the bytes by the library of the exporter",
+                detail=os.strerror(error_number),
+            ) from error

@@ -1,0 +1,170 @@
+"""Memory of any exporter, by a bare descriptor of a dma-buf: registered, cached by its identity, and shared."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.kernel_exporters import DMA_HEAP, UDMABUF, exported
+from support.memory_kinds import DMABUF
+from support.python_child import suites_environ
+
+from gdrkit import handles, launch, pattern
+from gdrkit.buffers import DmabufRange
+from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed, Unsupported, UsageError
+from gdrkit.harness.needs import cuda, host, needs, verbs
+from gdrkit.registration import DmabufMemory, RegionCache, ShareKind, export_memory, import_dmabuf, register
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.cuda import Device
+    from gdrkit.verbs import Nic
+
+OFFSET_BYTES, PART_BYTES = 64 * KIB + 4099, 300_001
+EXPORTERS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP)]
+# A process without CUDA. It gets only the number of an inherited descriptor.
+PROGRAM = f"""
+import sys
+from pathlib import Path
+from gdrkit import verbs
+from gdrkit.buffers import DmabufRange
+from gdrkit.harness.peer import Peer
+from gdrkit.registration import DmabufMemory, RegionCache
+from gdrkit.verbs import Status
+from support.memory_kinds import peer_queue_pair
+
+fd, seed = int(sys.argv[1]), int(sys.argv[2])
+nic = verbs.open_active_nics()[0]
+with nic, RegionCache([nic]) as cache, Peer() as peer, peer_queue_pair(nic, peer) as peer_pair:
+    part = DmabufRange.from_fd(fd, offset_bytes={OFFSET_BYTES}, length_bytes={PART_BYTES})
+    with DmabufMemory(part) as memory, cache.lease(memory) as lease:
+        peer_pair.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
+assert "libcuda" not in Path("/proc/self/maps").read_text()
+"""
+
+
+@DMABUF
+@needs(verbs.foreign_dmabuf)
+def test_process_without_cuda_registers_an_inherited_descriptor(device: Device, seed: int) -> None:
+    with device.allocate(MIB) as memory, memory.export_dmabuf() as dmabuf:
+        memory.fill(0)
+        command = [sys.executable, "-c", PROGRAM, str(dmabuf.fd), str(seed)]
+        subprocess.run(command, env=suites_environ(), pass_fds=(dmabuf.fd,), check=True, timeout=120)
+        pattern.check(memory.read(offset_bytes=OFFSET_BYTES, length_bytes=PART_BYTES), seed=seed)
+        assert memory.read(length_bytes=OFFSET_BYTES) == bytes(OFFSET_BYTES)
+        end = OFFSET_BYTES + PART_BYTES
+        assert memory.read(offset_bytes=end) == bytes(MIB - end)
+
+
+@pytest.fixture
+def dmabufs(device: Device) -> Iterator[tuple[int, int]]:
+    """Yield the descriptors of two dma-bufs of two allocations."""
+    with (
+        device.allocate(MIB) as first,
+        device.allocate(MIB) as second,
+        first.export_dmabuf() as first_dmabuf,
+        second.export_dmabuf() as second_dmabuf,
+    ):
+        yield first_dmabuf.fd, second_dmabuf.fd
+
+
+@DMABUF
+@needs(verbs.foreign_dmabuf)
+def test_cache_finds_a_dmabuf_by_its_identity(dmabufs: tuple[int, int], nic: Nic) -> None:
+    first, second = dmabufs
+    with RegionCache([nic]) as cache, contextlib.ExitStack() as stack:
+        for offset_bytes in (0, 4096, 5000):
+            copy = os.dup(first)
+            memory = DmabufMemory(DmabufRange.from_fd(copy, offset_bytes=offset_bytes, length_bytes=10_000))
+            os.close(copy)
+            with memory, cache.lease(memory, offset_bytes=7) as lease:
+                remote = lease.remote(nic)
+                assert (remote.address, remote.length_bytes) == (64 * KIB + offset_bytes + 7, 9993)
+        assert (cache.statistics().registrations, cache.statistics().hits) == (1, 2)
+        other = stack.enter_context(DmabufMemory(DmabufRange.from_fd(second)))
+        cache.lease(other).close()
+        assert cache.statistics().registrations == 2
+        assert cache.invalidate(other.address, length_bytes=other.length_bytes) == 1
+        assert cache.statistics().regions == 1
+
+
+@DMABUF
+@needs(verbs.foreign_dmabuf)
+def test_shared_dmabuf_is_found_by_its_identity(dmabufs: tuple[int, int], nic: Nic) -> None:
+    with RegionCache([nic]) as cache, DmabufMemory(DmabufRange.from_fd(dmabufs[0])) as memory:
+        cache.lease(memory).close()
+        with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4099, length_bytes=9000) as message:
+            received = import_dmabuf(message)
+        with DmabufMemory(received) as imported, cache.lease(imported) as lease:
+            assert lease.remote(nic).address == 64 * KIB + 4099
+        assert (cache.statistics().registrations, cache.statistics().hits) == (1, 1)
+        for kind in (ShareKind.IPC, ShareKind.VMM):
+            with pytest.raises(Unsupported):
+                export_memory(memory, kind=kind)
+
+
+@needs(cuda.device(), cuda.dmabuf_export)
+def test_memory_that_the_cpu_cannot_map_is_not_copied(dmabufs: tuple[int, int]) -> None:
+    with DmabufMemory(DmabufRange.from_fd(dmabufs[0])) as memory:
+        for copy in (lambda: memory.read(length_bytes=1), lambda: memory.write(b"x")):
+            with pytest.raises(Unsupported) as raised:
+                copy()
+            assert raised.value.reason is Reason.NOT_SUPPORTED
+
+
+def test_descriptor_without_a_size_is_refused() -> None:
+    reader, writer = os.pipe()
+    before = handles.live()
+    for fd in (-1, 987_654, reader):
+        with pytest.raises(ApiError) as raised:
+            DmabufRange.from_fd(fd)
+        assert raised.value.reason is Reason.BAD_DESCRIPTOR
+    assert handles.live() == before
+    os.close(reader)
+    os.close(writer)
+
+
+@needs(cuda.device(), cuda.dmabuf_export)
+@pytest.mark.parametrize("part", [(-1, 10), (0, 0), (0, MIB + 1), (MIB, 1), (MIB, None), (2 * MIB, None)])
+def test_range_outside_the_dmabuf_is_refused(dmabufs: tuple[int, int], part: tuple[int, int | None]) -> None:
+    with pytest.raises(UsageError):
+        DmabufRange.from_fd(dmabufs[0], offset_bytes=part[0], length_bytes=part[1])
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: int) -> None:
+    with (
+        exported(exporter, MIB) as fd,
+        exported(exporter, MIB) as other_fd,
+        DmabufMemory(DmabufRange.from_fd(fd, offset_bytes=4099, length_bytes=100_000)) as memory,
+        DmabufMemory(DmabufRange.from_fd(fd)) as whole,
+        DmabufMemory(DmabufRange.from_fd(other_fd)) as other,
+    ):
+        memory.write(pattern.payload(100_000, seed=seed))
+        pattern.check(whole.read(offset_bytes=4099, length_bytes=100_000), seed=seed)
+        assert whole.read(length_bytes=4099) == bytes(4099)
+        assert memory.allocation_key() == whole.allocation_key() != other.allocation_key()
+
+
+@needs(verbs.no_way_to_devices, verbs.nic())
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic: Nic) -> None:
+    """Soft-RoCE registers no dma-buf of any exporter, and a dma-buf has no other route."""
+    with contextlib.ExitStack() as stack:
+        if launch.twin_control().ledger("verbs") is not None:
+            stack.enter_context(faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"))
+        memory = stack.enter_context(DmabufMemory(DmabufRange.from_fd(stack.enter_context(exported(exporter, MIB)))))
+        before = handles.live()
+        with pytest.raises(RegistrationFailed) as raised:
+            register(memory, [nic])
+        assert handles.live() == before
+    (cause,) = raised.value.causes
+    assert isinstance(cause, Unsupported)
+    assert (cause.operation, cause.status_name) == ("ibv_reg_dmabuf_mr", "EOPNOTSUPP")
