@@ -150,7 +150,10 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
     point = words[0]
     key = _code_key(point)
     if key is None:
-        apis = "verbs (ibv_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), or a point of a twin (wc., cufile.)"
+        apis = (
+            "verbs (ibv_), librdmacm (rdma_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), "
+            "or a point of a twin (wc., cufile.)"
+        )
         raise _malformed(name, line_number, f"'{point}' is not a function of {apis}")
     values: dict[str, Any] = {}
     for word in words[1:]:
@@ -192,7 +195,7 @@ def _code_key(point: str) -> str | None:
         return "route"
     if point in _COMPLETION_FAULT_POINTS or point in _CUFILE_IO_FAULT_POINTS:
         return "status"
-    if point.startswith(("ibv_", "_ibv_", "hlthunk_")):
+    if point.startswith(("ibv_", "_ibv_", "rdma_", "hlthunk_")):
         return "errno"
     return "status" if point.startswith("cu") else None
 

@@ -75,4 +75,5 @@ def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
 
 
 def test_every_symbol_has_a_convention() -> None:
-    assert contract_symbols("ibverbs.symbols") == contract_symbols("ibverbs.conventions")
+    for twin in ("ibverbs", "rdmacm"):
+        assert contract_symbols(f"{twin}.symbols") == contract_symbols(f"{twin}.conventions")

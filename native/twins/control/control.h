@@ -13,11 +13,11 @@ extern "C" {
 /* Write the state of the library as a JSON object. Like snprintf, truncate it to `size` bytes including the final NUL
  * and return the full length without the NUL. `buffer` may be NULL if `size` is 0.
  *
- *   library  "ibverbs", "cuda", "cufile" or "hlthunk"
+ *   library  "ibverbs", "rdmacm", "cuda", "cufile" or "hlthunk"
  *   handles  number of live handles by kind: {"ibv_mr": 2, ...}
  *   calls    number of calls of each function, including calls that failed by an injected fault
  *   seed     seed of the random numbers
- *   delayed  (ibverbs, cufile) for each delayed function, the largest number of calls delayed at the same time
+ *   delayed  (ibverbs, rdmacm, cufile) for each delayed function, the largest number of calls delayed at the same time
  *   trace    (ibverbs, hlthunk) the last calls: "<monotonic ns> <function> <arguments> -> <result>"
  *   exports, open_devices (hlthunk) numbers of live dma-bufs and of open devices
  *   traffic  (ibverbs) for each device: bytes and requests that its queue pairs sent, and that they served for peers

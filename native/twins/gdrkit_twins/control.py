@@ -17,6 +17,7 @@ __all__ = ["ledger", "loaded", "set_faults"]
 
 _LIBRARY_NAMES = {
     "verbs": "libibverbs.so",
+    "rdmacm": "librdmacm.so",
     "cuda": "libcuda.so",
     "cufile": "libcufile.so",
     "hlthunk": "libhl-thunk.so",
@@ -26,7 +27,7 @@ _BUFFER_STEP_BYTES = 4096
 
 
 def loaded(api: str) -> ctypes.CDLL | None:
-    """Return the loaded twin of `api` (``verbs``, ``cuda``, ``cufile`` or ``hlthunk``).
+    """Return the loaded twin of `api` (``verbs``, ``rdmacm``, ``cuda``, ``cufile`` or ``hlthunk``).
 
     Return None if this process has not loaded that library, or has loaded the real one.
     """

@@ -1,4 +1,5 @@
-# Generates the linker version script and the unimplemented functions of the verbs twin from the files in contracts/.
+# Generates the linker version script and the unimplemented functions of a twin from the files in contracts/. The twins
+# of libibverbs and librdmacm use it.
 
 # Reads the lines of a contract file and skips comments, which begin with #.
 function(gdrkit_read_contract file result)
@@ -31,10 +32,13 @@ endfunction()
 # Writes a version script with one node per symbol version, in the order of the contract. A node lists only the symbols
 # whose default version it is (name@@VERSION). The others (name@VERSION) and all private symbols are created by .symver
 # directives, which need the node to exist. As in the real library, public versions inherit from one another and private
-# versions do not.
+# versions do not. Without a file of private symbols, `private` is empty.
 function(gdrkit_generate_version_script symbols private output)
   gdrkit_read_contract(${symbols} lines)
-  gdrkit_read_private_contract(${private} numbers entries)
+  set(numbers "")
+  if(private)
+    gdrkit_read_private_contract(${private} numbers entries)
+  endif()
   set(versions "")
   foreach(line IN LISTS lines)
     string(REGEX MATCH "^([A-Za-z0-9_]+)(@@?)([A-Z0-9_.]+)$" matched "${line}")
@@ -69,7 +73,7 @@ function(gdrkit_generate_version_script symbols private output)
     if(version STREQUAL last_version)
       string(APPEND text "    local: *;\n")
     endif()
-    if(version MATCHES "^IBVERBS_1_")
+    if(version MATCHES "^(IBVERBS|RDMACM)_1_")
       string(APPEND text "}${parent_node};\n\n")
       set(parent_node " ${node_${version}}")
     else()
@@ -84,7 +88,8 @@ endfunction()
 macro(gdrkit_define_bodies)
   set(body_errno "int" "return EOPNOTSUPP;")
   set(body_null "void*" "errno = EOPNOTSUPP; return nullptr;")
-  set(body_minus1 "int" "errno = EOPNOTSUPP; return -1;")
+  # The type is long, because some of the functions return ssize_t. A caller that expects an int gets the same value.
+  set(body_minus1 "long" "errno = EOPNOTSUPP; return -1;")
   set(body_void "void" "errno = EOPNOTSUPP;")
 endmacro()
 
@@ -95,7 +100,7 @@ function(gdrkit_generate_unsupported symbols conventions output)
   gdrkit_define_bodies()
   gdrkit_read_contract(${symbols} symbol_lines)
   gdrkit_read_contract(${conventions} lines)
-  set(text "// Generated from contracts/ibverbs.conventions.\n#include <cerrno>\n\n")
+  set(text "// Generated from the conventions in contracts/.\n#include <cerrno>\n\n")
   foreach(line IN LISTS lines)
     string(REGEX MATCH "^([A-Za-z0-9_]+)@([A-Z0-9_.]+) ([a-z0-9]+)$" matched "${line}")
     if(NOT matched)

@@ -1,0 +1,144 @@
+// Implements the functions for socket addresses and queries the addresses of this host.
+
+#include "rdmacm/address.hpp"
+
+#include <ifaddrs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "model/sockets.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr std::size_t ipv4_offset = 12; // of an IPv4 address in its IPv4-mapped form
+
+} // namespace
+
+bool IpAddress::is_any() const {
+    const std::size_t begin = family == AF_INET ? ipv4_offset : 0;
+    return std::all_of(bytes.raw + begin, bytes.raw + sizeof bytes.raw, [](std::uint8_t byte) { return byte == 0; });
+}
+
+bool IpAddress::is_loopback() const {
+    if (family == AF_INET) {
+        return bytes.raw[ipv4_offset] == 127;
+    }
+    return std::memcmp(bytes.raw, &in6addr_loopback, sizeof bytes.raw) == 0;
+}
+
+bool IpAddress::is_multicast() const {
+    return family == AF_INET ? (bytes.raw[ipv4_offset] & 0xf0) == 0xe0 : bytes.raw[0] == 0xff;
+}
+
+bool IpAddress::operator==(const IpAddress& other) const {
+    return family == other.family && same_gid(bytes, other.bytes);
+}
+
+socklen_t address_length(const sockaddr* address) {
+    if (address == nullptr) {
+        return 0;
+    }
+    return address->sa_family == AF_INET ? sizeof(sockaddr_in)
+                                         : (address->sa_family == AF_INET6 ? sizeof(sockaddr_in6) : 0);
+}
+
+IpAddress ip_of(const sockaddr* address) {
+    IpAddress ip;
+    if (address->sa_family == AF_INET6) {
+        sockaddr_in6 ipv6;
+        std::memcpy(&ipv6, address, sizeof ipv6);
+        ip.family = AF_INET6;
+        ip.scope_id = ipv6.sin6_scope_id;
+        std::memcpy(ip.bytes.raw, &ipv6.sin6_addr, sizeof ip.bytes.raw);
+        return ip;
+    }
+    sockaddr_in ipv4;
+    std::memcpy(&ipv4, address, sizeof ipv4);
+    ip.bytes.raw[10] = ip.bytes.raw[11] = 0xff;
+    std::memcpy(ip.bytes.raw + ipv4_offset, &ipv4.sin_addr, sizeof ipv4.sin_addr);
+    return ip;
+}
+
+std::uint16_t port_of(const sockaddr* address) {
+    sockaddr_in ipv4; // the port is at the same offset in both families
+    static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
+    std::memcpy(&ipv4, address, sizeof ipv4);
+    return ntohs(ipv4.sin_port);
+}
+
+void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port) {
+    std::memset(storage, 0, sizeof *storage);
+    if (address.family == AF_INET6) {
+        sockaddr_in6 ipv6{};
+        ipv6.sin6_family = AF_INET6;
+        ipv6.sin6_port = htons(port);
+        ipv6.sin6_scope_id = address.scope_id;
+        std::memcpy(&ipv6.sin6_addr, address.bytes.raw, sizeof ipv6.sin6_addr);
+        std::memcpy(storage, &ipv6, sizeof ipv6);
+        return;
+    }
+    sockaddr_in ipv4{};
+    ipv4.sin_family = AF_INET;
+    ipv4.sin_port = htons(port);
+    std::memcpy(&ipv4.sin_addr, address.bytes.raw + ipv4_offset, sizeof ipv4.sin_addr);
+    std::memcpy(storage, &ipv4, sizeof ipv4);
+}
+
+std::vector<IpAddress> host_addresses() {
+    std::vector<IpAddress> addresses;
+    ifaddrs* interfaces = nullptr;
+    if (getifaddrs(&interfaces) != 0) {
+        return addresses;
+    }
+    for (const ifaddrs* interface = interfaces; interface != nullptr; interface = interface->ifa_next) {
+        if (address_length(interface->ifa_addr) != 0) {
+            addresses.push_back(ip_of(interface->ifa_addr));
+        }
+    }
+    freeifaddrs(interfaces);
+    return addresses;
+}
+
+bool is_host_address(const IpAddress& address) {
+    const auto addresses = host_addresses();
+    return address.is_loopback() || std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+}
+
+int source_address_for(const IpAddress& destination, IpAddress* source) {
+    const Fd socket(::socket(destination.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (!socket) {
+        return errno;
+    }
+    // A connected datagram socket sends nothing. The kernel only chooses the route and with it the source address. The
+    // port must not be 0.
+    sockaddr_storage address;
+    store_address(&address, destination, 1);
+    auto* const generic_address = reinterpret_cast<sockaddr*>(&address);
+    socklen_t length = sizeof address;
+    if (connect(socket.get(), generic_address, address_length(generic_address)) != 0 ||
+        getsockname(socket.get(), generic_address, &length) != 0) {
+        return errno;
+    }
+    *source = ip_of(generic_address);
+    return 0;
+}
+
+bool same_gid(const ibv_gid& left, const ibv_gid& right) {
+    return std::memcmp(left.raw, right.raw, sizeof left.raw) == 0;
+}
+
+std::string gid_text(const ibv_gid& gid) {
+    constexpr char digits[] = "0123456789abcdef";
+    std::string text;
+    for (const std::uint8_t byte : gid.raw) {
+        text += digits[byte >> 4];
+        text += digits[byte & 15];
+    }
+    return text;
+}
+
+} // namespace gdrkit::twin::rdmacm

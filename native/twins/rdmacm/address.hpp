@@ -1,0 +1,41 @@
+// Socket addresses: comparison, classification, and their form as a GID and as a part of a socket name.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "rdmacm/types.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+// An IPv4 or IPv6 address without a port. An IPv4 address is stored as an IPv4-mapped IPv6 address, which is also the
+// GID that a RoCE device has for it.
+struct IpAddress {
+    int family = AF_INET; // AF_INET or AF_INET6
+    ibv_gid bytes{};
+    std::uint32_t scope_id = 0;
+
+    [[nodiscard]] bool is_any() const;
+    [[nodiscard]] bool is_loopback() const;
+    [[nodiscard]] bool is_multicast() const;
+    bool operator==(const IpAddress& other) const;
+};
+
+// Return the length of an AF_INET or AF_INET6 address in bytes, or 0 if it is neither.
+socklen_t address_length(const sockaddr* address);
+IpAddress ip_of(const sockaddr* address);
+std::uint16_t port_of(const sockaddr* address); // host byte order
+void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port);
+
+// Return whether an interface of this host has the address. The loopback networks are local too.
+bool is_host_address(const IpAddress& address);
+// Return the addresses of the interfaces of this host, of both families.
+std::vector<IpAddress> host_addresses();
+// Store the address that this host would use as the source of a packet to `destination`. Return 0 or an errno of the
+// routing (ENETUNREACH ...).
+int source_address_for(const IpAddress& destination, IpAddress* source);
+
+bool same_gid(const ibv_gid& left, const ibv_gid& right);
+std::string gid_text(const ibv_gid& gid); // 32 hexadecimal digits
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,151 @@
+// rdma_getaddrinfo: translates names to the addresses of the endpoint interface, by getaddrinfo of the C library.
+
+#include <netdb.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "rdmacm/address.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// Return a copy that rdma_freeaddrinfo frees, or nullptr.
+sockaddr* copy_address(const sockaddr* address, socklen_t length) {
+    auto* const copy = static_cast<sockaddr*>(std::malloc(length));
+    if (copy != nullptr) {
+        std::memcpy(copy, address, length);
+    }
+    return copy;
+}
+
+addrinfo make_hints(const rdma_addrinfo* hints) {
+    addrinfo converted{};
+    if (hints == nullptr) {
+        return converted;
+    }
+    converted.ai_flags = ((hints->ai_flags & rai_passive) != 0 ? AI_PASSIVE : 0) |
+                         ((hints->ai_flags & rai_numeric_host) != 0 ? AI_NUMERICHOST : 0);
+    converted.ai_family = (hints->ai_flags & rai_family) != 0 || hints->ai_family != 0 ? hints->ai_family : 0;
+    const bool is_datagram =
+        hints->ai_qp_type == IBV_QPT_UD || hints->ai_port_space == RDMA_PS_UDP || hints->ai_port_space == RDMA_PS_IPOIB;
+    const bool is_stream = hints->ai_qp_type != 0 || hints->ai_port_space != 0;
+    converted.ai_socktype = is_datagram ? SOCK_DGRAM : (is_stream ? SOCK_STREAM : 0);
+    return converted;
+}
+
+// Fill the types of the entry: those of the hints, else those of the socket type.
+void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_type) {
+    const bool is_datagram = socket_type == SOCK_DGRAM;
+    entry->ai_qp_type =
+        hints != nullptr && hints->ai_qp_type != 0 ? hints->ai_qp_type : (is_datagram ? IBV_QPT_UD : IBV_QPT_RC);
+    entry->ai_port_space = hints != nullptr && hints->ai_port_space != 0
+                               ? hints->ai_port_space
+                               : static_cast<int>(is_datagram ? RDMA_PS_UDP : RDMA_PS_TCP);
+}
+
+bool fill_addresses(rdma_addrinfo* entry, const rdma_addrinfo* hints, const sockaddr* address, socklen_t length) {
+    const bool is_passive = (entry->ai_flags & rai_passive) != 0;
+    (is_passive ? entry->ai_src_len : entry->ai_dst_len) = length;
+    sockaddr*& found = is_passive ? entry->ai_src_addr : entry->ai_dst_addr;
+    found = copy_address(address, length);
+    if (!is_passive && hints != nullptr && hints->ai_src_len != 0 && hints->ai_src_addr != nullptr) {
+        entry->ai_src_len = hints->ai_src_len;
+        entry->ai_src_addr = copy_address(hints->ai_src_addr, hints->ai_src_len);
+        return found != nullptr && entry->ai_src_addr != nullptr;
+    }
+    return found != nullptr;
+}
+
+// Make one entry, or return nullptr if no memory is left.
+rdma_addrinfo* make_entry(const rdma_addrinfo* hints, const sockaddr* address, socklen_t length, int socket_type,
+                          const char* canonical_name) {
+    auto* const entry = static_cast<rdma_addrinfo*>(std::calloc(1, sizeof(rdma_addrinfo)));
+    if (entry == nullptr) {
+        return nullptr;
+    }
+    entry->ai_flags = hints == nullptr ? 0 : hints->ai_flags;
+    entry->ai_family = address->sa_family;
+    fill_types(entry, hints, socket_type);
+    const bool is_passive = (entry->ai_flags & rai_passive) != 0;
+    char*& name = is_passive ? entry->ai_src_canonname : entry->ai_dst_canonname;
+    name = canonical_name == nullptr ? nullptr : strdup(canonical_name);
+    if (!fill_addresses(entry, hints, address, length)) {
+        rdma_freeaddrinfo(entry);
+        return nullptr;
+    }
+    return entry;
+}
+
+// Return 0 or an error code of getaddrinfo.
+int look_up(const char* node, const char* service, const rdma_addrinfo* hints, rdma_addrinfo** result) {
+    const addrinfo converted_hints = make_hints(hints);
+    addrinfo* list = nullptr;
+    if (const int error = getaddrinfo(node, service, &converted_hints, &list); error != 0) {
+        return error;
+    }
+    // The connection manager has no raw sockets, so the entries of other types are left out.
+    rdma_addrinfo** last = result;
+    int error = 0;
+    for (const addrinfo* item = list; item != nullptr && error == 0; item = item->ai_next) {
+        if (item->ai_socktype != SOCK_STREAM && item->ai_socktype != SOCK_DGRAM) {
+            continue;
+        }
+        *last = make_entry(hints, item->ai_addr, item->ai_addrlen, item->ai_socktype, item->ai_canonname);
+        error = *last == nullptr ? EAI_MEMORY : 0;
+        last = *last == nullptr ? last : &(*last)->ai_next;
+    }
+    freeaddrinfo(list);
+    if (error != 0) {
+        rdma_freeaddrinfo(*result);
+        *result = nullptr;
+    }
+    return error;
+}
+
+} // namespace
+
+extern "C" {
+
+int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo* hints, rdma_addrinfo** res) {
+    if (const int fault = injected_error("rdma_getaddrinfo"); fault != 0) {
+        errno = fault;
+        return EAI_SYSTEM;
+    }
+    if (res == nullptr || (node == nullptr && service == nullptr && hints == nullptr)) {
+        errno = EINVAL;
+        return -1;
+    }
+    *res = nullptr;
+    if (node != nullptr || service != nullptr) {
+        return look_up(node, service, hints, res);
+    }
+    const bool is_passive = (hints->ai_flags & rai_passive) != 0;
+    const sockaddr* const address = is_passive ? hints->ai_src_addr : hints->ai_dst_addr;
+    const socklen_t length = is_passive ? hints->ai_src_len : hints->ai_dst_len;
+    if (address_length(address) == 0 || length < address_length(address)) {
+        errno = EINVAL;
+        return -1;
+    }
+    *res = make_entry(hints, address, length, make_hints(hints).ai_socktype, nullptr);
+    return *res == nullptr ? EAI_MEMORY : 0;
+}
+
+void rdma_freeaddrinfo(rdma_addrinfo* res) {
+    while (res != nullptr) {
+        rdma_addrinfo* const next = res->ai_next;
+        std::free(res->ai_src_addr);
+        std::free(res->ai_dst_addr);
+        std::free(res->ai_src_canonname);
+        std::free(res->ai_dst_canonname);
+        std::free(res->ai_route);
+        std::free(res->ai_connect);
+        std::free(res);
+        res = next;
+    }
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,192 @@
+// Binds identifiers to addresses and ports, and resolves addresses and routes.
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "model/config.hpp"
+#include "rdmacm/connection.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/ports.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// Bind an identifier in the state idle. The caller holds the lock.
+int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port) {
+    std::optional<LocalPort> local;
+    if (!address.is_any()) {
+        local = find_local_port(address);
+        if (!local) {
+            // As the kernel does: an address of no interface is not available; one without an RDMA device has none.
+            return is_host_address(address) ? ENODEV : EADDRNOTAVAIL;
+        }
+    }
+    if (const int error = claim_port(id, address, port); error != 0) {
+        return error;
+    }
+    if (local) {
+        set_local(id, *local);
+    }
+    set_source(id, address, id->claim.port);
+    id->state = State::bound;
+    return 0;
+}
+
+// Return the loopback address of the family.
+IpAddress loopback_of(int family) {
+    sockaddr_storage storage{};
+    if (family == AF_INET6) {
+        sockaddr_in6 ipv6{};
+        ipv6.sin6_family = AF_INET6;
+        ipv6.sin6_addr = in6addr_loopback;
+        std::memcpy(&storage, &ipv6, sizeof ipv6);
+    } else {
+        sockaddr_in ipv4{};
+        ipv4.sin_family = AF_INET;
+        ipv4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        std::memcpy(&storage, &ipv4, sizeof ipv4);
+    }
+    return ip_of(reinterpret_cast<const sockaddr*>(&storage));
+}
+
+// Choose the source address for a destination. Return 0 or an errno, which an ADDR_ERROR event reports.
+int choose_source(const Identifier& id, const IpAddress& destination, IpAddress* source) {
+    *source = ip_of(&id.abi.route.addr.src_addr);
+    if (!source->is_any()) {
+        return source->family == destination.family ? 0 : EINVAL;
+    }
+    if (!destination.is_multicast() && find_local_port(destination)) {
+        *source = destination; // a packet of this host to itself
+        return 0;
+    }
+    return source_address_for(destination, source);
+}
+
+// Resolve the destination of the identifier. Return 0 or an errno, which an ADDR_ERROR event reports.
+int resolve(Identifier* id, IpAddress destination) {
+    if (destination.is_any()) {
+        destination = loopback_of(destination.family); // as the kernel does
+    }
+    IpAddress source;
+    if (const int error = choose_source(*id, destination, &source); error != 0) {
+        return error;
+    }
+    const auto local = find_local_port(source);
+    if (!local) {
+        return ENODEV;
+    }
+    const auto remote = find_local_port(destination);
+    id->remote_gid = remote ? remote->gid() : destination.bytes;
+    set_local(id, *local);
+    set_source(id, source, id->claim.port);
+    store_address(&id->abi.route.addr.dst_storage, destination, port_of(&id->abi.route.addr.dst_addr));
+    id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
+    return 0;
+}
+
+ibv_sa_path_rec make_path(const Identifier& id) {
+    ibv_sa_path_rec path{};
+    path.dgid = id.remote_gid;
+    path.sgid = id.local->gid();
+    path.hop_limit = 64;
+    path.traffic_class = id.tos;
+    path.reversible = 1;
+    path.numb_path = 1;
+    path.pkey = 0xffff;
+    path.mtu_selector = path.rate_selector = path.packet_life_time_selector = 2; // the exact values
+    path.mtu = static_cast<std::uint8_t>(id.local->device->port.active_mtu);
+    path.rate = IBV_RATE_100_GBPS;
+    path.packet_life_time = 16; // CMA_IBOE_PACKET_LIFETIME of the kernel
+    return path;
+}
+
+} // namespace
+
+int resolve_route_now(Identifier* id) {
+    auto* const path = static_cast<ibv_sa_path_rec*>(std::calloc(1, sizeof(ibv_sa_path_rec)));
+    if (path == nullptr) {
+        return ENOMEM;
+    }
+    *path = make_path(*id);
+    std::free(id->abi.route.path_rec);
+    id->abi.route.path_rec = path;
+    id->abi.route.num_paths = 1;
+    return 0;
+}
+
+int bind_to_any(Identifier* id, int family) {
+    IpAddress any;
+    any.family = family;
+    if (family == AF_INET) {
+        any.bytes.raw[10] = any.bytes.raw[11] = 0xff;
+    }
+    return bind_identifier(id, any, 0);
+}
+
+extern "C" {
+
+int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
+    return entry("rdma_bind_addr", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr || address_length(addr) == 0) {
+            return EINVAL;
+        }
+        std::lock_guard lock(manager_mutex());
+        return identifier->state != State::idle ? EINVAL : bind_identifier(identifier, ip_of(addr), port_of(addr));
+    });
+}
+
+int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, int) {
+    return entry("rdma_resolve_addr", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr || address_length(dst_addr) == 0 ||
+            (src_addr != nullptr && address_length(src_addr) == 0)) {
+            return EINVAL;
+        }
+        {
+            std::lock_guard lock(manager_mutex());
+            if (identifier->state == State::idle) {
+                const int error = src_addr != nullptr ? bind_identifier(identifier, ip_of(src_addr), port_of(src_addr))
+                                                      : bind_to_any(identifier, dst_addr->sa_family);
+                if (error != 0) {
+                    return error;
+                }
+            }
+            if (identifier->state != State::bound) {
+                return EINVAL;
+            }
+            std::memcpy(&id->route.addr.dst_storage, dst_addr, address_length(dst_addr));
+            const int error = resolve(identifier, ip_of(dst_addr));
+            identifier->state = error == 0 ? State::addr_resolved : State::bound;
+            report(identifier, error == 0 ? RDMA_CM_EVENT_ADDR_RESOLVED : RDMA_CM_EVENT_ADDR_ERROR, -error);
+        }
+        return complete(identifier);
+    });
+}
+
+int rdma_resolve_route(rdma_cm_id* id, int) {
+    return entry("rdma_resolve_route", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        {
+            std::lock_guard lock(manager_mutex());
+            if (identifier->state != State::addr_resolved) {
+                return EINVAL;
+            }
+            if (const int error = resolve_route_now(identifier); error != 0) {
+                return error;
+            }
+            identifier->state = State::route_resolved;
+            report(identifier, RDMA_CM_EVENT_ROUTE_RESOLVED);
+        }
+        return complete(identifier);
+    });
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,333 @@
+// The calls that make, accept, reject and end connections.
+
+#include <algorithm>
+
+#include "rdmacm/connection.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/ports.hpp"
+#include "rdmacm/queue_pair.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr int max_backlog = 1024; // the kernel's default of net.rdma_ucm.max_backlog
+
+std::uint8_t limit(std::uint8_t requested, std::uint8_t device_limit) {
+    return std::min(requested, device_limit); // 255 requests the largest number
+}
+
+// Return 0, or EINVAL if the parameters exceed the device or miss the number of the program's own queue pair.
+int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
+    if (is_datagram(id)) {
+        return 0;
+    }
+    if (parameters == nullptr) {
+        return id.abi.qp == nullptr ? EINVAL : 0;
+    }
+    const bool too_many_resources = parameters->responder_resources != max_responder_resources &&
+                                    parameters->responder_resources > id.local->device->max_responder_resources;
+    const bool too_deep = parameters->initiator_depth != max_initiator_depth &&
+                          parameters->initiator_depth > id.local->device->max_initiator_depth;
+    return too_many_resources || too_deep ? EINVAL : 0;
+}
+
+// Write the parameters of the connection into a message.
+void add_parameters(const Identifier& id, const rdma_conn_param& parameters, wire::Message* message) {
+    message->responder_resources = limit(parameters.responder_resources, id.local->device->max_responder_resources);
+    message->initiator_depth = limit(parameters.initiator_depth, id.local->device->max_initiator_depth);
+    message->flow_control = parameters.flow_control != 0;
+    message->retry_count = std::min<std::uint8_t>(parameters.retry_count, 7); // fields of three bits
+    message->rnr_retry_count = std::min<std::uint8_t>(parameters.rnr_retry_count, 7);
+    message->qp_num = (id.abi.qp != nullptr ? id.abi.qp->qp_num : parameters.qp_num) & 0xffffff;
+    message->srq = id.abi.qp != nullptr ? id.abi.qp->srq != nullptr : parameters.srq != 0;
+}
+
+rdma_conn_param default_parameters() {
+    rdma_conn_param parameters{};
+    parameters.responder_resources = max_responder_resources;
+    parameters.initiator_depth = max_initiator_depth;
+    parameters.flow_control = 1;
+    parameters.retry_count = 7;
+    parameters.rnr_retry_count = 7;
+    return parameters;
+}
+
+// Report how an attempt to reach the listener failed.
+void report_unreachable(Identifier* id, int error) {
+    int unused = 0;
+    const auto& devices = cm_devices(&unused);
+    const bool is_local_host = std::any_of(devices.begin(), devices.end(), [&](const auto& device) {
+        return std::any_of(device->gids.begin(), device->gids.end(),
+                           [&](const ibv_gid_entry& entry) { return same_gid(entry.gid, id->remote_gid); });
+    });
+    if (error != ECONNREFUSED || !is_local_host) {
+        report(id, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT); // no connection manager answers
+    } else if (is_datagram(*id)) {
+        report(id, RDMA_CM_EVENT_UNREACHABLE, datagram_unsupported);
+    } else {
+        report(id, RDMA_CM_EVENT_REJECTED, rejected_no_listener);
+    }
+}
+
+// Send the request of an identifier that is in the state connecting. Return 0 or an errno.
+int send_request(Identifier* id, const wire::Message& request) {
+    ibv_gid gid{};
+    std::copy(request.dst_gid.begin(), request.dst_gid.end(), gid.raw);
+    IpAddress address;
+    address.family = request.family;
+    std::copy(request.dst_ip.begin(), request.dst_ip.end(), address.bytes.raw);
+    const int result = connect_to_listener(id->abi.ps, gid, address, request.dst_port);
+    Fd socket(result);
+    std::lock_guard lock(manager_mutex());
+    if (!socket) {
+        report_unreachable(id, -result);
+        return 0;
+    }
+    auto connection = std::make_shared<Connection>();
+    connection->socket = std::move(socket);
+    connection->id = id;
+    id->connection = connection;
+    send_message(connection.get(), request);
+    start_reading(connection);
+    return 0;
+}
+
+int connect_identifier(Identifier* id, const rdma_conn_param* given) {
+    const rdma_conn_param parameters = given != nullptr ? *given : default_parameters();
+    wire::Message request{};
+    {
+        std::lock_guard lock(manager_mutex());
+        if (id->state != State::route_resolved) {
+            return EINVAL;
+        }
+        if (const int error = check_parameters(*id, given); error != 0) {
+            return error;
+        }
+        const void* data = parameters.private_data;
+        std::size_t data_bytes = parameters.private_data == nullptr ? 0 : parameters.private_data_len;
+        if (data_bytes == 0 && !id->connect_data.empty()) {
+            data = id->connect_data.data(); // what rdma_create_ep got from rdma_getaddrinfo
+            data_bytes = id->connect_data.size();
+        }
+        const auto message =
+            make_message(*id, is_datagram(*id) ? wire::Type::datagram_request : wire::Type::request, data, data_bytes);
+        if (!message) {
+            return EINVAL;
+        }
+        request = *message;
+        add_parameters(*id, parameters, &request);
+        id->responder_resources = request.responder_resources;
+        id->initiator_depth = request.initiator_depth;
+        id->retry_count = request.retry_count;
+        id->rnr_retry_count = request.rnr_retry_count;
+        id->state = State::connecting;
+    }
+    return send_request(id, request);
+}
+
+int listen_identifier(Identifier* id, int backlog) {
+    std::lock_guard lock(manager_mutex());
+    int error = id->state == State::idle ? bind_to_any(id, AF_INET) : 0;
+    if (error == 0 && id->state != State::bound) {
+        error = EINVAL;
+    }
+    error = error != 0 ? error : claim_exclusively(id);
+    if (error != 0) {
+        return error;
+    }
+    id->backlog = backlog > 0 && backlog < max_backlog ? backlog : max_backlog;
+    error = open_listeners(id);
+    id->state = error == 0 ? State::listening : id->state;
+    return error;
+}
+
+int accept_datagram(Identifier* id, const rdma_conn_param* parameters) {
+    const bool has_data = parameters != nullptr && parameters->private_data != nullptr;
+    std::lock_guard lock(manager_mutex());
+    auto reply = make_message(*id, wire::Type::datagram_reply, has_data ? parameters->private_data : nullptr,
+                              has_data ? parameters->private_data_len : 0);
+    if (!reply || id->connection == nullptr || id->connection->phase != Phase::received_request) {
+        return EINVAL;
+    }
+    reply->qp_num = id->abi.qp != nullptr ? id->abi.qp->qp_num : (parameters == nullptr ? 0 : parameters->qp_num);
+    reply->qkey = id->qkey;
+    id->is_accepted = true;
+    send_message(id->connection.get(), *reply);
+    close_connection(id->connection.get());
+    return 0;
+}
+
+int accept_identifier(Identifier* id, const rdma_conn_param* given) {
+    if (id->state != State::connecting || !id->is_passive || id->is_accepted) {
+        return EINVAL;
+    }
+    if (is_datagram(*id)) {
+        return accept_datagram(id, given);
+    }
+    if (const int error = check_parameters(*id, given); error != 0) {
+        return error;
+    }
+    rdma_conn_param parameters = given != nullptr ? *given : default_parameters();
+    // Without a number of its own, the accepting side takes what the peer requested.
+    const auto choose = [](std::uint8_t chosen, std::uint8_t requested) {
+        return chosen == max_responder_resources ? requested : chosen;
+    };
+    parameters.responder_resources = choose(parameters.responder_resources, id->responder_resources);
+    parameters.initiator_depth = choose(parameters.initiator_depth, id->initiator_depth);
+    if (const int error = make_ready(id, parameters.responder_resources, parameters.initiator_depth); error != 0) {
+        return error;
+    }
+    std::lock_guard lock(manager_mutex());
+    auto reply = make_message(*id, wire::Type::reply, parameters.private_data,
+                              parameters.private_data == nullptr ? 0 : parameters.private_data_len);
+    if (!reply || id->connection == nullptr || id->connection->phase != Phase::received_request) {
+        return EINVAL;
+    }
+    add_parameters(*id, parameters, &*reply);
+    reply->retry_count = 0; // the reply has no such field
+    id->responder_resources = reply->responder_resources;
+    id->initiator_depth = reply->initiator_depth;
+    id->is_accepted = true;
+    id->connection->phase = Phase::sent_reply;
+    send_message(id->connection.get(), *reply);
+    return 0;
+}
+
+int reject_identifier(Identifier* id, const void* private_data, std::uint8_t private_bytes) {
+    std::lock_guard lock(manager_mutex());
+    Connection* const connection = id->connection.get();
+    if (connection == nullptr ||
+        (connection->phase != Phase::received_request && connection->phase != Phase::received_reply)) {
+        return EINVAL;
+    }
+    auto rejection = make_message(*id, is_datagram(*id) ? wire::Type::datagram_reply : wire::Type::reject, private_data,
+                                  private_data == nullptr ? 0 : private_bytes);
+    if (!rejection) {
+        return EINVAL;
+    }
+    rejection->reason = static_cast<std::uint32_t>(is_datagram(*id) ? datagram_rejected : rejected_by_program);
+    send_message(connection, *rejection);
+    close_connection(connection);
+    return 0;
+}
+
+} // namespace
+
+extern "C" {
+
+int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
+    return entry("rdma_connect", [&] {
+        Identifier* const identifier = id_of(id);
+        const int error = identifier == nullptr ? EINVAL : connect_identifier(identifier, conn_param);
+        return error != 0 ? error : complete(identifier);
+    });
+}
+
+int rdma_listen(rdma_cm_id* id, int backlog) {
+    return entry("rdma_listen", [&] {
+        Identifier* const identifier = id_of(id);
+        return identifier == nullptr ? EINVAL : listen_identifier(identifier, backlog);
+    });
+}
+
+int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
+    return entry("rdma_accept", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        if (const int error = accept_identifier(identifier, conn_param); error != 0) {
+            fail_queue_pair(identifier);
+            return error;
+        }
+        return is_datagram(*identifier) ? 0 : complete(identifier);
+    });
+}
+
+int rdma_reject(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
+    return entry("rdma_reject", [&] {
+        Identifier* const identifier = id_of(id);
+        return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
+    });
+}
+
+int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
+    return entry("rdma_reject_ece", [&] {
+        Identifier* const identifier = id_of(id);
+        return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
+    });
+}
+
+int rdma_establish(rdma_cm_id* id) {
+    return entry("rdma_establish", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr || id->qp != nullptr) { // with a queue pair the library has already done it
+            return EINVAL;
+        }
+        {
+            std::lock_guard lock(manager_mutex());
+            const Connection* const connection = identifier->connection.get();
+            if (connection == nullptr || connection->phase != Phase::received_reply) {
+                return EINVAL;
+            }
+        }
+        return establish_active_side(identifier);
+    });
+}
+
+int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
+    return entry("rdma_notify", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr || event != IBV_EVENT_COMM_EST) {
+            return EINVAL;
+        }
+        std::lock_guard lock(manager_mutex());
+        Connection* const connection = identifier->connection.get();
+        if (connection == nullptr ||
+            (connection->phase != Phase::sent_reply && connection->phase != Phase::established)) {
+            return EINVAL;
+        }
+        if (connection->phase == Phase::established) {
+            return EISCONN; // as the kernel's cm_establish
+        }
+        connection->phase = Phase::established;
+        report(identifier, RDMA_CM_EVENT_ESTABLISHED);
+        return 0;
+    });
+}
+
+int rdma_disconnect(rdma_cm_id* id) {
+    return entry("rdma_disconnect", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        fail_queue_pair(identifier);
+        {
+            std::lock_guard lock(manager_mutex());
+            if (!disconnect(identifier)) {
+                return EINVAL;
+            }
+        }
+        return complete(identifier);
+    });
+}
+
+// Options of vendors that both sides agree on (ECE). The twin has none: it accepts and reports empty ones.
+int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
+    return entry("rdma_set_local_ece", [&] { return id_of(id) == nullptr || ece == nullptr ? EINVAL : 0; });
+}
+
+int rdma_get_remote_ece(rdma_cm_id* id, ibv_ece* ece) {
+    return entry("rdma_get_remote_ece", [&] {
+        if (id_of(id) == nullptr || ece == nullptr) {
+            return EINVAL;
+        }
+        *ece = {};
+        return 0;
+    });
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

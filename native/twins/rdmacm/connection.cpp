@@ -1,0 +1,455 @@
+// Implements the messages between connection managers: reception, the events that they cause, and disconnection.
+
+#include "rdmacm/connection.hpp"
+
+#include <fcntl.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "model/ledger.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/ports.hpp"
+#include "rdmacm/queue_pair.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// A peer that connects and sends no request is dropped after this time.
+constexpr std::chrono::seconds request_timeout{10};
+// The kernel keeps a request for about this time, because the listener's connection manager asks for it (MRA).
+constexpr std::chrono::seconds reply_timeout{70};
+constexpr std::chrono::seconds disconnect_timeout{20};
+// 4.096 us * 2^17: twice the packet life time that the kernel assumes for Ethernet (CMA_IBOE_PACKET_LIFETIME 16).
+constexpr std::chrono::milliseconds timewait{537};
+
+void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*on_expiry)(Connection*)) {
+    cancel_timer(connection->timer_token);
+    connection->timer_token = start_timer(delay, [weak = connection->weak_from_this(), on_expiry] {
+        if (const auto expired = weak.lock()) {
+            expired->timer_token = 0;
+            on_expiry(expired.get());
+        }
+    });
+}
+
+// Report an event, unless the identifier is one that the program has not accepted yet.
+void report_to_program(Connection* connection, QueuedEvent event) {
+    Identifier* const id = connection->id;
+    if (id != nullptr && (!id->is_passive || id->is_accepted)) {
+        report(id, event);
+    }
+}
+
+void report_to_program(Connection* connection, rdma_cm_event_type type, int status = 0) {
+    QueuedEvent event;
+    event.type = type;
+    event.status = status;
+    report_to_program(connection, event);
+}
+
+// Return an event with the private data of a message, padded with zeros to the size of its field.
+QueuedEvent make_event(rdma_cm_event_type type, const wire::Message& message) {
+    QueuedEvent event;
+    event.type = type;
+    std::copy(message.private_data.begin(), message.private_data.end(), event.private_data.begin());
+    event.private_bytes = static_cast<std::uint8_t>(wire::private_bytes_of(message.type));
+    event.conn.responder_resources = message.initiator_depth; // what the peer initiates, this side responds to
+    event.conn.initiator_depth = message.responder_resources;
+    event.conn.flow_control = message.flow_control;
+    event.conn.retry_count = message.retry_count;
+    event.conn.rnr_retry_count = message.rnr_retry_count;
+    event.conn.srq = message.srq;
+    event.conn.qp_num = message.qp_num;
+    return event;
+}
+
+void enter_timewait(Connection* connection) {
+    connection->phase = Phase::ended;
+    unwatch(connection->watch_token);
+    connection->watch_token = 0;
+    set_timer(connection, timewait, [](Connection* expired) {
+        report_to_program(expired, RDMA_CM_EVENT_TIMEWAIT_EXIT);
+        close_connection(expired);
+    });
+}
+
+void report_disconnected(Connection* connection, int status) {
+    if (connection->id != nullptr && connection->id->state == State::connecting) {
+        connection->id->state = State::disconnected;
+        report_to_program(connection, RDMA_CM_EVENT_DISCONNECTED, status);
+    }
+}
+
+// The peer's process or its identifier is gone. The connection manager of a killed process destroys its identifiers: it
+// rejects requests, and it disconnects connections.
+void on_end(Connection* connection) {
+    switch (connection->phase) {
+    case Phase::waits_for_reply:
+        if (connection->id != nullptr && is_datagram(*connection->id)) {
+            report_to_program(connection, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT);
+        } else {
+            report_to_program(connection, RDMA_CM_EVENT_REJECTED, rejected_by_program);
+        }
+        break;
+    case Phase::sent_reply:
+    case Phase::received_reply:
+        report_to_program(connection, RDMA_CM_EVENT_REJECTED, rejected_by_program);
+        break;
+    case Phase::established:
+    case Phase::sent_disconnect:
+        report_disconnected(connection, 0);
+        enter_timewait(connection);
+        return;
+    default:
+        break;
+    }
+    close_connection(connection);
+}
+
+void on_reply_timeout(Connection* connection) {
+    report_to_program(connection, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT);
+    close_connection(connection);
+}
+
+// Return whether a listener bound to this address accepts requests for `address`.
+bool accepts(const Identifier& listener, const IpAddress& address) {
+    const IpAddress bound = ip_of(&listener.abi.route.addr.src_addr);
+    return bound == address ||
+           (bound.is_any() && (bound.family == address.family || (bound.family == AF_INET6 && !listener.ipv6_only)));
+}
+
+IpAddress address_from(std::uint16_t family, const std::array<std::uint8_t, 16>& bytes) {
+    IpAddress address;
+    address.family = family;
+    std::memcpy(address.bytes.raw, bytes.data(), bytes.size());
+    return address;
+}
+
+void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
+    wire::Message message = connection->incoming;
+    message.type = type;
+    message.reason = reason;
+    message.private_bytes = 0;
+    message.private_data = {};
+    send_message(connection, message);
+    close_connection(connection);
+}
+
+// Make the identifier of a request. Return nullptr if the request names an address that this host does not have.
+Identifier* make_requested_identifier(const Identifier& listener, const wire::Message& request) {
+    const IpAddress destination = address_from(request.family, request.dst_ip);
+    const IpAddress source = address_from(request.family, request.src_ip);
+    const auto local = find_local_port(destination);
+    Identifier* id = nullptr;
+    if (!local ||
+        make_identifier(listener.abi.channel, listener.abi.context, listener.abi.ps, listener.abi.qp_type, &id) != 0) {
+        return nullptr;
+    }
+    std::memcpy(id->remote_gid.raw, request.src_gid.data(), request.src_gid.size());
+    set_local(id, *local);
+    set_source(id, destination, request.dst_port);
+    store_address(&id->abi.route.addr.dst_storage, source, request.src_port);
+    id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
+    id->tos = listener.tos;
+    id->is_passive = true;
+    id->state = State::connecting;
+    id->responder_resources = std::min(request.initiator_depth, local->device->max_responder_resources);
+    id->initiator_depth = std::min(request.responder_resources, local->device->max_initiator_depth);
+    id->retry_count = request.retry_count;
+    id->rnr_retry_count = request.rnr_retry_count;
+    id->remote_qp_num = request.qp_num;
+    id->remote_psn = request.psn;
+    resolve_route_now(id);
+    return id;
+}
+
+void on_request(Connection* connection, const wire::Message& request) {
+    Identifier* const listener = connection->listener == nullptr ? nullptr : *connection->listener;
+    const bool is_for_datagrams = request.type == wire::Type::datagram_request;
+    const wire::Type reject_type = is_for_datagrams ? wire::Type::datagram_reply : wire::Type::reject;
+    const int no_listener = is_for_datagrams ? datagram_unsupported : rejected_no_listener;
+    if (listener == nullptr || listener->abi.ps != static_cast<rdma_port_space>(request.port_space) ||
+        is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->claim.port ||
+        !accepts(*listener, address_from(request.family, request.dst_ip))) {
+        reject(connection, reject_type, static_cast<std::uint32_t>(no_listener));
+        return;
+    }
+    // A full backlog, or no memory: the kernel drops the identifier of the request, and so rejects it.
+    Identifier* const id = listener->backlog > 0 ? make_requested_identifier(*listener, request) : nullptr;
+    if (id == nullptr) {
+        const int reason = is_for_datagrams ? datagram_rejected : rejected_by_program;
+        reject(connection, reject_type, static_cast<std::uint32_t>(reason));
+        return;
+    }
+    --listener->backlog;
+    cancel_timer(connection->timer_token);
+    connection->phase = Phase::received_request;
+    connection->listener = nullptr;
+    connection->id = id;
+    id->connection = connection->shared_from_this();
+    QueuedEvent event = make_event(RDMA_CM_EVENT_CONNECT_REQUEST, request);
+    event.conn.responder_resources = id->responder_resources;
+    event.conn.initiator_depth = id->initiator_depth;
+    event.is_datagram = is_for_datagrams;
+    event.new_id = id;
+    report(listener, event);
+}
+
+void on_reply(Connection* connection, const wire::Message& reply) {
+    Identifier* const id = connection->id;
+    cancel_timer(connection->timer_token);
+    connection->phase = Phase::received_reply;
+    id->remote_qp_num = reply.qp_num;
+    id->remote_psn = reply.psn;
+    id->responder_resources = std::min(reply.initiator_depth, id->local->device->max_responder_resources);
+    id->initiator_depth = std::min(reply.responder_resources, id->local->device->max_initiator_depth);
+    id->rnr_retry_count = reply.rnr_retry_count;
+    report_to_program(connection, make_event(RDMA_CM_EVENT_CONNECT_RESPONSE, reply));
+}
+
+void on_datagram_reply(Connection* connection, const wire::Message& reply) {
+    Identifier* const id = connection->id;
+    QueuedEvent event = make_event(RDMA_CM_EVENT_ESTABLISHED, reply);
+    event.is_datagram = true;
+    if (reply.reason != 0) {
+        event.type = RDMA_CM_EVENT_UNREACHABLE;
+        event.status = static_cast<int>(reply.reason);
+    } else {
+        event.ud.qp_num = reply.qp_num;
+        event.ud.qkey = reply.qkey;
+        event.ud.ah_attr = path_to_remote(*id);
+    }
+    report_to_program(connection, event);
+    close_connection(connection);
+}
+
+void on_reject(Connection* connection, const wire::Message& rejection) {
+    QueuedEvent event = make_event(RDMA_CM_EVENT_REJECTED, rejection);
+    event.status = static_cast<int>(rejection.reason);
+    report_to_program(connection, event);
+    close_connection(connection);
+}
+
+// Act on a valid message. A message that does not fit the phase ends the connection.
+void on_message(Connection* connection, const wire::Message& message) {
+    const Phase phase = connection->phase;
+    const bool is_connected = phase == Phase::established || phase == Phase::sent_reply ||
+                              phase == Phase::received_reply || phase == Phase::sent_disconnect;
+    switch (message.type) {
+    case wire::Type::request:
+    case wire::Type::datagram_request:
+        return phase == Phase::waits_for_request ? on_request(connection, message) : on_end(connection);
+    case wire::Type::reply:
+        return phase == Phase::waits_for_reply && !is_datagram(*connection->id) ? on_reply(connection, message)
+                                                                                : on_end(connection);
+    case wire::Type::datagram_reply:
+        return phase == Phase::waits_for_reply && is_datagram(*connection->id) ? on_datagram_reply(connection, message)
+                                                                               : on_end(connection);
+    case wire::Type::ready_to_use:
+        if (phase != Phase::sent_reply) {
+            // The program may have called rdma_notify before this message came.
+            return phase == Phase::established ? void() : on_end(connection);
+        }
+        cancel_timer(connection->timer_token);
+        connection->phase = Phase::established;
+        return report_to_program(connection, RDMA_CM_EVENT_ESTABLISHED);
+    case wire::Type::reject:
+        return phase == Phase::waits_for_reply || phase == Phase::sent_reply ? on_reject(connection, message)
+                                                                             : on_end(connection);
+    case wire::Type::disconnect_request:
+        if (!is_connected) {
+            return on_end(connection);
+        }
+        connection->phase = Phase::received_disconnect;
+        return report_disconnected(connection, 0);
+    case wire::Type::disconnect_reply:
+        if (phase != Phase::sent_disconnect) {
+            return on_end(connection);
+        }
+        report_disconnected(connection, 0);
+        return enter_timewait(connection);
+    }
+}
+
+void on_readable(Connection* connection) {
+    // The callback's function object is destroyed when the connection is closed, so this keeps the connection alive.
+    const auto keep = connection->shared_from_this();
+    while (connection->socket) {
+        auto* const begin = reinterpret_cast<char*>(&connection->incoming) + connection->incoming_bytes;
+        const ssize_t received = recv(connection->socket.get(), begin,
+                                      sizeof connection->incoming - connection->incoming_bytes, MSG_DONTWAIT);
+        if (received < 0 && (errno == EAGAIN || errno == EINTR)) {
+            return;
+        }
+        if (received <= 0) {
+            return on_end(connection);
+        }
+        connection->incoming_bytes += static_cast<std::size_t>(received);
+        if (connection->incoming_bytes < sizeof connection->incoming) {
+            continue;
+        }
+        connection->incoming_bytes = 0;
+        if (!wire::is_valid(connection->incoming)) {
+            return on_end(connection);
+        }
+        const wire::Message message = connection->incoming;
+        on_message(connection, message);
+        if (connection->watch_token == 0) {
+            return;
+        }
+    }
+}
+
+void accept_requests(Identifier* listener, int fd) {
+    for (;;) {
+        Fd socket(accept_from(fd));
+        if (!socket) {
+            return;
+        }
+        if (!is_same_user(socket.get())) {
+            continue;
+        }
+        auto connection = std::make_shared<Connection>();
+        connection->socket = std::move(socket);
+        connection->listener = listener->self;
+        connection->phase = Phase::waits_for_request;
+        start_reading(connection);
+        set_timer(connection.get(), request_timeout, [](Connection* silent) { close_connection(silent); });
+    }
+}
+
+} // namespace
+
+void start_reading(const std::shared_ptr<Connection>& connection) {
+    connection->watch_token = watch(connection->socket.get(), [connection] { on_readable(connection.get()); });
+    if (connection->phase == Phase::waits_for_reply) {
+        set_timer(connection.get(), reply_timeout, on_reply_timeout);
+    }
+}
+
+void close_connection(Connection* connection) {
+    const auto keep = connection->shared_from_this();
+    cancel_timer(connection->timer_token);
+    unwatch(connection->watch_token);
+    connection->timer_token = connection->watch_token = 0;
+    connection->phase = Phase::ended;
+    connection->socket.reset();
+}
+
+void send_message(Connection* connection, const wire::Message& message) {
+    // A peer that reads nothing must not block the manager. A few messages always fit into the socket's buffer.
+    if (connection->socket && send(connection->socket.get(), &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL) !=
+                                  static_cast<ssize_t>(sizeof message)) {
+        shutdown(connection->socket.get(), SHUT_RDWR);
+    }
+}
+
+std::optional<wire::Message> make_message(const Identifier& id, wire::Type type, const void* private_data,
+                                          std::size_t private_bytes) {
+    if (private_bytes > wire::private_bytes_of(type)) {
+        return std::nullopt;
+    }
+    wire::Message message{};
+    message.magic = wire::magic;
+    message.version = wire::version;
+    message.type = type;
+    message.port_space = id.abi.ps;
+    message.psn = id.psn;
+    const IpAddress source = ip_of(&id.abi.route.addr.src_addr);
+    const IpAddress destination = ip_of(&id.abi.route.addr.dst_addr);
+    message.family = static_cast<std::uint16_t>(source.family);
+    message.src_port = port_of(&id.abi.route.addr.src_addr);
+    message.dst_port = port_of(&id.abi.route.addr.dst_addr);
+    message.qp_type = static_cast<std::uint8_t>(id.abi.qp_type);
+    std::memcpy(message.src_ip.data(), source.bytes.raw, message.src_ip.size());
+    std::memcpy(message.dst_ip.data(), destination.bytes.raw, message.dst_ip.size());
+    std::memcpy(message.src_gid.data(), id.local->gid().raw, message.src_gid.size());
+    std::memcpy(message.dst_gid.data(), id.remote_gid.raw, message.dst_gid.size());
+    message.private_bytes = static_cast<std::uint8_t>(private_bytes);
+    if (private_bytes != 0) {
+        std::memcpy(message.private_data.data(), private_data, private_bytes);
+    }
+    return message;
+}
+
+bool disconnect(Identifier* id) {
+    Connection* const connection = id->connection.get();
+    if (connection == nullptr || is_datagram(*id)) {
+        return false;
+    }
+    switch (connection->phase) {
+    case Phase::sent_reply:
+    case Phase::received_reply:
+    case Phase::established:
+        send_message(connection, *make_message(*id, wire::Type::disconnect_request));
+        connection->phase = Phase::sent_disconnect;
+        set_timer(connection, disconnect_timeout, [](Connection* expired) {
+            report_disconnected(expired, -ETIMEDOUT);
+            enter_timewait(expired);
+        });
+        return true;
+    case Phase::received_disconnect:
+        send_message(connection, *make_message(*id, wire::Type::disconnect_reply));
+        enter_timewait(connection);
+        return true;
+    default:
+        // The kernel also returns success for a connection that has ended.
+        return connection->phase == Phase::ended || connection->phase == Phase::sent_disconnect;
+    }
+}
+
+void abandon(Identifier* id) {
+    *id->self = nullptr;
+    for (auto& [socket, token] : id->listeners) {
+        unwatch(token);
+    }
+    id->listeners.clear();
+    id->claim = {};
+    const auto connection = std::exchange(id->connection, nullptr);
+    if (connection == nullptr) {
+        return;
+    }
+    connection->id = nullptr;
+    const wire::Type reject_type = is_datagram(*id) ? wire::Type::datagram_reply : wire::Type::reject;
+    if (connection->phase == Phase::received_request || connection->phase == Phase::received_reply) {
+        auto message = make_message(*id, reject_type);
+        message->reason = static_cast<std::uint32_t>(is_datagram(*id) ? datagram_rejected : rejected_by_program);
+        send_message(connection.get(), *message);
+    } else if (connection->phase == Phase::sent_reply || connection->phase == Phase::established) {
+        send_message(connection.get(), *make_message(*id, wire::Type::disconnect_request));
+    } else if (connection->phase == Phase::received_disconnect) {
+        send_message(connection.get(), *make_message(*id, wire::Type::disconnect_reply));
+    }
+    close_connection(connection.get());
+}
+
+int open_listeners(Identifier* id) {
+    for (const std::string& name : listener_names(*id)) {
+        Fd socket(listen_on(name));
+        if (!socket) {
+            return EADDRINUSE;
+        }
+        const int fd = socket.get();
+        fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+        const Token token = watch(fd, [id, fd] { accept_requests(id, fd); });
+        id->listeners.emplace_back(std::move(socket), token);
+    }
+    return 0;
+}
+
+int connect_to_listener(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
+    int result = -ECONNREFUSED;
+    for (const std::string& name : names_to_try(ps, gid, address, port)) {
+        result = connect_to(name);
+        if (result != -ECONNREFUSED) {
+            break;
+        }
+    }
+    return result;
+}
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,138 @@
+// Opens the devices of libibverbs, finds the device of an address, and implements rdma_get_devices.
+
+#include "rdmacm/devices.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+
+#include "rdmacm/functions.hpp"
+#include "rdmacm/manager.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr std::size_t max_gid_count = 256;
+
+std::unique_ptr<CmDevice> open_device(ibv_device* device) {
+    auto opened = std::make_unique<CmDevice>();
+    opened->verbs = ibv_open_device(device);
+    if (opened->verbs == nullptr) {
+        return nullptr;
+    }
+    ibv_device_attr attr{};
+    opened->gids.resize(max_gid_count);
+    const ssize_t gid_count = ibv_query_gid_table(opened->verbs, opened->gids.data(), opened->gids.size(), 0);
+    if (ibv_query_device(opened->verbs, &attr) != 0 || ibv_query_port(opened->verbs, 1, &opened->port) != 0 ||
+        gid_count <= 0) {
+        ibv_close_device(opened->verbs);
+        return nullptr;
+    }
+    opened->gids.resize(static_cast<std::size_t>(gid_count));
+    opened->max_responder_resources = static_cast<std::uint8_t>(std::min(attr.max_qp_rd_atom, 255));
+    opened->max_initiator_depth = static_cast<std::uint8_t>(std::min(attr.max_qp_init_rd_atom, 255));
+    return opened;
+}
+
+// Return the index of the GID with which a RoCE device sends from an address that is not a GID of it: the first one of
+// RoCE v2, which is the type that the kernel's connection manager uses by default.
+std::uint8_t default_gid_index(const CmDevice& device) {
+    const auto found = std::find_if(device.gids.begin(), device.gids.end(),
+                                    [](const ibv_gid_entry& entry) { return entry.gid_type == IBV_GID_TYPE_ROCE_V2; });
+    return found == device.gids.end() ? 0 : static_cast<std::uint8_t>(found->gid_index);
+}
+
+} // namespace
+
+const std::vector<std::unique_ptr<CmDevice>>& cm_devices(int* error) {
+    static auto* const devices = new std::vector<std::unique_ptr<CmDevice>>;
+    *error = 0;
+    if (!devices->empty()) {
+        return *devices;
+    }
+    int count = 0;
+    ibv_device** const list = ibv_get_device_list(&count);
+    if (list == nullptr) {
+        *error = errno;
+        return *devices;
+    }
+    for (int index = 0; index < count; ++index) {
+        if (auto device = open_device(list[index])) {
+            devices->push_back(std::move(device));
+        }
+    }
+    ibv_free_device_list(list);
+    return *devices;
+}
+
+ibv_pd* take_default_pd(CmDevice* device) {
+    if (device->pd == nullptr) {
+        device->pd = ibv_alloc_pd(device->verbs);
+    }
+    device->pd_user_count += device->pd == nullptr ? 0 : 1;
+    return device->pd;
+}
+
+void release_default_pd(CmDevice* device) {
+    if (--device->pd_user_count == 0) {
+        ibv_dealloc_pd(device->pd);
+        device->pd = nullptr;
+    }
+}
+
+std::optional<LocalPort> find_local_port(const IpAddress& address) {
+    int error = 0;
+    const auto& devices = cm_devices(&error);
+    std::optional<LocalPort> found;
+    for (const auto& device : devices) {
+        for (const ibv_gid_entry& entry : device->gids) {
+            // The address is in the table once for each type of GID. The one of RoCE v2 is preferred.
+            if (same_gid(entry.gid, address.bytes) && (!found || entry.gid_type == IBV_GID_TYPE_ROCE_V2)) {
+                found = LocalPort{device.get(), static_cast<std::uint8_t>(entry.gid_index)};
+            }
+        }
+        if (found) {
+            return found;
+        }
+    }
+    if (devices.empty() || !is_host_address(address)) {
+        return std::nullopt;
+    }
+    return LocalPort{devices.front().get(), default_gid_index(*devices.front())};
+}
+
+extern "C" {
+
+ibv_context** rdma_get_devices(int* num_devices) {
+    if (num_devices != nullptr) {
+        *num_devices = 0;
+    }
+    if (const int fault = injected_error("rdma_get_devices"); fault != 0) {
+        errno = fault;
+        return nullptr;
+    }
+    int error = 0;
+    std::lock_guard lock(manager_mutex());
+    const auto& devices = cm_devices(&error);
+    auto** const list =
+        error != 0 ? nullptr : static_cast<ibv_context**>(std::calloc(devices.size() + 1, sizeof(ibv_context*)));
+    if (list == nullptr) {
+        errno = error != 0 ? error : ENOMEM;
+        return nullptr;
+    }
+    for (std::size_t index = 0; index < devices.size(); ++index) {
+        list[index] = devices[index]->verbs;
+    }
+    if (num_devices != nullptr) {
+        *num_devices = static_cast<int>(devices.size());
+    }
+    return list;
+}
+
+void rdma_free_devices(ibv_context** list) {
+    std::free(list);
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,43 @@
+// The RDMA devices that the connection manager uses: those of the libibverbs.so.1 that this process has loaded.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "rdmacm/address.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+// A device, opened once and for the rest of the process, as librdmacm does.
+struct CmDevice {
+    ibv_context* verbs = nullptr;
+    std::vector<ibv_gid_entry> gids;
+    ibv_port_attr port{};
+    std::uint8_t max_responder_resources = 0;
+    std::uint8_t max_initiator_depth = 0;
+    // The protection domain of the identifiers that were given none, and the number of its users.
+    ibv_pd* pd = nullptr;
+    int pd_user_count = 0;
+};
+
+// Return the devices. They are opened at the first call; a device that cannot be opened is left out. Sets `error` to an
+// errno if the list of devices cannot be read. The caller holds the lock of the connection manager.
+const std::vector<std::unique_ptr<CmDevice>>& cm_devices(int* error);
+
+// Return the protection domain of the device, and count a user of it. Return nullptr with errno set on failure.
+ibv_pd* take_default_pd(CmDevice* device);
+void release_default_pd(CmDevice* device);
+
+// A device together with the index of one of its GIDs.
+struct LocalPort {
+    CmDevice* device = nullptr;
+    std::uint8_t gid_index = 0;
+    [[nodiscard]] const ibv_gid& gid() const { return device->gids[gid_index].gid; }
+};
+
+// Find the device of a local address: the one that has the address as a GID; for another address of this host, the
+// first device. Return nullopt if there is none.
+std::optional<LocalPort> find_local_port(const IpAddress& address);
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,116 @@
+// The endpoint interface: identifiers whose calls wait for their events.
+
+#include <cstring>
+
+#include "rdmacm/connection.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr int resolve_timeout_ms = 2000;
+
+int errno_of(int result) {
+    return result == 0 ? 0 : errno;
+}
+
+int bind_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
+    return errno_of(rdma_bind_addr(id, info.ai_src_addr));
+}
+
+int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
+    const int error = errno_of(rdma_resolve_addr(id, info.ai_src_addr, info.ai_dst_addr, resolve_timeout_ms));
+    return error != 0 ? error : errno_of(rdma_resolve_route(id, resolve_timeout_ms));
+}
+
+// Give the endpoint its queue pair, or keep the attributes for the queue pairs of its requests.
+int add_queue_pair(Identifier* id, bool is_passive, ibv_pd* pd, ibv_qp_init_attr* attributes) {
+    if (attributes == nullptr) {
+        return 0;
+    }
+    attributes->qp_type = id->abi.qp_type;
+    if (!is_passive) {
+        return errno_of(rdma_create_qp(&id->abi, pd, attributes));
+    }
+    id->endpoint_attributes = std::make_unique<ibv_qp_init_attr>(*attributes);
+    id->abi.pd = pd;
+    return 0;
+}
+
+} // namespace
+
+extern "C" {
+
+int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
+    return entry("rdma_create_ep", [&] {
+        if (id == nullptr || res == nullptr) {
+            return EINVAL;
+        }
+        Identifier* identifier = nullptr;
+        const auto port_space = static_cast<rdma_port_space>(res->ai_port_space);
+        const auto qp_type = static_cast<ibv_qp_type>(res->ai_qp_type);
+        int error = make_identifier(nullptr, nullptr, port_space, qp_type, &identifier);
+        if (error != 0) {
+            return error;
+        }
+        const bool is_passive = (res->ai_flags & rai_passive) != 0;
+        error = is_passive ? bind_endpoint(&identifier->abi, *res) : resolve_endpoint(&identifier->abi, *res);
+        error = error != 0 ? error : add_queue_pair(identifier, is_passive, pd, qp_init_attr);
+        if (error != 0) {
+            rdma_destroy_id(&identifier->abi);
+            return error;
+        }
+        if (res->ai_connect != nullptr) {
+            identifier->connect_data.assign(static_cast<const char*>(res->ai_connect), res->ai_connect_len);
+        }
+        *id = &identifier->abi;
+        return 0;
+    });
+}
+
+void rdma_destroy_ep(rdma_cm_id* id) {
+    if (id_of(id) == nullptr) {
+        return;
+    }
+    rdma_destroy_qp(id);
+    rdma_destroy_srq(id);
+    rdma_destroy_id(id);
+}
+
+int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
+    return entry("rdma_get_request", [&] {
+        Identifier* const listener = id_of(listen);
+        if (listener == nullptr || !listener->is_synchronous) {
+            return EINVAL;
+        }
+        if (listen->event != nullptr) {
+            rdma_ack_cm_event(listen->event);
+            listen->event = nullptr;
+        }
+        rdma_cm_event* event = nullptr;
+        if (rdma_get_cm_event(listen->channel, &event) != 0) {
+            return errno;
+        }
+        int error =
+            event->status != 0 ? std::abs(event->status) : (event->event == RDMA_CM_EVENT_CONNECT_REQUEST ? 0 : EINVAL);
+        if (error == 0 && listener->endpoint_attributes != nullptr) {
+            // The queue pair of a request gets the attributes of the listener, unchanged for the next request.
+            ibv_qp_init_attr attributes = *listener->endpoint_attributes;
+            error = errno_of(rdma_create_qp(event->id, listen->pd, &attributes));
+            if (error != 0) {
+                rdma_reject(event->id, nullptr, 0);
+            }
+        }
+        if (error != 0) {
+            listen->event = event;
+            return error;
+        }
+        *id = event->id;
+        (*id)->event = event;
+        return 0;
+    });
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,204 @@
+// Event channels, and the conversion of the connection manager's events to those of the program.
+
+#include <cstring>
+
+#include "model/ledger.hpp"
+#include "rdmacm/connection.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/multicast.hpp"
+#include "rdmacm/queue_pair.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// The event of the program. It keeps its private data until it is acknowledged.
+struct ProgramEvent {
+    rdma_cm_event abi{}; // first, because programs hold pointers to it
+    std::array<std::uint8_t, 256> private_data{};
+    std::shared_ptr<verbs::EventCounter> counter;
+};
+
+void copy_parameters(const QueuedEvent& queued, ProgramEvent* event) {
+    event->private_data = queued.private_data;
+    const void* const private_data = queued.private_bytes == 0 ? nullptr : event->private_data.data();
+    if (queued.is_datagram) {
+        event->abi.param.ud = queued.ud;
+        event->abi.param.ud.private_data = private_data;
+        event->abi.param.ud.private_data_len = queued.private_bytes;
+        return;
+    }
+    event->abi.param.conn = queued.conn;
+    event->abi.param.conn.private_data = private_data;
+    event->abi.param.conn.private_data_len = queued.private_bytes;
+}
+
+// Give a new identifier of a request to the program. Return false if the event shall not be seen.
+bool present_request(const QueuedEvent& queued, ProgramEvent* event) {
+    Identifier* const listener = queued.id;
+    event->abi.id = &queued.new_id->abi;
+    event->abi.listen_id = &listener->abi;
+    {
+        std::lock_guard lock(manager_mutex());
+        ++listener->backlog; // the kernel counts only requests that the program has not seen
+    }
+    // The requests of a synchronous listener are synchronous, too.
+    if (listener->is_synchronous && rdma_migrate_id(event->abi.id, nullptr) != 0) {
+        rdma_destroy_id(event->abi.id);
+        return false;
+    }
+    return true;
+}
+
+// Attach the queue pair of the identifier to the group. A failure is an event of another type.
+bool present_join(const QueuedEvent& queued, ProgramEvent* event) {
+    void* context = nullptr;
+    event->abi.status = attach_to_group(queued.id, queued.group, &context);
+    event->abi.param.ud.private_data = context;
+    if (event->abi.status != 0) {
+        event->abi.event = RDMA_CM_EVENT_MULTICAST_ERROR;
+    }
+    return true;
+}
+
+// Carry out what librdmacm does before the program sees the event. Return false if the event shall not be seen.
+bool present(const QueuedEvent& queued, ProgramEvent* event) {
+    Identifier* const id = queued.id;
+    event->abi.event = queued.type;
+    event->abi.status = queued.status;
+    event->abi.id = &id->abi;
+    copy_parameters(queued, event);
+    switch (queued.type) {
+    case RDMA_CM_EVENT_CONNECT_REQUEST:
+        return present_request(queued, event);
+    case RDMA_CM_EVENT_CONNECT_RESPONSE:
+        if (id->abi.qp == nullptr) {
+            return true; // the program connects its queue pair itself and calls rdma_establish
+        }
+        event->abi.status = establish_active_side(id);
+        event->abi.event = event->abi.status == 0 ? RDMA_CM_EVENT_ESTABLISHED : RDMA_CM_EVENT_CONNECT_ERROR;
+        id->connect_failed = event->abi.status != 0;
+        return true;
+    case RDMA_CM_EVENT_REJECTED:
+        if (id->connect_failed) {
+            return false;
+        }
+        fail_queue_pair(id);
+        return true;
+    case RDMA_CM_EVENT_DISCONNECTED:
+        return !id->connect_failed;
+    case RDMA_CM_EVENT_MULTICAST_JOIN:
+        return present_join(queued, event);
+    default:
+        return true;
+    }
+}
+
+} // namespace
+
+void report(Identifier* id, QueuedEvent event) {
+    event.id = id;
+    event.counter = id->counter;
+    id->channel->events.push(event);
+}
+
+void report(Identifier* id, rdma_cm_event_type type, int status) {
+    QueuedEvent event;
+    event.type = type;
+    event.status = status;
+    report(id, event);
+}
+
+int complete(Identifier* id) {
+    if (!id->is_synchronous) {
+        return 0;
+    }
+    if (id->abi.event != nullptr) {
+        rdma_ack_cm_event(id->abi.event);
+        id->abi.event = nullptr;
+    }
+    if (rdma_get_cm_event(id->abi.channel, &id->abi.event) != 0) {
+        return errno;
+    }
+    const int status = id->abi.event->status;
+    if (status != 0 && id->abi.event->event == RDMA_CM_EVENT_REJECTED) {
+        return ECONNREFUSED;
+    }
+    return status < 0 ? -status : status;
+}
+
+extern "C" {
+
+rdma_event_channel* rdma_create_event_channel(void) {
+    auto channel = std::make_unique<Channel>();
+    int error = injected_error("rdma_create_event_channel");
+    error = error != 0 ? error : channel->events.open();
+    if (error != 0) {
+        errno = error;
+        return nullptr;
+    }
+    channel->abi.fd = channel->events.fd();
+    ledger_add("rdma_event_channel", reinterpret_cast<std::uint64_t>(channel.get()));
+    return &channel.release()->abi;
+}
+
+void rdma_destroy_event_channel(rdma_event_channel* channel) {
+    Channel* const object = channel_of(channel);
+    if (object != nullptr && ledger_remove("rdma_event_channel", reinterpret_cast<std::uint64_t>(object))) {
+        delete object;
+    }
+}
+
+int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
+    return entry("rdma_get_cm_event", [&] {
+        Channel* const object = channel_of(channel);
+        if (object == nullptr || event == nullptr) {
+            return EINVAL;
+        }
+        for (;;) {
+            auto taken = std::make_unique<ProgramEvent>();
+            QueuedEvent queued;
+            const int error = object->events.take(
+                &queued, [](const QueuedEvent& taken_event) { taken_event.counter->count_taken(); });
+            if (error != 0) {
+                return error;
+            }
+            taken->counter = queued.counter;
+            if (present(queued, taken.get())) {
+                ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(taken.get()));
+                *event = &taken.release()->abi;
+                return 0;
+            }
+            queued.counter->acknowledge(1);
+        }
+    });
+}
+
+int rdma_ack_cm_event(rdma_cm_event* event) {
+    return entry("rdma_ack_cm_event", [&] {
+        auto* const taken = reinterpret_cast<ProgramEvent*>(event);
+        if (taken == nullptr || !ledger_remove("rdma_cm_event", reinterpret_cast<std::uint64_t>(taken))) {
+            return EINVAL;
+        }
+        // The counter outlives the identifier, which the waiting thread may free at once.
+        const auto counter = taken->counter;
+        delete taken;
+        counter->acknowledge(1);
+        return 0;
+    });
+}
+
+const char* rdma_event_str(rdma_cm_event_type event) {
+    static constexpr const char* names[] = {
+        "RDMA_CM_EVENT_ADDR_RESOLVED",  "RDMA_CM_EVENT_ADDR_ERROR",      "RDMA_CM_EVENT_ROUTE_RESOLVED",
+        "RDMA_CM_EVENT_ROUTE_ERROR",    "RDMA_CM_EVENT_CONNECT_REQUEST", "RDMA_CM_EVENT_CONNECT_RESPONSE",
+        "RDMA_CM_EVENT_CONNECT_ERROR",  "RDMA_CM_EVENT_UNREACHABLE",     "RDMA_CM_EVENT_REJECTED",
+        "RDMA_CM_EVENT_ESTABLISHED",    "RDMA_CM_EVENT_DISCONNECTED",    "RDMA_CM_EVENT_DEVICE_REMOVAL",
+        "RDMA_CM_EVENT_MULTICAST_JOIN", "RDMA_CM_EVENT_MULTICAST_ERROR", "RDMA_CM_EVENT_ADDR_CHANGE",
+        "RDMA_CM_EVENT_TIMEWAIT_EXIT",
+    };
+    return event < std::size(names) ? names[event] : "UNKNOWN EVENT";
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

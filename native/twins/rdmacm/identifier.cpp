@@ -1,0 +1,207 @@
+// Creates, destroys and migrates identifiers.
+
+#include "rdmacm/identifier.hpp"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "model/config.hpp"
+#include "model/ledger.hpp"
+#include "rdmacm/connection.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// ledger_remove of a handle that is not live either ends the process, because the program uses a released object, or
+// returns false, because the handle never existed.
+bool is_alive(std::string_view kind, const void* object) {
+    const auto handle = reinterpret_cast<std::uint64_t>(object);
+    return object != nullptr && (ledger_holds(kind, handle) || ledger_remove(kind, handle));
+}
+
+void drop_events(Identifier* id) {
+    id->channel->events.drop_if([id](const QueuedEvent& event) { return event.id == id; });
+}
+
+// Destroy the identifiers of requests that the listener has not reported. Their peers see a rejection.
+void destroy_unreported_requests(Identifier* listener) {
+    std::vector<Identifier*> requests;
+    listener->channel->events.drop_if([&](const QueuedEvent& event) {
+        if (event.id == listener && event.new_id != nullptr) {
+            requests.push_back(event.new_id);
+        }
+        return event.id == listener;
+    });
+    for (Identifier* request : requests) {
+        abandon(request);
+        if (ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(request))) {
+            delete request;
+        }
+    }
+}
+
+} // namespace
+
+Identifier* id_of(rdma_cm_id* id) {
+    auto* const identifier = reinterpret_cast<Identifier*>(id);
+    return is_alive("rdma_cm_id", identifier) ? identifier : nullptr;
+}
+
+Channel* channel_of(rdma_event_channel* channel) {
+    auto* const object = reinterpret_cast<Channel*>(channel);
+    return is_alive("rdma_event_channel", object) ? object : nullptr;
+}
+
+bool is_datagram(const Identifier& id) {
+    return id.abi.qp_type == IBV_QPT_UD;
+}
+
+int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space ps, ibv_qp_type qp_type,
+                    Identifier** id) {
+    auto identifier = std::make_unique<Identifier>();
+    identifier->is_synchronous = channel == nullptr;
+    rdma_event_channel* const used_channel = channel != nullptr ? channel : rdma_create_event_channel();
+    if (used_channel == nullptr) {
+        return errno;
+    }
+    identifier->channel = reinterpret_cast<Channel*>(used_channel);
+    identifier->abi.channel = used_channel;
+    identifier->abi.context = context;
+    identifier->abi.ps = ps;
+    identifier->abi.qp_type = qp_type;
+    identifier->psn = static_cast<std::uint32_t>(random_u64() & 0xffffff);
+    identifier->qkey = udp_qkey;
+    ledger_add("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier.get()));
+    *id = identifier.release();
+    return 0;
+}
+
+void set_local(Identifier* id, const LocalPort& local) {
+    id->local = local;
+    id->abi.verbs = local.device->verbs;
+    id->abi.port_num = 1;
+    id->abi.route.addr.addr.ibaddr.sgid = local.gid();
+    id->abi.route.addr.addr.ibaddr.pkey = 0xffff;
+}
+
+void set_source(Identifier* id, const IpAddress& address, std::uint16_t port) {
+    store_address(&id->abi.route.addr.src_storage, address, port);
+}
+
+extern "C" {
+
+int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, rdma_port_space ps) {
+    return entry("rdma_create_id", [&] {
+        if (ps != RDMA_PS_TCP && ps != RDMA_PS_UDP && ps != RDMA_PS_IB && ps != RDMA_PS_IPOIB) {
+            return EINVAL;
+        }
+        if (channel != nullptr && channel_of(channel) == nullptr) {
+            return EBADF;
+        }
+        int error = 0;
+        {
+            std::lock_guard lock(manager_mutex());
+            cm_devices(&error);
+        }
+        Identifier* identifier = nullptr;
+        const ibv_qp_type qp_type = ps == RDMA_PS_UDP || ps == RDMA_PS_IPOIB ? IBV_QPT_UD : IBV_QPT_RC;
+        error = error != 0 ? error : make_identifier(channel, context, ps, qp_type, &identifier);
+        if (error == 0) {
+            *id = &identifier->abi;
+        }
+        return error;
+    });
+}
+
+int rdma_destroy_id(rdma_cm_id* id) {
+    return entry("rdma_destroy_id", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        {
+            std::lock_guard lock(manager_mutex());
+            abandon(identifier);
+            destroy_unreported_requests(identifier);
+            drop_events(identifier);
+        }
+        if (id->event != nullptr) {
+            rdma_ack_cm_event(id->event);
+            id->event = nullptr;
+        }
+        // As in the real library, the call waits for the acknowledgement of the events that the program has taken.
+        identifier->counter->wait_until_acknowledged();
+        if (!ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
+            return EINVAL;
+        }
+        if (identifier->uses_default_pd) {
+            std::lock_guard lock(manager_mutex());
+            release_default_pd(identifier->local->device);
+        }
+        if (identifier->is_synchronous) {
+            rdma_destroy_event_channel(id->channel);
+        }
+        std::free(id->route.path_rec);
+        delete identifier;
+        return 0;
+    });
+}
+
+int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
+    return entry("rdma_migrate_id", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr || (identifier->is_synchronous && channel == nullptr)) {
+            return EINVAL;
+        }
+        const bool will_be_synchronous = channel == nullptr;
+        rdma_event_channel* const new_channel = will_be_synchronous ? rdma_create_event_channel() : channel;
+        if (new_channel == nullptr) {
+            return errno;
+        }
+        if (channel_of(new_channel) == nullptr) {
+            return EBADF;
+        }
+        rdma_event_channel* const old_channel = id->channel;
+        {
+            // Queued events move along, as in the kernel.
+            std::lock_guard lock(manager_mutex());
+            auto* const target = reinterpret_cast<Channel*>(new_channel);
+            std::vector<QueuedEvent> moved;
+            identifier->channel->events.drop_if([&](const QueuedEvent& event) {
+                if (event.id == identifier) {
+                    moved.push_back(event);
+                }
+                return event.id == identifier;
+            });
+            for (const QueuedEvent& event : moved) {
+                target->events.push(event);
+            }
+            identifier->channel = target;
+        }
+        if (identifier->is_synchronous && id->event != nullptr) {
+            rdma_ack_cm_event(id->event);
+            id->event = nullptr;
+        }
+        // The program must have acknowledged the events that it took from the old channel.
+        identifier->counter->wait_until_acknowledged();
+        id->channel = new_channel;
+        if (identifier->is_synchronous) {
+            rdma_destroy_event_channel(old_channel);
+        }
+        identifier->is_synchronous = will_be_synchronous;
+        return 0;
+    });
+}
+
+__be16 rdma_get_src_port(rdma_cm_id* id) {
+    return address_length(&id->route.addr.src_addr) == 0 ? 0 : htons(port_of(&id->route.addr.src_addr));
+}
+
+__be16 rdma_get_dst_port(rdma_cm_id* id) {
+    return address_length(&id->route.addr.dst_addr) == 0 ? 0 : htons(port_of(&id->route.addr.dst_addr));
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,118 @@
+// The identifier (rdma_cm_id) with its state, and the event channel with its queue.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ibverbs/event_queue.hpp"
+#include "model/sockets.hpp"
+#include "rdmacm/devices.hpp"
+#include "rdmacm/manager.hpp"
+#include "rdmacm/wire.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+struct Connection;
+struct Identifier;
+
+// The states of the kernel's connection manager (enum rdma_cm_state) that the caller's operations depend on.
+enum class State { idle, bound, addr_resolved, route_resolved, connecting, disconnected, listening };
+
+// An event as the kernel would report it. rdma_get_cm_event makes the event of the program from it, and changes the
+// state of the queue pair on the way.
+struct QueuedEvent {
+    Identifier* id = nullptr; // the identifier that the event is reported on; for a request, the listener
+    Identifier* new_id = nullptr;
+    rdma_cm_event_type type{};
+    int status = 0;
+    rdma_conn_param conn{};
+    rdma_ud_param ud{};
+    bool is_datagram = false;
+    std::array<std::uint8_t, 256> private_data{};
+    std::uint8_t private_bytes = 0;
+    std::shared_ptr<verbs::EventCounter> counter;
+    IpAddress group; // of a multicast join
+};
+
+struct Channel {
+    rdma_event_channel abi{}; // first, because programs hold pointers to it
+    verbs::EventQueue<QueuedEvent> events;
+};
+
+// A claim on a port: sockets whose names reserve the port in this domain.
+struct PortClaim {
+    std::uint16_t port = 0; // host byte order; 0: none
+    std::vector<Fd> names;
+};
+
+// A group that the identifier has joined.
+struct Multicast {
+    IpAddress address;
+    ibv_gid gid{};
+    void* context = nullptr;
+    bool is_attached = false; // the identifier's queue pair receives the messages of the group
+};
+
+struct Identifier {
+    rdma_cm_id abi{}; // first, because programs hold pointers to it
+    // Points to this identifier until it is destroyed.
+    std::shared_ptr<Identifier*> self = std::make_shared<Identifier*>(this);
+    State state = State::idle;
+    Channel* channel = nullptr;
+    bool is_synchronous = false; // the identifier owns its channel, and each call waits for its event
+    // Number of events that were taken and acknowledged.
+    std::shared_ptr<verbs::EventCounter> counter = std::make_shared<verbs::EventCounter>();
+    std::optional<LocalPort> local;
+    bool uses_default_pd = false;
+    ibv_gid remote_gid{};
+    PortClaim claim;
+    std::uint32_t psn = 0;
+    std::uint8_t tos = 0;
+    std::uint8_t ack_timeout = 0; // 0: not set
+    bool reuse_address = false;
+    bool ipv6_only = false;
+    bool has_ipv6_only = false;
+    // A listener.
+    std::vector<std::pair<Fd, Token>> listeners;
+    int backlog = 0;
+    // A connection. `responder_resources` and `initiator_depth` are those of this side.
+    std::shared_ptr<Connection> connection;
+    std::uint8_t responder_resources = 0, initiator_depth = 0;
+    std::uint8_t retry_count = 7, rnr_retry_count = 7;
+    std::uint32_t remote_qp_num = 0, remote_psn = 0;
+    std::uint32_t qkey = 0;
+    bool is_passive = false;
+    bool is_accepted = false; // of a passive identifier; the kernel reports no events before
+    bool connect_failed = false;
+    // rdma_create_ep stores these for rdma_connect and rdma_get_request.
+    std::unique_ptr<ibv_qp_init_attr> endpoint_attributes;
+    std::string connect_data;
+    std::vector<Multicast> multicasts;
+};
+
+// Return the identifier of a public structure, or nullptr if it is none. An identifier that was destroyed ends the
+// process, with the stacks of its destruction and of this call.
+Identifier* id_of(rdma_cm_id* id);
+Channel* channel_of(rdma_event_channel* channel);
+
+// Create an identifier. Without a channel it is synchronous and gets its own one. Return 0 or an errno.
+int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space ps, ibv_qp_type qp_type,
+                    Identifier** id);
+
+// Attach the device and the addresses to the identifier, as the library does after it has queried the kernel.
+void set_local(Identifier* id, const LocalPort& local);
+void set_source(Identifier* id, const IpAddress& address, std::uint16_t port);
+
+// Queue an event of the identifier. The caller holds the lock of the manager.
+void report(Identifier* id, QueuedEvent event);
+void report(Identifier* id, rdma_cm_event_type type, int status = 0);
+
+// Wait for the event of a call on a synchronous identifier, and keep it in `id->event`. Return 0, or the errno that the
+// event reports. Does nothing for an identifier with a channel of the program.
+int complete(Identifier* id);
+
+bool is_datagram(const Identifier& id);
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,159 @@
+// Implements the thread of the connection manager.
+
+#include "rdmacm/manager.hpp"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <map>
+#include <system_error>
+
+#include "model/sockets.hpp"
+#include "model/thread.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Watch {
+    int fd;
+    std::function<void()> on_readable;
+};
+
+struct Timer {
+    Clock::time_point deadline;
+    std::function<void()> on_expiry;
+};
+
+struct Manager {
+    std::mutex mutex;
+    Fd epoll, wake;
+    Token last_token = 0;
+    std::map<Token, Watch> watches;
+    std::map<Token, Timer> timers;
+    bool is_started = false;
+};
+
+constexpr Token wake_token = 0;
+
+// Never destroyed, because its thread runs until the process ends.
+Manager& manager() {
+    static auto* const instance = new Manager;
+    return *instance;
+}
+
+void add_to_epoll(const Manager& state, int fd, Token token) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = token;
+    if (epoll_ctl(state.epoll.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
+        throw std::system_error(errno, std::generic_category());
+    }
+}
+
+// Run the expired timers and return the time until the next one in milliseconds, or -1 if there is none.
+int run_expired_timers(Manager* state) {
+    for (;;) {
+        const auto next = std::min_element(state->timers.begin(), state->timers.end(), [](auto& left, auto& right) {
+            return left.second.deadline < right.second.deadline;
+        });
+        if (next == state->timers.end()) {
+            return -1;
+        }
+        const auto now = Clock::now();
+        if (next->second.deadline > now) {
+            return static_cast<int>(
+                       std::chrono::duration_cast<std::chrono::milliseconds>(next->second.deadline - now).count()) +
+                   1;
+        }
+        const auto on_expiry = std::move(next->second.on_expiry);
+        state->timers.erase(next);
+        on_expiry();
+    }
+}
+
+void run_manager() {
+    Manager& state = manager();
+    std::array<epoll_event, 32> events{};
+    for (;;) {
+        int timeout_ms = -1;
+        {
+            std::lock_guard lock(state.mutex);
+            timeout_ms = run_expired_timers(&state);
+        }
+        const int count = epoll_wait(state.epoll.get(), events.data(), static_cast<int>(events.size()), timeout_ms);
+        std::lock_guard lock(state.mutex);
+        for (int index = 0; index < count; ++index) {
+            const Token token = events[static_cast<std::size_t>(index)].data.u64;
+            if (token == wake_token) {
+                eventfd_t value = 0;
+                eventfd_read(state.wake.get(), &value);
+                continue;
+            }
+            // An earlier event of this round may have removed the watch.
+            const auto found = state.watches.find(token);
+            if (found != state.watches.end()) {
+                const auto on_readable = found->second.on_readable;
+                on_readable();
+            }
+        }
+    }
+}
+
+void start_if_needed(Manager* state) {
+    if (state->is_started) {
+        return;
+    }
+    state->epoll = Fd(epoll_create1(EPOLL_CLOEXEC));
+    state->wake = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!state->epoll || !state->wake) {
+        throw std::system_error(errno, std::generic_category());
+    }
+    add_to_epoll(*state, state->wake.get(), wake_token);
+    start_signal_blocking_thread(run_manager).detach();
+    state->is_started = true;
+}
+
+} // namespace
+
+std::mutex& manager_mutex() {
+    return manager().mutex;
+}
+
+Token watch(int fd, std::function<void()> on_readable) {
+    Manager& state = manager();
+    start_if_needed(&state);
+    const Token token = ++state.last_token;
+    add_to_epoll(state, fd, token);
+    state.watches.emplace(token, Watch{fd, std::move(on_readable)});
+    return token;
+}
+
+void unwatch(Token token) {
+    Manager& state = manager();
+    const auto found = state.watches.find(token);
+    if (found != state.watches.end()) {
+        epoll_ctl(state.epoll.get(), EPOLL_CTL_DEL, found->second.fd, nullptr);
+        state.watches.erase(found);
+    }
+}
+
+Token start_timer(std::chrono::milliseconds delay, std::function<void()> on_expiry) {
+    Manager& state = manager();
+    start_if_needed(&state);
+    const Token token = ++state.last_token;
+    state.timers.emplace(token, Timer{Clock::now() + delay, std::move(on_expiry)});
+    eventfd_write(state.wake.get(), 1);
+    return token;
+}
+
+void cancel_timer(Token token) {
+    manager().timers.erase(token);
+}
+
+} // namespace gdrkit::twin::rdmacm

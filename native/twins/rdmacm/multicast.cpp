@@ -1,0 +1,115 @@
+// Joins and leaves multicast groups. On Ethernet a join needs no other process: the device receives what is sent to the
+// group once a queue pair is attached.
+
+#include "rdmacm/multicast.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "rdmacm/functions.hpp"
+#include "rdmacm/queue_pair.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr std::uint32_t multicast_qp_num = 0xffffff;
+constexpr unsigned join_attr_address = 1, join_attr_flags = 2;
+constexpr unsigned flag_full_member = 0, flag_send_only_full_member = 1;
+
+// Return the group identifier as the kernel forms it on RoCE v2: an IPv6 address itself, an IPv4 address mapped.
+ibv_gid group_gid(const IpAddress& address) {
+    return address.bytes;
+}
+
+int join(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* context) {
+    Identifier* const id = id_of(public_id);
+    if (id == nullptr || address_length(address) == 0 || !is_datagram(*id)) {
+        return EINVAL;
+    }
+    if (flags == flag_send_only_full_member) {
+        return EOPNOTSUPP; // as the kernel for a port that no subnet manager serves
+    }
+    if (flags != flag_full_member) {
+        return EINVAL;
+    }
+    const IpAddress group = ip_of(address);
+    std::lock_guard lock(manager_mutex());
+    if ((id->state != State::bound && id->state != State::addr_resolved) || !id->local || !group.is_multicast()) {
+        return EINVAL;
+    }
+    id->multicasts.push_back({group, group_gid(group), context, false});
+    QueuedEvent event;
+    event.type = RDMA_CM_EVENT_MULTICAST_JOIN;
+    event.is_datagram = true;
+    event.group = group;
+    event.ud.ah_attr = path_to_remote(*id);
+    event.ud.ah_attr.grh.dgid = group_gid(group);
+    event.ud.qp_num = multicast_qp_num;
+    event.ud.qkey = id->qkey;
+    report(id, event);
+    return 0;
+}
+
+} // namespace
+
+int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
+    ibv_gid gid{};
+    {
+        std::lock_guard lock(manager_mutex());
+        const auto found = std::find_if(id->multicasts.begin(), id->multicasts.end(),
+                                        [&](const Multicast& joined) { return joined.address == address; });
+        if (found == id->multicasts.end()) {
+            return 0; // the program has left the group meanwhile
+        }
+        *context = found->context;
+        gid = found->gid;
+        found->is_attached = id->abi.qp != nullptr;
+    }
+    return id->abi.qp == nullptr ? 0 : ibv_attach_mcast(id->abi.qp, &gid, 0);
+}
+
+extern "C" {
+
+int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context) {
+    return entry("rdma_join_multicast", [&] {
+        const int error = join(id, addr, flag_full_member, context);
+        return error != 0 ? error : complete(id_of(id));
+    });
+}
+
+int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* context) {
+    return entry("rdma_join_multicast_ex", [&] {
+        if (attr == nullptr || (attr->comp_mask & ~(join_attr_address | join_attr_flags)) != 0 ||
+            (attr->comp_mask & join_attr_address) == 0 || (attr->comp_mask & join_attr_flags) == 0) {
+            return EINVAL;
+        }
+        const int error = join(id, attr->addr, attr->join_flags, context);
+        return error != 0 ? error : complete(id_of(id));
+    });
+}
+
+int rdma_leave_multicast(rdma_cm_id* id, sockaddr* addr) {
+    return entry("rdma_leave_multicast", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr || address_length(addr) == 0) {
+            return EINVAL;
+        }
+        const IpAddress group = ip_of(addr);
+        Multicast left;
+        {
+            std::lock_guard lock(manager_mutex());
+            const auto found = std::find_if(identifier->multicasts.begin(), identifier->multicasts.end(),
+                                            [&](const Multicast& joined) { return joined.address == group; });
+            if (found == identifier->multicasts.end()) {
+                return EADDRNOTAVAIL;
+            }
+            left = *found;
+            identifier->multicasts.erase(found);
+        }
+        return left.is_attached && id->qp != nullptr ? ibv_detach_mcast(id->qp, &left.gid, 0) : 0;
+    });
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,87 @@
+// Options of identifiers.
+
+#include <cstdlib>
+#include <cstring>
+
+#include "rdmacm/functions.hpp"
+#include "rdmacm/identifier.hpp"
+#include "rdmacm/ports.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// Copy the value of an option of exactly this type.
+template <typename Value> bool read_value(const void* value, std::size_t length, Value* copy) {
+    if (value == nullptr || length != sizeof *copy) {
+        return false;
+    }
+    std::memcpy(copy, value, sizeof *copy);
+    return true;
+}
+
+int set_id_option(Identifier* id, int option, const void* value, std::size_t length) {
+    std::uint8_t byte = 0;
+    int number = 0;
+    switch (option) {
+    case option_tos:
+        return read_value(value, length, &id->tos) ? 0 : EINVAL;
+    case option_reuseaddr:
+        if (!read_value(value, length, &number) || (number == 0 && id->state != State::idle)) {
+            return EINVAL;
+        }
+        id->reuse_address = number != 0;
+        return 0;
+    case option_afonly:
+        if (!read_value(value, length, &number) || (id->state != State::idle && id->state != State::bound)) {
+            return EINVAL;
+        }
+        id->ipv6_only = number != 0;
+        return 0;
+    case option_ack_timeout:
+        // The timeout belongs to reliable connections and has five bits.
+        if (!read_value(value, length, &byte) || is_datagram(*id) || byte > 31) {
+            return EINVAL;
+        }
+        id->ack_timeout = byte;
+        return 0;
+    default:
+        return ENOSYS;
+    }
+}
+
+// The program gives the route, as it has got it from a subnet administrator, instead of rdma_resolve_route.
+int set_path(Identifier* id, const void* value, std::size_t length) {
+    if (value == nullptr || length == 0 || length % sizeof(ibv_path_data) != 0 || id->state != State::addr_resolved) {
+        return EINVAL;
+    }
+    ibv_path_data path;
+    std::memcpy(&path, value, sizeof path);
+    if (!same_gid(path.path.dgid, id->remote_gid) || !same_gid(path.path.sgid, id->local->gid())) {
+        return EINVAL;
+    }
+    if (const int error = resolve_route_now(id); error != 0) {
+        return error;
+    }
+    id->state = State::route_resolved;
+    report(id, RDMA_CM_EVENT_ROUTE_RESOLVED);
+    return 0;
+}
+
+} // namespace
+
+extern "C" int rdma_set_option(rdma_cm_id* id, int level, int optname, void* optval, std::size_t optlen) {
+    return entry("rdma_set_option", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        std::lock_guard lock(manager_mutex());
+        if (level == option_level_id) {
+            return set_id_option(identifier, optname, optval, optlen);
+        }
+        return level == option_level_ib && optname == option_ib_path ? set_path(identifier, optval, optlen) : ENOSYS;
+    });
+}
+
+} // namespace gdrkit::twin::rdmacm

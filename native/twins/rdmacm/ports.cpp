@@ -1,0 +1,184 @@
+// Claims ports in the domain, by sockets whose names the kernel keeps unique and frees when a process dies.
+
+#include "rdmacm/ports.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <set>
+#include <thread>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr unsigned first_unprivileged_port = 1024;
+// The default of /proc/sys/net/ipv4/ip_local_port_range, from which the kernel chooses ports.
+constexpr unsigned first_ephemeral_port = 32768, ephemeral_port_count = 28232;
+constexpr int max_port_attempts = 256;
+
+constexpr std::string_view any_ipv4 = "any4", any_ipv6 = "any6", any_of_both = "any";
+
+// A name has at most 50 bytes after the prefix of the domain, so its parts are short: a letter for the port space, the
+// port in hexadecimal, and a hash of the address.
+std::string port_text(rdma_port_space ps, std::uint16_t port) {
+    const char letter = ps == RDMA_PS_TCP ? 't' : (ps == RDMA_PS_UDP ? 'u' : (ps == RDMA_PS_IB ? 'b' : 'i'));
+    char text[16];
+    std::snprintf(text, sizeof text, "%c%04x", letter, static_cast<unsigned>(port));
+    return text;
+}
+
+// Return the FNV-1a hash of an address. Two addresses with one hash would only share their ports: a listener compares
+// the address in the request with its own.
+std::string hash_text(const ibv_gid& address) {
+    std::uint32_t hash = 0x811c9dc5U;
+    for (const std::uint8_t byte : address.raw) {
+        hash = (hash ^ byte) * 0x01000193U;
+    }
+    char text[16];
+    std::snprintf(text, sizeof text, "%08x", hash);
+    return text;
+}
+
+// Return the last part of a name: the address, or one of the wildcards.
+std::string address_text(const Identifier& id, const IpAddress& address) {
+    if (!address.is_any()) {
+        return hash_text(address.bytes);
+    }
+    if (address.family == AF_INET) {
+        return std::string(any_ipv4);
+    }
+    return std::string(id.ipv6_only ? any_ipv6 : any_of_both);
+}
+
+std::string claim_name(rdma_port_space ps, std::uint16_t port, std::string_view address) {
+    return "cmport." + port_text(ps, port) + "." + std::string(address);
+}
+
+// Return the addresses that this host may have bound, each as the last part of a name.
+std::vector<std::string> specific_addresses(bool ipv4, bool ipv6) {
+    std::set<std::string> names;
+    for (const IpAddress& address : host_addresses()) {
+        if ((address.family == AF_INET && ipv4) || (address.family == AF_INET6 && ipv6)) {
+            names.insert(hash_text(address.bytes));
+        }
+    }
+    int error = 0;
+    for (const auto& device : cm_devices(&error)) {
+        for (const ibv_gid_entry& entry : device->gids) {
+            names.insert(hash_text(entry.gid));
+        }
+    }
+    return {names.begin(), names.end()};
+}
+
+// Return the claims of other identifiers that conflict with a claim of this address.
+std::vector<std::string> conflicting_addresses(const IpAddress& address, std::string_view own) {
+    const bool ipv4 = own == any_ipv4 || own == any_of_both;
+    const bool ipv6 = own == any_ipv6 || own == any_of_both;
+    std::vector<std::string> others;
+    if (address.is_any()) {
+        others = specific_addresses(ipv4, ipv6);
+    }
+    if (own != any_ipv4 && (ipv4 || address.family == AF_INET)) {
+        others.emplace_back(any_ipv4);
+    }
+    if (own != any_ipv6 && (ipv6 || address.family == AF_INET6)) {
+        others.emplace_back(any_ipv6);
+    }
+    if (own != any_of_both) {
+        others.emplace_back(any_of_both);
+    }
+    return others;
+}
+
+// Claims of one port are made one after the other, in all processes, so that two of them do not see each other's
+// temporary names. A process that is stopped meanwhile delays the others by one second.
+Fd lock_port(rdma_port_space ps, std::uint16_t port) {
+    const std::string name = "cmlock." + port_text(ps, port);
+    for (int attempt = 0; attempt < 1000; ++attempt) {
+        const int fd = listen_on(name);
+        if (fd >= 0) {
+            return Fd(fd);
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return Fd();
+}
+
+int claim_one_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
+    const Fd lock = lock_port(id->abi.ps, port);
+    const std::string own = address_text(*id, address);
+    Fd claim(listen_on(claim_name(id->abi.ps, port, own)));
+    if (!claim) {
+        return EADDRINUSE;
+    }
+    for (const std::string& other : conflicting_addresses(address, own)) {
+        if (!Fd(listen_on(claim_name(id->abi.ps, port, other)))) {
+            return EADDRINUSE;
+        }
+    }
+    id->claim.names.push_back(std::move(claim));
+    return 0;
+}
+
+} // namespace
+
+int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
+    if (port != 0) {
+        if (port < first_unprivileged_port && geteuid() != 0) {
+            return EACCES;
+        }
+        // Identifiers with RDMA_OPTION_ID_REUSEADDR share a port until one of them listens.
+        const int error = id->reuse_address ? 0 : claim_one_port(id, address, port);
+        id->claim.port = error == 0 ? port : id->claim.port;
+        return error;
+    }
+    for (int attempt = 0; attempt < max_port_attempts; ++attempt) {
+        const auto chosen = static_cast<std::uint16_t>(first_ephemeral_port + random_u64() % ephemeral_port_count);
+        if (claim_one_port(id, address, chosen) == 0) {
+            id->claim.port = chosen;
+            return 0;
+        }
+    }
+    return EADDRNOTAVAIL;
+}
+
+int claim_exclusively(Identifier* id) {
+    if (!id->claim.names.empty()) {
+        return 0;
+    }
+    return claim_one_port(id, ip_of(&id->abi.route.addr.src_addr), id->claim.port);
+}
+
+std::vector<std::string> listener_names(const Identifier& id) {
+    const IpAddress address = ip_of(&id.abi.route.addr.src_addr);
+    std::set<std::string> gids;
+    int error = 0;
+    if (address.is_any()) {
+        for (const auto& device : cm_devices(&error)) {
+            for (const ibv_gid_entry& entry : device->gids) {
+                gids.insert(gid_text(entry.gid));
+            }
+        }
+    } else {
+        gids.insert(gid_text(id.local->gid()));
+    }
+    std::vector<std::string> names;
+    for (const std::string& gid : gids) {
+        names.push_back("cm." + gid + "." + port_text(id.abi.ps, id.claim.port) + "." + address_text(id, address));
+    }
+    return names;
+}
+
+std::vector<std::string> names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
+                                      std::uint16_t port) {
+    const std::string begin = "cm." + gid_text(gid) + "." + port_text(ps, port) + ".";
+    const std::string_view any_of_family = address.family == AF_INET ? any_ipv4 : any_ipv6;
+    return {begin + hash_text(address.bytes), begin + std::string(any_of_family), begin + std::string(any_of_both)};
+}
+
+} // namespace gdrkit::twin::rdmacm

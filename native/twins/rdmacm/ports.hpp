@@ -1,0 +1,23 @@
+// The ports of the port spaces, which all processes of a domain share, and the names of the sockets of listeners.
+#pragma once
+
+#include "rdmacm/identifier.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+// Claim a port for the identifier at this address; port 0 chooses a free one. Return 0, EADDRINUSE, or EACCES for a
+// port below 1024 that the user may not bind. The caller holds the lock.
+int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port);
+// Make the claim of an identifier that shares its port exclusive, because it begins to listen. Return 0 or EADDRINUSE.
+int claim_exclusively(Identifier* id);
+
+// Return the names at which an identifier with this address listens: one for each GID at which its host is reached.
+std::vector<std::string> listener_names(const Identifier& id);
+// Return the names at which a listener for this destination may be, the most specific one first.
+std::vector<std::string> names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
+                                      std::uint16_t port);
+
+int bind_to_any(Identifier* id, int family);
+int resolve_route_now(Identifier* id);
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,371 @@
+// Implements the creation of queue pairs and shared receive queues, and the transitions of queue pairs.
+
+#include "rdmacm/queue_pair.hpp"
+
+#include <cstring>
+
+#include "rdmacm/connection.hpp"
+#include "rdmacm/functions.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// The timeout of a request, 4.096 us * 2^18: the packet life time and the acknowledgement delay of the devices.
+constexpr std::uint8_t default_timeout = 18;
+
+int modify(Identifier* id, ibv_qp_state state, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
+    ibv_qp_attr attr{};
+    int mask = 0;
+    attr.qp_state = state;
+    {
+        std::lock_guard lock(manager_mutex());
+        if (const int error = fill_attributes(*id, &attr, &mask); error != 0) {
+            return error;
+        }
+    }
+    if (state == IBV_QPS_RTR && responder_resources != max_responder_resources) {
+        attr.max_dest_rd_atomic = responder_resources;
+    }
+    if (state == IBV_QPS_RTS && initiator_depth != max_initiator_depth) {
+        attr.max_rd_atomic = initiator_depth;
+    }
+    return ibv_modify_qp(id->abi.qp, &attr, mask);
+}
+
+int make_datagram_queue_ready(Identifier* id) {
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_INIT;
+    attr.port_num = id->abi.port_num;
+    attr.qkey = id->qkey;
+    int error = ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
+    attr.qp_state = IBV_QPS_RTR;
+    error = error != 0 ? error : ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE);
+    attr.qp_state = IBV_QPS_RTS;
+    return error != 0 ? error : ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN);
+}
+
+void destroy_queues(rdma_cm_id* id) {
+    for (auto [queue, channel] :
+         {std::pair(&id->recv_cq, &id->recv_cq_channel), {&id->send_cq, &id->send_cq_channel}}) {
+        if (*queue != nullptr) {
+            ibv_destroy_cq(*queue);
+            *queue = nullptr;
+        }
+        if (*channel != nullptr) {
+            ibv_destroy_comp_channel(*channel);
+            *channel = nullptr;
+        }
+    }
+}
+
+// Create a completion queue with its channel. Return 0 or an errno.
+int make_queue(rdma_cm_id* id, std::uint32_t size, ibv_comp_channel** channel, ibv_cq** queue) {
+    *channel = ibv_create_comp_channel(id->verbs);
+    *queue = *channel == nullptr ? nullptr : ibv_create_cq(id->verbs, static_cast<int>(size), id, *channel, 0);
+    return *queue == nullptr ? errno : 0;
+}
+
+// Create the completion queues that the program did not give.
+int make_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_size) {
+    int error = receive_size == 0 ? 0 : make_queue(id, receive_size, &id->recv_cq_channel, &id->recv_cq);
+    if (error == 0 && send_size != 0) {
+        error = make_queue(id, send_size, &id->send_cq_channel, &id->send_cq);
+    }
+    if (error != 0) {
+        destroy_queues(id);
+    }
+    return error;
+}
+
+// Return the protection domain for a queue pair or a receive queue of the identifier; nullptr with errno set on
+// failure.
+ibv_pd* choose_pd(Identifier* id, ibv_pd* given) {
+    if (given != nullptr || id->abi.pd != nullptr) {
+        ibv_pd* const pd = given != nullptr ? given : id->abi.pd;
+        if (pd->context != id->abi.verbs) {
+            errno = EINVAL;
+            return nullptr;
+        }
+        return pd;
+    }
+    std::lock_guard lock(manager_mutex());
+    ibv_pd* const pd = take_default_pd(id->local->device);
+    id->uses_default_pd = pd != nullptr;
+    return pd;
+}
+
+int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
+    rdma_cm_id& abi = id->abi;
+    if (abi.qp != nullptr || abi.verbs == nullptr) {
+        return EINVAL;
+    }
+    if ((abi.recv_cq != nullptr && attr->recv_cq != nullptr && abi.recv_cq != attr->recv_cq) ||
+        (abi.send_cq != nullptr && attr->send_cq != nullptr && abi.send_cq != attr->send_cq)) {
+        return EINVAL;
+    }
+    const bool receives_only = abi.qp_type == IBV_QPT_XRC_RECV;
+    if (!receives_only) {
+        attr->pd = choose_pd(id, (attr->comp_mask & IBV_QP_INIT_ATTR_PD) != 0 ? attr->pd : nullptr);
+        attr->comp_mask |= IBV_QP_INIT_ATTR_PD;
+        if (attr->pd == nullptr) {
+            return errno;
+        }
+    }
+    attr->srq = attr->srq == nullptr ? abi.srq : attr->srq;
+    const std::uint32_t send_size = attr->send_cq != nullptr || abi.send_cq != nullptr ? 0 : attr->cap.max_send_wr;
+    const std::uint32_t receive_size = attr->recv_cq != nullptr || abi.recv_cq != nullptr ? 0 : attr->cap.max_recv_wr;
+    if (const int error = make_queues(&abi, send_size, receive_size); error != 0) {
+        return error;
+    }
+    attr->send_cq = attr->send_cq == nullptr ? abi.send_cq : attr->send_cq;
+    attr->recv_cq = attr->recv_cq == nullptr ? abi.recv_cq : attr->recv_cq;
+    ibv_qp* const qp = ibv_create_qp_ex(abi.verbs, attr);
+    int error = qp == nullptr ? errno : 0;
+    if (error == 0) {
+        abi.qp = qp;
+        error = is_datagram(*id) ? make_datagram_queue_ready(id) : modify(id, IBV_QPS_INIT, 0, 0);
+        if (error != 0) {
+            abi.qp = nullptr;
+            ibv_destroy_qp(qp);
+        }
+    }
+    if (error != 0) {
+        destroy_queues(&abi);
+        return error;
+    }
+    abi.pd = qp->pd;
+    return 0;
+}
+
+int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
+    if (id->abi.srq != nullptr || id->abi.verbs == nullptr) {
+        return EINVAL;
+    }
+    attr->pd = choose_pd(id, (attr->comp_mask & IBV_SRQ_INIT_ATTR_PD) != 0 ? attr->pd : nullptr);
+    attr->comp_mask |= IBV_SRQ_INIT_ATTR_PD;
+    if (attr->pd == nullptr) {
+        return errno;
+    }
+    const bool is_xrc = (attr->comp_mask & IBV_SRQ_INIT_ATTR_TYPE) != 0 && attr->srq_type == IBV_SRQT_XRC;
+    if (is_xrc && attr->cq == nullptr) {
+        if (const int error = make_queues(&id->abi, 0, attr->attr.max_wr); error != 0) {
+            return error;
+        }
+        attr->cq = id->abi.recv_cq;
+        attr->comp_mask |= IBV_SRQ_INIT_ATTR_CQ;
+    }
+    ibv_srq* const srq = ibv_create_srq_ex(id->abi.verbs, attr);
+    if (srq == nullptr) {
+        const int error = errno;
+        destroy_queues(&id->abi);
+        return error;
+    }
+    id->abi.pd = id->abi.pd == nullptr ? attr->pd : id->abi.pd;
+    id->abi.srq = srq;
+    return 0;
+}
+
+} // namespace
+
+ibv_ah_attr path_to_remote(const Identifier& id) {
+    ibv_ah_attr path{};
+    path.is_global = 1;
+    path.port_num = id.abi.port_num;
+    path.grh.dgid = id.remote_gid;
+    path.grh.sgid_index = id.local->gid_index;
+    path.grh.hop_limit = 64;
+    path.grh.traffic_class = id.tos;
+    return path;
+}
+
+int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
+    if (!id.local) {
+        return EINVAL;
+    }
+    const ibv_qp_state state = attr->qp_state;
+    *attr = {};
+    attr->qp_state = state;
+    const bool is_reliable =
+        id.abi.qp_type == IBV_QPT_RC || id.abi.qp_type == IBV_QPT_XRC_SEND || id.abi.qp_type == IBV_QPT_XRC_RECV;
+    const bool is_connected = id.connection != nullptr && id.connection->phase != Phase::waits_for_reply;
+    switch (state) {
+    case IBV_QPS_INIT:
+        *mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT;
+        attr->port_num = id.abi.port_num;
+        if (is_datagram(id)) {
+            attr->qkey = id.qkey;
+            *mask |= IBV_QP_QKEY;
+            return 0;
+        }
+        *mask |= IBV_QP_ACCESS_FLAGS;
+        if (is_connected) {
+            // As the kernel's communication manager: peers may write, and read if reads were negotiated.
+            attr->qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+            attr->qp_access_flags |=
+                id.responder_resources == 0 ? 0U : IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
+        }
+        return 0;
+    case IBV_QPS_RTR:
+        if (is_datagram(id)) {
+            *mask = IBV_QP_STATE;
+            return 0;
+        }
+        if (!is_connected) {
+            return EINVAL;
+        }
+        *mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+        attr->ah_attr = path_to_remote(id);
+        attr->path_mtu = id.local->device->port.active_mtu;
+        attr->dest_qp_num = id.remote_qp_num;
+        attr->rq_psn = id.remote_psn;
+        if (is_reliable) {
+            *mask |= IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+            attr->max_dest_rd_atomic = id.responder_resources;
+        }
+        return 0;
+    case IBV_QPS_RTS:
+        *mask = IBV_QP_STATE | IBV_QP_SQ_PSN;
+        if (is_datagram(id)) {
+            return 0;
+        }
+        if (!is_connected) {
+            return EINVAL;
+        }
+        attr->sq_psn = id.psn;
+        if (is_reliable) {
+            *mask |= IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_TIMEOUT;
+            attr->retry_cnt = id.retry_count;
+            attr->rnr_retry = id.rnr_retry_count;
+            attr->max_rd_atomic = id.initiator_depth;
+            attr->timeout = id.ack_timeout != 0 ? id.ack_timeout : default_timeout;
+        }
+        return 0;
+    default:
+        return EINVAL;
+    }
+}
+
+int make_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth) {
+    if (id->abi.qp == nullptr) {
+        return 0;
+    }
+    // The access flags of the connection are set by a second transition to INIT, as librdmacm does.
+    int error = modify(id, IBV_QPS_INIT, 0, 0);
+    error = error != 0 ? error : modify(id, IBV_QPS_RTR, responder_resources, initiator_depth);
+    return error != 0 ? error : modify(id, IBV_QPS_RTS, responder_resources, initiator_depth);
+}
+
+int establish_active_side(Identifier* id) {
+    const int error = make_ready(id, max_responder_resources, max_initiator_depth);
+    std::lock_guard lock(manager_mutex());
+    Connection* const connection = id->connection.get();
+    if (error != 0 || connection == nullptr || connection->phase != Phase::received_reply) {
+        if (connection != nullptr && connection->phase == Phase::received_reply) {
+            auto message = make_message(*id, wire::Type::reject);
+            message->reason = rejected_by_program;
+            send_message(connection, *message);
+            close_connection(connection);
+        }
+        return error != 0 ? error : EINVAL; // the peer has ended the connection meanwhile
+    }
+    send_message(connection, *make_message(*id, wire::Type::ready_to_use));
+    connection->phase = Phase::established;
+    return 0;
+}
+
+void fail_queue_pair(Identifier* id) {
+    if (id->abi.qp != nullptr) {
+        ibv_qp_attr attr{};
+        attr.qp_state = IBV_QPS_ERR;
+        ibv_modify_qp(id->abi.qp, &attr, IBV_QP_STATE);
+    }
+}
+
+extern "C" {
+
+int rdma_create_qp_ex(rdma_cm_id* id, ibv_qp_init_attr_ex* qp_init_attr) {
+    return entry("rdma_create_qp_ex", [&] {
+        Identifier* const identifier = id_of(id);
+        return identifier == nullptr ? EINVAL : create_queue_pair(identifier, qp_init_attr);
+    });
+}
+
+int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
+    return entry("rdma_create_qp", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        ibv_qp_init_attr_ex attr{};
+        // The extended structure begins with the ordinary one.
+        static_assert(offsetof(ibv_qp_init_attr_ex, comp_mask) >= offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof(int));
+        std::memcpy(&attr, qp_init_attr, offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof qp_init_attr->sq_sig_all);
+        if (pd != nullptr) {
+            attr.comp_mask = IBV_QP_INIT_ATTR_PD;
+            attr.pd = pd;
+        }
+        const int error = create_queue_pair(identifier, &attr);
+        if (error == 0) {
+            qp_init_attr->cap = attr.cap;
+        }
+        return error;
+    });
+}
+
+void rdma_destroy_qp(rdma_cm_id* id) {
+    if (id_of(id) != nullptr && id->qp != nullptr) {
+        ibv_destroy_qp(id->qp);
+        id->qp = nullptr;
+        destroy_queues(id);
+    }
+}
+
+int rdma_create_srq_ex(rdma_cm_id* id, ibv_srq_init_attr_ex* attr) {
+    return entry("rdma_create_srq_ex", [&] {
+        Identifier* const identifier = id_of(id);
+        return identifier == nullptr ? EINVAL : create_receive_queue(identifier, attr);
+    });
+}
+
+int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
+    return entry("rdma_create_srq", [&] {
+        Identifier* const identifier = id_of(id);
+        if (identifier == nullptr) {
+            return EINVAL;
+        }
+        ibv_srq_init_attr_ex extended{};
+        extended.srq_context = attr->srq_context;
+        extended.attr = attr->attr;
+        if (pd != nullptr) {
+            extended.comp_mask = IBV_SRQ_INIT_ATTR_PD;
+            extended.pd = pd;
+        }
+        const int error = create_receive_queue(identifier, &extended);
+        if (error == 0) {
+            attr->attr = extended.attr;
+        }
+        return error;
+    });
+}
+
+void rdma_destroy_srq(rdma_cm_id* id) {
+    if (id_of(id) != nullptr && id->srq != nullptr) {
+        ibv_destroy_srq(id->srq);
+        id->srq = nullptr;
+        if (id->qp == nullptr) {
+            destroy_queues(id);
+        }
+    }
+}
+
+int rdma_init_qp_attr(rdma_cm_id* id, ibv_qp_attr* qp_attr, int* qp_attr_mask) {
+    return entry("rdma_init_qp_attr", [&] {
+        const Identifier* const identifier = id_of(id);
+        std::lock_guard lock(manager_mutex());
+        return identifier == nullptr ? EINVAL : fill_attributes(*identifier, qp_attr, qp_attr_mask);
+    });
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,20 @@
+// The queue pairs of identifiers: creation, and the states that the connection manager moves them through.
+#pragma once
+
+#include "rdmacm/identifier.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+// Return the path from this identifier to its peer.
+ibv_ah_attr path_to_remote(const Identifier& id);
+
+// Fill the attributes for a transition of the identifier's queue pair to attr->qp_state. Return 0 or an errno.
+int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask);
+
+// Move the queue pair through RTR to RTS. An identifier without a queue pair needs nothing. Return 0 or an errno.
+int make_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth);
+// Make the queue pair of the active side ready, and tell the peer. Return 0 or an errno.
+int establish_active_side(Identifier* id);
+void fail_queue_pair(Identifier* id);
+
+} // namespace gdrkit::twin::rdmacm

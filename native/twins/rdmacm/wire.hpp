@@ -1,0 +1,61 @@
+// The messages between the connection managers of two processes. Each message has the same size. A message is copied
+// out of the socket once and then checked, because the peer is not trusted.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace gdrkit::twin::rdmacm::wire {
+
+inline constexpr std::uint32_t magic = 0x4d434431;
+inline constexpr std::uint16_t version = 1;
+
+// The messages of the InfiniBand communication manager with the same roles: REQ, REP, RTU, REJ, DREQ, DREP, SIDR_REQ
+// and SIDR_REP.
+enum class Type : std::uint16_t {
+    request = 1,
+    reply,
+    ready_to_use,
+    reject,
+    disconnect_request,
+    disconnect_reply,
+    datagram_request,
+    datagram_reply,
+};
+
+struct Message {
+    std::uint32_t magic;
+    std::uint16_t version;
+    Type type;
+    std::uint32_t port_space;
+    std::uint32_t qp_num;
+    std::uint32_t psn;
+    std::uint32_t qkey;
+    std::uint32_t reason; // of a rejection, or the status of a datagram reply
+    std::uint16_t family; // AF_INET or AF_INET6, of both addresses
+    std::uint16_t src_port, dst_port;
+    std::uint8_t qp_type;
+    std::uint8_t responder_resources, initiator_depth, flow_control, retry_count, rnr_retry_count, srq;
+    std::uint8_t private_bytes;
+    std::array<std::uint8_t, 2> reserved;
+    std::array<std::uint8_t, 16> src_ip, dst_ip, src_gid, dst_gid;
+    std::array<std::uint8_t, 224> private_data;
+};
+static_assert(sizeof(Message) == 4 * 7 + 6 + 10 + 4 * 16 + 224);
+
+// The sizes in bytes of the private data in an event, as of the InfiniBand messages. An event of the kernel has always
+// the whole field, padded with zeros. The header of the connection manager takes 36 bytes of a request.
+inline constexpr std::size_t request_private_bytes = 92 - 36;
+inline constexpr std::size_t reply_private_bytes = 196;
+inline constexpr std::size_t reject_private_bytes = 148;
+inline constexpr std::size_t datagram_request_private_bytes = 216 - 36;
+inline constexpr std::size_t datagram_reply_private_bytes = 136;
+
+// Return how many bytes of private data a message of this type has, or 0 if it has none.
+std::size_t private_bytes_of(Type type);
+
+// Return whether all fields of a received message have values that a connection manager of this version sends.
+bool is_valid(const Message& message);
+
+} // namespace gdrkit::twin::rdmacm::wire

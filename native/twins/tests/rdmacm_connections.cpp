@@ -1,0 +1,274 @@
+// Tests of connections between identifiers of one process: events with their parameters, rejections, disconnection.
+#include <fcntl.h>
+
+#include <thread>
+
+#include "tests/rdmacm_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+void send_and_check(rdma_cm_id* from, rdma_cm_id* to) {
+    Buffer sent(from->pd, 64), received(to->pd, 64);
+    fill_pattern(sent.bytes, 64);
+    ibv_sge received_sge = received.sge(0, 64), sent_sge = sent.sge(0, 64);
+    ibv_recv_wr receive{7, nullptr, &received_sge, 1};
+    ibv_recv_wr* bad_receive = nullptr;
+    CHECK(ibv_post_recv(to->qp, &receive, &bad_receive) == 0);
+    ibv_send_wr send{};
+    send.sg_list = &sent_sge;
+    send.num_sge = 1;
+    send.opcode = IBV_WR_SEND;
+    ibv_send_wr* bad_send = nullptr;
+    CHECK(ibv_post_send(from->qp, &send, &bad_send) == 0);
+    for (ibv_cq* queue : {from->send_cq, to->recv_cq}) {
+        ibv_wc wc{};
+        while (ibv_poll_cq(queue, 1, &wc) == 0) {
+            std::this_thread::yield();
+        }
+        CHECK(wc.status == IBV_WC_SUCCESS);
+    }
+    CHECK(has_pattern(received.bytes, 64));
+}
+
+void test_data_flows_both_ways_after_connect(const char* address) {
+    Pair pair(address);
+    pair.establish();
+    CHECK(rdma_get_dst_port(pair.client) == htons(pair.port) && rdma_get_src_port(pair.server) == htons(pair.port));
+    CHECK(rdma_get_dst_port(pair.server) == rdma_get_src_port(pair.client));
+    send_and_check(pair.client, pair.server);
+    send_and_check(pair.server, pair.client);
+}
+
+// The kernel hands out the whole private data fields of the InfiniBand messages, padded with zeros.
+void test_request_has_parameters_and_padded_private_data() {
+    Pair pair;
+    rdma_cm_event* const event = pair.request("hello");
+    CHECK(event->listen_id == pair.listener && event->id->verbs == pair.client->verbs);
+    const rdma_conn_param& parameters = event->param.conn;
+    CHECK(parameters.private_data_len == 56 && std::memcmp(parameters.private_data, "hello\0", 6) == 0);
+    CHECK(parameters.responder_resources == 3 && parameters.initiator_depth == 2);
+    CHECK(parameters.retry_count == 5 && parameters.rnr_retry_count == 6);
+    CHECK(parameters.qp_num == pair.client->qp->qp_num && parameters.srq == 0);
+    CHECK(rdma_ack_cm_event(event) == 0);
+    make_queue_pair(pair.server);
+    rdma_conn_param reply = parameters_with("reply", 5);
+    CHECK(rdma_accept(pair.server, &reply) == 0);
+    rdma_cm_event* const established = pair.client_channel.take(RDMA_CM_EVENT_ESTABLISHED);
+    CHECK(established->param.conn.private_data_len == 196);
+    CHECK(std::memcmp(established->param.conn.private_data, "reply\0", 6) == 0);
+    CHECK(established->param.conn.qp_num == pair.server->qp->qp_num);
+    CHECK(rdma_ack_cm_event(established) == 0);
+    pair.server_channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+}
+
+void test_too_much_private_data_is_refused() {
+    Pair pair;
+    const std::string data(57, 'x');
+    rdma_conn_param parameters = parameters_with(data.data(), data.size());
+    CHECK_FAILS(rdma_connect(pair.client, &parameters), EINVAL);
+    CHECK(rdma_ack_cm_event(pair.request(data.substr(1))) == 0);
+    CHECK_FAILS(rdma_reject(pair.server, std::string(149, 'x').data(), 149), EINVAL);
+    CHECK(rdma_reject(pair.server, data.data(), 57) == 0);
+    pair.client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+}
+
+void test_rejection_has_reason_and_private_data() {
+    Pair pair;
+    CHECK(rdma_ack_cm_event(pair.request()) == 0);
+    CHECK(rdma_reject(pair.server, "no", 2) == 0);
+    rdma_cm_event* const event = pair.client_channel.take(RDMA_CM_EVENT_REJECTED);
+    CHECK(event->status == 28 && event->param.conn.private_data_len == 148);
+    CHECK(std::memcmp(event->param.conn.private_data, "no\0", 3) == 0);
+    CHECK(rdma_ack_cm_event(event) == 0);
+    CHECK_FAILS(rdma_accept(pair.server, nullptr), EINVAL);
+}
+
+void test_port_without_listener_rejects() {
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    resolve(channel, id, "127.0.0.1", 7471);
+    make_queue_pair(id);
+    CHECK(rdma_connect(id, nullptr) == 0);
+    channel.expect(RDMA_CM_EVENT_REJECTED, 8);
+    rdma_destroy_qp(id);
+    CHECK(rdma_destroy_id(id) == 0);
+}
+
+// TEST-NET-1 is an address of no host, so no connection manager answers there.
+void test_unknown_host_is_unreachable() {
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6("192.0.2.1", 7471), 1000) == 0);
+    rdma_cm_event* event = nullptr;
+    CHECK(rdma_get_cm_event(channel.channel, &event) == 0);
+    const bool has_route = event->event == RDMA_CM_EVENT_ADDR_RESOLVED;
+    CHECK(has_route || (event->event == RDMA_CM_EVENT_ADDR_ERROR && event->status < 0));
+    CHECK(rdma_ack_cm_event(event) == 0);
+    if (has_route) {
+        CHECK(rdma_resolve_route(id, 1000) == 0);
+        channel.expect(RDMA_CM_EVENT_ROUTE_RESOLVED);
+        make_queue_pair(id);
+        CHECK(rdma_connect(id, nullptr) == 0);
+        channel.expect(RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT);
+        rdma_destroy_qp(id);
+    }
+    CHECK(rdma_destroy_id(id) == 0);
+}
+
+void test_full_backlog_rejects() {
+    const EventChannel server_channel, client_channel;
+    rdma_cm_id* const listener = make_id(server_channel);
+    const std::uint16_t port = listen_on_address(listener, "127.0.0.1", 0, 1);
+    rdma_cm_id* clients[2];
+    for (rdma_cm_id*& client : clients) {
+        client = make_id(client_channel);
+        resolve(client_channel, client, "127.0.0.1", port);
+        make_queue_pair(client);
+        CHECK(rdma_connect(client, nullptr) == 0);
+        CHECK(server_channel.is_readable(30'000));
+    }
+    // The first request waits in the queue, so the second one finds the backlog full.
+    client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+    // Destroying the listener destroys the request that the program has not seen, and so rejects it.
+    CHECK(rdma_destroy_id(listener) == 0);
+    client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+    for (rdma_cm_id* client : clients) {
+        rdma_destroy_qp(client);
+        CHECK(rdma_destroy_id(client) == 0);
+    }
+}
+
+ibv_qp_state state_of(rdma_cm_id* id) {
+    ibv_qp_attr attr{};
+    ibv_qp_init_attr init_attr{};
+    CHECK(ibv_query_qp(id->qp, &attr, IBV_QP_STATE, &init_attr) == 0);
+    return attr.qp_state;
+}
+
+void test_disconnect_is_seen_by_both_sides() {
+    Pair pair;
+    pair.establish();
+    CHECK(rdma_disconnect(pair.client) == 0 && state_of(pair.client) == IBV_QPS_ERR);
+    pair.server_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
+    // The side that asked sees the event once the other side has disconnected, too.
+    CHECK(!pair.client_channel.is_readable(50) && state_of(pair.server) == IBV_QPS_RTS);
+    CHECK(rdma_disconnect(pair.server) == 0);
+    pair.client_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
+    pair.client_channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+    pair.server_channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+}
+
+void test_destroyed_identifier_disconnects_its_peer() {
+    Pair pair;
+    pair.establish();
+    rdma_destroy_qp(pair.client);
+    CHECK(rdma_destroy_id(pair.client) == 0);
+    pair.client = nullptr;
+    pair.server_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
+    CHECK(rdma_disconnect(pair.server) == 0);
+}
+
+void test_destroy_waits_for_acknowledgement() {
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6("127.0.0.1", 1), 1000) == 0);
+    rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_ADDR_RESOLVED);
+    std::atomic<bool> is_destroyed{false};
+    std::thread destroyer([&] {
+        CHECK(rdma_destroy_id(id) == 0);
+        is_destroyed = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(!is_destroyed);
+    CHECK(rdma_ack_cm_event(event) == 0);
+    destroyer.join();
+}
+
+void test_nonblocking_channel_without_event_fails() {
+    const EventChannel channel;
+    CHECK(fcntl(channel.channel->fd, F_SETFL, O_NONBLOCK) == 0);
+    rdma_cm_event* event = nullptr;
+    CHECK_FAILS(rdma_get_cm_event(channel.channel, &event), EAGAIN);
+}
+
+void test_migrated_identifier_takes_its_events_along() {
+    const EventChannel first, second;
+    rdma_cm_id* const id = make_id(first);
+    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6("127.0.0.1", 1), 1000) == 0);
+    CHECK(first.is_readable(0) && rdma_migrate_id(id, second.channel) == 0);
+    CHECK(!first.is_readable(0) && id->channel == second.channel);
+    second.expect(RDMA_CM_EVENT_ADDR_RESOLVED);
+    CHECK(rdma_destroy_id(id) == 0);
+}
+
+// A program that makes its queue pair itself gets the reply as an event, and says when it is connected.
+void test_own_queue_pair_is_established_by_the_program() {
+    const EventChannel server_channel, client_channel;
+    rdma_cm_id* const listener = make_id(server_channel);
+    rdma_cm_id* const client = make_id(client_channel);
+    resolve(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
+    CHECK_FAILS(rdma_connect(client, nullptr), EINVAL);
+    rdma_conn_param parameters = parameters_with(nullptr, 0);
+    parameters.qp_num = 0x123456;
+    CHECK(rdma_connect(client, &parameters) == 0);
+    rdma_cm_event* const request = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+    rdma_cm_id* const server = request->id;
+    CHECK(request->param.conn.qp_num == 0x123456 && rdma_ack_cm_event(request) == 0);
+    parameters.qp_num = 0x654321;
+    CHECK(rdma_accept(server, &parameters) == 0);
+    client_channel.expect(RDMA_CM_EVENT_CONNECT_RESPONSE);
+    ibv_qp_attr attr{};
+    int mask = 0;
+    attr.qp_state = IBV_QPS_RTR;
+    CHECK(rdma_init_qp_attr(client, &attr, &mask) == 0);
+    CHECK(attr.dest_qp_num == 0x654321 && attr.max_dest_rd_atomic == 3 && (mask & IBV_QP_AV) != 0);
+    CHECK(!server_channel.is_readable(50));
+    CHECK(rdma_establish(client) == 0);
+    server_channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+    CHECK_FAILS(rdma_notify(server, IBV_EVENT_COMM_EST), EISCONN);
+    for (rdma_cm_id* id : {client, server, listener}) {
+        CHECK(rdma_destroy_id(id) == 0);
+    }
+}
+
+void test_calls_in_the_wrong_state_fail() {
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    CHECK_FAILS(rdma_resolve_route(id, 1000), EINVAL);
+    CHECK_FAILS(rdma_connect(id, nullptr), EINVAL);
+    CHECK_FAILS(rdma_accept(id, nullptr), EINVAL);
+    CHECK_FAILS(rdma_disconnect(id), EINVAL);
+    CHECK_FAILS(rdma_reject(id, nullptr, 0), EINVAL);
+    ibv_qp_init_attr attributes = small_queues();
+    CHECK_FAILS(rdma_create_qp(id, nullptr, &attributes), EINVAL);
+    listen_on_address(id, "127.0.0.1");
+    CHECK_FAILS(rdma_listen(id, 1), EINVAL);
+    CHECK_FAILS(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")), EINVAL);
+    CHECK_FAILS(rdma_resolve_addr(id, nullptr, Endpoint4or6("127.0.0.1", 1), 1000), EINVAL);
+    CHECK(rdma_destroy_id(id) == 0);
+    CHECK_FAILS(rdma_create_id(channel.channel, nullptr, nullptr, static_cast<rdma_port_space>(1)), EINVAL);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_data_flows_both_ways_after_connect("127.0.0.1");
+    test_data_flows_both_ways_after_connect("::1");
+    test_request_has_parameters_and_padded_private_data();
+    test_too_much_private_data_is_refused();
+    test_rejection_has_reason_and_private_data();
+    test_port_without_listener_rejects();
+    test_unknown_host_is_unreachable();
+    test_full_backlog_rejects();
+    test_disconnect_is_seen_by_both_sides();
+    test_destroyed_identifier_disconnects_its_peer();
+    test_destroy_waits_for_acknowledgement();
+    test_nonblocking_channel_without_event_fails();
+    test_migrated_identifier_takes_its_events_along();
+    test_own_queue_pair_is_established_by_the_program();
+    test_calls_in_the_wrong_state_fail();
+    return 0;
+}

@@ -1,0 +1,185 @@
+// Tests of connections between processes, of processes that are killed, and of peers that send nonsense.
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+
+#include <thread>
+
+#include "model/sockets.hpp"
+#include "rdmacm/wire.hpp"
+#include "tests/rdmacm_support.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr char is_listening = 'l', is_established = 'e';
+
+// The server process: listens, and if it shall accept, connects one client. Then it waits to be killed.
+int run_server(int socket, bool accepts) {
+    const EventChannel channel;
+    rdma_cm_id* const listener = make_id(channel);
+    const std::uint16_t port = listen_on_address(listener, "127.0.0.1");
+    CHECK(send_all(socket, &is_listening, 1) && send_all(socket, &port, sizeof port));
+    if (accepts) {
+        rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+        make_queue_pair(event->id);
+        CHECK(rdma_accept(event->id, nullptr) == 0);
+        CHECK(rdma_ack_cm_event(event) == 0);
+        channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+        CHECK(send_all(socket, &is_established, 1));
+    }
+    for (;;) {
+        pause();
+    }
+}
+
+struct ServerProcess {
+    pid_t pid = 0;
+    Fd socket;
+    std::uint16_t port = 0;
+    explicit ServerProcess(bool accepts) {
+        int sockets[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+        socket = Fd(sockets[0]);
+        const Fd server_socket(sockets[1]);
+        std::string program = "/proc/self/exe", number = std::to_string(sockets[1]), mode = accepts ? "1" : "0";
+        char* arguments[] = {program.data(), number.data(), mode.data(), nullptr};
+        posix_spawn_file_actions_t actions;
+        posix_spawn_file_actions_init(&actions);
+        posix_spawn_file_actions_addclose(&actions, sockets[0]);
+        CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
+        posix_spawn_file_actions_destroy(&actions);
+        char message = 0;
+        CHECK(recv_all(socket.get(), &message, 1) && message == is_listening);
+        CHECK(recv_all(socket.get(), &port, sizeof port));
+    }
+    void kill_now() {
+        CHECK(kill(pid, SIGKILL) == 0 && waitpid(pid, nullptr, 0) == pid);
+        pid = 0;
+    }
+    ~ServerProcess() {
+        if (pid != 0) {
+            kill_now();
+        }
+    }
+    ServerProcess(const ServerProcess&) = delete;
+    ServerProcess& operator=(const ServerProcess&) = delete;
+};
+
+void test_killed_peer_disconnects() {
+    ServerProcess server(true);
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    resolve(channel, id, "127.0.0.1", server.port);
+    make_queue_pair(id);
+    CHECK(rdma_connect(id, nullptr) == 0);
+    channel.expect(RDMA_CM_EVENT_ESTABLISHED);
+    char message = 0;
+    CHECK(recv_all(server.socket.get(), &message, 1) && message == is_established);
+    server.kill_now();
+    channel.expect(RDMA_CM_EVENT_DISCONNECTED);
+    channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);
+    rdma_destroy_qp(id);
+    CHECK(rdma_destroy_id(id) == 0);
+}
+
+// The kernel destroys the identifiers of a killed process, which rejects the requests that it had.
+void test_killed_listener_rejects_and_frees_its_port() {
+    ServerProcess server(false);
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    resolve(channel, id, "127.0.0.1", server.port);
+    make_queue_pair(id);
+    rdma_cm_id* const other = make_id(channel);
+    CHECK_FAILS(rdma_bind_addr(other, Endpoint4or6("127.0.0.1", server.port)), EADDRINUSE);
+    CHECK(rdma_connect(id, nullptr) == 0);
+    CHECK(!channel.is_readable(50));
+    server.kill_now();
+    channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+    CHECK(rdma_bind_addr(other, Endpoint4or6("127.0.0.1", server.port)) == 0);
+    rdma_destroy_qp(id);
+    CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(other) == 0);
+}
+
+std::string name_of_listener(rdma_cm_id* id) {
+    std::string name = "cm.";
+    char digits[16];
+    std::uint32_t hash = 0x811c9dc5U;
+    for (const std::uint8_t byte : id->route.addr.addr.ibaddr.sgid.raw) {
+        std::snprintf(digits, sizeof digits, "%02x", byte);
+        name += digits;
+    }
+    std::uint8_t address[16]{};
+    address[10] = address[11] = 0xff;
+    std::memcpy(address + 12, &id->route.addr.src_sin.sin_addr, 4);
+    for (const std::uint8_t byte : address) {
+        hash = (hash ^ byte) * 0x01000193U;
+    }
+    std::snprintf(digits, sizeof digits, ".t%04x.%08x", ntohs(rdma_get_src_port(id)), hash);
+    return name + digits;
+}
+
+// A valid request, as a peer's connection manager would send it for this identifier.
+wire::Message request_to(rdma_cm_id* id) {
+    wire::Message message{};
+    message.magic = wire::magic;
+    message.version = wire::version;
+    message.type = wire::Type::request;
+    message.port_space = RDMA_PS_TCP;
+    message.family = AF_INET;
+    message.dst_port = ntohs(rdma_get_src_port(id));
+    message.dst_ip[10] = message.dst_ip[11] = 0xff;
+    std::memcpy(message.dst_ip.data() + 12, &id->route.addr.src_sin.sin_addr, 4);
+    message.src_ip = message.dst_ip;
+    return message;
+}
+
+// Return whether the listener ends the connection without a reply.
+bool is_dropped(const std::string& name, const void* bytes, std::size_t size) {
+    const Fd peer(connect_to(name));
+    CHECK(peer && send_all(peer.get(), bytes, size));
+    char reply = 0;
+    return !recv_all(peer.get(), &reply, 1);
+}
+
+void test_malformed_requests_affect_no_other_peer() {
+    Pair pair;
+    const std::string name = name_of_listener(pair.listener);
+    const wire::Message valid = request_to(pair.listener);
+    const auto changed = [&](auto change) {
+        wire::Message message = valid;
+        change(&message);
+        return is_dropped(name, &message, sizeof message);
+    };
+    CHECK(changed([](wire::Message* message) { message->magic ^= 1; }));
+    CHECK(changed([](wire::Message* message) { message->version = 2; }));
+    CHECK(changed([](wire::Message* message) { message->type = static_cast<wire::Type>(9); }));
+    CHECK(changed([](wire::Message* message) { message->type = wire::Type::reply; }));
+    CHECK(changed([](wire::Message* message) { message->port_space = 1; }));
+    CHECK(changed([](wire::Message* message) { message->qp_num = 1 << 24; }));
+    CHECK(changed([](wire::Message* message) { message->family = AF_UNIX; }));
+    CHECK(changed([](wire::Message* message) { message->private_bytes = 57; }));
+    CHECK(changed([](wire::Message* message) { message->private_data[3] = 1; }));
+    CHECK(changed([](wire::Message* message) { message->reserved[0] = 1; }));
+    std::vector<Fd> silent_peers;
+    for (int count = 0; count < 100; ++count) {
+        silent_peers.emplace_back(connect_to(name));
+        CHECK(silent_peers.back() && send_all(silent_peers.back().get(), &valid, sizeof valid / 2));
+    }
+    pair.establish();
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    isolate_from_other_processes();
+    if (count > 2) {
+        return run_server(std::atoi(arguments[1]), arguments[2][0] == '1');
+    }
+    test_killed_peer_disconnects();
+    test_killed_listener_rejects_and_frees_its_port();
+    test_malformed_requests_affect_no_other_peer();
+    return 0;
+}
