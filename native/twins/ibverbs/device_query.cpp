@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ibverbs/context.hpp"
+#include "ibverbs/datagram_frame.hpp"
 #include "ibverbs/device.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
@@ -65,6 +66,12 @@ ibv_device_attr device_attributes(const Device& device) {
     attr.max_srq = 65536;
     attr.max_srq_wr = 16384;
     attr.max_srq_sge = 32;
+    // The limits of Soft-RoCE (rxe), which counts the members of a group per device; the twin counts those of the
+    // domain.
+    attr.max_mcast_grp = 8192;
+    attr.max_mcast_qp_attach = max_multicast_members;
+    attr.max_total_mcast_qp_attach = 8192 * max_multicast_members;
+    attr.max_ah = 1 << 20;
     attr.max_pkeys = 1;
     attr.local_ca_ack_delay = 15;
     attr.phys_port_cnt = 1;

@@ -26,7 +26,7 @@ public:
     virtual int open() = 0;
     // Stop the pair and remove its completions. The pair accesses no memory after this call.
     virtual void close() = 0;
-    // Carry out ibv_modify_qp. Return 0 or EINVAL.
+    // Carry out ibv_modify_qp. Return 0 or an errno.
     virtual int modify(const ibv_qp_attr& attr, int attr_mask) = 0;
     virtual void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) = 0;
     // Post a list of send requests. Return 0, EINVAL, EOPNOTSUPP or ENOMEM (queue full). On an error, *bad_wr is the
@@ -34,6 +34,8 @@ public:
     virtual int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) = 0;
     // Post one receive request. Return 0, EINVAL or ENOMEM (queue full).
     virtual int post_receive(const ibv_recv_wr& wr) = 0;
+    // A pair that is in a multicast group cannot be destroyed.
+    [[nodiscard]] virtual bool is_in_multicast_group() { return false; }
 
     [[nodiscard]] std::uint32_t qp_num() const { return qp_num_; }
     [[nodiscard]] ibv_qp_type type() const { return init_attr_.qp_type; }

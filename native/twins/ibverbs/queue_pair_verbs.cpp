@@ -1,6 +1,7 @@
 // The exported functions of queue pairs: create, destroy, modify and query.
 
 #include "ibverbs/connected_queue_pair.hpp"
+#include "ibverbs/datagram_queue_pair.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
 
@@ -19,9 +20,9 @@ bool is_within_limits(const ibv_qp_cap& cap, const ibv_device_attr& device_limit
 int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init_attr) {
     switch (init_attr.qp_type) {
     case IBV_QPT_RC:
+    case IBV_QPT_UD:
         break;
     case IBV_QPT_UC:
-    case IBV_QPT_UD:
     case IBV_QPT_RAW_PACKET:
     case IBV_QPT_XRC_SEND:
     case IBV_QPT_XRC_RECV:
@@ -87,7 +88,11 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
     ProtectionDomain* const domain = domain_of(pd);
     const std::shared_ptr<CompletionQueue> send_queue = cq_handle_of(init_attr->send_cq)->model;
     const std::shared_ptr<CompletionQueue> receive_queue = cq_handle_of(init_attr->recv_cq)->model;
-    handle->model = std::make_shared<ConnectedQueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
+    if (init_attr->qp_type == IBV_QPT_UD) {
+        handle->model = std::make_shared<DatagramQueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
+    } else {
+        handle->model = std::make_shared<ConnectedQueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
+    }
     if (const int error = handle->model->open(); error != 0) {
         return fail_null(error);
     }
@@ -111,6 +116,9 @@ int ibv_destroy_qp(ibv_qp* qp) {
         return EINVAL;
     }
     const std::shared_ptr<QueuePair> model = handle->model;
+    if (model->is_in_multicast_group()) {
+        return EBUSY;
+    }
     model->close();
     ProtectionDomain* const domain = domain_of(qp->pd);
     domain->context->drop_events(model->async_event_counter);

@@ -41,7 +41,8 @@ static_assert(sizeof(MessageHeader) == 16);
 // Return the path of a queue pair's socket in the GDRKIT_TWINS_FABRIC directory, which every network namespace can
 // reach. Return an empty path for a name that is an abstract name.
 std::string fabric_path(std::string_view name) {
-    if (config().fabric.empty() || !name.starts_with("qp.")) {
+    const bool is_queue_pair = name.starts_with("qp.") || name.starts_with("ud.") || name.starts_with("mc.");
+    if (config().fabric.empty() || !is_queue_pair) {
         return {};
     }
     return config().fabric + "/" + std::to_string(getuid()) + "." + std::string(name);
@@ -94,6 +95,20 @@ Handler find_handler(std::uint32_t type) {
     std::lock_guard lock(state.mutex);
     const auto found = state.handlers.find(type);
     return found == state.handlers.end() ? Handler() : found->second;
+}
+
+// Open a socket of this type and bind it to the name. Return the socket or -errno.
+int bind_socket(std::string_view name, int type) {
+    sockaddr_un address{};
+    socklen_t size = 0;
+    if (!make_address(name, &address, &size)) {
+        return -ENAMETOOLONG;
+    }
+    Fd socket(::socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
+    if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+        return -errno;
+    }
+    return socket.release();
 }
 
 bool send_and_close_fds(int socket, std::vector<Fd> fds) {
@@ -183,17 +198,73 @@ void Fd::reset() {
 }
 
 int listen_on(std::string_view name) {
+    const int bound = bind_socket(name, SOCK_STREAM);
+    if (bound < 0) {
+        return bound;
+    }
+    Fd socket(bound);
+    return listen(socket.get(), 128) == 0 ? socket.release() : -errno;
+}
+
+int reserve_name(std::string_view name) {
+    return bind_socket(name, SOCK_STREAM);
+}
+
+int receive_datagrams_at(std::string_view name) {
+    const int bound = bind_socket(name, SOCK_DGRAM);
+    if (bound < 0) {
+        return bound;
+    }
+    Fd socket(bound);
+    const int enabled = 1;
+    return setsockopt(socket.get(), SOL_SOCKET, SO_PASSCRED, &enabled, sizeof enabled) == 0 ? socket.release() : -errno;
+}
+
+int open_datagram_sender() {
+    const int socket = ::socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    return socket >= 0 ? socket : -errno;
+}
+
+int send_datagram(int socket, std::string_view name, std::span<const iovec> parts) {
     sockaddr_un address{};
-    socklen_t size = 0;
-    if (!make_address(name, &address, &size)) {
-        return -ENAMETOOLONG;
+    msghdr message{};
+    if (!make_address(name, &address, &message.msg_namelen)) {
+        return ENAMETOOLONG;
     }
-    Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-        listen(socket.get(), 128) != 0) {
-        return -errno;
+    message.msg_name = &address;
+    message.msg_iov = const_cast<iovec*>(parts.data());
+    message.msg_iovlen = parts.size();
+    ssize_t sent = 0;
+    do {
+        sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } while (sent < 0 && errno == EINTR);
+    return sent < 0 ? errno : 0;
+}
+
+int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size) {
+    alignas(cmsghdr) char control_buffer[CMSG_SPACE(sizeof(ucred))] = {};
+    msghdr message{};
+    message.msg_iov = const_cast<iovec*>(parts.data());
+    message.msg_iovlen = parts.size();
+    message.msg_control = control_buffer;
+    message.msg_controllen = sizeof control_buffer;
+    ssize_t received = 0;
+    do {
+        // The buffer has no room for descriptors, so the kernel closes those that a hostile sender attaches.
+        received = recvmsg(socket, &message, MSG_DONTWAIT | MSG_TRUNC | MSG_CMSG_CLOEXEC);
+    } while (received < 0 && errno == EINTR);
+    if (received < 0) {
+        return errno;
     }
-    return socket.release();
+    *size = static_cast<std::size_t>(received);
+    const cmsghdr* const control = CMSG_FIRSTHDR(&message);
+    ucred sender{};
+    if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_CREDENTIALS ||
+        control->cmsg_len != CMSG_LEN(sizeof sender)) {
+        return EPERM;
+    }
+    std::memcpy(&sender, CMSG_DATA(control), sizeof sender);
+    return sender.uid == getuid() ? 0 : EPERM;
 }
 
 void remove_fabric_name(std::string_view name) {

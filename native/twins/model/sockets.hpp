@@ -2,6 +2,8 @@
 // service by which one process requests descriptors from another.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -36,8 +38,8 @@ private:
 };
 
 // Listen on the abstract name "gdrkit-twins/<uid>/<domain>/<name>", close-on-exec. Return the socket or -errno:
-// -EADDRINUSE if the name is taken. With GDRKIT_TWINS_FABRIC set, the name of a queue pair ("qp.") is a file in that
-// directory instead, because abstract names are local to a network namespace.
+// -EADDRINUSE if the name is taken. With GDRKIT_TWINS_FABRIC set, the name of a queue pair ("qp.", "ud." or "mc.") is a
+// file in that directory instead, because abstract names are local to a network namespace.
 int listen_on(std::string_view name);
 
 // Remove the socket file of this name from the GDRKIT_TWINS_FABRIC directory. Abstract names vanish with their sockets
@@ -48,6 +50,25 @@ void remove_fabric_name(std::string_view name);
 // listens or the listener belongs to another user (SO_PEERCRED). The connect, and later reads and writes of the socket,
 // time out after 10 s with EAGAIN.
 int connect_to(std::string_view name);
+
+// Take a name without listening on it, so that no other socket gets the name and each connect to it is refused. Return
+// the socket or -errno, as listen_on does.
+int reserve_name(std::string_view name);
+
+// Open a socket that receives datagrams at this name, with the credentials of the sender. Return the socket or -errno,
+// as listen_on does. The names of datagram sockets and those of listening sockets are independent.
+int receive_datagrams_at(std::string_view name);
+
+// Open a socket that sends datagrams. Return the socket or -errno.
+int open_datagram_sender();
+
+// Send the parts as one datagram to the receiver of this name, and do not wait. Return 0 or an errno: EAGAIN if the
+// queue of the receiver is full, ECONNREFUSED if no process receives at the name.
+int send_datagram(int socket, std::string_view name, std::span<const iovec> parts);
+
+// Receive one datagram without waiting. *size is its size, also if it is larger than the parts. Return 0 or an errno:
+// EAGAIN if there is none, EPERM if a process of another user sent it, which is discarded.
+int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size);
 
 // Accept one connection. Return the socket or -errno.
 int accept_from(int listener);

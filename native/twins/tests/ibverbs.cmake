@@ -1,7 +1,7 @@
 # Unit tests of the verbs twin: plain programs that include the real header and link the twin.
 
 set(ibverbs_tests device errors events exit exports faults lists loading many regions release shared_receives states traffic two_processes)
-list(APPEND ibverbs_tests providers)
+list(APPEND ibverbs_tests providers datagrams multicast)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)
   # The tests create dma-bufs with a copy of model/. The twin contains another copy, whose symbols are hidden.
@@ -12,6 +12,8 @@ foreach(name IN LISTS ibverbs_tests)
   set_tests_properties(ibverbs.${name} PROPERTIES TIMEOUT 120)
 endforeach()
 set_tests_properties(ibverbs.providers PROPERTIES SKIP_RETURN_CODE 77)
+# This test sends frames that no twin sends.
+target_sources(ibverbs_multicast PRIVATE ${CMAKE_CURRENT_LIST_DIR}/../ibverbs/datagram_frame.cpp)
 
 # Tests with device memory need both twins.
 add_executable(ibverbs_cuda ${CMAKE_CURRENT_LIST_DIR}/ibverbs_cuda.cpp)

@@ -1,0 +1,162 @@
+// The exported functions of address handles: create, destroy, and derive one from a received datagram.
+
+#include "ibverbs/address_handle.hpp"
+
+#include <endian.h>
+#include <netinet/in.h>
+#include <netinet/ip.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "ibverbs/datagram_frame.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+constexpr std::uint8_t roce_v1_next_header = 0x1b;
+
+// Return whether an address handle can have this path. As in the kernel (rdma_check_ah_attr, ib_resolve_eth_dmac), a
+// path on Ethernet needs a global route with a destination that exists.
+bool is_valid_path(const ibv_ah_attr& path) {
+    constexpr ibv_gid no_gid{};
+    return path.port_num == 1 && path.is_global == 1 && path.grh.sgid_index < gid_count && path.sl < 16 &&
+           path.grh.flow_label <= 0xfffff && !is_same_gid(path.grh.dgid, no_gid);
+}
+
+// Return the index of the GID with this type, or -1 with errno EINVAL.
+int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type type) {
+    for (unsigned index = 0; index < gid_count; ++index) {
+        if (is_same_gid(device.gid, gid) && gid_type_at(index) == type) {
+            return static_cast<int>(index);
+        }
+    }
+    return fail_minus1(EINVAL);
+}
+
+ibv_gid gid_of_ipv4(std::uint32_t address) {
+    ibv_gid gid{};
+    gid.raw[10] = gid.raw[11] = 0xff;
+    std::memcpy(gid.raw + 12, &address, sizeof address);
+    return gid;
+}
+
+// Return whether the 40 bytes end with an IPv4 header, as RoCE v2 packets between IPv4 addresses have it. A version of
+// 4 alone can also be a part of an IPv6 header, so the checksum decides.
+bool is_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
+    std::memcpy(ipv4, reinterpret_cast<const char*>(&grh) + sizeof grh - sizeof *ipv4, sizeof *ipv4);
+    if (ipv4->version != 4 || ipv4->ihl != sizeof *ipv4 / 4) {
+        return false;
+    }
+    std::uint16_t words[sizeof *ipv4 / 2];
+    std::memcpy(words, ipv4, sizeof *ipv4);
+    std::uint32_t sum = 0;
+    for (const std::uint16_t word : words) {
+        sum += word;
+    }
+    sum = (sum & 0xffff) + (sum >> 16);
+    return (sum & 0xffff) + (sum >> 16) == 0xffff;
+}
+
+// Fill the route back to the sender of a datagram with this network header. Return 0, or -1 with errno set.
+int fill_route(const Device& device, const ibv_grh& grh, ibv_global_route* route) {
+    iphdr ipv4{};
+    ibv_gid local_gid = grh.dgid;
+    ibv_gid_type type = IBV_GID_TYPE_ROCE_V2;
+    const std::uint32_t version_class_flow = be32toh(grh.version_tclass_flow);
+    if (is_ipv4_header(grh, &ipv4)) {
+        local_gid = gid_of_ipv4(ipv4.daddr);
+        route->dgid = gid_of_ipv4(ipv4.saddr);
+        route->hop_limit = ipv4.ttl;
+        route->traffic_class = ipv4.tos;
+    } else if (version_class_flow >> 28 == 6 && (grh.next_hdr == IPPROTO_UDP || grh.next_hdr == roce_v1_next_header)) {
+        type = grh.next_hdr == IPPROTO_UDP ? IBV_GID_TYPE_ROCE_V2 : IBV_GID_TYPE_ROCE_V1;
+        route->dgid = grh.sgid;
+        route->hop_limit = grh.hop_limit;
+        route->traffic_class = static_cast<std::uint8_t>(version_class_flow >> 20);
+    } else {
+        return fail_minus1(EPROTONOSUPPORT);
+    }
+    route->flow_label = version_class_flow & 0xfffff;
+    // A multicast group is not in the GID table, so no source can be derived from it (as in rdma-core).
+    const int index = is_multicast_gid(local_gid) ? fail_minus1(EINVAL) : find_gid_index(device, local_gid, type);
+    route->sgid_index = static_cast<std::uint8_t>(std::max(index, 0));
+    return index < 0 ? -1 : 0;
+}
+
+} // namespace
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
+    if (const auto fault = injected_fault("ibv_create_ah")) {
+        return fail_null(*fault);
+    }
+    if (!is_alive("ibv_pd", pd) || !is_valid_path(*attr)) {
+        return fail_null(EINVAL);
+    }
+    ProtectionDomain* const domain = domain_of(pd);
+    auto handle = std::make_unique<AddressHandle>();
+    handle->abi.context = pd->context;
+    handle->abi.pd = pd;
+    handle->abi.handle = next_handle();
+    handle->model = std::make_shared<const AddressVector>(AddressVector{domain, *attr});
+    ++domain->child_count;
+    track("ibv_ah", handle.get());
+    return &handle.release()->abi;
+}
+
+int ibv_destroy_ah(ibv_ah* ah) {
+    if (const auto fault = injected_fault("ibv_destroy_ah")) {
+        return *fault;
+    }
+    AddressHandle* const handle = address_handle_of(ah);
+    if (!is_alive("ibv_ah", handle)) {
+        return EINVAL;
+    }
+    ProtectionDomain* const domain = handle->model->domain;
+    if (!retire("ibv_ah", handle)) {
+        return EINVAL;
+    }
+    handle->model.reset();
+    --domain->child_count;
+    return 0;
+}
+
+int ibv_init_ah_from_wc(ibv_context* abi, std::uint8_t port_num, ibv_wc* wc, ibv_grh* grh, ibv_ah_attr* ah_attr) {
+    if (const auto fault = injected_fault("ibv_init_ah_from_wc")) {
+        return fail_minus1(*fault);
+    }
+    Context* const context = context_of(abi);
+    if (!is_alive("ibv_context", context) || port_num != 1) {
+        return fail_minus1(EINVAL);
+    }
+    *ah_attr = {};
+    ah_attr->dlid = wc->slid;
+    ah_attr->sl = wc->sl;
+    ah_attr->src_path_bits = wc->dlid_path_bits;
+    ah_attr->port_num = port_num;
+    if ((wc->wc_flags & IBV_WC_GRH) == 0) {
+        return 0;
+    }
+    ah_attr->is_global = 1;
+    return fill_route(*context->device, *grh, &ah_attr->grh);
+}
+
+ibv_ah* ibv_create_ah_from_wc(ibv_pd* pd, ibv_wc* wc, ibv_grh* grh, std::uint8_t port_num) {
+    if (const auto fault = injected_fault("ibv_create_ah_from_wc")) {
+        return fail_null(*fault);
+    }
+    ibv_ah_attr attr{};
+    if (!is_alive("ibv_pd", pd)) {
+        return fail_null(EINVAL);
+    }
+    return ibv_init_ah_from_wc(pd->context, port_num, wc, grh, &attr) == 0 ? ibv_create_ah(pd, &attr) : nullptr;
+}
+
+} // extern "C"

@@ -1,0 +1,26 @@
+// Address handles (AH): the path to the destination of a datagram.
+#pragma once
+
+#include <memory>
+
+#include "ibverbs/protection_domain.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// The path and the protection domain of an address handle. Posted requests refer to it weakly: a request whose address
+// handle was destroyed before the request was sent fails.
+struct AddressVector {
+    ProtectionDomain* domain = nullptr;
+    ibv_ah_attr path{};
+};
+
+struct AddressHandle {
+    ibv_ah abi{};
+    std::shared_ptr<const AddressVector> model;
+};
+
+inline AddressHandle* address_handle_of(ibv_ah* ah) {
+    return reinterpret_cast<AddressHandle*>(ah);
+}
+
+} // namespace gdrkit::twin::verbs

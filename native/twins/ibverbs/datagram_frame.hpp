@@ -1,0 +1,67 @@
+// The frames in which datagrams move between queue pairs, the names of the sockets that receive them, and the network
+// header that the receiver finds in front of the payload. A sender may be any process of the user, so each received
+// frame is copied once and then checked.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "ibverbs/abi.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// Queue pair number of datagrams to a multicast group.
+inline constexpr std::uint32_t multicast_qpn = 0xffffff;
+// Largest payload of a datagram: the path MTU of the twin's ports (IBV_MTU_4096).
+inline constexpr std::size_t max_datagram_bytes = 4096;
+// Size of the network header in front of the payload, in the memory of the receive request.
+inline constexpr std::size_t grh_bytes = sizeof(ibv_grh);
+static_assert(grh_bytes == 40);
+// Number of queue pairs in a domain that can be in a multicast group at a time. Soft-RoCE (rxe) has the same limit.
+inline constexpr unsigned max_multicast_members = 56;
+
+// The first part of a frame. The payload follows it.
+struct DatagramHeader {
+    std::uint32_t magic;
+    std::uint32_t version;
+    ibv_gid source_gid;
+    ibv_gid destination_gid;
+    std::uint32_t source_qpn;
+    std::uint32_t destination_qpn;
+    std::uint32_t qkey;
+    std::uint32_t immediate;
+    std::uint32_t payload_bytes;
+    std::uint32_t flow_label;
+    std::uint32_t flags;
+    std::uint8_t traffic_class;
+    std::uint8_t hop_limit;
+    std::uint8_t service_level;
+    std::uint8_t is_roce_v2; // the type of the source's GID; 0: RoCE v1
+};
+static_assert(sizeof(DatagramHeader) == 72);
+
+inline constexpr std::uint32_t datagram_magic = 0x47444455; // "UDDG" in memory
+inline constexpr std::uint32_t datagram_version = 1;
+inline constexpr std::uint32_t datagram_has_immediate = 1;
+inline constexpr std::uint32_t datagram_is_solicited = 2;
+
+// Return whether a frame of `frame_bytes` bytes with this header can come from a twin.
+bool is_well_formed(const DatagramHeader& header, std::size_t frame_bytes);
+
+// Return whether a GID is an IPv4 address (::ffff:a.b.c.d), and whether it is a multicast group.
+bool is_ipv4_gid(const ibv_gid& gid);
+bool is_multicast_gid(const ibv_gid& gid);
+bool is_same_gid(const ibv_gid& one, const ibv_gid& other);
+
+// Return the name of the socket at which a queue pair receives datagrams, and the name at which the member of this
+// number receives those of a multicast group.
+std::string datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
+std::string multicast_socket_name(const ibv_gid& group, unsigned member);
+
+// Return the network header of a datagram as the receiver finds it: the global routing header of RoCE v1, the IPv6
+// header of RoCE v2, or 20 zero bytes and the IPv4 header of RoCE v2.
+std::array<std::byte, grh_bytes> network_header_of(const DatagramHeader& header);
+
+} // namespace gdrkit::twin::verbs

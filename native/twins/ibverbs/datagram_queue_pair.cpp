@@ -1,0 +1,266 @@
+// A datagram queue pair is opened and closed, posts requests, queues completions, and joins multicast groups.
+
+#include "ibverbs/datagram_queue_pair.hpp"
+
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "ibverbs/handle.hpp"
+#include "ibverbs/wire.hpp"
+#include "model/config.hpp"
+#include "model/thread.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// Check a send request. Return 0, EINVAL or EOPNOTSUPP. An RDMA or atomic request is invalid for this type of queue
+// pair (InfiniBand specification, table of the operations of each transport).
+int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap) {
+    if (!is_valid_sge_list(wr.sg_list, wr.num_sge, cap.max_send_sge) || is_atomic(wr.opcode) ||
+        wr.opcode == IBV_WR_RDMA_READ || wr.opcode == IBV_WR_RDMA_WRITE || wr.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
+        return EINVAL;
+    }
+    if (wr.opcode != IBV_WR_SEND && wr.opcode != IBV_WR_SEND_WITH_IMM) {
+        return EOPNOTSUPP;
+    }
+    const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
+    // A fence has a meaning only on reliable connections, which have reads.
+    const bool is_valid = (wr.send_flags & ~(IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
+                          (!is_inline || total_length_bytes(wr.sg_list, wr.num_sge) <= cap.max_inline_data) &&
+                          wr.wr.ud.remote_qpn <= multicast_qpn && is_alive("ibv_ah", wr.wr.ud.ah);
+    return is_valid ? 0 : EINVAL;
+}
+
+} // namespace
+
+DatagramQueuePair::DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain,
+                                     std::shared_ptr<CompletionQueue> send_queue,
+                                     std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
+    : QueuePair(public_qp, domain, std::move(send_queue), std::move(receive_queue), init_attr) {
+    attr_ = initial_attributes();
+}
+
+DatagramQueuePair::~DatagramQueuePair() {
+    close();
+}
+
+int DatagramQueuePair::open() {
+    wake_eventfd_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    sender_ = Fd(open_datagram_sender());
+    send_buffer_ = BounceBuffer::make(max_datagram_bytes);
+    receive_buffer_ = BounceBuffer::make(grh_bytes + max_datagram_bytes);
+    if (!wake_eventfd_ || !sender_ || send_buffer_ == nullptr || receive_buffer_ == nullptr) {
+        return errno;
+    }
+    const ibv_gid& gid = context_->device->gid;
+    int reservation = -EADDRINUSE;
+    while (reservation == -EADDRINUSE) {
+        // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
+        qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
+        reservation = reserve_name(wire::socket_name_of(gid, qp_num_));
+    }
+    if (reservation < 0) {
+        return -reservation;
+    }
+    qp_num_reservation_ = Fd(reservation);
+    auto receiver = std::make_shared<Receiver>();
+    receiver->name = datagram_socket_name(gid, qp_num_);
+    const int socket = receive_datagrams_at(receiver->name);
+    if (socket < 0) {
+        return -socket;
+    }
+    receiver->socket = Fd(socket);
+    receivers_ = std::make_shared<Receivers>(Receivers{std::move(receiver)});
+    try {
+        thread_ = start_signal_blocking_thread([this] { run(); });
+    } catch (const std::system_error& error) {
+        close();
+        return error.code().value();
+    }
+    return 0;
+}
+
+void DatagramQueuePair::close() {
+    {
+        Lock lock(mutex_);
+        is_closing_ = true;
+        notify_change(lock);
+    }
+    if (thread_.joinable()) {
+        thread_.join();
+    }
+    for (const auto& receiver : *receivers_) {
+        remove_fabric_name(receiver->name);
+    }
+    if (qp_num_reservation_) {
+        remove_fabric_name(wire::socket_name_of(context_->device->gid, qp_num_));
+    }
+    receivers_ = std::make_shared<Receivers>();
+    qp_num_reservation_.reset();
+    send_queue_->drop(qp_num_);
+    receive_queue_->drop(qp_num_);
+}
+
+int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
+    Lock lock(mutex_);
+    int error = state_ == IBV_QPS_RESET || state_ == IBV_QPS_INIT || state_ == IBV_QPS_RTR ? EINVAL : 0;
+    ibv_send_wr* wr = list;
+    for (; wr != nullptr && error == 0; wr = wr->next) {
+        error = check_send(*wr, init_attr_.cap);
+        if (error == 0 && send_queue_slots_->used >= init_attr_.cap.max_send_wr) {
+            error = ENOMEM;
+        }
+        if (error != 0) {
+            break;
+        }
+        DatagramWork work;
+        work.work = to_send_work(*wr, init_attr_.sq_sig_all != 0, total_length_bytes(wr->sg_list, wr->num_sge));
+        work.destination = address_handle_of(wr->wr.ud.ah)->model;
+        work.remote_qpn = wr->wr.ud.remote_qpn;
+        work.remote_qkey = wr->wr.ud.remote_qkey;
+        ++send_queue_slots_->used;
+        sends_.push_back(std::move(work));
+    }
+    if (error != 0) {
+        *bad_wr = wr;
+    }
+    notify_change(lock);
+    return error;
+}
+
+int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
+    // A pair with a shared receive queue has no receive queue of its own.
+    if (shared_receives_ != nullptr || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
+        return EINVAL;
+    }
+    Lock lock(mutex_);
+    if (state_ == IBV_QPS_RESET) {
+        return EINVAL;
+    }
+    if (receive_queue_slots_->used >= init_attr_.cap.max_recv_wr) {
+        return ENOMEM;
+    }
+    ++receive_queue_slots_->used;
+    receives_.push_back(to_receive_work(wr));
+    // The thread needs no receive request until a datagram arrives, which wakes it, or until it must flush this one.
+    if (state_ == IBV_QPS_ERR) {
+        notify_change(lock);
+    }
+    return 0;
+}
+
+void DatagramQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc_status status) {
+    if (status == IBV_WC_SUCCESS && !work.is_signaled) {
+        ++unsignaled_count_;
+        return;
+    }
+    Completion completion;
+    completion.wc.wr_id = work.wr_id;
+    completion.wc.status = status;
+    completion.wc.opcode = IBV_WC_SEND;
+    completion.wc.byte_len = static_cast<std::uint32_t>(work.length_bytes);
+    completion.wc.qp_num = qp_num_;
+    completion.work_queue_slots = send_queue_slots_;
+    completion.freed_slot_count = 1 + unsignaled_count_;
+    unsignaled_count_ = 0;
+    delayed_sends_.push_back({std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
+}
+
+void DatagramQueuePair::complete_receive(const Lock&, const ReceiveWork& work, ibv_wc wc, bool is_solicited) {
+    Completion completion;
+    completion.wc = wc;
+    completion.wc.wr_id = work.wr_id;
+    completion.wc.qp_num = qp_num_;
+    completion.is_solicited = is_solicited;
+    completion.work_queue_slots = shared_receives_ != nullptr ? shared_receives_->slots() : receive_queue_slots_;
+    completion.freed_slot_count = 1;
+    delayed_receives_.push_back({std::move(completion), Clock::now() + std::chrono::microseconds(random_delay_us())});
+}
+
+std::optional<ReceiveWork> DatagramQueuePair::take_receive(const Lock&) {
+    if (shared_receives_ != nullptr) {
+        return shared_receives_->take();
+    }
+    if (receives_.empty()) {
+        return std::nullopt;
+    }
+    std::optional<ReceiveWork> work(std::move(receives_.front()));
+    receives_.pop_front();
+    return work;
+}
+
+void DatagramQueuePair::notify_change(const Lock&) {
+    has_pending_change_ = true;
+    if (is_asleep_) {
+        is_asleep_ = false;
+        eventfd_write(wake_eventfd_.get(), 1);
+    }
+}
+
+void DatagramQueuePair::wait_until_idle(Lock* lock) {
+    ++idle_waiter_count_;
+    changed_.wait(*lock, [this] { return !is_busy_; });
+    --idle_waiter_count_;
+    changed_.notify_all();
+}
+
+void DatagramQueuePair::mark_idle(Lock* lock) {
+    is_busy_ = false;
+    if (idle_waiter_count_ > 0) {
+        changed_.notify_all();
+        changed_.wait(*lock, [this] { return idle_waiter_count_ == 0; });
+    }
+}
+
+int DatagramQueuePair::attach(const ibv_gid& group) {
+    Lock lock(mutex_);
+    const auto is_of_group = [&](const auto& receiver) {
+        return receiver->group && is_same_gid(*receiver->group, group);
+    };
+    if (std::any_of(receivers_->begin(), receivers_->end(), is_of_group)) {
+        return 0;
+    }
+    auto receiver = std::make_shared<Receiver>();
+    receiver->group = group;
+    int socket = -EADDRINUSE;
+    for (unsigned member = 0; member < max_multicast_members && socket == -EADDRINUSE; ++member) {
+        receiver->name = multicast_socket_name(group, member);
+        socket = receive_datagrams_at(receiver->name);
+    }
+    if (socket < 0) {
+        return socket == -EADDRINUSE ? ENOMEM : -socket;
+    }
+    receiver->socket = Fd(socket);
+    auto receivers = std::make_shared<Receivers>(*receivers_);
+    receivers->push_back(std::move(receiver));
+    receivers_ = std::move(receivers);
+    notify_change(lock);
+    return 0;
+}
+
+int DatagramQueuePair::detach(const ibv_gid& group) {
+    Lock lock(mutex_);
+    auto receivers = std::make_shared<Receivers>(*receivers_);
+    const auto removed = std::find_if(receivers->begin(), receivers->end(), [&](const auto& receiver) {
+        return receiver->group && is_same_gid(*receiver->group, group);
+    });
+    if (removed == receivers->end()) {
+        return EINVAL;
+    }
+    remove_fabric_name((*removed)->name);
+    receivers->erase(removed);
+    receivers_ = std::move(receivers);
+    notify_change(lock);
+    // Wait, so that no datagram to the group is delivered after the call has returned.
+    wait_until_idle(&lock);
+    return 0;
+}
+
+bool DatagramQueuePair::is_in_multicast_group() {
+    Lock lock(mutex_);
+    return receivers_->size() > 1;
+}
+
+} // namespace gdrkit::twin::verbs

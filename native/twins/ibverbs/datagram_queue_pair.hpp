@@ -1,0 +1,150 @@
+// An unreliable-datagram (UD) queue pair. One thread per pair sends the posted requests, receives the datagrams of all
+// other pairs, and delivers the completions after random delays. Each pair has one datagram socket, and one more for
+// each multicast group that it is attached to, so the number of senders does not matter. The queue of a socket is
+// bounded. A sender whose datagram finds the queue full tries again for a while, because the receiving thread may just
+// not have run, and then drops the datagram, as a network would.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ibverbs/address_handle.hpp"
+#include "ibverbs/bounce_buffer.hpp"
+#include "ibverbs/datagram_frame.hpp"
+#include "ibverbs/queue_pair.hpp"
+
+namespace gdrkit::twin::verbs {
+
+class DatagramQueuePair final : public QueuePair {
+public:
+    DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
+                      std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr);
+    ~DatagramQueuePair() override;
+
+    int open() override;
+    void close() override;
+    // Carry out ibv_modify_qp. Return 0, EINVAL, or EPERM for a controlled Q_Key without the privilege for it.
+    int modify(const ibv_qp_attr& attr, int attr_mask) override;
+    void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
+    int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
+    int post_receive(const ibv_recv_wr& wr) override;
+
+    // Carry out ibv_attach_mcast and ibv_detach_mcast. Return 0, EINVAL, ENOMEM (the group is full) or another errno.
+    int attach(const ibv_gid& group);
+    int detach(const ibv_gid& group);
+    [[nodiscard]] bool is_in_multicast_group() override;
+
+private:
+    using Clock = std::chrono::steady_clock;
+    using Lock = std::unique_lock<std::mutex>;
+
+    // A socket that receives datagrams, those to the pair itself or those to a multicast group.
+    struct Receiver {
+        Fd socket;
+        std::string name;
+        std::optional<ibv_gid> group;
+    };
+    using Receivers = std::vector<std::shared_ptr<const Receiver>>;
+
+    // A posted send request and its destination.
+    struct DatagramWork {
+        SendWork work;
+        std::weak_ptr<const AddressVector> destination;
+        std::uint32_t remote_qpn = 0;
+        std::uint32_t remote_qkey = 0;
+        // State of the attempts to send it.
+        bool has_started = false;
+        unsigned next_member = 0; // the member of the multicast group to which the datagram is sent next
+        std::optional<Clock::time_point> blocked_since;
+    };
+
+    struct DelayedCompletion {
+        Completion completion;
+        Clock::time_point due_time;
+    };
+    using DelayedCompletions = std::deque<DelayedCompletion>;
+
+    // State (datagram_queue_pair.cpp, datagram_queue_pair_modify.cpp). A caller of a function with a Lock parameter
+    // must hold that lock, which is a lock of mutex_.
+    void reset(Lock* lock);
+    void enter_error(const Lock& lock, ibv_qp_state state);
+    void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
+    void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool is_solicited);
+    void notify_change(const Lock& lock);
+    // Wait until the thread moves no datagram. The thread waits in mark_idle until the caller has gone on.
+    void wait_until_idle(Lock* lock);
+    void mark_idle(Lock* lock);
+    std::optional<ReceiveWork> take_receive(const Lock& lock);
+    [[nodiscard]] bool can_receive() const {
+        return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD || state_ == IBV_QPS_SQE;
+    }
+
+    // The thread (datagram_thread.cpp). Each function returns whether there was progress.
+    void run();
+    bool deliver_due(const Lock& lock, DelayedCompletions* delayed, CompletionQueue* queue);
+    bool flush(const Lock& lock);
+    bool send_posted(Lock* lock);
+    bool receive_arrived(Lock* lock);
+    void raise_events(const Lock& lock);
+    void wait_for_work(Lock* lock);
+    [[nodiscard]] Clock::time_point next_deadline() const;
+
+    // Transfer of one datagram, without the lock (datagram_transfer.cpp).
+    // Return the status of the request, or nullopt if the queue of the destination is full and the thread must try
+    // again.
+    std::optional<ibv_wc_status> transmit(DatagramWork* work, std::uint32_t own_qkey);
+    ibv_wc_status gather(const SendWork& work);
+    [[nodiscard]] DatagramHeader header_of(const DatagramWork& work, const AddressVector& destination,
+                                           std::uint32_t own_qkey) const;
+    // Send the gathered payload to one socket. Return false if its queue is full and the thread must try again.
+    bool send_to(const std::string& name, const DatagramHeader& header, DatagramWork* work);
+    // Receive one frame. Return false if none has arrived. `header->magic` is 0 if the frame must be dropped.
+    bool receive_frame(const Receiver& receiver, DatagramHeader* header);
+    ibv_wc_status scatter(const ReceiveWork& work, const DatagramHeader& header);
+    void deliver_frame(Lock* lock, const DatagramHeader& header);
+
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    ibv_qp_state state_ = IBV_QPS_RESET;
+    ibv_qp_attr attr_{};
+    bool is_closing_ = false;
+    bool is_busy_ = false;             // the thread moves a datagram without the lock
+    int idle_waiter_count_ = 0;        // number of threads in wait_until_idle
+    bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED after the completions
+    bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
+    std::deque<DatagramWork> sends_;   // the first one may be started
+    std::deque<ReceiveWork> receives_;
+    std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
+    std::uint32_t unsignaled_count_ = 0; // finished unsignaled requests; the next completion frees their slots
+    DelayedCompletions delayed_sends_, delayed_receives_;
+    std::optional<Clock::time_point> retry_at_; // when to try again to send the first request
+
+    // Replaced as a whole, so that the thread can use a copy without the lock.
+    std::shared_ptr<const Receivers> receivers_ = std::make_shared<Receivers>();
+    Fd qp_num_reservation_; // keeps the number from connected queue pairs of the device
+
+    // Only the thread uses these.
+    Fd sender_;
+    std::unique_ptr<BounceBuffer> send_buffer_, receive_buffer_;
+    // Receivers whose queue stayed full, so that their process is probably stopped. Datagrams to them are not retried.
+    std::set<std::string> stalled_names_;
+
+    // True if the state has changed since the thread last checked it. If the thread sleeps, wake_eventfd_ wakes it.
+    std::atomic<bool> has_pending_change_{false};
+    bool is_asleep_ = false;
+    Fd wake_eventfd_;
+    std::thread thread_;
+};
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,191 @@
+// The thread of a datagram queue pair.
+
+#include <sched.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+
+#include "ibverbs/datagram_queue_pair.hpp"
+#include "ibverbs/link.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// Number of datagrams that the thread sends or receives before it looks at its other tasks.
+constexpr int batch_size = 16;
+// Time between two attempts to send to a receiver whose queue is full.
+constexpr std::chrono::microseconds retry_interval{30};
+
+} // namespace
+
+void DatagramQueuePair::run() {
+    Lock lock(mutex_);
+    while (!is_closing_) {
+        has_pending_change_ = false;
+        bool has_progress = flush(lock);
+        has_progress |= deliver_due(lock, &delayed_sends_, send_queue_.get());
+        has_progress |= deliver_due(lock, &delayed_receives_, receive_queue_.get());
+        raise_events(lock);
+        has_progress |= receive_arrived(&lock);
+        has_progress |= send_posted(&lock);
+        if (!has_progress) {
+            wait_for_work(&lock);
+        }
+    }
+}
+
+// Push the completions whose delay has passed. Completions are in order, so a delayed one also delays the later ones.
+bool DatagramQueuePair::deliver_due(const Lock& lock, DelayedCompletions* delayed, CompletionQueue* queue) {
+    const Clock::time_point now = Clock::now();
+    std::vector<Completion> due;
+    for (; !delayed->empty() && delayed->front().due_time <= now; delayed->pop_front()) {
+        due.push_back(std::move(delayed->front().completion));
+    }
+    if (!due.empty() && !queue->push(due) && state_ != IBV_QPS_ERR) {
+        enter_error(lock, IBV_QPS_ERR);
+        context_->raise(public_qp_, IBV_EVENT_QP_FATAL, async_event_counter);
+    }
+    return !due.empty();
+}
+
+// In an error state, complete all requests of the queues that it affects.
+bool DatagramQueuePair::flush(const Lock& lock) {
+    if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_SQE) {
+        return false;
+    }
+    bool has_progress = !sends_.empty();
+    for (; !sends_.empty(); sends_.pop_front()) {
+        complete_send(lock, sends_.front().work, IBV_WC_WR_FLUSH_ERR);
+    }
+    if (state_ == IBV_QPS_ERR) {
+        has_progress |= !receives_.empty();
+        ibv_wc flush_wc{};
+        flush_wc.status = IBV_WC_WR_FLUSH_ERR;
+        flush_wc.opcode = IBV_WC_RECV;
+        for (; !receives_.empty(); receives_.pop_front()) {
+            complete_receive(lock, receives_.front(), flush_wc, false);
+        }
+    }
+    return has_progress;
+}
+
+// Raise the events for which the completions had to come first.
+void DatagramQueuePair::raise_events(const Lock&) {
+    if (state_ == IBV_QPS_ERR && must_raise_last_wqe_ && delayed_receives_.empty()) {
+        must_raise_last_wqe_ = false;
+        context_->raise(public_qp_, IBV_EVENT_QP_LAST_WQE_REACHED, async_event_counter);
+    }
+    if (state_ == IBV_QPS_SQD && must_raise_drained_ && delayed_sends_.empty()) {
+        must_raise_drained_ = false;
+        context_->raise(public_qp_, IBV_EVENT_SQ_DRAINED, async_event_counter);
+    }
+}
+
+bool DatagramQueuePair::send_posted(Lock* lock) {
+    bool has_progress = false;
+    for (int count = 0; count < batch_size && state_ == IBV_QPS_RTS && !sends_.empty() && !is_closing_; ++count) {
+        if (retry_at_ && *retry_at_ > Clock::now()) {
+            break;
+        }
+        // The reference stays valid: other threads only append requests, and reset() waits for this thread.
+        DatagramWork& work = sends_.front();
+        const std::uint32_t own_qkey = attr_.qkey;
+        is_busy_ = true;
+        lock->unlock();
+        const std::optional<ibv_wc_status> status = transmit(&work, own_qkey);
+        lock->lock();
+        has_progress = true;
+        if (state_ == IBV_QPS_RESET) {
+            // reset() discards the request.
+        } else if (!status) {
+            retry_at_ = Clock::now() + retry_interval;
+        } else {
+            retry_at_.reset();
+            complete_send(*lock, work.work, *status);
+            sends_.pop_front();
+            if (*status != IBV_WC_SUCCESS) {
+                enter_error(*lock, IBV_QPS_SQE);
+            }
+        }
+        mark_idle(lock);
+    }
+    return has_progress;
+}
+
+bool DatagramQueuePair::receive_arrived(Lock* lock) {
+    bool has_progress = false;
+    for (int count = 0; count < batch_size && !is_closing_; ++count) {
+        const std::shared_ptr<const Receivers> receivers = receivers_;
+        bool has_received = false;
+        for (const auto& receiver : *receivers) {
+            is_busy_ = true;
+            lock->unlock();
+            DatagramHeader header{};
+            const bool has_frame = receive_frame(*receiver, &header);
+            lock->lock();
+            if (has_frame && header.magic != 0) {
+                deliver_frame(lock, header);
+            }
+            has_received |= has_frame;
+            mark_idle(lock);
+            // A socket that was closed meanwhile must not be read.
+            if (receivers != receivers_) {
+                break;
+            }
+        }
+        has_progress |= has_received;
+        if (!has_received) {
+            break;
+        }
+    }
+    return has_progress;
+}
+
+DatagramQueuePair::Clock::time_point DatagramQueuePair::next_deadline() const {
+    auto deadline = Clock::time_point::max();
+    for (const DelayedCompletions* delayed : {&delayed_sends_, &delayed_receives_}) {
+        if (!delayed->empty()) {
+            deadline = std::min(deadline, delayed->front().due_time);
+        }
+    }
+    if (retry_at_ && state_ == IBV_QPS_RTS && !sends_.empty()) {
+        deadline = std::min(deadline, *retry_at_);
+    }
+    return deadline;
+}
+
+// Wait until there is something to do: a datagram, a posted request, another state, or a deadline.
+void DatagramQueuePair::wait_for_work(Lock* lock) {
+    if (has_pending_change_) {
+        return;
+    }
+    const auto deadline = next_deadline();
+    const std::shared_ptr<const Receivers> receivers = receivers_;
+    std::vector<pollfd> poll_fds{{wake_eventfd_.get(), POLLIN, 0}};
+    for (const auto& receiver : *receivers) {
+        poll_fds.push_back({receiver->socket.get(), POLLIN, 0});
+    }
+    // The thread has just worked or was just woken, so the next datagram or request will probably arrive soon.
+    lock->unlock();
+    const bool has_work = spin_until([&] {
+        return has_pending_change_ || Clock::now() >= deadline || poll(poll_fds.data(), poll_fds.size(), 0) > 0;
+    });
+    lock->lock();
+    if (has_work || has_pending_change_) {
+        return;
+    }
+    is_asleep_ = true;
+    lock->unlock();
+    timespec timeout{};
+    if (deadline != Clock::time_point::max()) {
+        const auto remaining_ns = std::max<std::int64_t>((deadline - Clock::now()).count(), 0);
+        timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
+    }
+    ppoll(poll_fds.data(), poll_fds.size(), deadline == Clock::time_point::max() ? nullptr : &timeout, nullptr);
+    eventfd_t wake_count = 0;
+    eventfd_read(wake_eventfd_.get(), &wake_count);
+    lock->lock();
+    is_asleep_ = false;
+}
+
+} // namespace gdrkit::twin::verbs

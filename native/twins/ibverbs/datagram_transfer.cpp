@@ -1,0 +1,216 @@
+// One datagram is sent or received: its payload is gathered or scattered, and its frame is checked.
+
+#include <algorithm>
+#include <utility>
+
+#include "ibverbs/datagram_queue_pair.hpp"
+#include "ibverbs/region.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// The time for which the twin tries to send to a receiver whose queue is full. Its process has not run for so long, or
+// is stopped, so the datagram is lost.
+constexpr std::chrono::milliseconds full_queue_timeout{1000};
+constexpr std::size_t max_stalled_names = 64;
+constexpr std::uint32_t controlled_qkey = 0x80000000U;
+
+// Call move(region, address, offset, size) for the parts of the memory of a request that hold the first `size` bytes.
+// Return the status of the request.
+template <typename Sges, typename Move>
+ibv_wc_status move_bytes(const Sges& sges, std::size_t size, const ProtectionDomain* domain, unsigned access,
+                         Move move) {
+    std::size_t offset = 0;
+    for (const ibv_sge& sge : sges) {
+        const std::size_t part = std::min<std::size_t>(sge.length, size - offset);
+        if (part == 0) {
+            continue;
+        }
+        const auto region = find_by_lkey(sge.lkey, domain, access, sge.addr, part);
+        if (region == nullptr || move(region.get(), sge.addr, offset, part) != RegionError::none) {
+            return IBV_WC_LOC_PROT_ERR;
+        }
+        offset += part;
+    }
+    return IBV_WC_SUCCESS;
+}
+
+} // namespace
+
+std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std::uint32_t own_qkey) {
+    static FaultSite before("wc.send"), landed("wc.send.landed");
+    const bool has_started = std::exchange(work->has_started, true);
+    if (!has_started) {
+        if (const auto fault = injected_fault(&before)) {
+            return static_cast<ibv_wc_status>(*fault);
+        }
+    }
+    const std::shared_ptr<const AddressVector> destination = work->destination.lock();
+    if (destination == nullptr || destination->domain != domain_) {
+        return IBV_WC_LOC_QP_OP_ERR;
+    }
+    // A ConnectX completes a datagram that is longer than the path MTU with this error. Soft-RoCE reports success and
+    // sends nothing.
+    if (work->work.length_bytes > max_datagram_bytes) {
+        return IBV_WC_LOC_LEN_ERR;
+    }
+    if (const ibv_wc_status status = gather(work->work); status != IBV_WC_SUCCESS) {
+        return status;
+    }
+    const DatagramHeader header = header_of(*work, *destination, own_qkey);
+    const bool is_to_group = is_multicast_gid(header.destination_gid);
+    if (is_to_group == (header.destination_qpn == multicast_qpn)) {
+        for (; is_to_group && work->next_member < max_multicast_members; ++work->next_member) {
+            if (!send_to(multicast_socket_name(header.destination_gid, work->next_member), header, work)) {
+                return std::nullopt;
+            }
+        }
+        if (!is_to_group &&
+            !send_to(datagram_socket_name(header.destination_gid, header.destination_qpn), header, work)) {
+            return std::nullopt;
+        }
+    }
+    Traffic::Direction& sent = context_->device->traffic.sent;
+    ++sent.requests;
+    sent.send_bytes += work->work.length_bytes;
+    const auto fault = injected_fault(&landed);
+    return fault ? static_cast<ibv_wc_status>(*fault) : IBV_WC_SUCCESS;
+}
+
+ibv_wc_status DatagramQueuePair::gather(const SendWork& work) {
+    if (work.is_inline) {
+        std::copy(work.inline_data.begin(), work.inline_data.end(), send_buffer_->data_at(0));
+        return IBV_WC_SUCCESS;
+    }
+    return move_bytes(work.sges, work.length_bytes, domain_, 0,
+                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t size) {
+                          return region->read(address, send_buffer_.get(), offset, size);
+                      });
+}
+
+DatagramHeader DatagramQueuePair::header_of(const DatagramWork& work, const AddressVector& destination,
+                                            std::uint32_t own_qkey) const {
+    const ibv_global_route& route = destination.path.grh;
+    DatagramHeader header{};
+    header.magic = datagram_magic;
+    header.version = datagram_version;
+    header.source_gid = context_->device->gid;
+    header.destination_gid = route.dgid;
+    header.source_qpn = qp_num_;
+    header.destination_qpn = work.remote_qpn;
+    header.qkey = (work.remote_qkey & controlled_qkey) != 0 ? own_qkey : work.remote_qkey;
+    header.immediate = work.work.immediate;
+    header.payload_bytes = static_cast<std::uint32_t>(work.work.length_bytes);
+    header.flow_label = route.flow_label;
+    header.flags = (work.work.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
+                   (work.work.is_solicited ? datagram_is_solicited : 0);
+    header.traffic_class = route.traffic_class;
+    header.hop_limit = route.hop_limit;
+    header.service_level = destination.path.sl;
+    header.is_roce_v2 = gid_type_at(route.sgid_index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
+    return header;
+}
+
+bool DatagramQueuePair::send_to(const std::string& name, const DatagramHeader& header, DatagramWork* work) {
+    const iovec parts[] = {{const_cast<DatagramHeader*>(&header), sizeof header},
+                           {send_buffer_->data_at(0), header.payload_bytes}};
+    // An error other than EAGAIN means that no pair receives at this name, or that the system has no memory left.
+    if (send_datagram(sender_.get(), name, parts) != EAGAIN) {
+        stalled_names_.erase(name);
+        work->blocked_since.reset();
+        return true;
+    }
+    const Clock::time_point now = Clock::now();
+    if (!stalled_names_.contains(name) && now - work->blocked_since.value_or(now) < full_queue_timeout) {
+        work->blocked_since = work->blocked_since.value_or(now);
+        return false;
+    }
+    work->blocked_since.reset();
+    if (stalled_names_.size() >= max_stalled_names) {
+        stalled_names_.clear();
+    }
+    // The datagrams that the stopped process has not read count against the buffer of the socket that sent them. A new
+    // socket keeps them from blocking those to other receivers.
+    if (stalled_names_.insert(name).second) {
+        if (Fd sender(open_datagram_sender()); sender) {
+            sender_ = std::move(sender);
+        }
+    }
+    return true;
+}
+
+bool DatagramQueuePair::receive_frame(const Receiver& receiver, DatagramHeader* header) {
+    const iovec parts[] = {{header, sizeof *header}, {receive_buffer_->data_at(grh_bytes), max_datagram_bytes}};
+    std::size_t frame_bytes = 0;
+    const int error = receive_datagram(receiver.socket.get(), parts, &frame_bytes);
+    if (error == EAGAIN) {
+        return false;
+    }
+    const bool is_for_receiver = receiver.group ? is_same_gid(header->destination_gid, *receiver.group)
+                                                : is_same_gid(header->destination_gid, context_->device->gid) &&
+                                                      header->destination_qpn == qp_num_;
+    if (error != 0 || !is_well_formed(*header, frame_bytes) || !is_for_receiver) {
+        header->magic = 0;
+        return error == 0 || error == EPERM;
+    }
+    const auto network_header = network_header_of(*header);
+    std::copy(network_header.begin(), network_header.end(), receive_buffer_->data_at(0));
+    return true;
+}
+
+// Move a received frame into the memory of the next receive request. A frame with another Q_Key, or one for which no
+// request is posted, is lost.
+void DatagramQueuePair::deliver_frame(Lock* lock, const DatagramHeader& header) {
+    if (!can_receive() || header.qkey != attr_.qkey) {
+        return;
+    }
+    std::optional<ReceiveWork> work = take_receive(*lock);
+    if (!work) {
+        return;
+    }
+    lock->unlock();
+    const ibv_wc_status status = scatter(*work, header);
+    lock->lock();
+    if (state_ == IBV_QPS_RESET) {
+        if (shared_receives_ != nullptr) {
+            // The pair was reset, and a shared queue keeps the request.
+            shared_receives_->put_back(std::move(*work));
+        }
+        return;
+    }
+    ibv_wc wc{};
+    wc.status = status;
+    wc.opcode = IBV_WC_RECV;
+    if (status == IBV_WC_SUCCESS) {
+        wc.byte_len = static_cast<std::uint32_t>(grh_bytes) + header.payload_bytes;
+        wc.wc_flags = IBV_WC_GRH;
+        wc.src_qp = header.source_qpn;
+        wc.sl = header.service_level;
+        if ((header.flags & datagram_has_immediate) != 0) {
+            wc.wc_flags |= IBV_WC_WITH_IMM;
+            wc.imm_data = header.immediate;
+        }
+        Traffic::Direction& served = context_->device->traffic.served;
+        ++served.requests;
+        served.send_bytes += header.payload_bytes;
+    }
+    complete_receive(*lock, *work, wc, (header.flags & datagram_is_solicited) != 0);
+    if (status != IBV_WC_SUCCESS) {
+        enter_error(*lock, IBV_QPS_ERR);
+    }
+}
+
+ibv_wc_status DatagramQueuePair::scatter(const ReceiveWork& work, const DatagramHeader& header) {
+    const std::size_t size = grh_bytes + header.payload_bytes;
+    if (work.length_bytes < size) {
+        return IBV_WC_LOC_LEN_ERR;
+    }
+    const ProtectionDomain* const domain = shared_receives_ != nullptr ? shared_receives_->domain() : domain_;
+    return move_bytes(work.sges, size, domain, IBV_ACCESS_LOCAL_WRITE,
+                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t bytes) {
+                          return region->write(address, *receive_buffer_, offset, bytes);
+                      });
+}
+
+} // namespace gdrkit::twin::verbs

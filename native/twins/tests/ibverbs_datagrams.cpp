@@ -1,0 +1,285 @@
+// Tests of datagram queue pairs and address handles in one process.
+#include <arpa/inet.h>
+
+#include <cerrno>
+
+#include "tests/ibverbs_datagram_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+void test_datagram_arrives_behind_its_network_header() {
+    DatagramEndpoint sender(0), receiver(1);
+    const ibv_gid source = gid_of_context(sender.context), destination = gid_of_context(receiver.context);
+    ibv_ah_attr path = path_to(destination);
+    path.grh.flow_label = 0xabcde;
+    path.grh.traffic_class = 0x5c;
+    path.sl = 3;
+    ibv_ah* const ah = sender.make_address(path);
+    fill_pattern(sender.buffer->bytes, 1000);
+    CHECK(receiver.post_receive(7, 100, grh_bytes + 1000) == 0);
+    CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 997, IBV_SEND_SIGNALED, test_qkey, IBV_WR_SEND_WITH_IMM) == 0);
+    CHECK(sender.expect(1).opcode == IBV_WC_SEND);
+    const ibv_wc wc = receiver.expect(7);
+    CHECK(wc.opcode == IBV_WC_RECV && wc.byte_len == grh_bytes + 997 && wc.src_qp == sender.qp->qp_num && wc.sl == 3);
+    CHECK(wc.wc_flags == (IBV_WC_GRH | IBV_WC_WITH_IMM) && wc.imm_data == 0x12345678);
+    CHECK(has_pattern(receiver.buffer->bytes + 100 + grh_bytes, 997));
+    CHECK(receiver.buffer->bytes[100 + grh_bytes + 997] == 0);
+    ibv_grh grh{};
+    std::memcpy(&grh, receiver.buffer->bytes + 100, sizeof grh);
+    CHECK(ntohl(grh.version_tclass_flow) == (6U << 28 | 0x5cU << 20 | 0xabcdeU));
+    // UDP, base and datagram headers, immediate data, the payload padded to 4 bytes, and the checksum.
+    CHECK(ntohs(grh.paylen) == 8 + 12 + 8 + 4 + 1000 + 4 && grh.next_hdr == 17 && grh.hop_limit == 64);
+    CHECK(std::memcmp(&grh.sgid, &source, 16) == 0 && std::memcmp(&grh.dgid, &destination, 16) == 0);
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+// A receiver answers by an address handle that it derives from the completion and the network header, for both GID
+// types.
+void test_reply_by_address_of_completion() {
+    DatagramEndpoint one(0), other(1);
+    for (std::uint8_t index = 0; index < 2; ++index) {
+        ibv_ah* const ah = one.make_address(path_to(gid_of_context(other.context), index));
+        CHECK(other.post_receive(1, 0, 2048) == 0 && one.post_receive(2, 0, 2048) == 0);
+        CHECK(one.send(3, ah, other.qp->qp_num, 4096, 8) == 0);
+        one.expect(3);
+        ibv_wc wc = other.expect(1);
+        auto* const grh = reinterpret_cast<ibv_grh*>(other.buffer->bytes);
+        CHECK(grh->next_hdr == (index == 0 ? 0x1b : 17));
+        ibv_ah_attr path{};
+        CHECK(ibv_init_ah_from_wc(other.context, 1, &wc, grh, &path) == 0);
+        CHECK(path.is_global == 1 && path.grh.sgid_index == index && path.grh.hop_limit == 64 && path.port_num == 1);
+        ibv_ah* const back = ibv_create_ah_from_wc(other.pd, &wc, grh, 1);
+        CHECK(back != nullptr && other.send(4, back, wc.src_qp, 4096, 0) == 0);
+        other.expect(4);
+        CHECK(one.expect(2).byte_len == grh_bytes);
+        CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(back) == 0);
+    }
+}
+
+void test_address_of_ipv4_header() {
+    DatagramEndpoint endpoint;
+    // The end of the 40 bytes is an IPv4 header, but its destination is not an address of this device.
+    std::uint8_t header[grh_bytes] = {};
+    header[20] = 0x45;
+    header[30] = 0xba;
+    header[31] = 0xff; // the checksum of a header that is zero otherwise
+    ibv_wc wc{};
+    wc.wc_flags = IBV_WC_GRH;
+    ibv_ah_attr path{};
+    errno = 0;
+    auto* const grh = reinterpret_cast<ibv_grh*>(header);
+    CHECK(ibv_init_ah_from_wc(endpoint.context, 1, &wc, grh, &path) == -1 && errno == EINVAL);
+    header[31] = 0; // a wrong checksum, so the bytes are no IPv4 header, and there is no IPv6 header either
+    CHECK(ibv_init_ah_from_wc(endpoint.context, 1, &wc, grh, &path) == -1 && errno == EPROTONOSUPPORT);
+}
+
+void test_invalid_address_handles_are_refused() {
+    DatagramEndpoint endpoint;
+    const ibv_gid gid = gid_of_context(endpoint.context);
+    const auto check_refused = [&](ibv_ah_attr path) {
+        errno = 0;
+        CHECK(ibv_create_ah(endpoint.pd, &path) == nullptr && errno == EINVAL);
+    };
+    ibv_ah_attr path = path_to(gid);
+    path.is_global = 0; // Ethernet needs a global route
+    check_refused(path);
+    path = path_to(gid);
+    path.port_num = 2;
+    check_refused(path);
+    check_refused(path_to(gid, 2));
+    check_refused(path_to(ibv_gid{}));
+    // A protection domain with an address handle is busy.
+    ibv_pd* const pd = ibv_alloc_pd(endpoint.context);
+    path = path_to(gid);
+    ibv_ah* const ah = ibv_create_ah(pd, &path);
+    CHECK(ah != nullptr && ah->pd == pd && ah->context == endpoint.context && ibv_dealloc_pd(pd) == EBUSY);
+    // It is of another domain than the queue pair.
+    CHECK(endpoint.send(1, ah, endpoint.qp->qp_num, 0, 8) == 0);
+    endpoint.expect(1, IBV_WC_LOC_QP_OP_ERR);
+    CHECK(ibv_destroy_ah(ah) == 0 && ibv_dealloc_pd(pd) == 0);
+}
+
+// A datagram with another Q_Key, to an unknown queue pair, without a receive request, or to a pair that is not ready is
+// lost, and its sender sees success.
+void test_undeliverable_datagrams_are_lost() {
+    DatagramEndpoint sender(0), receiver(0);
+    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 8) == 0);
+    sender.expect(1);
+    receiver.expect_nothing();
+    CHECK(receiver.post_receive(9, 0, 100) == 0);
+    receiver.expect_nothing();
+    CHECK(sender.send(2, ah, receiver.qp->qp_num, 0, 8, IBV_SEND_SIGNALED, test_qkey + 1) == 0);
+    sender.expect(2);
+    CHECK(sender.send(3, ah, receiver.qp->qp_num ^ 1, 0, 8) == 0);
+    sender.expect(3);
+    CHECK(sender.send(4, ah, multicast_qpn, 0, 8) == 0);
+    sender.expect(4);
+    receiver.expect_nothing();
+    CHECK(receiver.modify_to(IBV_QPS_RESET) == 0 && receiver.modify_to_init(test_qkey) == 0);
+    CHECK(receiver.post_receive(10, 0, 100) == 0);
+    CHECK(sender.send(5, ah, receiver.qp->qp_num, 0, 8) == 0);
+    sender.expect(5);
+    receiver.expect_nothing();
+    CHECK(receiver.modify_to(IBV_QPS_RTR) == 0);
+    CHECK(sender.send(6, ah, receiver.qp->qp_num, 0, 8) == 0);
+    sender.expect(6);
+    receiver.expect(10);
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+// A request with a controlled Q_Key is sent with the Q_Key of its queue pair.
+void test_controlled_qkey_selects_own_qkey() {
+    DatagramEndpoint sender(0), receiver(0);
+    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    CHECK(receiver.post_receive(1, 0, 100) == 0);
+    CHECK(sender.send(2, ah, receiver.qp->qp_num, 0, 8, IBV_SEND_SIGNALED | IBV_SEND_INLINE, 0x80000000U) == 0);
+    sender.expect(2);
+    receiver.expect(1);
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+void test_failed_send_leads_to_send_queue_error() {
+    DatagramEndpoint endpoint;
+    ibv_ah* ah = endpoint.make_address(path_to(gid_of_context(endpoint.context)));
+    const auto check_fails = [&](std::size_t length, ibv_wc_status status) {
+        CHECK(endpoint.send(1, ah, endpoint.qp->qp_num, 0, length) == 0);
+        endpoint.expect(1, status);
+        CHECK(endpoint.state() == IBV_QPS_SQE && endpoint.send(2, ah, endpoint.qp->qp_num, 0, 8, 0) == 0);
+        endpoint.expect(2, IBV_WC_WR_FLUSH_ERR);
+        CHECK(endpoint.modify_to(IBV_QPS_RTS) == 0);
+    };
+    CHECK(endpoint.post_receive(3, 0, 8192) == 0);
+    check_fails(mtu_bytes + 1, IBV_WC_LOC_LEN_ERR);
+    endpoint.buffer->mr->lkey ^= 1;
+    check_fails(8, IBV_WC_LOC_PROT_ERR);
+    endpoint.buffer->mr->lkey ^= 1;
+    // The pair has kept its receive request. The longest datagram arrives, also from the pair itself.
+    CHECK(endpoint.send(4, ah, endpoint.qp->qp_num, 8192, mtu_bytes, 0) == 0);
+    CHECK(endpoint.expect(3).byte_len == grh_bytes + mtu_bytes);
+    // A request whose address handle is destroyed before it is sent fails.
+    CHECK(endpoint.modify_to(IBV_QPS_SQD) == 0 && endpoint.send(5, ah, endpoint.qp->qp_num, 0, 8) == 0);
+    CHECK(ibv_destroy_ah(ah) == 0 && endpoint.modify_to(IBV_QPS_RTS) == 0);
+    endpoint.expect(5, IBV_WC_LOC_QP_OP_ERR);
+}
+
+void test_short_receive_is_a_local_length_error() {
+    DatagramEndpoint sender(0), receiver(0);
+    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    CHECK(receiver.post_receive(1, 0, grh_bytes + 7) == 0 && receiver.post_receive(2, 0, 100) == 0);
+    CHECK(sender.send(3, ah, receiver.qp->qp_num, 0, 8) == 0);
+    sender.expect(3);
+    receiver.expect(1, IBV_WC_LOC_LEN_ERR);
+    receiver.expect(2, IBV_WC_WR_FLUSH_ERR);
+    CHECK(receiver.state() == IBV_QPS_ERR && ibv_destroy_ah(ah) == 0);
+}
+
+void test_wrong_requests_are_refused() {
+    DatagramEndpoint endpoint;
+    ibv_ah* const ah = endpoint.make_address(path_to(gid_of_context(endpoint.context)));
+    const auto send = [&](ibv_ah* address, std::uint32_t qpn, std::size_t length, unsigned flags,
+                          ibv_wr_opcode opcode) {
+        return endpoint.send(1, address, qpn, 0, length, flags, test_qkey, opcode);
+    };
+    for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_RDMA_READ,
+                                       IBV_WR_ATOMIC_CMP_AND_SWP, IBV_WR_ATOMIC_FETCH_AND_ADD}) {
+        CHECK(send(ah, 5, 8, 0, opcode) == EINVAL);
+    }
+    CHECK(send(ah, 5, 8, 0, IBV_WR_LOCAL_INV) == EOPNOTSUPP);
+    CHECK(send(nullptr, 5, 8, 0, IBV_WR_SEND) == EINVAL);
+    CHECK(send(ah, 0x1000000, 8, 0, IBV_WR_SEND) == EINVAL);
+    CHECK(send(ah, 5, 8, IBV_SEND_FENCE, IBV_WR_SEND) == EINVAL);
+    CHECK(send(ah, 5, 257, IBV_SEND_INLINE, IBV_WR_SEND) == EINVAL);
+    // Unsignaled requests use the queue until a completion frees it.
+    for (int count = 0; count < 16; ++count) {
+        CHECK(send(ah, 5, 8, 0, IBV_WR_SEND) == 0);
+    }
+    CHECK(send(ah, 5, 8, 0, IBV_WR_SEND) == ENOMEM);
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+void test_state_transitions_and_their_attributes() {
+    DatagramEndpoint endpoint;
+    CHECK(endpoint.modify_to(IBV_QPS_INIT) == EINVAL && endpoint.modify_to(IBV_QPS_RTS, IBV_QP_SQ_PSN) == EINVAL);
+    CHECK(endpoint.modify_to(IBV_QPS_RESET) == 0 && endpoint.modify_to(IBV_QPS_RTR) == EINVAL);
+    ibv_qp_attr attr{};
+    attr.qp_state = IBV_QPS_INIT;
+    attr.port_num = 1;
+    attr.qkey = 5;
+    CHECK(ibv_modify_qp(endpoint.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT) == EINVAL);
+    CHECK(ibv_modify_qp(endpoint.qp, &attr,
+                        IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY | IBV_QP_ACCESS_FLAGS) == EINVAL);
+    CHECK(endpoint.modify_to_init(5) == 0);
+    CHECK(endpoint.modify_to(IBV_QPS_RTR, IBV_QP_AV) == EINVAL && endpoint.modify_to(IBV_QPS_RTR) == 0);
+    CHECK(endpoint.send(1, nullptr, 5, 0, 8) == EINVAL && endpoint.modify_to(IBV_QPS_RTS) == EINVAL);
+    CHECK(endpoint.modify_to(IBV_QPS_RTS, IBV_QP_SQ_PSN) == 0);
+    attr.qkey = 6;
+    CHECK(ibv_modify_qp(endpoint.qp, &attr, IBV_QP_QKEY) == 0);
+    ibv_qp_attr result{};
+    ibv_qp_init_attr init{};
+    CHECK(ibv_query_qp(endpoint.qp, &result, IBV_QP_QKEY, &init) == 0);
+    CHECK(result.qkey == 6 && result.sq_psn == 0x123 && result.port_num == 1 && init.qp_type == IBV_QPT_UD);
+    CHECK(endpoint.post_receive(1, 0, 8) == 0 && endpoint.modify_to(IBV_QPS_ERR) == 0);
+    endpoint.expect(1, IBV_WC_WR_FLUSH_ERR);
+}
+
+// Two pairs take their receive requests from one shared queue. The queue keeps its requests when a pair fails.
+void test_pairs_share_a_receive_queue() {
+    DatagramEndpoint sender;
+    ibv_srq_init_attr srq_init{};
+    srq_init.attr = {4, 1, 0};
+    ibv_srq* const srq = ibv_create_srq(sender.pd, &srq_init);
+    CHECK(srq != nullptr);
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = sender.cq;
+    init.srq = srq;
+    init.cap = {1, 1, 1, 1, 0};
+    init.qp_type = IBV_QPT_UD;
+    ibv_qp* const own = sender.qp;
+    ibv_qp* pairs[2];
+    for (ibv_qp*& pair : pairs) {
+        pair = sender.qp = ibv_create_qp(sender.pd, &init);
+        CHECK(pair != nullptr && sender.modify_to_init(test_qkey) == 0 && sender.modify_to(IBV_QPS_RTR) == 0);
+        CHECK(sender.post_receive(1, 0, 100) == EINVAL);
+    }
+    sender.qp = own;
+    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    for (std::uint64_t id = 1; id <= 4; ++id) {
+        ibv_sge sge = sender.buffer->sge(id * 4096, 8192);
+        ibv_recv_wr wr{id, nullptr, &sge, 1}, *bad_wr = nullptr;
+        sge.length = id == 3 ? 20 : 100; // the third request is too short
+        CHECK(ibv_post_srq_recv(srq, &wr, &bad_wr) == 0);
+    }
+    for (std::uint64_t id = 1; id <= 3; ++id) {
+        ibv_qp* const pair = pairs[id % 2];
+        CHECK(sender.send(9, ah, pair->qp_num, 0, 8, 0) == 0);
+        const ibv_wc wc = sender.poll_completion();
+        CHECK(wc.wr_id == id && wc.qp_num == pair->qp_num);
+        CHECK(wc.status == (id == 3 ? IBV_WC_LOC_LEN_ERR : IBV_WC_SUCCESS));
+    }
+    CHECK(next_event(sender.context).event_type == IBV_EVENT_QP_LAST_WQE_REACHED);
+    CHECK(sender.send(9, ah, pairs[0]->qp_num, 0, 8, 0) == 0);
+    CHECK(sender.poll_completion().wr_id == 4);
+    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_qp(pairs[0]) == 0 && ibv_destroy_qp(pairs[1]) == 0);
+    CHECK(ibv_destroy_srq(srq) == 0);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_datagram_arrives_behind_its_network_header();
+    test_reply_by_address_of_completion();
+    test_address_of_ipv4_header();
+    test_invalid_address_handles_are_refused();
+    test_undeliverable_datagrams_are_lost();
+    test_controlled_qkey_selects_own_qkey();
+    test_failed_send_leads_to_send_queue_error();
+    test_short_receive_is_a_local_length_error();
+    test_wrong_requests_are_refused();
+    test_state_transitions_and_their_attributes();
+    test_pairs_share_a_receive_queue();
+    return 0;
+}

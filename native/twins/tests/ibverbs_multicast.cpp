@@ -1,0 +1,245 @@
+// Tests of multicast groups, of datagrams between processes, and of hostile frames.
+#include <signal.h>
+#include <spawn.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include <cerrno>
+#include <memory>
+
+#include "ibverbs/datagram_frame.hpp"
+#include "model/sockets.hpp"
+#include "tests/ibverbs_datagram_support.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+using gdrkit::twin::verbs::datagram_socket_name;
+using gdrkit::twin::verbs::DatagramHeader;
+using gdrkit::twin::verbs::multicast_socket_name;
+
+namespace {
+
+// A process that is in a group and answers each datagram to its sender with the same bytes.
+int run_echo(int socket) {
+    DatagramEndpoint endpoint(1);
+    const ibv_gid group = make_group(1);
+    CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == 0);
+    for (int index = 0; index < 8; ++index) {
+        CHECK(endpoint.post_receive(static_cast<std::uint64_t>(index), static_cast<std::size_t>(index) * 4200, 4200) ==
+              0);
+    }
+    CHECK(send_all(socket, &endpoint.qp->qp_num, sizeof endpoint.qp->qp_num));
+    ibv_gid peer{};
+    CHECK(recv_all(socket, &peer, sizeof peer));
+    ibv_ah* const back = endpoint.make_address(path_to(peer));
+    for (std::uint64_t count = 0;; ++count) {
+        const ibv_wc wc = endpoint.poll_completion();
+        CHECK(wc.status == IBV_WC_SUCCESS);
+        if (wc.opcode == IBV_WC_SEND) {
+            continue;
+        }
+        const std::size_t offset = wc.wr_id * 4200;
+        if (wc.byte_len == grh_bytes) {
+            break;
+        }
+        CHECK(endpoint.send(100, back, wc.src_qp, offset + grh_bytes, wc.byte_len - grh_bytes) == 0);
+        CHECK(endpoint.expect(100).opcode == IBV_WC_SEND && endpoint.post_receive(wc.wr_id, offset, 4200) == 0);
+    }
+    CHECK(ibv_destroy_ah(back) == 0 && ibv_detach_mcast(endpoint.qp, &group, 0) == 0);
+    return 0;
+}
+
+struct Echo {
+    pid_t pid = 0;
+    Fd socket;
+    std::uint32_t qp_num = 0;
+
+    explicit Echo(const ibv_gid& gid) {
+        int sockets[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+        socket = Fd(sockets[0]);
+        const Fd other(sockets[1]);
+        std::string program = "/proc/self/exe", socket_text = std::to_string(other.get());
+        char* arguments[] = {program.data(), socket_text.data(), nullptr};
+        posix_spawn_file_actions_t actions;
+        posix_spawn_file_actions_init(&actions);
+        posix_spawn_file_actions_addclose(&actions, sockets[0]);
+        CHECK(posix_spawn(&pid, "/proc/self/exe", &actions, nullptr, arguments, environ) == 0);
+        posix_spawn_file_actions_destroy(&actions);
+        CHECK(recv_all(socket.get(), &qp_num, sizeof qp_num) && send_all(socket.get(), &gid, sizeof gid));
+    }
+    void expect_exit() const {
+        int status = 0;
+        CHECK(waitpid(pid, &status, 0) == pid && status == 0);
+    }
+};
+
+void test_datagrams_move_between_processes() {
+    DatagramEndpoint endpoint(0);
+    const Echo echo(gid_of_context(endpoint.context));
+    ibv_ah* const ah = endpoint.make_address(path_to(gid_of_context(std::make_unique<DatagramEndpoint>(1)->context)));
+    for (std::size_t count = 0; count < 50; ++count) {
+        const std::size_t length = 1 + count * 83;
+        fill_pattern(endpoint.buffer->bytes, length, count);
+        CHECK(endpoint.post_receive(1, 8192, 4200) == 0);
+        CHECK(endpoint.send(2, ah, echo.qp_num, 0, std::min(length, mtu_bytes), 0) == 0);
+        const ibv_wc wc = endpoint.expect(1);
+        CHECK(wc.src_qp == echo.qp_num && wc.byte_len == grh_bytes + length);
+        CHECK(has_pattern(endpoint.buffer->bytes + 8192 + grh_bytes, length, count));
+        CHECK(endpoint.send(3, ah, echo.qp_num ^ 1, 0, 0) == 0); // frees the slot of the unsignaled request
+        endpoint.expect(3);
+    }
+    CHECK(endpoint.send(4, ah, echo.qp_num, 0, 0) == 0);
+    echo.expect_exit();
+    endpoint.expect(4);
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+// A receiver that is stopped delays one datagram, and no datagram to others. A killed one is a destination that does
+// not exist.
+void test_stopped_receiver_does_not_block_others() {
+    DatagramEndpoint endpoint(0, test_qkey, 256), other(0);
+    const Echo echo(gid_of_context(endpoint.context));
+    CHECK(kill(echo.pid, SIGSTOP) == 0);
+    ibv_ah* const ah = endpoint.make_address(path_to(gid_of_context(std::make_unique<DatagramEndpoint>(1)->context)));
+    ibv_ah* const local = endpoint.make_address(path_to(gid_of_context(endpoint.context)));
+    for (std::uint64_t count = 0; count < 200; ++count) {
+        CHECK(endpoint.send(count, ah, echo.qp_num, 0, mtu_bytes) == 0);
+    }
+    CHECK(other.post_receive(1, 0, 100) == 0);
+    CHECK(endpoint.send(200, local, other.qp->qp_num, 0, 8) == 0);
+    other.expect(1);
+    for (std::uint64_t count = 0; count <= 200; ++count) {
+        endpoint.expect(count);
+    }
+    CHECK(kill(echo.pid, SIGKILL) == 0);
+    int status = 0;
+    CHECK(waitpid(echo.pid, &status, 0) == echo.pid);
+    CHECK(endpoint.send(201, ah, echo.qp_num, 0, 8) == 0);
+    endpoint.expect(201);
+    CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(local) == 0);
+}
+
+void test_multicast_reaches_every_member() {
+    DatagramEndpoint sender(0), member(1), outsider(0);
+    const ibv_gid group = make_group(1), other_group = make_group(2);
+    const Echo echo(gid_of_context(sender.context));
+    // Attaching twice has no further effect: one copy arrives.
+    for (int count = 0; count < 2; ++count) {
+        CHECK(ibv_attach_mcast(sender.qp, &group, 0) == 0 && ibv_attach_mcast(member.qp, &group, 0) == 0);
+    }
+    CHECK(ibv_attach_mcast(outsider.qp, &other_group, 0) == 0);
+    for (const DatagramEndpoint* endpoint : {&sender, &member, &outsider}) {
+        CHECK(endpoint->post_receive(1, 0, 200) == 0 && endpoint->post_receive(2, 4096, 200) == 0);
+    }
+    ibv_ah* const ah = sender.make_address(path_to(group));
+    fill_pattern(sender.buffer->bytes + 8192, 100);
+    CHECK(sender.send(3, ah, multicast_qpn, 8192, 100, 0) == 0);
+    CHECK(member.expect(1).src_qp == sender.qp->qp_num);
+    CHECK(has_pattern(member.buffer->bytes + grh_bytes, 100));
+    CHECK(std::memcmp(member.buffer->bytes + 24, &group, sizeof group) == 0);
+    // The sender gets its own datagram, and the answer of the member in the other process.
+    CHECK(sender.expect(1).src_qp + sender.expect(2).src_qp == sender.qp->qp_num + echo.qp_num);
+    outsider.expect_nothing();
+    member.expect_nothing();
+    CHECK(ibv_destroy_qp(member.qp) == EBUSY);
+    CHECK(ibv_detach_mcast(sender.qp, &group, 0) == 0 && ibv_detach_mcast(member.qp, &group, 0) == 0);
+    CHECK(ibv_detach_mcast(member.qp, &group, 0) == EINVAL && ibv_detach_mcast(outsider.qp, &other_group, 0) == 0);
+    CHECK(sender.send(4, ah, multicast_qpn, 8192, 0) == 0); // the process in the group ends after an empty datagram
+    sender.expect(4);
+    echo.expect_exit();
+    member.expect_nothing();
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+void test_wrong_groups_are_refused() {
+    DatagramEndpoint endpoint;
+    Endpoint connected(0);
+    const ibv_gid unicast = gid_of_context(endpoint.context);
+    ibv_gid group = make_group(3), ipv4_group{}, ipv4_host{};
+    CHECK(ibv_attach_mcast(endpoint.qp, &unicast, 0) == EINVAL && ibv_attach_mcast(connected.qp, &group, 0) == EINVAL);
+    ipv4_group.raw[10] = ipv4_group.raw[11] = ipv4_host.raw[10] = ipv4_host.raw[11] = 0xff;
+    ipv4_group.raw[12] = 239;
+    ipv4_host.raw[12] = 10;
+    CHECK(ibv_attach_mcast(endpoint.qp, &ipv4_host, 0) == EINVAL);
+    CHECK(ibv_attach_mcast(endpoint.qp, &ipv4_group, 0) == 0 && ibv_detach_mcast(endpoint.qp, &ipv4_group, 0) == 0);
+    // The group is full when all numbers of members are taken.
+    ibv_device_attr limits{};
+    CHECK(ibv_query_device(endpoint.context, &limits) == 0 && limits.max_mcast_qp_attach == 56);
+    std::vector<Fd> members;
+    for (unsigned member = 0; member < 56; ++member) {
+        members.emplace_back(receive_datagrams_at(multicast_socket_name(group, member)));
+        CHECK(members.back());
+    }
+    CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == ENOMEM);
+    members.pop_back();
+    CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == 0 && ibv_detach_mcast(endpoint.qp, &group, 0) == 0);
+}
+
+// Frames that no twin sends are discarded: wrong magic, sizes, destination or flags, and frames with descriptors.
+void test_hostile_frames_are_discarded() {
+    DatagramEndpoint endpoint;
+    const ibv_gid gid = gid_of_context(endpoint.context);
+    const std::string name = datagram_socket_name(gid, endpoint.qp->qp_num);
+    const Fd sender(open_datagram_sender());
+    DatagramHeader valid{};
+    valid.magic = verbs::datagram_magic;
+    valid.version = verbs::datagram_version;
+    valid.source_gid = valid.destination_gid = gid;
+    valid.source_qpn = 7;
+    valid.destination_qpn = endpoint.qp->qp_num;
+    valid.qkey = test_qkey;
+    valid.payload_bytes = 8;
+    std::vector<char> payload(65536);
+    const auto send = [&](const DatagramHeader& header, std::size_t header_bytes, std::size_t payload_bytes) {
+        const iovec parts[] = {{const_cast<DatagramHeader*>(&header), header_bytes}, {payload.data(), payload_bytes}};
+        int error = EAGAIN;
+        while (error == EAGAIN) {
+            error = send_datagram(sender.get(), name, parts);
+        }
+        CHECK(error == 0);
+    };
+    CHECK(endpoint.post_receive(1, 0, 200) == 0);
+    for (std::size_t bytes = 0; bytes < sizeof valid; bytes += 7) {
+        send(valid, bytes, 0);
+    }
+    send(valid, sizeof valid, 7);
+    send(valid, sizeof valid, 9);
+    send(valid, sizeof valid, 65000);
+    const auto send_changed = [&](auto change) {
+        DatagramHeader header = valid;
+        change(&header);
+        send(header, sizeof header, std::min<std::size_t>(header.payload_bytes, 65000));
+    };
+    send_changed([](DatagramHeader* header) { header->magic ^= 1; });
+    send_changed([](DatagramHeader* header) { ++header->version; });
+    send_changed([](DatagramHeader* header) { header->payload_bytes = 4097; });
+    send_changed([](DatagramHeader* header) { header->payload_bytes = 0xffffffff; });
+    send_changed([](DatagramHeader* header) { ++header->destination_qpn; });
+    send_changed([](DatagramHeader* header) { header->destination_gid.raw[15] ^= 1; });
+    send_changed([](DatagramHeader* header) { header->destination_gid = make_group(1); });
+    send_changed([](DatagramHeader* header) { header->source_qpn = 0x1000000; });
+    send_changed([](DatagramHeader* header) { header->flags = 4; });
+    send_changed([](DatagramHeader* header) { header->service_level = 16; });
+    send_changed([](DatagramHeader* header) { header->flow_label = 0x100000; });
+    send_changed([](DatagramHeader* header) { header->is_roce_v2 = 2; });
+    endpoint.expect_nothing();
+    send(valid, sizeof valid, 8);
+    CHECK(endpoint.expect(1).src_qp == 7);
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    isolate_from_other_processes();
+    if (count > 1) {
+        return run_echo(std::atoi(arguments[1]));
+    }
+    test_datagrams_move_between_processes();
+    test_stopped_receiver_does_not_block_others();
+    test_multicast_reaches_every_member();
+    test_wrong_groups_are_refused();
+    test_hostile_frames_are_discarded();
+    return 0;
+}
