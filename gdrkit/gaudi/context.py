@@ -87,6 +87,18 @@ class GaudiContext(Closeable):
         return self._fd
 
     @property
+    def page_bytes(self) -> int:
+        """Size in bytes of the pages in which the driver maps device memory by default, at least a host page."""
+        return max(self._info.default_page_size or self._info.dram_page_size, HOST_PAGE_BYTES)
+
+    def mapping_alignment_bytes(self, alignment_bytes_max: int) -> int:
+        """Return a power of two, at most `alignment_bytes_max`, that divides the default page of device memory.
+
+        The page of a Gaudi 2 is no power of two, because the device has six stacks of memory.
+        """
+        return min(self.page_bytes & -self.page_bytes, alignment_bytes_max)
+
+    @property
     def copies(self) -> Copies:
         """The copies between the memory of this device and the host."""
         _ = self.fd

@@ -1,21 +1,33 @@
 """Query of the memory at a device address: type, device, base, length and dma-buf, like UCX's ``mem_query``.
 
-hl-thunk has no call for this. The query only finds memory that gdrkit itself allocated or mapped on the device.
+hl-thunk has no call for this. gdrkit knows the memory that it allocated or mapped on the device. Other code of the
+process may have allocated memory by the same descriptor of the device. The driver exports such memory only by the exact
+address of its mapping, and only inside the mapping, so that exports show where a mapping begins and ends.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import Reason, UsageError
+from gdrkit.buffers import DmabufRange, MemoryKind
+from gdrkit.errors import ApiError, Reason, UsageError
+from gdrkit.gaudi import _hlthunk
 from gdrkit.handles import Closeable
+from gdrkit.units import HOST_PAGE_BYTES, MIB, align_down, align_up
 
 if TYPE_CHECKING:
-    from gdrkit.buffers import DmabufRange, MemoryKind
     from gdrkit.gaudi.context import GaudiContext
 
 __all__ = ["AddressInfo", "query"]
+
+_EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
+# A mapping begins at a multiple of this, or of a smaller power of two that divides the default page of the device.
+_MAPPING_ALIGNMENT_BYTES = 2 * MIB
+# Limit of the export attempts that search the begin of a mapping.
+_ATTEMPTS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +62,15 @@ class AddressInfo(Closeable):
 def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> AddressInfo:
     """Return the memory at ``[address, address + length_bytes)``.
 
+    Memory that gdrkit did not allocate is found if it was allocated and mapped by the same descriptor of the device
+    (:attr:`Device.fd`), it is not on a first-generation Gaudi, and the range begins in the first 16 GiB of its mapping.
+    The search exports pages for a moment, during which the driver refuses to unmap the memory.
+
     Raises
     ------
     UsageError
-        NOT_DEVICE_MEMORY: no single allocation or mapping of gdrkit on this device contains the whole range.
+        NOT_DEVICE_MEMORY: no single allocation or mapping on this device contains the whole range. Host memory that
+        other code has mapped is not found, because the driver does not export it.
     ApiError
         The driver cannot export the memory.
     """
@@ -66,5 +83,70 @@ def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> Addre
             return AddressInfo(
                 kind=mapped.kind, device=device, base=mapped.base, length_bytes=mapped.length_bytes, dmabuf=dmabuf
             )
+    foreign = _query_driver(device, address, length_bytes) if device.generation.maps_memory else None
+    if foreign is not None:
+        return foreign
     message = f"the {length_bytes} bytes at {address:#x} must be in one allocation or mapping of this device"
     raise UsageError(message, reason=Reason.NOT_DEVICE_MEMORY)
+
+
+def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> AddressInfo | None:
+    """Return memory that other code allocated, or None if the driver exports no mapping that contains the range."""
+    alignment_bytes = device.mapping_alignment_bytes(_MAPPING_ALIGNMENT_BYTES)
+    first_base = align_down(address, alignment_bytes=alignment_bytes)
+    last_base = max(first_base - _ATTEMPTS_MAX * alignment_bytes, 0)
+    for base in range(first_base, last_base, -alignment_bytes):
+        offset_bytes = align_down(address - base, alignment_bytes=HOST_PAGE_BYTES)
+        end_bytes = align_up(address - base + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        if _is_exported(device, base, offset_bytes, end_bytes - offset_bytes):
+            size_bytes = _mapping_bytes(
+                device, base, align_up(end_bytes, alignment_bytes=alignment_bytes), alignment_bytes
+            )
+            dmabuf = DmabufRange(
+                _export(device, base, 0, size_bytes),
+                offset_bytes=address - base,
+                length_bytes=length_bytes,
+                address=address,
+            )
+            return AddressInfo(kind=MemoryKind.GAUDI, device=device, base=base, length_bytes=size_bytes, dmabuf=dmabuf)
+    return None
+
+
+def _mapping_bytes(device: GaudiContext, base: int, minimum_bytes: int, unit_bytes: int) -> int:
+    """Return the size of the mapping at `base`. It has at least `minimum_bytes`; both are multiples of the unit."""
+
+    def has_page_before(end_bytes: int) -> bool:
+        return _is_exported(device, base, end_bytes - HOST_PAGE_BYTES, HOST_PAGE_BYTES)
+
+    step_bytes = unit_bytes
+    while has_page_before(minimum_bytes + step_bytes):
+        minimum_bytes, step_bytes = minimum_bytes + step_bytes, 2 * step_bytes
+    # The mapping ends at or after `minimum_bytes`, and before `minimum_bytes + step_bytes`.
+    while step_bytes > unit_bytes:
+        step_bytes //= 2
+        if has_page_before(minimum_bytes + step_bytes):
+            minimum_bytes += step_bytes
+    return minimum_bytes
+
+
+def _is_exported(device: GaudiContext, base: int, offset_bytes: int, length_bytes: int) -> bool:
+    """Return whether `base` is the address of a mapping that contains this range of whole host pages."""
+    try:
+        descriptor = _export(device, base, offset_bytes, length_bytes)
+    except ApiError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    os.close(descriptor)
+    return True
+
+
+def _export(device: GaudiContext, base: int, offset_bytes: int, length_bytes: int) -> int:
+    return _hlthunk.call(
+        "hlthunk_device_mapped_memory_export_dmabuf_fd",
+        fd=device.fd,
+        addr=base,
+        size=length_bytes,
+        offset=offset_bytes,
+        flags=_EXPORT_FLAGS,
+    )

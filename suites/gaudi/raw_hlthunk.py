@@ -37,11 +37,15 @@ def errno_of(result: int) -> int:
 
 
 class RawDevice:
-    """The first free device. Its methods do not check arguments, and the caller frees what it allocates."""
+    """The first free device, or the device with an open descriptor.
 
-    def __init__(self) -> None:
+    Its methods do not check arguments, and the caller frees what it allocates.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
         self._library = _library()
-        self.fd = self.call("hlthunk_open", _ANY_DEVICE, None)
+        self._is_owner = fd is None
+        self.fd = self.call("hlthunk_open", _ANY_DEVICE, None) if fd is None else fd
         assert self.fd >= 0
 
     def call(self, function_name: str, *arguments: object) -> int:
@@ -97,8 +101,8 @@ class RawDevice:
 
     def close(self) -> None:
         """Close the device."""
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0 and self._is_owner:
             assert self.call("hlthunk_close", fd) == 0
 
     def __enter__(self) -> Self:

@@ -37,6 +37,8 @@ ROUNDS, WARM_UP_ROUNDS = 15, 3
 ROUND_BYTES = 256 << 20
 # With software twins, only the measurement itself is tested, so a smaller round is sufficient.
 SOFTWARE_ROUND_BYTES = 4 << 20
+# The API whose hardware a number is about, by the subject of the needs of its case.
+_API_OF_SUBJECT = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
 # Maximum number of transfers in a round.
 REPEATS_MAX = 256
 
@@ -104,7 +106,8 @@ class Meter:
         self._evidence = evidence
         self.is_on = bool(request.config.getoption("--benchmark-enable"))
         # The numbers are about the APIs that the case needs. Its process may have loaded more APIs.
-        self._apis = sorted({need.name.partition(".")[0] for need in declared(request.node)} & {"cuda", "verbs"})
+        subjects = {need.name.partition(".")[0] for need in declared(request.node)}
+        self._apis = sorted(api for subject, api in _API_OF_SUBJECT.items() if subject in subjects)
         substrate = request.config.stash[SESSION].substrate
         self._paths: dict[str, list[str]] = {}
         self._measures_hardware = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
