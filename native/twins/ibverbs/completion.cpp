@@ -1,13 +1,22 @@
-// Completion queues: queue pairs push completions and the client polls them. Also ibv_create_cq and ibv_destroy_cq.
+// Completion queues: queue pairs push completions and the client polls them. Also ibv_create_cq, ibv_resize_cq and
+// ibv_destroy_cq. Extended queues are in extended_completion.cpp.
 
 #include "ibverbs/completion.hpp"
 
 #include <sched.h>
 
+#include "ibverbs/device_clock.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
 
 namespace gdrkit::twin::verbs {
+namespace {
+
+bool is_valid_cqe(const Context& context, std::uint32_t cqe) {
+    return cqe >= 1 && cqe <= static_cast<std::uint32_t>(device_attributes(*context.device).max_cqe);
+}
+
+} // namespace
 
 bool CompletionQueue::push(std::span<const Completion> completions) {
     std::lock_guard lock(mutex_);
@@ -35,21 +44,44 @@ bool CompletionQueue::push_one(const Completion& completion) {
         return false;
     }
     if (completions_.size() == capacity_) {
-        has_overrun_ = true;
-        context_->raise(public_cq_, IBV_EVENT_CQ_ERR, async_event_counter);
-        return false;
+        if (!options_.ignores_overrun) {
+            has_overrun_ = true;
+            context_->raise(public_cq_, IBV_EVENT_CQ_ERR, async_event_counter);
+            return false;
+        }
+        // The client has asked to lose completions. The slots that the lost one covers stay used.
+        completions_.pop_front();
     }
     completions_.push_back(completion);
+    if (options_.has_timestamps) {
+        completions_.back().device_cycles = device_clock_cycles();
+        completions_.back().wallclock_ns = clock_ns(CLOCK_REALTIME);
+    }
     return true;
 }
 
-int CompletionQueue::poll(int count, ibv_wc* wc) {
+// Remove the first completion and free the slots that it covers. The caller holds the lock.
+void CompletionQueue::pop_first() {
+    const Completion& first = completions_.front();
+    first.work_queue_slots->used -= first.freed_slot_count;
+    completions_.pop_front();
+    has_completions_or_overrun_ = !completions_.empty();
+}
+
+// Let the queue pairs of an empty queue progress, and return whether it is still empty.
+bool CompletionQueue::is_empty_after_progress() {
     if (!has_completions_or_overrun_) {
         progress();
     }
     if (!has_completions_or_overrun_) {
         // A program that polls without pause must leave the processor to the threads on which its completions depend.
         sched_yield();
+    }
+    return !has_completions_or_overrun_;
+}
+
+int CompletionQueue::poll(int count, ibv_wc* wc) {
+    if (is_empty_after_progress()) {
         return 0;
     }
     std::lock_guard lock(mutex_);
@@ -58,13 +90,36 @@ int CompletionQueue::poll(int count, ibv_wc* wc) {
     }
     int polled_count = 0;
     while (polled_count < count && !completions_.empty()) {
-        const Completion& first = completions_.front();
-        wc[polled_count++] = first.wc;
-        first.work_queue_slots->used -= first.freed_slot_count;
-        completions_.pop_front();
+        wc[polled_count++] = completions_.front().wc;
+        pop_first();
     }
-    has_completions_or_overrun_ = !completions_.empty();
     return polled_count;
+}
+
+int CompletionQueue::take(Completion* completion) {
+    if (is_empty_after_progress()) {
+        return ENOENT;
+    }
+    std::lock_guard lock(mutex_);
+    if (has_overrun_) {
+        return EIO;
+    }
+    if (completions_.empty()) {
+        return ENOENT;
+    }
+    *completion = completions_.front();
+    pop_first();
+    return 0;
+}
+
+int CompletionQueue::resize(std::size_t capacity) {
+    std::lock_guard lock(mutex_);
+    // Soft-RoCE refuses a size below the number of completions that wait (rxe_cq_chk_attr).
+    if (completions_.size() > capacity) {
+        return EINVAL;
+    }
+    capacity_ = capacity;
+    return 0;
 }
 
 void CompletionQueue::arm(bool solicited_only) {
@@ -133,7 +188,14 @@ int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
     if (!is_alive("ibv_cq", cq) || num_entries < 0) {
         return -EINVAL;
     }
-    return cq_handle_of(cq)->model->poll(num_entries, wc);
+    CompletionQueueHandle* const handle = cq_handle_of(cq);
+    if (handle->public_cq.start_poll == nullptr) {
+        return handle->model->poll(num_entries, wc);
+    }
+    handle->poll_lock.acquire();
+    const int count = handle->model->poll(num_entries, wc);
+    handle->poll_lock.release();
+    return count;
 }
 
 int request_notification(ibv_cq* cq, int solicited_only) {
@@ -147,20 +209,11 @@ int request_notification(ibv_cq* cq, int solicited_only) {
     return 0;
 }
 
-} // namespace gdrkit::twin::verbs
-
-using namespace gdrkit::twin::verbs;
-
-extern "C" {
-
-ibv_cq* ibv_create_cq(ibv_context* public_context, int cqe, void* cq_context, ibv_comp_channel* channel,
-                      int comp_vector) {
-    if (const auto fault = injected_fault("ibv_create_cq")) {
-        return fail_null(*fault);
-    }
+CompletionQueueHandle* create_completion_queue(ibv_context* public_context, const CompletionQueueRequest& request) {
     Context* const context = context_of(public_context);
-    if (!is_alive("ibv_context", context) || cqe < 1 || cqe > device_attributes(*context->device).max_cqe ||
-        comp_vector < 0 || comp_vector >= completion_vector_count ||
+    ibv_comp_channel* const channel = request.channel;
+    if (!is_alive("ibv_context", context) || !is_valid_cqe(*context, request.cqe) ||
+        request.comp_vector >= static_cast<std::uint32_t>(completion_vector_count) ||
         (channel != nullptr && (!is_alive("ibv_comp_channel", channel) || channel->context != public_context))) {
         return fail_null(EINVAL);
     }
@@ -168,19 +221,57 @@ ibv_cq* ibv_create_cq(ibv_context* public_context, int cqe, void* cq_context, ib
     auto* const cq = reinterpret_cast<ibv_cq*>(&handle->public_cq);
     cq->context = public_context;
     cq->channel = channel;
-    cq->cq_context = cq_context;
+    cq->cq_context = request.cq_context;
     cq->handle = next_handle();
-    cq->cqe = cqe;
+    cq->cqe = static_cast<int>(request.cqe);
     pthread_mutex_init(&cq->mutex, nullptr);
     pthread_cond_init(&cq->cond, nullptr);
-    handle->model = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, static_cast<std::size_t>(cqe));
+    handle->model = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, request.cqe, request.options);
     ++context->child_count;
     if (channel != nullptr) {
         ++channel_of(channel)->user_count;
         ++channel->refcnt;
     }
-    track("ibv_cq", handle.release());
-    return cq;
+    if (request.parent_domain != nullptr) {
+        handle->parent_domain = request.parent_domain;
+        ++request.parent_domain->child_count;
+    }
+    track("ibv_cq", handle.get());
+    return handle.release();
+}
+
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+ibv_cq* ibv_create_cq(ibv_context* context, int cqe, void* cq_context, ibv_comp_channel* channel, int comp_vector) {
+    if (const auto fault = injected_fault("ibv_create_cq")) {
+        return fail_null(*fault);
+    }
+    if (cqe < 1 || comp_vector < 0) {
+        return fail_null(EINVAL);
+    }
+    CompletionQueueHandle* const handle = create_completion_queue(
+        context,
+        {static_cast<std::uint32_t>(cqe), cq_context, channel, static_cast<std::uint32_t>(comp_vector), {}, nullptr});
+    return reinterpret_cast<ibv_cq*>(handle);
+}
+
+int ibv_resize_cq(ibv_cq* cq, int cqe) {
+    if (const auto fault = injected_fault("ibv_resize_cq")) {
+        return *fault;
+    }
+    if (!is_alive("ibv_cq", cq) || cqe < 1 ||
+        !is_valid_cqe(*context_of(cq->context), static_cast<std::uint32_t>(cqe))) {
+        return EINVAL;
+    }
+    const int error = cq_handle_of(cq)->model->resize(static_cast<std::size_t>(cqe));
+    if (error == 0) {
+        cq->cqe = cqe;
+    }
+    return error;
 }
 
 int ibv_destroy_cq(ibv_cq* cq) {
@@ -195,6 +286,7 @@ int ibv_destroy_cq(ibv_cq* cq) {
         return EBUSY;
     }
     const std::shared_ptr<CompletionQueue> model = handle->model;
+    ProtectionDomain* const parent_domain = handle->parent_domain;
     Context* const context = model->context();
     context->drop_events(model->async_event_counter);
     if (CompletionChannel* const channel = model->channel()) {
@@ -210,6 +302,9 @@ int ibv_destroy_cq(ibv_cq* cq) {
     if (CompletionChannel* const channel = model->channel()) {
         --channel->user_count;
         --channel->abi.refcnt;
+    }
+    if (parent_domain != nullptr) {
+        --parent_domain->child_count;
     }
     --context->child_count;
     return 0;

@@ -5,11 +5,13 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <semaphore>
 #include <span>
 #include <vector>
 
 #include "ibverbs/completion_channel.hpp"
 #include "ibverbs/context.hpp"
+#include "ibverbs/protection_domain.hpp"
 
 namespace gdrkit::twin::verbs {
 
@@ -24,6 +26,17 @@ struct Completion {
     bool is_solicited = false;
     std::shared_ptr<WorkQueueSlots> work_queue_slots;
     std::uint32_t freed_slot_count = 0; // slots that polling this completion frees
+    // The time of the completion in cycles of the device's clock, and in nanoseconds of CLOCK_REALTIME. The queue sets
+    // them if it was created with timestamps.
+    std::uint64_t device_cycles = 0;
+    std::uint64_t wallclock_ns = 0;
+};
+
+// How a completion queue differs from one that ibv_create_cq makes.
+struct CompletionQueueOptions {
+    bool has_timestamps = false;
+    // A completion that finds the queue full replaces the oldest one instead of ending the queue.
+    bool ignores_overrun = false;
 };
 
 // Work that a thread of the application can do when it polls a completion queue.
@@ -39,14 +52,22 @@ protected:
 
 class CompletionQueue {
 public:
-    CompletionQueue(Context* context, CompletionChannel* channel, ibv_cq* public_cq, std::size_t capacity)
-        : context_(context), channel_(channel), public_cq_(public_cq), capacity_(capacity) {}
+    CompletionQueue(Context* context, CompletionChannel* channel, ibv_cq* public_cq, std::size_t capacity,
+                    CompletionQueueOptions options)
+        : context_(context), channel_(channel), public_cq_(public_cq), options_(options), capacity_(capacity) {}
 
     // Append completions. Return false if the queue is full (overrun). After an overrun nothing more can be polled.
     bool push(std::span<const Completion> completions);
 
     // Move up to `count` completions into `wc`. Return their number, or a negative errno after an overrun.
     int poll(int count, ibv_wc* wc);
+
+    // Move the next completion into *completion, for the extended poll functions. Return 0, ENOENT (the queue is empty)
+    // or EIO (overrun).
+    int take(Completion* completion);
+
+    // Change the capacity (ibv_resize_cq). Return EINVAL if more completions wait than would fit.
+    int resize(std::size_t capacity);
 
     // Request one event on the channel for the next completion (ibv_req_notify_cq).
     void arm(bool solicited_only);
@@ -73,6 +94,8 @@ public:
 private:
     void progress();
     bool push_one(const Completion& completion);
+    void pop_first();
+    bool is_empty_after_progress();
 
     // The completions that raise the next event on the channel.
     enum class Armed { no, solicited, any };
@@ -80,8 +103,9 @@ private:
     Context* const context_;
     CompletionChannel* const channel_;
     ibv_cq* const public_cq_; // the structure that the client has
-    const std::size_t capacity_;
+    const CompletionQueueOptions options_;
     std::mutex mutex_;
+    std::size_t capacity_;
     std::deque<Completion> completions_;
     Armed armed_ = Armed::no;
     bool has_overrun_ = false;
@@ -92,14 +116,35 @@ private:
 };
 
 struct CompletionQueueHandle {
-    // The structure to which the client has a pointer. It begins with an ibv_cq. Its further fields are zero.
+    // The structure to which the client has a pointer. It begins with an ibv_cq. Its further fields are zero unless
+    // ibv_create_cq_ex made the queue.
     ibv_cq_ex public_cq{};
     std::shared_ptr<CompletionQueue> model;
+    // The parent domain of an extended queue, or nullptr.
+    ProtectionDomain* parent_domain = nullptr;
+    // A client that polls holds this lock: from ibv_start_poll to ibv_end_poll, or during ibv_poll_cq.
+    std::binary_semaphore poll_lock{1};
+    bool is_in_extended_poll = false;
+    // The completion that the read functions of the extended queue describe.
+    Completion current;
 };
 
 inline CompletionQueueHandle* cq_handle_of(ibv_cq* cq) {
     return reinterpret_cast<CompletionQueueHandle*>(cq);
 }
+
+// Arguments of the functions that create a completion queue.
+struct CompletionQueueRequest {
+    std::uint32_t cqe = 0;
+    void* cq_context = nullptr;
+    ibv_comp_channel* channel = nullptr;
+    std::uint32_t comp_vector = 0;
+    CompletionQueueOptions options;
+    ProtectionDomain* parent_domain = nullptr;
+};
+
+// Create a completion queue. Return nullptr and set errno to EINVAL if an argument is invalid.
+CompletionQueueHandle* create_completion_queue(ibv_context* context, const CompletionQueueRequest& request);
 
 // Acknowledge one asynchronous event of this queue. ibv_ack_async_event calls this function.
 void acknowledge_async(ibv_cq* cq);

@@ -15,6 +15,11 @@ void fill_operations(verbs_context* extended) {
     fill_unsupported(extended);
     extended->query_port = query_port_extended;
     extended->query_device_ex = query_device_extended;
+    extended->query_rt_values = query_real_time_values;
+    extended->create_cq_ex = create_extended_cq;
+    extended->alloc_td = alloc_thread_domain;
+    extended->dealloc_td = dealloc_thread_domain;
+    extended->alloc_parent_domain = alloc_parent_domain;
     extended->sz = sizeof *extended;
     ibv_context_ops& ops = extended->context.ops;
     ops._compat_query_device = ibv_query_device;

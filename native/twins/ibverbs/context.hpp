@@ -46,6 +46,11 @@ inline Context* context_of(const ibv_context* context) {
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length);
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length);
+int query_real_time_values(ibv_context* context, ibv_values_ex* values);
+ibv_cq_ex* create_extended_cq(ibv_context* context, ibv_cq_init_attr_ex* attr);
+ibv_td* alloc_thread_domain(ibv_context* context, ibv_td_init_attr* init_attr);
+int dealloc_thread_domain(ibv_td* td);
+ibv_pd* alloc_parent_domain(ibv_context* context, ibv_parent_domain_init_attr* attr);
 int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc);
 int request_notification(ibv_cq* cq, int solicited_only);
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);

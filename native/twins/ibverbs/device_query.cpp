@@ -7,6 +7,7 @@
 #include "ibverbs/context.hpp"
 #include "ibverbs/datagram_frame.hpp"
 #include "ibverbs/device.hpp"
+#include "ibverbs/device_clock.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
 
@@ -121,9 +122,26 @@ int query_device_extended(ibv_context* context, const ibv_query_device_ex_input*
     ibv_device_attr_ex attributes{};
     attributes.orig_attr = device_attributes(*context_of(context)->device);
     attributes.device_cap_flags_ex = attributes.orig_attr.device_cap_flags;
+    attributes.completion_timestamp_mask = device_clock_mask;
+    attributes.hca_core_clock = device_clock_khz;
     attributes.phys_port_cnt_ex = 1;
     std::memset(static_cast<void*>(attr), 0, length);
     std::memcpy(static_cast<void*>(attr), &attributes, std::min(length, sizeof attributes));
+    return 0;
+}
+
+int query_real_time_values(ibv_context* context, ibv_values_ex* values) {
+    if (const auto fault = injected_fault("ibv_query_rt_values_ex")) {
+        return *fault;
+    }
+    if (!is_alive("ibv_context", context_of(context))) {
+        return EINVAL;
+    }
+    // As with mlx5, the mask on return tells which values were read, and the clock is in cycles.
+    values->comp_mask &= IBV_VALUES_MASK_RAW_CLOCK;
+    if (values->comp_mask != 0) {
+        values->raw_clock = {0, static_cast<long>(device_clock_cycles())};
+    }
     return 0;
 }
 

@@ -50,7 +50,7 @@ std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions
     }
     const std::shared_ptr<Region>& region = found->second;
     const bool is_usable =
-        region->domain == domain && region->permits(required_access) && region->covers(address, size);
+        protects_the_same(region->domain, domain) && region->permits(required_access) && region->covers(address, size);
     return is_usable ? region : nullptr;
 }
 

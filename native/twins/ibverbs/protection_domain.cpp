@@ -1,9 +1,107 @@
-// ibv_alloc_pd and ibv_dealloc_pd.
+// Protection domains, thread domains and parent domains: allocation and deallocation.
 
 #include "ibverbs/protection_domain.hpp"
 
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+struct ThreadDomain {
+    ibv_td abi{};
+    // Number of live parent domains that were made with the thread domain.
+    std::atomic<int> user_count{0};
+};
+
+ThreadDomain* thread_domain_of(ibv_td* td) {
+    return reinterpret_cast<ThreadDomain*>(td);
+}
+
+ProtectionDomain* make_domain(Context* context) {
+    auto* const domain = new ProtectionDomain;
+    domain->abi.context = context->abi();
+    domain->abi.handle = next_handle();
+    domain->context = context;
+    ++context->child_count;
+    track("ibv_pd", domain);
+    return domain;
+}
+
+constexpr std::uint32_t supported_parent_mask =
+    IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS | IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT;
+
+// mlx5_alloc_parent_domain makes the same checks.
+bool is_valid_parent_request(const ibv_context* context, const ibv_parent_domain_init_attr& attr) {
+    const bool has_allocators = (attr.comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) != 0;
+    return (attr.comp_mask & ~supported_parent_mask) == 0 && is_alive("ibv_pd", attr.pd) &&
+           attr.pd->context == context && domain_of(attr.pd)->base == nullptr &&
+           (attr.td == nullptr || (is_alive("ibv_td", attr.td) && attr.td->context == context)) &&
+           (!has_allocators || (attr.alloc != nullptr && attr.free != nullptr));
+}
+
+} // namespace
+
+bool is_parent_domain(ibv_pd* pd) {
+    return is_alive("ibv_pd", pd) && domain_of(pd)->base != nullptr;
+}
+
+ibv_td* alloc_thread_domain(ibv_context* public_context, ibv_td_init_attr* init_attr) {
+    if (const auto fault = injected_fault("ibv_alloc_td")) {
+        return fail_null(*fault);
+    }
+    Context* const context = context_of(public_context);
+    if (!is_alive("ibv_context", context) || init_attr->comp_mask != 0) {
+        return fail_null(EINVAL);
+    }
+    auto* const domain = new ThreadDomain;
+    domain->abi.context = public_context;
+    ++context->child_count;
+    track("ibv_td", domain);
+    return &domain->abi;
+}
+
+int dealloc_thread_domain(ibv_td* td) {
+    if (const auto fault = injected_fault("ibv_dealloc_td")) {
+        return *fault;
+    }
+    ThreadDomain* const domain = thread_domain_of(td);
+    if (!is_alive("ibv_td", domain)) {
+        return EINVAL;
+    }
+    if (domain->user_count != 0) {
+        return EBUSY;
+    }
+    Context* const context = context_of(td->context);
+    if (!retire("ibv_td", domain)) {
+        return EINVAL;
+    }
+    --context->child_count;
+    return 0;
+}
+
+// The allocators of a parent domain are for buffers that a provider shares with its device. The twin has none, and so
+// never calls them.
+ibv_pd* alloc_parent_domain(ibv_context* public_context, ibv_parent_domain_init_attr* attr) {
+    if (const auto fault = injected_fault("ibv_alloc_parent_domain")) {
+        return fail_null(*fault);
+    }
+    Context* const context = context_of(public_context);
+    if (!is_alive("ibv_context", context) || !is_valid_parent_request(public_context, *attr)) {
+        return fail_null(EINVAL);
+    }
+    ProtectionDomain* const domain = make_domain(context);
+    domain->base = domain_of(attr->pd);
+    domain->thread_domain = attr->td;
+    domain->abi.handle = attr->pd->handle;
+    ++domain->base->child_count;
+    if (attr->td != nullptr) {
+        ++thread_domain_of(attr->td)->user_count;
+    }
+    return &domain->abi;
+}
+
+} // namespace gdrkit::twin::verbs
 
 using namespace gdrkit::twin::verbs;
 
@@ -17,13 +115,7 @@ ibv_pd* ibv_alloc_pd(ibv_context* abi) {
     if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
-    auto* const domain = new ProtectionDomain;
-    domain->abi.context = abi;
-    domain->abi.handle = next_handle();
-    domain->context = context;
-    ++context->child_count;
-    track("ibv_pd", domain);
-    return &domain->abi;
+    return &make_domain(context)->abi;
 }
 
 int ibv_dealloc_pd(ibv_pd* pd) {
@@ -38,8 +130,16 @@ int ibv_dealloc_pd(ibv_pd* pd) {
         return EBUSY;
     }
     Context* const context = domain->context;
+    ProtectionDomain* const base = domain->base;
+    ibv_td* const thread_domain = domain->thread_domain;
     if (!retire("ibv_pd", domain)) {
         return EINVAL;
+    }
+    if (base != nullptr) {
+        --base->child_count;
+    }
+    if (thread_domain != nullptr) {
+        --thread_domain_of(thread_domain)->user_count;
     }
     --context->child_count;
     return 0;

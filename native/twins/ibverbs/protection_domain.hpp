@@ -10,12 +10,25 @@ namespace gdrkit::twin::verbs {
 struct ProtectionDomain {
     ibv_pd abi{};
     Context* context = nullptr;
-    // Number of live memory regions and queue pairs of the domain. A domain that has any cannot be deallocated.
+    // Number of live objects of the domain, for example memory regions and queue pairs. A domain that has any cannot be
+    // deallocated.
     std::atomic<int> child_count{0};
+    // For a parent domain, the domain that it was made from: the objects of both may be used together.
+    ProtectionDomain* base = nullptr;
+    // The thread domain of a parent domain, or nullptr.
+    ibv_td* thread_domain = nullptr;
 };
 
 inline ProtectionDomain* domain_of(ibv_pd* pd) {
     return reinterpret_cast<ProtectionDomain*>(pd);
 }
+
+// Return whether an object of one domain may use an object of the other.
+inline bool protects_the_same(const ProtectionDomain* left, const ProtectionDomain* right) {
+    return (left->base != nullptr ? left->base : left) == (right->base != nullptr ? right->base : right);
+}
+
+// Return whether `pd` is a live parent domain.
+bool is_parent_domain(ibv_pd* pd);
 
 } // namespace gdrkit::twin::verbs

@@ -19,9 +19,8 @@ constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
-// Every implemented function that can fail, and the points of a completion (wc.*). Five of the functions are not
-// exported symbols: ibv_query_device_ex, ibv_poll_cq, ibv_post_recv, ibv_post_send and ibv_req_notify_cq. Clients call
-// them through the tables of function pointers in a context.
+// Every implemented function that can fail, and the points of a completion (wc.*). The functions of the last group are
+// not exported symbols. Clients call them through the tables of function pointers in a context.
 constexpr std::array points = {
     errno_point("_ibv_query_gid_ex"),
     errno_point("_ibv_query_gid_table"),
@@ -62,7 +61,13 @@ constexpr std::array points = {
     errno_point("ibv_reg_mr"),
     errno_point("ibv_reg_mr_iova"),
     errno_point("ibv_reg_mr_iova2"),
+    errno_point("ibv_resize_cq"),
+    errno_point("ibv_alloc_parent_domain"),
+    errno_point("ibv_alloc_td"),
+    errno_point("ibv_create_cq_ex"),
+    errno_point("ibv_dealloc_td"),
     errno_point("ibv_query_device_ex"),
+    errno_point("ibv_query_rt_values_ex"),
     errno_point("ibv_poll_cq"),
     errno_point("ibv_post_recv"),
     errno_point("ibv_post_send"),

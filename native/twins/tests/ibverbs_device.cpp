@@ -67,19 +67,12 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     };
     ibv_context* const context = endpoint->context;
     errno = 0;
-    ibv_cq_init_attr_ex cq_attr{};
-    cq_attr.cqe = 1;
-    CHECK(is_unsupported(ibv_create_cq_ex(context, &cq_attr)));
     ibv_qp_init_attr_ex qp_attr{};
     qp_attr.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     CHECK(is_unsupported(ibv_create_qp_ex(context, &qp_attr)));
     ibv_alloc_dm_attr dm_attr{};
     CHECK(is_unsupported(ibv_alloc_dm(context, &dm_attr)) && is_unsupported(ibv_alloc_null_mr(endpoint->pd)));
     CHECK(is_unsupported(ibv_alloc_mw(endpoint->pd, IBV_MW_TYPE_1)));
-    ibv_td_init_attr td_attr{};
-    CHECK(is_unsupported(ibv_alloc_td(context, &td_attr)));
-    ibv_parent_domain_init_attr parent_attr{};
-    CHECK(is_unsupported(ibv_alloc_parent_domain(context, &parent_attr)));
     ibv_xrcd_init_attr xrcd_attr{};
     CHECK(is_unsupported(ibv_open_xrcd(context, &xrcd_attr)));
     ibv_flow_attr flow_attr{};
@@ -88,8 +81,6 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     CHECK(is_unsupported(ibv_create_counters(context, &counters_attr)));
     ibv_wq_init_attr wq_attr{};
     CHECK(is_unsupported(ibv_create_wq(context, &wq_attr)));
-    ibv_values_ex values{};
-    CHECK(ibv_query_rt_values_ex(context, &values) == EOPNOTSUPP);
     ibv_modify_cq_attr modify{};
     CHECK(ibv_modify_cq(endpoint->cq, &modify) == EOPNOTSUPP);
     CHECK(ibv_advise_mr(endpoint->pd, IBV_ADVISE_MR_ADVICE_PREFETCH, 0, nullptr, 0) == EOPNOTSUPP);

@@ -1,0 +1,141 @@
+// Extended completion queues: ibv_create_cq_ex, and the poll and read functions in the structure of such a queue.
+#include <cstdio>
+#include <cstdlib>
+
+#include "ibverbs/completion.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+constexpr std::uint64_t timestamp_flags =
+    IBV_WC_EX_WITH_COMPLETION_TIMESTAMP | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
+// VLAN tags, flow tags and tag matching belong to features that the device does not have.
+constexpr std::uint64_t supported_wc_flags = IBV_WC_STANDARD_FLAGS | timestamp_flags;
+constexpr std::uint32_t supported_comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
+constexpr std::uint32_t supported_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED | IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
+
+CompletionQueueHandle* handle_of(ibv_cq_ex* cq) {
+    return cq_handle_of(ibv_cq_ex_to_cq(cq));
+}
+
+const Completion& current_of(ibv_cq_ex* cq) {
+    return handle_of(cq)->current;
+}
+
+int take_next(ibv_cq_ex* cq) {
+    CompletionQueueHandle* const handle = handle_of(cq);
+    const int error = handle->model->take(&handle->current);
+    if (error == 0) {
+        cq->status = handle->current.wc.status;
+        cq->wr_id = handle->current.wc.wr_id;
+    }
+    return error;
+}
+
+int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) {
+    if (!is_alive("ibv_cq", cq) || attr->comp_mask != 0) {
+        return EINVAL;
+    }
+    CompletionQueueHandle* const handle = handle_of(cq);
+    handle->poll_lock.acquire();
+    const int error = take_next(cq);
+    // A client must not call ibv_end_poll after a start that failed.
+    handle->is_in_extended_poll = error == 0;
+    if (error != 0) {
+        handle->poll_lock.release();
+    }
+    return error;
+}
+
+// Without a started poll the functions of real providers read an undefined entry and unlock a lock that is not held.
+void require_started_poll(const CompletionQueueHandle& handle, const char* function) {
+    if (!handle.is_in_extended_poll) {
+        std::fprintf(stderr, "gdrkit twin: %s was called without a successful ibv_start_poll\n", function);
+        std::abort();
+    }
+}
+
+int next_poll(ibv_cq_ex* cq) {
+    require_started_poll(*handle_of(cq), "ibv_next_poll");
+    return take_next(cq);
+}
+
+void end_poll(ibv_cq_ex* cq) {
+    CompletionQueueHandle* const handle = handle_of(cq);
+    require_started_poll(*handle, "ibv_end_poll");
+    handle->is_in_extended_poll = false;
+    handle->poll_lock.release();
+}
+
+// Set the functions that read a completion. As with real providers, those of fields that the client has not asked for
+// stay null.
+void fill_read_functions(ibv_cq_ex* cq, std::uint64_t wc_flags) {
+    cq->read_opcode = [](ibv_cq_ex* current) { return current_of(current).wc.opcode; };
+    cq->read_vendor_err = [](ibv_cq_ex* current) { return current_of(current).wc.vendor_err; };
+    cq->read_wc_flags = [](ibv_cq_ex* current) { return current_of(current).wc.wc_flags; };
+    const auto fill = [wc_flags](std::uint64_t flag, auto* function, auto implementation) {
+        if ((wc_flags & flag) != 0) {
+            *function = implementation;
+        }
+    };
+    fill(IBV_WC_EX_WITH_BYTE_LEN, &cq->read_byte_len,
+         [](ibv_cq_ex* current) { return current_of(current).wc.byte_len; });
+    fill(IBV_WC_EX_WITH_IMM, &cq->read_imm_data, [](ibv_cq_ex* current) { return current_of(current).wc.imm_data; });
+    fill(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num, [](ibv_cq_ex* current) { return current_of(current).wc.qp_num; });
+    fill(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp, [](ibv_cq_ex* current) { return current_of(current).wc.src_qp; });
+    fill(IBV_WC_EX_WITH_SLID, &cq->read_slid,
+         [](ibv_cq_ex* current) { return std::uint32_t{current_of(current).wc.slid}; });
+    fill(IBV_WC_EX_WITH_SL, &cq->read_sl, [](ibv_cq_ex* current) { return current_of(current).wc.sl; });
+    fill(IBV_WC_EX_WITH_DLID_PATH_BITS, &cq->read_dlid_path_bits,
+         [](ibv_cq_ex* current) { return current_of(current).wc.dlid_path_bits; });
+    fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, &cq->read_completion_ts,
+         [](ibv_cq_ex* current) { return current_of(current).device_cycles; });
+    fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK, &cq->read_completion_wallclock_ns,
+         [](ibv_cq_ex* current) { return current_of(current).wallclock_ns; });
+}
+
+// Return 0, EOPNOTSUPP or EINVAL, as mlx5_create_cq_ex does for the same arguments.
+int check_extended_attributes(const ibv_cq_init_attr_ex& attr) {
+    if ((attr.wc_flags & ~supported_wc_flags) != 0) {
+        return EOPNOTSUPP;
+    }
+    const bool has_flags = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) != 0;
+    const bool has_domain = (attr.comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) != 0;
+    const bool is_valid = (attr.comp_mask & ~supported_comp_mask) == 0 &&
+                          (!has_flags || (attr.flags & ~supported_flags) == 0) &&
+                          (!has_domain || is_parent_domain(attr.parent_domain));
+    return is_valid ? 0 : EINVAL;
+}
+
+} // namespace
+
+ibv_cq_ex* create_extended_cq(ibv_context* context, ibv_cq_init_attr_ex* attr) {
+    if (const auto fault = injected_fault("ibv_create_cq_ex")) {
+        return fail_null(*fault);
+    }
+    if (const int error = check_extended_attributes(*attr); error != 0) {
+        return fail_null(error);
+    }
+    CompletionQueueRequest request{attr->cqe, attr->cq_context, attr->channel, attr->comp_vector, {}, nullptr};
+    request.options.has_timestamps = (attr->wc_flags & timestamp_flags) != 0;
+    if ((attr->comp_mask & IBV_CQ_INIT_ATTR_MASK_FLAGS) != 0) {
+        request.options.ignores_overrun = (attr->flags & IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN) != 0;
+    }
+    if ((attr->comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) != 0) {
+        request.parent_domain = domain_of(attr->parent_domain);
+    }
+    CompletionQueueHandle* const handle = create_completion_queue(context, request);
+    if (handle == nullptr) {
+        return nullptr;
+    }
+    ibv_cq_ex* const cq = &handle->public_cq;
+    cq->start_poll = start_poll;
+    cq->next_poll = next_poll;
+    cq->end_poll = end_poll;
+    fill_read_functions(cq, attr->wc_flags);
+    return cq;
+}
+
+} // namespace gdrkit::twin::verbs

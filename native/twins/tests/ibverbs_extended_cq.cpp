@@ -1,0 +1,265 @@
+// Tests of extended completion queues, of parent domains, and of resizing a completion queue.
+#include <ctime>
+
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr std::uint64_t all_wc_flags = std::uint64_t{IBV_WC_STANDARD_FLAGS} | IBV_WC_EX_WITH_COMPLETION_TIMESTAMP |
+                                       IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK;
+
+ibv_cq_init_attr_ex cq_attributes(std::uint32_t cqe, std::uint64_t wc_flags) {
+    ibv_cq_init_attr_ex attr{};
+    attr.cqe = cqe;
+    attr.wc_flags = wc_flags;
+    return attr;
+}
+
+// Two connected queue pairs. The completions of the second go to an extended completion queue.
+struct Pair {
+    Endpoint sender{0};
+    Endpoint receiver{1};
+    Buffer source{sender.pd, 4096};
+    Buffer target{receiver.pd, 4096};
+    ibv_cq_ex* cq;
+    ibv_qp* first_qp;
+
+    explicit Pair(ibv_cq_init_attr_ex attr) : cq(ibv_create_cq_ex(receiver.context, &attr)), first_qp(receiver.qp) {
+        CHECK(cq != nullptr);
+        ibv_qp_init_attr init{};
+        init.send_cq = init.recv_cq = ibv_cq_ex_to_cq(cq);
+        init.cap = {16, 16, 1, 1, 0};
+        init.qp_type = IBV_QPT_RC;
+        receiver.qp = ibv_create_qp(receiver.pd, &init);
+        CHECK(receiver.qp != nullptr);
+        connect(&sender, &receiver);
+    }
+    ~Pair() {
+        CHECK(ibv_destroy_qp(receiver.qp) == 0);
+        receiver.qp = first_qp;
+        CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == 0);
+    }
+    Pair(const Pair&) = delete;
+    Pair& operator=(const Pair&) = delete;
+
+    void send(std::uint64_t wr_id, std::uint32_t length, std::uint32_t immediate) {
+        CHECK(receiver.post_receive(wr_id, {target.sge(0, 4096)}) == 0);
+        ibv_send_wr wr = request(1, IBV_WR_SEND_WITH_IMM);
+        wr.imm_data = immediate;
+        CHECK(sender.post(wr, {source.sge(0, length)}) == 0);
+        sender.expect_completion(1, IBV_WC_SUCCESS);
+    }
+    // Start to poll; fail the test after ten seconds without a completion.
+    void start_poll() {
+        ibv_poll_cq_attr attr{};
+        int error = ENOENT;
+        for (int tries = 0; tries < 100000 && error == ENOENT; ++tries) {
+            error = ibv_start_poll(cq, &attr);
+            if (error == ENOENT) {
+                usleep(100);
+            }
+        }
+        CHECK(error == 0);
+    }
+};
+
+std::uint64_t cycles_now(ibv_context* context) {
+    ibv_values_ex values{};
+    values.comp_mask = IBV_VALUES_MASK_RAW_CLOCK;
+    CHECK(ibv_query_rt_values_ex(context, &values) == 0);
+    CHECK(values.comp_mask == IBV_VALUES_MASK_RAW_CLOCK);
+    return static_cast<std::uint64_t>(values.raw_clock.tv_nsec);
+}
+
+void test_completion_is_read_field_by_field() {
+    Pair pair(cq_attributes(16, all_wc_flags));
+    ibv_poll_cq_attr attr{};
+    CHECK(ibv_start_poll(pair.cq, &attr) == ENOENT);
+    attr.comp_mask = 1;
+    CHECK(ibv_start_poll(pair.cq, &attr) == EINVAL);
+    const std::uint64_t cycles_before = cycles_now(pair.receiver.context);
+    const std::time_t time_before = std::time(nullptr);
+    pair.send(77, 100, 0xabcd);
+    pair.send(78, 0, 0xef01);
+    pair.start_poll();
+    CHECK(pair.cq->wr_id == 77 && pair.cq->status == IBV_WC_SUCCESS);
+    CHECK(ibv_wc_read_opcode(pair.cq) == IBV_WC_RECV && ibv_wc_read_byte_len(pair.cq) == 100);
+    CHECK(ibv_wc_read_wc_flags(pair.cq) == IBV_WC_WITH_IMM && ibv_wc_read_imm_data(pair.cq) == 0xabcd);
+    CHECK(ibv_wc_read_qp_num(pair.cq) == pair.receiver.qp->qp_num);
+    CHECK(ibv_wc_read_src_qp(pair.cq) == pair.sender.qp->qp_num);
+    CHECK(ibv_wc_read_vendor_err(pair.cq) == 0 && ibv_wc_read_slid(pair.cq) == 0 && ibv_wc_read_sl(pair.cq) == 0 &&
+          ibv_wc_read_dlid_path_bits(pair.cq) == 0);
+    const std::uint64_t first_cycles = ibv_wc_read_completion_ts(pair.cq);
+    const std::uint64_t wallclock_ns = ibv_wc_read_completion_wallclock_ns(pair.cq);
+    while (ibv_next_poll(pair.cq) == ENOENT) {
+        usleep(100);
+    }
+    CHECK(pair.cq->wr_id == 78 && ibv_wc_read_imm_data(pair.cq) == 0xef01);
+    const std::uint64_t second_cycles = ibv_wc_read_completion_ts(pair.cq);
+    CHECK(ibv_next_poll(pair.cq) == ENOENT);
+    ibv_end_poll(pair.cq);
+    CHECK(cycles_before < first_cycles && first_cycles < second_cycles);
+    CHECK(second_cycles < cycles_now(pair.receiver.context));
+    CHECK(wallclock_ns / 1'000'000'000 + 1 >= static_cast<std::uint64_t>(time_before));
+}
+
+void test_both_kinds_of_poll_work_on_an_extended_queue() {
+    Pair pair(cq_attributes(16, 0));
+    CHECK(pair.cq->read_byte_len == nullptr && pair.cq->read_completion_ts == nullptr);
+    pair.send(1, 8, 0);
+    pair.send(2, 8, 0);
+    pair.start_poll();
+    CHECK(pair.cq->wr_id == 1);
+    ibv_end_poll(pair.cq);
+    ibv_wc wc{};
+    while (ibv_poll_cq(ibv_cq_ex_to_cq(pair.cq), 1, &wc) == 0) {
+        usleep(100);
+    }
+    CHECK(wc.wr_id == 2 && wc.byte_len == 8);
+}
+
+void test_unsupported_attributes_are_refused() {
+    Endpoint endpoint;
+    const auto check_fails = [&](const ibv_cq_init_attr_ex& wanted, int error) {
+        ibv_cq_init_attr_ex attr = wanted;
+        errno = 0;
+        CHECK(ibv_create_cq_ex(endpoint.context, &attr) == nullptr && errno == error);
+    };
+    check_fails(cq_attributes(16, IBV_WC_EX_WITH_CVLAN), EOPNOTSUPP);
+    check_fails(cq_attributes(16, IBV_WC_EX_WITH_FLOW_TAG), EOPNOTSUPP);
+    check_fails(cq_attributes(16, IBV_WC_EX_WITH_TM_INFO), EOPNOTSUPP);
+    check_fails(cq_attributes(0, 0), EINVAL);
+    check_fails(cq_attributes((1U << 20) + 1, 0), EINVAL);
+    ibv_cq_init_attr_ex attr = cq_attributes(16, 0);
+    attr.comp_vector = 1;
+    check_fails(attr, EINVAL);
+    attr = cq_attributes(16, 0);
+    attr.comp_mask = 1U << 2;
+    check_fails(attr, EINVAL);
+    attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+    attr.flags = 1U << 2;
+    check_fails(attr, EINVAL);
+    attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_PD;
+    attr.parent_domain = endpoint.pd;
+    check_fails(attr, EINVAL);
+}
+
+void test_ignored_overrun_keeps_the_last_completions() {
+    ibv_cq_init_attr_ex attr = cq_attributes(2, IBV_WC_EX_WITH_IMM);
+    attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS;
+    attr.flags = IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN | IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
+    Pair pair(attr);
+    for (std::uint32_t number = 1; number <= 4; ++number) {
+        pair.send(number, 8, number);
+    }
+    usleep(20000); // the last receive completion may follow the completion of the send
+    pair.start_poll();
+    CHECK(pair.cq->wr_id == 3);
+    CHECK(ibv_next_poll(pair.cq) == 0 && pair.cq->wr_id == 4);
+    CHECK(ibv_next_poll(pair.cq) == ENOENT);
+    ibv_end_poll(pair.cq);
+}
+
+void test_resize_keeps_waiting_completions() {
+    Pair pair(cq_attributes(2, 0));
+    pair.send(1, 8, 0);
+    pair.send(2, 8, 0);
+    ibv_cq* const cq = ibv_cq_ex_to_cq(pair.cq);
+    CHECK(ibv_resize_cq(cq, 0) == EINVAL && ibv_resize_cq(cq, (1 << 20) + 1) == EINVAL);
+    CHECK(ibv_resize_cq(cq, 3) == 0 && cq->cqe == 3);
+    pair.send(3, 8, 0);
+    usleep(20000);
+    CHECK(ibv_resize_cq(cq, 2) == EINVAL && cq->cqe == 3);
+    for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
+        pair.start_poll();
+        CHECK(pair.cq->wr_id == wr_id);
+        ibv_end_poll(pair.cq);
+    }
+    CHECK(ibv_resize_cq(cq, 1) == 0);
+}
+
+void test_device_reports_its_clock() {
+    Endpoint endpoint;
+    ibv_device_attr_ex attr{};
+    CHECK(ibv_query_device_ex(endpoint.context, nullptr, &attr) == 0);
+    CHECK(attr.completion_timestamp_mask != 0 && attr.hca_core_clock != 0);
+    const std::uint64_t before = cycles_now(endpoint.context);
+    usleep(20000);
+    const std::uint64_t elapsed_us = (cycles_now(endpoint.context) - before) * 1000 / attr.hca_core_clock;
+    CHECK(elapsed_us >= 19000 && elapsed_us < 10'000'000);
+    ibv_values_ex values{};
+    values.comp_mask = 1U << 1;
+    CHECK(ibv_query_rt_values_ex(endpoint.context, &values) == 0 && values.comp_mask == 0);
+}
+
+void test_parent_domain_shares_the_objects_of_its_domain() {
+    Endpoint endpoint;
+    ibv_td_init_attr td_attr{};
+    ibv_td* const td = ibv_alloc_td(endpoint.context, &td_attr);
+    CHECK(td != nullptr);
+    ibv_parent_domain_init_attr attr{};
+    attr.pd = endpoint.pd;
+    attr.td = td;
+    ibv_pd* const parent = ibv_alloc_parent_domain(endpoint.context, &attr);
+    CHECK(parent != nullptr && parent != endpoint.pd);
+    CHECK(ibv_dealloc_td(td) == EBUSY && ibv_dealloc_pd(endpoint.pd) == EBUSY);
+    ibv_cq_init_attr_ex cq_attr = cq_attributes(8, 0);
+    cq_attr.comp_mask = IBV_CQ_INIT_ATTR_MASK_PD;
+    cq_attr.parent_domain = parent;
+    ibv_cq_ex* const cq = ibv_create_cq_ex(endpoint.context, &cq_attr);
+    CHECK(cq != nullptr && ibv_dealloc_pd(parent) == EBUSY);
+    CHECK(ibv_destroy_cq(ibv_cq_ex_to_cq(cq)) == 0);
+    {
+        // The queue pair belongs to the domain, and the memory to its parent domain.
+        Endpoint peer(1);
+        connect(&endpoint, &peer);
+        Buffer source(parent, 4096);
+        Buffer target(peer.pd, 4096);
+        fill_pattern(source.bytes, 4096);
+        CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), {source.sge(0, 4096)}) == 0);
+        endpoint.expect_completion(1, IBV_WC_SUCCESS);
+        CHECK(has_pattern(target.bytes, 4096));
+    }
+    CHECK(ibv_dealloc_pd(parent) == 0 && ibv_dealloc_td(td) == 0);
+}
+
+void test_invalid_parent_domains_are_refused() {
+    Endpoint endpoint;
+    ibv_parent_domain_init_attr attr{};
+    const auto check_fails = [&] {
+        errno = 0;
+        CHECK(ibv_alloc_parent_domain(endpoint.context, &attr) == nullptr && errno == EINVAL);
+    };
+    check_fails();
+    attr.pd = endpoint.pd;
+    attr.comp_mask = 1U << 2;
+    check_fails();
+    attr.comp_mask = IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS;
+    check_fails();
+    attr.comp_mask = 0;
+    ibv_pd* const parent = ibv_alloc_parent_domain(endpoint.context, &attr);
+    CHECK(parent != nullptr);
+    attr.pd = parent;
+    check_fails();
+    CHECK(ibv_dealloc_pd(parent) == 0);
+    ibv_td_init_attr td_attr{1};
+    errno = 0;
+    CHECK(ibv_alloc_td(endpoint.context, &td_attr) == nullptr && errno == EINVAL);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_completion_is_read_field_by_field();
+    test_both_kinds_of_poll_work_on_an_extended_queue();
+    test_unsupported_attributes_are_refused();
+    test_ignored_overrun_keeps_the_last_completions();
+    test_resize_keeps_waiting_completions();
+    test_device_reports_its_clock();
+    test_parent_domain_shares_the_objects_of_its_domain();
+    test_invalid_parent_domains_are_refused();
+    return 0;
+}
