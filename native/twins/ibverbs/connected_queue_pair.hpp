@@ -181,6 +181,7 @@ private:
     bool make_progress(const ibv_qp_attr& attr);
     bool submit_requests(const ibv_qp_attr& attr);
     bool start_next_send(const ibv_qp_attr& attr);
+    void change_keys(const SendWork& work);
     bool must_wait_for_earlier(const SendWork& next_send, FaultSite* site);
     ibv_wc_status prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
     bool submit_chunk();
@@ -214,7 +215,7 @@ private:
     bool serve_request(Connection* connection, Link* link, std::uint32_t number, IncomingMessage* incoming);
     wire::Response execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                            const Connection& connection);
-    static RegionError write_payload(const wire::Request& request, Region* region, Link* link);
+    static RegionError write_payload(const wire::Request& request, std::uint64_t address, Region* region, Link* link);
     wire::Response execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
                                  const Connection& connection);
     wire::Response execute_read(const wire::Request& request, BounceBuffer* bounce, const Connection& connection);

@@ -10,7 +10,8 @@ constexpr std::size_t reserved_list_length = 16;
 
 // Check a send request after is_valid_sge_list has accepted its list. Return 0, EINVAL or EOPNOTSUPP.
 int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t length_bytes) {
-    if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && wr.opcode != IBV_WR_RDMA_READ) {
+    if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && !changes_keys(wr.opcode) &&
+        wr.opcode != IBV_WR_RDMA_READ) {
         return EOPNOTSUPP;
     }
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
@@ -38,6 +39,11 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
             break;
         }
         works.push_back(to_send_work(*wr, init_attr_.sq_sig_all != 0, length_bytes));
+        if (wr->opcode == IBV_WR_BIND_MW && works.back().binding == nullptr) {
+            works.pop_back();
+            error = EINVAL;
+            break;
+        }
         posted_bytes += length_bytes;
     }
     if (error != 0) {

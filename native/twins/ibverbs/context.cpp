@@ -7,6 +7,7 @@
 
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
+#include "ibverbs/window.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -24,6 +25,9 @@ void fill_operations(verbs_context* extended) {
     ibv_context_ops& ops = extended->context.ops;
     ops._compat_query_device = ibv_query_device;
     ops._compat_query_port = ibv_query_port;
+    ops.alloc_mw = alloc_window;
+    ops.dealloc_mw = dealloc_window;
+    ops.bind_mw = bind_window_type_1;
     ops.poll_cq = poll_completions;
     ops.req_notify_cq = request_notification;
     ops.post_send = post_send;

@@ -1,42 +1,15 @@
 // The table of the process's memory keys: assigns random lkeys and rkeys to regions and finds a region by its key.
 
-#include <mutex>
-#include <unordered_map>
-
-#include "ibverbs/region.hpp"
-#include "model/config.hpp"
+#include "ibverbs/key_table.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
-
-using RegionsByKey = std::unordered_map<std::uint32_t, std::shared_ptr<Region>>;
-
-struct KeyTable {
-    std::mutex mutex;
-    std::uint32_t counter = static_cast<std::uint32_t>(random_u64()); // starts at a random value
-    RegionsByKey local, remote;
-};
-
-KeyTable& key_table() {
-    static auto* const instance = new KeyTable;
-    return *instance;
-}
 
 // Map each 32-bit value to a different 32-bit value (the last steps of MurmurHash3).
 std::uint32_t scramble(std::uint32_t value) {
     value = (value ^ value >> 16) * 0x85ebca6b;
     value = (value ^ value >> 13) * 0xc2b2ae35;
     return value ^ value >> 16;
-}
-
-// Return the next key, which is the scrambled counter. A key repeats only after all other keys were drawn, so used keys
-// need not be stored.
-std::uint32_t draw_unused_key(KeyTable* state) {
-    std::uint32_t key = 0;
-    while (key == 0) {
-        key = scramble(++state->counter);
-    }
-    return key;
 }
 
 std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions, std::uint32_t key,
@@ -56,6 +29,21 @@ std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions
 
 } // namespace
 
+KeyTable& key_table() {
+    static auto* const instance = new KeyTable;
+    return *instance;
+}
+
+// The keys are scrambled values of a counter. A key repeats only after all other keys were drawn, so used keys need not
+// be stored.
+std::uint32_t draw_unused_key(KeyTable* state) {
+    std::uint32_t key = 0;
+    while (key == 0 || state->windows.contains(window_index_of(key))) {
+        key = scramble(++state->counter);
+    }
+    return key;
+}
+
 void assign_keys(const std::shared_ptr<Region>& region) {
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
@@ -65,11 +53,29 @@ void assign_keys(const std::shared_ptr<Region>& region) {
     state.remote[region->rkey] = region;
 }
 
-void remove_keys(const Region& region) {
+void move_keys(const Region& old_region, const std::shared_ptr<Region>& region) {
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
+    region->lkey = old_region.lkey;
+    region->rkey = old_region.rkey;
+    state.local[region->lkey] = region;
+    state.remote[region->rkey] = region;
+}
+
+bool has_windows(const Region& region) {
+    std::lock_guard lock(key_table().mutex);
+    return region.window_count > 0;
+}
+
+bool remove_keys(const Region& region) {
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    if (region.window_count > 0) {
+        return false;
+    }
     state.local.erase(region.lkey);
     state.remote.erase(region.rkey);
+    return true;
 }
 
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
@@ -77,9 +83,12 @@ std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain*
     return find_usable_region(&KeyTable::local, lkey, domain, required_access, address, size);
 }
 
-std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, unsigned required_access,
-                                     std::uint64_t address, std::uint64_t size) {
-    return find_usable_region(&KeyTable::remote, rkey, domain, required_access, address, size);
+std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
+                                     unsigned required_access, std::uint64_t* address, std::uint64_t size) {
+    if (auto region = find_usable_region(&KeyTable::remote, rkey, domain, required_access, *address, size)) {
+        return region;
+    }
+    return find_by_window(rkey, domain, qp_num, required_access, address, size);
 }
 
 } // namespace gdrkit::twin::verbs

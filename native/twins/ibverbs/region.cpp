@@ -98,10 +98,10 @@ RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original
     return write(address, *bounce, 0, sizeof new_value);
 }
 
-void Region::revoke() {
+std::unique_ptr<Memory> Region::take_memory() {
     is_revoked_ = true;
     std::unique_lock lock(mutex_);
-    memory_.reset();
+    return std::move(memory_);
 }
 
 } // namespace gdrkit::twin::verbs

@@ -48,8 +48,9 @@ public:
     RegionError atomic_update(std::uint64_t address, std::uint64_t* original,
                               const std::function<std::uint64_t(std::uint64_t)>& compute_new);
 
-    // Wait for accesses in progress, and make later ones fail.
-    void revoke();
+    // Wait for accesses in progress, and make later ones fail. The second function returns the memory of the region.
+    void revoke() { take_memory(); }
+    std::unique_ptr<Memory> take_memory();
     [[nodiscard]] bool is_revoked() const { return is_revoked_; }
 
     [[nodiscard]] bool covers(std::uint64_t address, std::uint64_t size) const {
@@ -63,6 +64,8 @@ public:
     const unsigned access;
     std::uint32_t lkey = 0;
     std::uint32_t rkey = 0;
+    // Number of memory windows that are bound to the region. The lock of the key table protects it.
+    int window_count = 0;
 
 private:
     void translate_to_mapped_addresses(std::span<iovec> chunks);
@@ -75,18 +78,25 @@ private:
 // Assign random keys to a region and add it to the table. All keys differ, and no key is reused while the process
 // lives.
 void assign_keys(const std::shared_ptr<Region>& region);
-void remove_keys(const Region& region);
+// Give the keys of `old_region` to `region`, which takes its place.
+void move_keys(const Region& old_region, const std::shared_ptr<Region>& region);
+// Return whether a memory window is bound to the region.
+bool has_windows(const Region& region);
+// Remove the keys from the table. Return false if a memory window is bound to the region.
+[[nodiscard]] bool remove_keys(const Region& region);
 
 // Return the region with this key if it belongs to this domain, permits `required_access` and covers the range; else
-// nullptr.
+// nullptr. An rkey may be that of a memory window (window.hpp). `qp_num` is the queue pair that got the request, and
+// *address is replaced by the address in the region.
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
                                      std::uint64_t address, std::uint64_t size);
-std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, unsigned required_access,
-                                     std::uint64_t address, std::uint64_t size);
+std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
+                                     unsigned required_access, std::uint64_t* address, std::uint64_t size);
 
 struct RegionHandle {
     ibv_mr abi{};
     std::shared_ptr<Region> model;
+    bool is_dmabuf = false;
 };
 
 inline RegionHandle* mr_handle_of(ibv_mr* mr) {

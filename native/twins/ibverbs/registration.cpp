@@ -1,4 +1,4 @@
-// Registration and deregistration of memory regions: ibv_reg_mr*, ibv_reg_dmabuf_mr and ibv_dereg_mr.
+// Registration and deregistration of memory regions: ibv_reg_mr*, ibv_reg_dmabuf_mr, ibv_rereg_mr and ibv_dereg_mr.
 
 #include <unistd.h>
 
@@ -36,6 +36,10 @@ bool lacks_local_write(unsigned access) {
     return (access & remote_write_flags) != 0 && (access & IBV_ACCESS_LOCAL_WRITE) == 0;
 }
 
+bool is_valid_access(unsigned access) {
+    return (access & ~reg_mr_flags) == 0 && !lacks_local_write(access) && (access & IBV_ACCESS_ON_DEMAND) == 0;
+}
+
 ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
                            std::unique_ptr<Memory> memory) {
     ProtectionDomain* const domain = domain_of(pd);
@@ -70,9 +74,8 @@ int make_memory(void* address, std::uint64_t length, bool writable, std::unique_
 
 ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint64_t iova, unsigned access) {
     const auto begin = reinterpret_cast<std::uint64_t>(address);
-    if (!is_alive("ibv_pd", pd) || !have_same_page_offset(begin, iova) || (access & ~reg_mr_flags) != 0 ||
-        lacks_local_write(access) || (access & IBV_ACCESS_ON_DEMAND) != 0 || length == 0 || overflows(begin, length) ||
-        overflows(iova, length)) {
+    if (!is_alive("ibv_pd", pd) || !have_same_page_offset(begin, iova) || !is_valid_access(access) || length == 0 ||
+        overflows(begin, length) || overflows(iova, length)) {
         return fail_null(EINVAL);
     }
     if ((access & IBV_ACCESS_ZERO_BASED) != 0) {
@@ -83,6 +86,63 @@ ibv_mr* register_memory(ibv_pd* pd, void* address, std::size_t length, std::uint
         return fail_null(error);
     }
     return make_region_handle(pd, address, length, iova, access, std::move(memory));
+}
+
+// Arguments of ibv_rereg_mr.
+struct Reregistration {
+    bool changes_memory, changes_domain, changes_access;
+    ibv_pd* pd;
+    void* address;
+    std::size_t length;
+    unsigned access;
+};
+
+// The checks that the kernel makes before it changes anything.
+bool is_valid_reregistration(const ibv_mr& mr, const Reregistration& wanted) {
+    return (wanted.changes_memory || wanted.changes_domain || wanted.changes_access) &&
+           (!wanted.changes_domain || (is_alive("ibv_pd", wanted.pd) && wanted.pd->context == mr.context)) &&
+           (!wanted.changes_access || is_valid_access(wanted.access)) &&
+           (!wanted.changes_memory || !overflows(reinterpret_cast<std::uint64_t>(wanted.address), wanted.length));
+}
+
+// Put a new region in the place of the one that `handle` has. The keys stay the same unless the memory changes: an old
+// key must not reach other memory. Return 0 or an errno. The region cannot be used after an error.
+int replace_region(RegionHandle* handle, const Reregistration& wanted) {
+    ibv_mr& mr = handle->abi;
+    const std::shared_ptr<Region> old_region = handle->model;
+    const unsigned access = wanted.changes_access ? wanted.access : old_region->access;
+    ProtectionDomain* const domain = wanted.changes_domain ? domain_of(wanted.pd) : old_region->domain;
+    void* const address = wanted.changes_memory ? wanted.address : mr.addr;
+    const std::size_t length = wanted.changes_memory ? wanted.length : mr.length;
+    const std::uint64_t iova =
+        wanted.changes_memory ? reinterpret_cast<std::uint64_t>(wanted.address) : old_region->iova;
+    std::unique_ptr<Memory> memory;
+    if (wanted.changes_memory || ((access & write_flags) != 0 && (old_region->access & write_flags) == 0)) {
+        old_region->revoke();
+        if (const int error = make_memory(address, length, (access & write_flags) != 0, &memory); error != 0) {
+            return error;
+        }
+    } else {
+        memory = old_region->take_memory();
+    }
+    const auto region = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
+    if (wanted.changes_memory) {
+        if (!remove_keys(*old_region)) {
+            return EINVAL;
+        }
+        assign_keys(region);
+    } else {
+        move_keys(*old_region, region);
+    }
+    ++domain->child_count;
+    --old_region->domain->child_count;
+    handle->model = region;
+    mr.pd = wanted.changes_domain ? wanted.pd : mr.pd;
+    mr.addr = address;
+    mr.length = length;
+    mr.lkey = region->lkey;
+    mr.rkey = region->rkey;
+    return 0;
 }
 
 // Create the memory of ibv_reg_dmabuf_mr. Check the arguments in the order in which the kernel checks them.
@@ -158,7 +218,38 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
         return fail_null(error);
     }
     // The real library reports the offset as the address of the region, with any iova.
-    return make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
+    ibv_mr* const mr = make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
+    mr_handle_of(mr)->is_dmabuf = true;
+    return mr;
+}
+
+// The first checks are those of the library, which leave the region unchanged. The others are those of the kernel.
+int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
+    const auto fail = [](int error, int result) {
+        errno = error;
+        return result;
+    };
+    if (const auto fault = injected_fault("ibv_rereg_mr")) {
+        return fail(*fault, IBV_REREG_MR_ERR_CMD);
+    }
+    RegionHandle* const handle = mr_handle_of(mr);
+    const Reregistration wanted{(flags & IBV_REREG_MR_CHANGE_TRANSLATION) != 0,
+                                (flags & IBV_REREG_MR_CHANGE_PD) != 0,
+                                (flags & IBV_REREG_MR_CHANGE_ACCESS) != 0,
+                                pd,
+                                addr,
+                                length,
+                                static_cast<unsigned>(access)};
+    if (!is_alive("ibv_mr", mr) || handle->is_dmabuf || (flags & ~IBV_REREG_MR_FLAGS_SUPPORTED) != 0 ||
+        (wanted.changes_memory && (addr == nullptr || length == 0)) || (access != 0 && !wanted.changes_access)) {
+        return fail(EINVAL, IBV_REREG_MR_ERR_INPUT);
+    }
+    gdrkit::twin::trace("ibv_rereg_mr flags=%d length=%zu access=%d", flags, length, access);
+    if (!is_valid_reregistration(*mr, wanted) || has_windows(*handle->model)) {
+        return fail(EINVAL, IBV_REREG_MR_ERR_CMD);
+    }
+    const int error = replace_region(handle, wanted);
+    return error == 0 ? 0 : fail(error, IBV_REREG_MR_ERR_CMD);
 }
 
 int ibv_dereg_mr(ibv_mr* mr) {
@@ -171,11 +262,12 @@ int ibv_dereg_mr(ibv_mr* mr) {
     }
     gdrkit::twin::trace("ibv_dereg_mr");
     const std::shared_ptr<Region> region = handle->model;
-    if (!retire("ibv_mr", handle)) {
+    // rxe_dereg_mr refuses a region with bound memory windows, as section 10.6.7.2.6 of the InfiniBand specification
+    // allows.
+    if (!remove_keys(*region) || !retire("ibv_mr", handle)) {
         return EINVAL;
     }
     handle->model.reset();
-    remove_keys(*region);
     region->revoke();
     --region->domain->child_count;
     return 0;

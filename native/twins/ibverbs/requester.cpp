@@ -284,11 +284,15 @@ void ConnectedQueuePair::take_wake_bytes() {
 }
 
 void ConnectedQueuePair::count_sent(const SendWork& work) {
+    if (changes_keys(work.opcode)) {
+        return;
+    }
     Traffic::Direction& sent = context_->device->traffic.sent;
     ++sent.requests;
     switch (work.opcode) {
     case IBV_WR_SEND:
     case IBV_WR_SEND_WITH_IMM:
+    case IBV_WR_SEND_WITH_INV:
         sent.send_bytes += work.length_bytes;
         break;
     case IBV_WR_RDMA_WRITE:

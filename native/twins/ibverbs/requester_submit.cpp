@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "ibverbs/chunk_sges.hpp"
+#include "ibverbs/window.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -45,6 +46,9 @@ wire::Request make_first_chunk(const SendWork& work) {
     if (work.opcode == IBV_WR_SEND_WITH_IMM || work.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
         request.flags |= wire::flag_immediate;
     }
+    if (work.opcode == IBV_WR_SEND_WITH_INV) {
+        request.flags |= wire::flag_invalidate;
+    }
     if (work.is_solicited) {
         request.flags |= wire::flag_solicited;
     }
@@ -76,8 +80,11 @@ struct FaultSites {
     FaultSites(std::string_view before_name, std::string_view landed_name) : before(before_name), landed(landed_name) {}
 };
 
-// Return the fault points of a request; nullptr for an atomic request, which has none.
+// Return the fault points of a request; nullptr for requests that have none.
 FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
+    if (changes_keys(opcode)) {
+        return nullptr;
+    }
     static FaultSites send("wc.send", "wc.send.landed"), write("wc.rdma_write", "wc.rdma_write.landed"),
         read("wc.rdma_read", "wc.rdma_read.landed");
     switch (wire_opcode_of(opcode)) {
@@ -135,7 +142,10 @@ bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
         }
         requester.may_get_rnr = false;
         requester.retry_at.reset();
-        if ((!requester.has_pending_chunk && !start_next_send(attr)) || (!requester.local_error && !submit_chunk())) {
+        if (!requester.has_pending_chunk && !start_next_send(attr)) {
+            break;
+        }
+        if (requester.has_pending_chunk && !submit_chunk()) {
             break;
         }
         has_submitted_chunk = true;
@@ -156,6 +166,10 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     }
     const SendWork& work = requester.started.push_back(std::move(requester.queued.front()));
     requester.queued.pop_front();
+    if (changes_keys(work.opcode)) {
+        change_keys(work);
+        return true;
+    }
     if (const ibv_wc_status status = prepare_send(work, site, attr); status != IBV_WC_SUCCESS) {
         requester.local_error = status;
         return true;
@@ -167,11 +181,27 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     return true;
 }
 
-// Return whether the next request must not start before earlier ones have finished. A request with a rule in the fault
-// plan is carried out alone, so that its fault does not affect earlier requests.
+// Bind or invalidate a memory window for the only started request. The status codes are those of rxe_do_local_ops.
+void ConnectedQueuePair::change_keys(const SendWork& work) {
+    RequesterState& requester = requester_state_;
+    const bool is_bind = work.opcode == IBV_WR_BIND_MW;
+    const bool has_succeeded =
+        is_bind ? bind_window(*work.binding, domain_, qp_num_) : invalidate_window(work.immediate, domain_, qp_num_);
+    if (!has_succeeded) {
+        requester.local_error = is_bind ? IBV_WC_MW_BIND_ERR : IBV_WC_LOC_QP_OP_ERR;
+        return;
+    }
+    requester.finished.push_back(std::move(requester.started.front()));
+    requester.started.pop_front();
+}
+
+// Return whether the next request must not start before earlier ones have finished. A request that changes keys must
+// not affect earlier requests. A request with a rule in the fault plan is carried out alone, so that its fault does not
+// affect earlier requests.
 bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
     const RequesterState& requester = requester_state_;
-    if (next_send.is_fenced && requester.pending_data_response_count > 0) {
+    if ((next_send.is_fenced && requester.pending_data_response_count > 0) ||
+        (changes_keys(next_send.opcode) && !requester.started.empty())) {
         return true;
     }
     if (site == nullptr || !site->has_rule()) {

@@ -219,9 +219,9 @@ bool ConnectedQueuePair::permits(unsigned required_access) {
            (!reads_memory || attr_.max_dest_rd_atomic > 0);
 }
 
-// Copy the payload of a write into the region.
-RegionError ConnectedQueuePair::write_payload(const wire::Request& request, Region* region, Link* link) {
-    const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
+// Copy the payload of a write to `address` in the region.
+RegionError ConnectedQueuePair::write_payload(const wire::Request& request, std::uint64_t address, Region* region,
+                                              Link* link) {
     if ((request.flags & wire::flag_piped) == 0) {
         return region->write(address, link->memory(), request.payload_offset, request.chunk_bytes);
     }
@@ -244,9 +244,9 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
     }
     // The key of an empty message is not checked.
     std::shared_ptr<Region> region;
+    std::uint64_t address = request.remote_address;
     if (request.message_bytes > 0) {
-        region =
-            find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_WRITE, request.remote_address, request.message_bytes);
+        region = find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
         if (region == nullptr) {
             return fail_request(RegionError::refused, connection);
         }
@@ -256,7 +256,7 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
         return receiver_not_ready_response();
     }
     if (region != nullptr) {
-        const RegionError error = write_payload(request, region.get(), link);
+        const RegionError error = write_payload(request, address + request.chunk_offset_bytes, region.get(), link);
         if (error == RegionError::lost) {
             // The requester has stopped and does not wait for a response. A response without the magic number makes
             // serve_request end the connection.
@@ -275,12 +275,12 @@ wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, Bo
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
     if (request.message_bytes > 0) {
+        std::uint64_t address = request.remote_address;
         const auto region =
-            find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_READ, request.remote_address, request.message_bytes);
-        const std::uint64_t address = request.remote_address + request.chunk_offset_bytes;
-        const RegionError error = region == nullptr
-                                      ? RegionError::refused
-                                      : region->read(address, bounce, request.payload_offset, request.chunk_bytes);
+            find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_READ, &address, request.message_bytes);
+        const RegionError error = region == nullptr ? RegionError::refused
+                                                    : region->read(address + request.chunk_offset_bytes, bounce,
+                                                                   request.payload_offset, request.chunk_bytes);
         if (error != RegionError::none) {
             return fail_request(error, connection);
         }
@@ -294,7 +294,8 @@ wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, 
     if (!permits(IBV_ACCESS_REMOTE_ATOMIC) || request.remote_address % 8 != 0) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
-    const auto region = find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_ATOMIC, request.remote_address, 8);
+    std::uint64_t address = request.remote_address;
+    const auto region = find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_ATOMIC, &address, 8);
     wire::Response response = wire::make_response(wire::Status::done);
     const auto compute_new = [&](std::uint64_t original) {
         if (request.opcode == wire::Opcode::fetch_and_add) {
@@ -302,9 +303,8 @@ wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, 
         }
         return original == request.compare_or_add ? request.swap : original;
     };
-    const RegionError error = region == nullptr
-                                  ? RegionError::refused
-                                  : region->atomic_update(request.remote_address, &response.original, compute_new);
+    const RegionError error =
+        region == nullptr ? RegionError::refused : region->atomic_update(address, &response.original, compute_new);
     return error == RegionError::none ? response : fail_request(error, connection);
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "ibverbs/connected_queue_pair.hpp"
+#include "ibverbs/window.hpp"
 #include "model/config.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -21,6 +22,11 @@ wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, co
         return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed);
     }
     incoming->arrived_bytes += request.chunk_bytes;
+    // Soft-RoCE ends such a message with the same status of its receive request (RESPST_ERR_INVALIDATE_RKEY).
+    if (wire::is_last_chunk(request) && (request.flags & wire::flag_invalidate) != 0 &&
+        !invalidate_window(request.immediate, domain_, qp_num_)) {
+        return fail_receive(incoming, IBV_WC_REM_INV_REQ_ERR, wire::Status::operation_failed);
+    }
     return wire::is_last_chunk(request) ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
 }
 
@@ -117,6 +123,10 @@ wire::Response ConnectedQueuePair::finish_receive(const wire::Request& request, 
     if ((request.flags & wire::flag_immediate) != 0) {
         wc.wc_flags = IBV_WC_WITH_IMM;
         wc.imm_data = request.immediate;
+    }
+    if ((request.flags & wire::flag_invalidate) != 0) {
+        wc.wc_flags = IBV_WC_WITH_INV;
+        wc.invalidated_rkey = request.immediate;
     }
     incoming->completion = wc;
     incoming->is_solicited = (request.flags & wire::flag_solicited) != 0;

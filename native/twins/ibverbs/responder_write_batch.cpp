@@ -41,8 +41,13 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
         }
         if (request_count == 0) {
             first_request = request;
-            region = find_by_rkey(request.rkey, domain_, IBV_ACCESS_REMOTE_WRITE, request.remote_address,
-                                  request.message_bytes);
+            std::uint64_t address = request.remote_address;
+            region =
+                find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
+            // The bounds of a memory window are not those of its region, so its writes are served one by one.
+            if (region != nullptr && region->rkey != request.rkey) {
+                region.reset();
+            }
         }
         if (region == nullptr || request.rkey != first_request.rkey ||
             !region->covers(request.remote_address, request.message_bytes)) {

@@ -35,7 +35,9 @@ bool is_well_formed(const ConnectRequest& connect_request) {
 
 bool is_well_formed(const Request& request) {
     if (request.magic != magic || request.opcode > Opcode::fetch_and_add ||
-        (request.flags & ~(flag_immediate | flag_solicited | flag_piped)) != 0 ||
+        (request.flags & ~(flag_immediate | flag_solicited | flag_piped | flag_invalidate)) != 0 ||
+        ((request.flags & flag_invalidate) != 0 &&
+         (request.opcode != Opcode::send || (request.flags & flag_immediate) != 0)) ||
         ((request.flags & flag_piped) != 0 && (request.opcode != Opcode::write || request.chunk_bytes == 0))) {
         return false;
     }

@@ -43,6 +43,8 @@ inline constexpr std::uint16_t flag_immediate = 1;
 inline constexpr std::uint16_t flag_solicited = 2;
 // The payload of this chunk is in the pipe of the connection (link.hpp), not in the shared memory.
 inline constexpr std::uint16_t flag_piped = 4;
+// The member `immediate` of this send is an rkey that the receiver invalidates.
+inline constexpr std::uint16_t flag_invalidate = 8;
 
 struct Request {
     std::uint32_t magic;

@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "ibverbs/window.hpp"
+
 namespace gdrkit::twin::verbs {
 namespace {
 
@@ -27,8 +29,12 @@ bool is_atomic(ibv_wr_opcode opcode) {
 }
 
 bool carries_data(ibv_wr_opcode opcode) {
-    return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM || opcode == IBV_WR_RDMA_WRITE ||
-           opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+    return opcode == IBV_WR_SEND || opcode == IBV_WR_SEND_WITH_IMM || opcode == IBV_WR_SEND_WITH_INV ||
+           opcode == IBV_WR_RDMA_WRITE || opcode == IBV_WR_RDMA_WRITE_WITH_IMM;
+}
+
+bool changes_keys(ibv_wr_opcode opcode) {
+    return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
 }
 
 std::uint64_t total_length_bytes(const ibv_sge* sges, int count) {
@@ -52,6 +58,12 @@ SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t le
     work.is_solicited = (wr.send_flags & IBV_SEND_SOLICITED) != 0;
     work.is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
     work.immediate = wr.imm_data;
+    if (changes_keys(wr.opcode)) {
+        if (wr.opcode == IBV_WR_BIND_MW) {
+            work.binding = make_binding(wr.bind_mw.mw, wr.bind_mw.rkey, wr.bind_mw.bind_info);
+        }
+        return work;
+    }
     work.length_bytes = length_bytes;
     if (is_atomic(wr.opcode)) {
         work.remote_address = wr.wr.atomic.remote_addr;

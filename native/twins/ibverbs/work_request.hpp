@@ -3,11 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "ibverbs/abi.hpp"
 
 namespace gdrkit::twin::verbs {
+
+struct WindowBinding;
 
 // The scatter-gather list of a send request. A list with one entry, the usual case, needs no heap memory.
 class ScatterGatherList {
@@ -39,7 +42,7 @@ struct SendWork {
     bool is_signaled = false;
     bool is_solicited = false;
     bool is_inline = false;
-    std::uint32_t immediate = 0;
+    std::uint32_t immediate = 0; // or the rkey that the request invalidates
     std::uint64_t remote_address = 0;
     std::uint32_t rkey = 0;
     std::uint64_t compare_or_add = 0;
@@ -48,6 +51,8 @@ struct SendWork {
     ScatterGatherList sges;
     // The payload of an inline request, copied when the request was posted.
     std::vector<std::byte> inline_data;
+    // The arguments of a request that binds a memory window.
+    std::shared_ptr<const WindowBinding> binding;
 };
 
 // A posted receive request.
@@ -63,6 +68,8 @@ std::uint64_t total_length_bytes(const ibv_sge* sges, int count);
 // Return whether the request's opcode is one of the two atomic operations, or one that sends the client's data.
 bool is_atomic(ibv_wr_opcode opcode);
 bool carries_data(ibv_wr_opcode opcode);
+// Return whether the request only changes the keys of its own device: it binds or invalidates a memory window.
+bool changes_keys(ibv_wr_opcode opcode);
 // Translate a request whose list of entries was checked. Inline data is copied.
 SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t length_bytes);
 ReceiveWork to_receive_work(const ibv_recv_wr& wr);

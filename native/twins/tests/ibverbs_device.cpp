@@ -72,7 +72,6 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     CHECK(is_unsupported(ibv_create_qp_ex(context, &qp_attr)));
     ibv_alloc_dm_attr dm_attr{};
     CHECK(is_unsupported(ibv_alloc_dm(context, &dm_attr)) && is_unsupported(ibv_alloc_null_mr(endpoint->pd)));
-    CHECK(is_unsupported(ibv_alloc_mw(endpoint->pd, IBV_MW_TYPE_1)));
     ibv_xrcd_init_attr xrcd_attr{};
     CHECK(is_unsupported(ibv_open_xrcd(context, &xrcd_attr)));
     ibv_flow_attr flow_attr{};

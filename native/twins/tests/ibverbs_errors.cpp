@@ -254,7 +254,7 @@ void test_invalid_requests_are_refused() {
     CHECK(requester.post(request(1, IBV_WR_SEND, 0, 0, IBV_SEND_INLINE), {from.sge(0, 65)}) == EINVAL);
     CHECK(requester.post(request(1, IBV_WR_RDMA_READ, 0, 0, IBV_SEND_INLINE), {sge}) == EINVAL);
     CHECK(requester.post(request(1, IBV_WR_ATOMIC_FETCH_AND_ADD), {from.sge(0, 4)}) == EINVAL);
-    CHECK(requester.post(request(1, IBV_WR_LOCAL_INV), {}) == EOPNOTSUPP);
+    CHECK(requester.post(request(1, IBV_WR_TSO), {}) == EOPNOTSUPP);
     // A count without a list is refused before the list is read.
     ibv_send_wr no_list = request(1, IBV_WR_SEND), *bad = nullptr;
     no_list.num_sge = 2;

@@ -1,0 +1,211 @@
+// Implements memory windows. The rules are those of Soft-RoCE (rxe_mw.c), which cites the InfiniBand specification. A
+// window of type 2 belongs to the queue pair that bound it (type 2B).
+
+#include "ibverbs/window.hpp"
+
+#include "ibverbs/handle.hpp"
+#include "ibverbs/key_table.hpp"
+#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+constexpr unsigned remote_write_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC;
+constexpr unsigned window_flags =
+    remote_write_flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED;
+
+struct WindowHandle {
+    ibv_mw abi{};
+    std::shared_ptr<Window> model;
+};
+
+WindowHandle* mw_handle_of(ibv_mw* mw) {
+    return reinterpret_cast<WindowHandle*>(mw);
+}
+
+// The caller holds the lock of the key table.
+void unbind(Window* window) {
+    if (window->region != nullptr) {
+        --window->region->window_count;
+        window->region.reset();
+    }
+}
+
+// Return whether the region permits the binding. The caller holds the lock of the key table.
+bool is_bindable(const KeyTable& state, const WindowBinding& binding) {
+    const Region& region = *binding.region;
+    const auto registered = state.local.find(region.lkey);
+    return registered != state.local.end() && registered->second == binding.region &&
+           protects_the_same(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
+           ((binding.access & remote_write_flags) == 0 || region.permits(IBV_ACCESS_LOCAL_WRITE)) &&
+           region.covers(binding.address, binding.length_bytes);
+}
+
+bool is_valid_binding(const KeyTable& state, const WindowBinding& binding, const ProtectionDomain* qp_domain) {
+    const Window& window = *binding.window;
+    const auto known = state.windows.find(window_index_of(window.rkey));
+    if (known == state.windows.end() || known->second != binding.window ||
+        window_index_of(binding.rkey) != window_index_of(window.rkey) || (binding.access & ~window_flags) != 0 ||
+        !protects_the_same(window.domain, qp_domain)) {
+        return false;
+    }
+    if (window.type == IBV_MW_TYPE_1) {
+        return (binding.access & IBV_ACCESS_ZERO_BASED) == 0 &&
+               (binding.length_bytes == 0 || (binding.region != nullptr && is_bindable(state, binding)));
+    }
+    return window.region == nullptr && binding.region != nullptr && binding.length_bytes > 0 &&
+           is_bindable(state, binding);
+}
+
+} // namespace
+
+std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
+    if (!is_alive("ibv_mw", mw) || (info.mr != nullptr && !is_alive("ibv_mr", info.mr))) {
+        return nullptr;
+    }
+    return std::make_shared<WindowBinding>(WindowBinding{mw_handle_of(mw)->model,
+                                                         info.mr != nullptr ? mr_handle_of(info.mr)->model : nullptr,
+                                                         rkey, info.addr, info.length, info.mw_access_flags});
+}
+
+bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain, std::uint32_t qp_num) {
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    if (!is_valid_binding(state, binding, qp_domain)) {
+        return false;
+    }
+    Window& window = *binding.window;
+    unbind(&window);
+    window.rkey = binding.rkey;
+    window.address = binding.address;
+    window.length_bytes = binding.length_bytes;
+    window.access = binding.access;
+    window.qp_num = qp_num;
+    if (binding.length_bytes > 0) {
+        window.region = binding.region;
+        ++window.region->window_count;
+    }
+    return true;
+}
+
+bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num) {
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.windows.find(window_index_of(rkey));
+    if (found == state.windows.end()) {
+        return false;
+    }
+    Window& window = *found->second;
+    if (window.rkey != rkey || window.type != IBV_MW_TYPE_2 || window.region == nullptr || window.qp_num != qp_num ||
+        !protects_the_same(window.domain, qp_domain)) {
+        return false;
+    }
+    unbind(&window);
+    return true;
+}
+
+std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
+                                       unsigned required_access, std::uint64_t* address, std::uint64_t size) {
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.windows.find(window_index_of(rkey));
+    if (found == state.windows.end()) {
+        return nullptr;
+    }
+    const Window& window = *found->second;
+    if (window.rkey != rkey || window.region == nullptr || !protects_the_same(window.domain, domain) ||
+        (window.type == IBV_MW_TYPE_2 && window.qp_num != qp_num) ||
+        (window.access & required_access) != required_access) {
+        return nullptr;
+    }
+    const std::uint64_t begin = (window.access & IBV_ACCESS_ZERO_BASED) != 0 ? 0 : window.address;
+    if (*address < begin || *address - begin > window.length_bytes || size > window.length_bytes - (*address - begin)) {
+        return nullptr;
+    }
+    *address = window.address + (*address - begin);
+    return window.region;
+}
+
+ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
+    if (const auto fault = injected_fault("ibv_alloc_mw")) {
+        return fail_null(*fault);
+    }
+    if (!is_alive("ibv_pd", pd) || (type != IBV_MW_TYPE_1 && type != IBV_MW_TYPE_2)) {
+        return fail_null(EINVAL);
+    }
+    ProtectionDomain* const domain = domain_of(pd);
+    auto* const handle = new WindowHandle;
+    handle->model = std::make_shared<Window>(domain, type);
+    {
+        KeyTable& state = key_table();
+        std::lock_guard lock(state.mutex);
+        const auto is_used = [&state](std::uint32_t index) {
+            for (std::uint32_t tag = 0; tag <= 0xff; ++tag) {
+                if (state.remote.contains(index << 8 | tag)) {
+                    return true;
+                }
+            }
+            return false;
+        };
+        do {
+            handle->model->rkey = draw_unused_key(&state);
+        } while (is_used(window_index_of(handle->model->rkey)));
+        state.windows[window_index_of(handle->model->rkey)] = handle->model;
+    }
+    handle->abi.context = pd->context;
+    handle->abi.pd = pd;
+    handle->abi.rkey = handle->model->rkey;
+    handle->abi.handle = next_handle();
+    handle->abi.type = type;
+    ++domain->child_count;
+    track("ibv_mw", handle);
+    return &handle->abi;
+}
+
+int dealloc_window(ibv_mw* mw) {
+    if (const auto fault = injected_fault("ibv_dealloc_mw")) {
+        return *fault;
+    }
+    WindowHandle* const handle = mw_handle_of(mw);
+    if (!is_alive("ibv_mw", handle)) {
+        return EINVAL;
+    }
+    const std::shared_ptr<Window> window = handle->model;
+    if (!retire("ibv_mw", handle)) {
+        return EINVAL;
+    }
+    handle->model.reset();
+    KeyTable& state = key_table();
+    std::lock_guard lock(state.mutex);
+    state.windows.erase(window_index_of(window->rkey));
+    unbind(window.get());
+    --window->domain->child_count;
+    return 0;
+}
+
+// The client's ibv_bind_mw has checked the type and the domain.
+int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
+    if (const auto fault = injected_fault("ibv_bind_mw")) {
+        return *fault;
+    }
+    if (!is_alive("ibv_qp", qp) || !is_alive("ibv_mw", mw) ||
+        (bind->bind_info.mw_access_flags & IBV_ACCESS_ZERO_BASED) != 0) {
+        return EINVAL;
+    }
+    ibv_send_wr wr{};
+    ibv_send_wr* bad_wr = nullptr;
+    wr.opcode = IBV_WR_BIND_MW;
+    wr.wr_id = bind->wr_id;
+    wr.send_flags = bind->send_flags;
+    wr.bind_mw.mw = mw;
+    wr.bind_mw.rkey = ibv_inc_rkey(mw->rkey);
+    wr.bind_mw.bind_info = bind->bind_info;
+    const int error = qp_handle_of(qp)->model->post_send(&wr, &bad_wr);
+    if (error == 0) {
+        mw->rkey = wr.bind_mw.rkey;
+    }
+    return error;
+}
+
+} // namespace gdrkit::twin::verbs

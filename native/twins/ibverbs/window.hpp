@@ -1,0 +1,61 @@
+// Memory windows (MW): remotely accessible parts of memory regions. A queue pair binds and invalidates them by
+// requests.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "ibverbs/protection_domain.hpp"
+#include "ibverbs/region.hpp"
+
+namespace gdrkit::twin::verbs {
+
+struct Window {
+    Window(ProtectionDomain* domain, ibv_mw_type type) : domain(domain), type(type) {}
+
+    ProtectionDomain* const domain;
+    const ibv_mw_type type;
+
+    // The lock of the key table protects the following members.
+    std::uint32_t rkey = 0;
+    // The region to which the window is bound, or nullptr.
+    std::shared_ptr<Region> region;
+    std::uint64_t address = 0;
+    std::uint64_t length_bytes = 0;
+    unsigned access = 0;
+    // The queue pair that bound a window of type 2. Only requests to this queue pair may use the window.
+    std::uint32_t qp_num = 0;
+};
+
+// What a bind request asks for.
+struct WindowBinding {
+    std::shared_ptr<Window> window;
+    std::shared_ptr<Region> region; // nullptr: unbind a window of type 1
+    std::uint32_t rkey = 0;         // the new key, whose upper 24 bits are those of the old one
+    std::uint64_t address = 0;
+    std::uint64_t length_bytes = 0;
+    unsigned access = 0;
+};
+
+inline std::uint32_t window_index_of(std::uint32_t rkey) {
+    return rkey >> 8;
+}
+
+// Copy the arguments of a bind request. Return nullptr if the window or the region is not alive.
+std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info);
+
+// Carry out a request of the queue pair `qp_num`. Return false if it is not allowed.
+bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
+bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
+
+// Return the region of a bound window if the request may access this range of the window, and replace *address by the
+// address in the region; else return nullptr.
+std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
+                                       unsigned required_access, std::uint64_t* address, std::uint64_t size);
+
+// Operations of a context's table.
+ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type);
+int dealloc_window(ibv_mw* mw);
+int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind);
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,260 @@
+// Tests of memory windows and of ibv_rereg_mr.
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr int bindable_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
+constexpr unsigned window_access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+
+// Two connected endpoints. The second has a region with no remote access, to which windows are bound.
+struct Windowed {
+    Endpoint requester{0};
+    Endpoint responder{1};
+    Buffer source{requester.pd, 4096};
+    Buffer target{responder.pd, 4096, bindable_access};
+
+    Windowed() {
+        connect(&requester, &responder);
+        fill_pattern(source.bytes, 4096);
+    }
+    ibv_mw* alloc(ibv_mw_type type) {
+        ibv_mw* const mw = ibv_alloc_mw(responder.pd, type);
+        CHECK(mw != nullptr && mw->type == type && mw->pd == responder.pd);
+        return mw;
+    }
+    ibv_mw_bind_info range(std::size_t offset, std::size_t length, unsigned access = window_access) {
+        return {target.mr, target.at(offset), length, access};
+    }
+    static ibv_send_wr bind_request(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
+        ibv_send_wr wr = request(1, IBV_WR_BIND_MW);
+        wr.bind_mw.mw = mw;
+        wr.bind_mw.rkey = rkey;
+        wr.bind_mw.bind_info = info;
+        return wr;
+    }
+    // Bind a window of type 2 and return its new key.
+    std::uint32_t bind(ibv_mw* mw, const ibv_mw_bind_info& info) {
+        const std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
+        CHECK(responder.post(bind_request(mw, rkey, info), {}) == 0);
+        CHECK(responder.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_BIND_MW);
+        mw->rkey = rkey;
+        return rkey;
+    }
+    ibv_wc_status write(std::uint64_t remote, std::uint32_t rkey, std::size_t length) {
+        CHECK(requester.post(request(2, IBV_WR_RDMA_WRITE, remote, rkey), {source.sge(0, length)}) == 0);
+        return requester.poll_completion().status;
+    }
+    void expect_bind_error(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
+        CHECK(responder.post(bind_request(mw, rkey, info), {}) == 0);
+        responder.expect_completion(1, IBV_WC_MW_BIND_ERR);
+        CHECK(responder.state() == IBV_QPS_ERR);
+    }
+};
+
+void test_window_of_type_1_is_bound_and_unbound() {
+    Windowed pair;
+    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_1);
+    const std::uint32_t first_rkey = mw->rkey;
+    ibv_mw_bind bind{7, IBV_SEND_SIGNALED, pair.range(100, 200)};
+    CHECK(ibv_bind_mw(pair.responder.qp, mw, &bind) == 0 && mw->rkey != first_rkey);
+    CHECK(pair.responder.expect_completion(7, IBV_WC_SUCCESS).opcode == IBV_WC_BIND_MW);
+    CHECK(pair.write(pair.target.at(100), mw->rkey, 200) == IBV_WC_SUCCESS);
+    CHECK(has_pattern(pair.target.bytes + 100, 200) && pair.target.bytes[300] == 0);
+    CHECK(ibv_dereg_mr(pair.target.mr) == EINVAL);
+    const std::uint32_t bound_rkey = mw->rkey;
+    bind.bind_info = {nullptr, 0, 0, 0};
+    CHECK(ibv_bind_mw(pair.responder.qp, mw, &bind) == 0);
+    pair.responder.expect_completion(7, IBV_WC_SUCCESS);
+    CHECK(pair.write(pair.target.at(100), bound_rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(ibv_dealloc_pd(pair.responder.pd) == EBUSY && ibv_dealloc_mw(mw) == 0);
+}
+
+void test_window_limits_range_and_access() {
+    for (const int kind : {0, 1, 2, 3}) {
+        Windowed pair;
+        ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+        const unsigned access = kind == 2 ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
+        const std::uint32_t rkey = pair.bind(mw, pair.range(64, 64, access));
+        const std::uint64_t begin = pair.target.at(64);
+        if (kind == 0) {
+            CHECK(pair.write(begin, rkey, 65) == IBV_WC_REM_ACCESS_ERR);
+        } else if (kind == 1) {
+            CHECK(pair.write(begin - 1, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+        } else if (kind == 2) {
+            CHECK(pair.write(begin, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+        } else {
+            CHECK(pair.write(begin, rkey, 64) == IBV_WC_SUCCESS);
+            // The window exists for the queue pair that bound it, and its old key has no meaning.
+            CHECK(pair.write(begin, rkey ^ 1, 8) == IBV_WC_REM_ACCESS_ERR);
+        }
+        CHECK(pair.target.bytes[63] == 0 && pair.target.bytes[128] == 0);
+        CHECK(ibv_dealloc_mw(mw) == 0);
+    }
+}
+
+void test_window_belongs_to_its_queue_pair() {
+    Windowed pair;
+    Endpoint other(0);
+    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    const std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
+    // Another queue pair of the same domain gets the request.
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = pair.responder.cq;
+    init.cap = {4, 4, 1, 1, 0};
+    init.qp_type = IBV_QPT_RC;
+    ibv_qp* const bound_qp = pair.responder.qp;
+    pair.responder.qp = ibv_create_qp(pair.responder.pd, &init);
+    CHECK(pair.responder.qp != nullptr);
+    connect(&other, &pair.responder);
+    Buffer source(other.pd, 64);
+    CHECK(other.post(request(3, IBV_WR_RDMA_WRITE, pair.target.at(), rkey), {source.sge(0, 64)}) == 0);
+    other.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
+    CHECK(ibv_destroy_qp(pair.responder.qp) == 0);
+    pair.responder.qp = bound_qp;
+    CHECK(ibv_dealloc_mw(mw) == 0);
+}
+
+void test_zero_based_window_translates_addresses() {
+    Windowed pair;
+    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    const std::uint32_t rkey = pair.bind(mw, pair.range(1000, 100, window_access | IBV_ACCESS_ZERO_BASED));
+    CHECK(pair.write(10, rkey, 90) == IBV_WC_SUCCESS);
+    CHECK(has_pattern(pair.target.bytes + 1010, 90) && pair.target.bytes[1009] == 0 && pair.target.bytes[1100] == 0);
+    CHECK(pair.write(pair.target.at(1000), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(ibv_dealloc_mw(mw) == 0);
+}
+
+void test_invalid_bindings_fail() {
+    for (const int kind : {0, 1, 2, 3, 4, 5}) {
+        Windowed pair;
+        Buffer plain(pair.responder.pd, 4096);
+        Buffer read_only(pair.responder.pd, 4096, IBV_ACCESS_MW_BIND);
+        ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+        std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
+        ibv_mw_bind_info info = pair.range(0, 64);
+        if (kind == 0) {
+            info = {plain.mr, plain.at(), 64, window_access};
+        } else if (kind == 1) {
+            info = {read_only.mr, read_only.at(), 64, IBV_ACCESS_REMOTE_WRITE};
+        } else if (kind == 2) {
+            info = pair.range(4090, 7);
+        } else if (kind == 3) {
+            info.length = 0;
+        } else if (kind == 4) {
+            rkey ^= 1U << 8;
+        } else {
+            pair.bind(mw, info); // a bound window of type 2 must be invalidated first
+            rkey = ibv_inc_rkey(mw->rkey);
+        }
+        pair.expect_bind_error(mw, rkey, info);
+        CHECK(ibv_dealloc_mw(mw) == 0);
+    }
+}
+
+void test_windows_are_invalidated_locally_and_remotely() {
+    Windowed pair;
+    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
+    ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
+    wr.invalidate_rkey = rkey;
+    CHECK(pair.responder.post(wr, {}) == 0);
+    CHECK(pair.responder.expect_completion(4, IBV_WC_SUCCESS).opcode == IBV_WC_LOCAL_INV);
+    rkey = pair.bind(mw, pair.range(0, 64));
+    CHECK(pair.write(pair.target.at(), rkey, 64) == IBV_WC_SUCCESS);
+    Buffer inbox(pair.responder.pd, 64);
+    CHECK(pair.responder.post_receive(5, {inbox.sge(0, 64)}) == 0);
+    wr = request(6, IBV_WR_SEND_WITH_INV);
+    wr.invalidate_rkey = rkey;
+    CHECK(pair.requester.post(wr, {pair.source.sge(0, 64)}) == 0);
+    pair.requester.expect_completion(6, IBV_WC_SUCCESS);
+    const ibv_wc received = pair.responder.expect_completion(5, IBV_WC_SUCCESS);
+    CHECK(received.wc_flags == IBV_WC_WITH_INV && received.invalidated_rkey == rkey && received.byte_len == 64);
+    CHECK(pair.write(pair.target.at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(ibv_dealloc_mw(mw) == 0);
+}
+
+void test_invalidation_of_other_keys_fails() {
+    Windowed pair;
+    ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
+    wr.invalidate_rkey = pair.target.mr->rkey;
+    CHECK(pair.responder.post(wr, {}) == 0);
+    pair.responder.expect_completion(4, IBV_WC_LOC_QP_OP_ERR);
+
+    Windowed remote;
+    CHECK(remote.responder.post_receive(5, {}) == 0);
+    wr = request(6, IBV_WR_SEND_WITH_INV);
+    wr.invalidate_rkey = remote.target.mr->rkey;
+    CHECK(remote.requester.post(wr, {}) == 0);
+    remote.requester.expect_completion(6, IBV_WC_REM_OP_ERR);
+    remote.responder.expect_completion(5, IBV_WC_REM_INV_REQ_ERR);
+}
+
+void test_rereg_changes_access_and_domain() {
+    Windowed pair;
+    Buffer memory(pair.responder.pd, 4096, IBV_ACCESS_LOCAL_WRITE);
+    ibv_mr* const mr = memory.mr;
+    const std::uint32_t rkey = mr->rkey;
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, all_access) == 0 && mr->rkey == rkey);
+    CHECK(pair.write(memory.at(), rkey, 4096) == IBV_WC_SUCCESS && has_pattern(memory.bytes, 4096));
+    ibv_pd* const domain = ibv_alloc_pd(pair.responder.context);
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, domain, nullptr, 0, 0) == 0 && mr->pd == domain);
+    CHECK(ibv_dealloc_pd(domain) == EBUSY);
+    CHECK(pair.write(memory.at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, pair.responder.pd, nullptr, 0, 0) == 0);
+    CHECK(ibv_dealloc_pd(domain) == 0);
+}
+
+void test_rereg_moves_a_region_to_other_memory() {
+    Windowed pair;
+    Buffer memory(pair.responder.pd, 4096);
+    ibv_mr* const mr = memory.mr;
+    const std::uint32_t old_rkey = mr->rkey;
+    alignas(4096) static std::uint8_t other[8192];
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, other, sizeof other, 0) == 0);
+    CHECK(mr->addr == other && mr->length == sizeof other && mr->rkey != old_rkey);
+    CHECK(pair.write(address_of(other + 4096), mr->rkey, 4096) == IBV_WC_SUCCESS && has_pattern(other + 4096, 4096));
+    CHECK(pair.write(memory.at(), old_rkey, 8) == IBV_WC_REM_ACCESS_ERR && memory.bytes[0] == 0);
+}
+
+void test_invalid_reregistrations_fail() {
+    Windowed pair;
+    ibv_mr* const mr = pair.target.mr;
+    const auto check_fails = [&](int flags, void* address, std::size_t length, int access, int result) {
+        errno = 0;
+        CHECK(ibv_rereg_mr(mr, flags, pair.responder.pd, address, length, access) == result && errno == EINVAL);
+    };
+    check_fails(1 << 3, nullptr, 0, 0, IBV_REREG_MR_ERR_INPUT);
+    check_fails(IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, 4096, 0, IBV_REREG_MR_ERR_INPUT);
+    check_fails(IBV_REREG_MR_CHANGE_TRANSLATION, pair.target.bytes, 0, 0, IBV_REREG_MR_ERR_INPUT);
+    check_fails(IBV_REREG_MR_CHANGE_PD, nullptr, 0, all_access, IBV_REREG_MR_ERR_INPUT);
+    check_fails(0, nullptr, 0, 0, IBV_REREG_MR_ERR_CMD);
+    check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_REMOTE_WRITE, IBV_REREG_MR_ERR_CMD);
+    ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
+    const std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
+    check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_LOCAL_WRITE, IBV_REREG_MR_ERR_CMD);
+    CHECK(pair.write(pair.target.at(), rkey, 64) == IBV_WC_SUCCESS);
+    CHECK(ibv_dealloc_mw(mw) == 0);
+    errno = 0;
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_TRANSLATION, nullptr, reinterpret_cast<void*>(4096), 4096, 0) ==
+              IBV_REREG_MR_ERR_CMD &&
+          errno == EFAULT);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_window_of_type_1_is_bound_and_unbound();
+    test_window_limits_range_and_access();
+    test_window_belongs_to_its_queue_pair();
+    test_zero_based_window_translates_addresses();
+    test_invalid_bindings_fail();
+    test_windows_are_invalidated_locally_and_remotely();
+    test_invalidation_of_other_keys_fails();
+    test_rereg_changes_access_and_domain();
+    test_rereg_moves_a_region_to_other_memory();
+    test_invalid_reregistrations_fail();
+    return 0;
+}
