@@ -34,6 +34,8 @@ _JOBS_MAX = 1024
 class CufileOptions:
     """Settings of the transfers by cuFile.
 
+    The defaults were fast for short and for long files on one H100 in compat mode. See docs/gds.md.
+
     Attributes
     ----------
     workers_count : int
@@ -52,7 +54,7 @@ class CufileOptions:
     """
 
     workers_count: int = 8
-    part_bytes_max: int = 16 * MIB
+    part_bytes_max: int = 4 * MIB
     batch_range_bytes_max: int = 64 * KIB
     batch_ranges_min: int = 8
     batch_entries_max: int = 64

@@ -1,12 +1,14 @@
 """One transfer by cuFile: its division into calls, and the bytes that the calls have moved.
 
 The extents of a transfer are one flat list with four numbers for each range: index of the file (here always 0), offset
-in the file, device address, length in bytes. A part is the piece of a range that one call of cuFile transfers. Several
+in the file, device address, length in bytes. Ranges that follow each other both in the file and in memory are joined,
+so that fewer calls transfer them. A part is the piece of a joined range that one call of cuFile transfers. Several
 threads take the parts of a job and report their results in any order.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +32,7 @@ class CufilePart(NamedTuple):
     Attributes
     ----------
     range_index : int
-        Index of the range in the transfer.
+        Index of the joined range.
     file_offset_bytes : int
         Offset of the first byte in the file.
     address : int
@@ -85,13 +87,16 @@ class CufileJob:
         self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
         self.moved_bytes = 0
         self.failure: Failure | None = None
-        self._ranges = list(zip(extents[1::4], extents[2::4], extents[3::4], strict=True))
+        # The ranges of the transfer: for each one the joined range that contains it, its offset there, and its length.
+        self._requested: list[tuple[int, int, int]] = []
+        # The joined ranges: offset in the file, device address, length.
+        self._ranges: list[tuple[int, int, int]] = []
+        self._join(extents)
         self._lock = threading.Lock()
         # The next part begins at this offset in this range.
         self._range_index = self._offset_bytes = 0
-        # For each range, the bytes from its beginning up to the first gap, and the parts that arrived after the gap.
-        self._arrived_bytes = [0] * len(self._ranges)
-        self._parts_after_gap: dict[tuple[int, int], int] = {}
+        # For each joined range, the offset and the length of each part that arrived.
+        self._arrived_parts: list[dict[int, int]] = [{} for _ in self._ranges]
         self._failed_part: dict[str, int] = {}
         self._why_failed = ""
         self._is_cancelled = False
@@ -114,7 +119,7 @@ class CufileJob:
 
     @property
     def largest_range_bytes(self) -> int:
-        """Size of the largest range."""
+        """Size of the largest joined range, in bytes."""
         return max((length for _, _, length in self._ranges), default=0)
 
     def parts_count(self, part_bytes: int) -> int:
@@ -150,7 +155,15 @@ class CufileJob:
 
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived from its beginning without a gap."""
-        return self._arrived_bytes
+        with self._lock:
+            intervals = [_joined_intervals(parts) for parts in self._arrived_parts]
+        arrived_bytes = []
+        for range_index, offset, length in self._requested:
+            begins, ends = intervals[range_index]
+            position = bisect.bisect_right(begins, offset) - 1
+            end = ends[position] if position >= 0 else offset
+            arrived_bytes.append(min(length, max(0, end - offset)))
+        return arrived_bytes
 
     @property
     def stopped(self) -> bool:
@@ -178,10 +191,8 @@ class CufileJob:
             index = part.range_index
             if moved_bytes == 0 and index == self._range_index:
                 self._offset_bytes = self._ranges[index][2]
-            position = part.file_offset_bytes - self._ranges[index][0]
-            self._parts_after_gap[index, position] = moved_bytes
-            while next_bytes := self._parts_after_gap.pop((index, self._arrived_bytes[index]), 0):
-                self._arrived_bytes[index] += next_bytes
+            if moved_bytes:
+                self._arrived_parts[index][part.file_offset_bytes - self._ranges[index][0]] = moved_bytes
 
     def fail(self, error: ApiError, part: CufilePart | None = None) -> None:
         """Store an error and the part that failed, unless an earlier error is stored."""
@@ -192,7 +203,7 @@ class CufileJob:
             self._why_failed = str(error)
             if part is not None:
                 self._failed_part = {
-                    "failed_range_index": part.range_index,
+                    "failed_range_index": self._requested_index(part),
                     "failed_offset_bytes": part.file_offset_bytes,
                     "failed_length_bytes": part.length_bytes,
                 }
@@ -202,6 +213,24 @@ class CufileJob:
         with self._lock:
             self.failure = self.failure or ("kernel", "fdatasync", error.errno or 0, "")
 
+    def _join(self, extents: Sequence[int]) -> None:
+        """Join the ranges that follow each other in the file and in memory."""
+        for file_offset, address, length in zip(extents[1::4], extents[2::4], extents[3::4], strict=True):
+            if self._ranges:
+                joined_offset, joined_address, joined_length = self._ranges[-1]
+                if (file_offset, address) == (joined_offset + joined_length, joined_address + joined_length):
+                    self._requested.append((len(self._ranges) - 1, joined_length, length))
+                    self._ranges[-1] = (joined_offset, joined_address, joined_length + length)
+                    continue
+            self._requested.append((len(self._ranges), 0, length))
+            self._ranges.append((file_offset, address, length))
+
+    def _requested_index(self, part: CufilePart) -> int:
+        """Return the index of the requested range that contains the first byte of a part."""
+        position = (part.range_index, part.file_offset_bytes - self._ranges[part.range_index][0])
+        beginnings = [(range_index, offset) for range_index, offset, _ in self._requested]
+        return bisect.bisect_right(beginnings, position) - 1
+
     def _has_parts_left(self) -> bool:
         """Return whether a part was not started, and go to its range."""
         while self._range_index < len(self._ranges):
@@ -209,6 +238,19 @@ class CufileJob:
                 return True
             self._range_index, self._offset_bytes = self._range_index + 1, 0
         return False
+
+
+def _joined_intervals(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Return the beginnings and the ends of the intervals that the parts cover, from the lowest offset on."""
+    begins: list[int] = []
+    ends: list[int] = []
+    for offset, length in sorted(parts.items()):
+        if ends and ends[-1] == offset:
+            ends[-1] += length
+        else:
+            begins.append(offset)
+            ends.append(offset + length)
+    return begins, ends
 
 
 def _failure_of(error: ApiError) -> Failure:

@@ -55,14 +55,36 @@ def test_all_reduce(
     options: list[str],
     length_bytes: int,
 ) -> None:
-    ranks_count = len(devices)
-    rounds = ["--rounds", str(meter.runs_count), "--seed", str(seed)]
-    sizes = ["--memory", memory, "--length-bytes", str(length_bytes)]
-    results = run_all_reduces(tmp_path, ranks_count, *sizes, *rounds, *options, environ=NCCL_ENVIRONMENT)
+    options = ["--memory", memory, "--seed", str(seed), *options]
+    measure_all_reduce(meter, evidence, tmp_path, len(devices), options, length_bytes, NCCL_ENVIRONMENT)
+
+
+@NEEDS_RANKS
+def test_all_reduce_with_few_channels(
+    meter: Meter, devices: tuple[Device, ...], evidence: Evidence, seed: int, tmp_path: Path
+) -> None:
+    """With all channels, the links limit the rate. With four, the copies into the buffers of NCCL do."""
+    environ = {**NCCL_ENVIRONMENT, "NCCL_MAX_NCHANNELS": "4"}
+    options = ["--memory", "vmm", "--seed", str(seed), "--registered"]
+    measure_all_reduce(meter, evidence, tmp_path, len(devices), options, 256 * MIB, environ)
+
+
+def measure_all_reduce(
+    meter: Meter,
+    evidence: Evidence,
+    folder: Path,
+    ranks_count: int,
+    options: list[str],
+    length_bytes: int,
+    environ: dict[str, str],
+) -> None:
+    """Run the ranks, and record the bus bandwidth with each pair of buffers."""
+    sizes = ["--length-bytes", str(length_bytes), "--rounds", str(meter.runs_count)]
+    results = run_all_reduces(folder, ranks_count, *sizes, *options, environ=environ)
     evidence["nccl"] = {
         "version": results[0]["version"],
         "libraries": results[0]["libraries"],
-        "environment": {**NO_MULTICAST, **LOOPBACK, **NCCL_ENVIRONMENT},
+        "environment": {**NO_MULTICAST, **LOOPBACK, **environ},
     }
     if not meter.is_on:
         return

@@ -42,8 +42,8 @@ class _Setup:
         self.file = gds.File(self.path, "r+", direct="required")
 
     def shuffled_ranges(self) -> list[tuple[int, int]]:
-        """Return ranges at distant offsets of the file, in random order."""
-        offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, RANGE_BYTES), _RANGES_COUNT)
+        """Return ranges of the file in random order, between which are gaps, so that they are not joined."""
+        offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, 2 * RANGE_BYTES), _RANGES_COUNT)
         return [(offset, RANGE_BYTES) for offset in offsets]
 
     def wrong_ranges(self, ranges: list[tuple[int, int]], parts: tuple[int, ...]) -> list[int]:
@@ -146,6 +146,15 @@ def many_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def adjacent_ranges(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read many small ranges that follow each other in the file and in memory."""
+    with _opened(arguments) as setup:
+        ranges = [(offset, RANGE_BYTES) for offset in range(0, _RANGES_COUNT * RANGE_BYTES, RANGE_BYTES)]
+        result: dict[str, Any] = {"read": _outcome(lambda: setup.file.readv(setup.memory, ranges))}
+        result["wrong"] = setup.wrong_ranges(ranges, result["read"]["parts"])
+        return result
+
+
 def many_transfers(arguments: dict[str, Any]) -> dict[str, Any]:
     """Start many small reads while a read is delayed, so that they run together."""
     with _opened(arguments) as setup:
@@ -215,7 +224,8 @@ def freed_early(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    function.__name__: function for function in (large, many_ranges, many_transfers, cancelled, freed_early)
+    function.__name__: function
+    for function in (large, many_ranges, adjacent_ranges, many_transfers, cancelled, freed_early)
 }
 
 

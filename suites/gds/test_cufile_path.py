@@ -90,6 +90,14 @@ def test_many_ranges_are_one_batch_with_a_proof(
     assert report["written_ranges"] == RANGES_COUNT
 
 
+def test_adjacent_ranges_are_joined(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("adjacent_ranges")
+    assert report["read"]["parts"] == [RANGE_BYTES] * RANGES_COUNT
+    # The 256 ranges of 4 KiB are one call of 1 MiB.
+    assert report["read"]["counters"] == {"n_p2p_reads": 1, "n_total_reads": 1}
+    assert report["wrong"] == []
+
+
 def test_batches_without_counted_route_are_not_used(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     rules = ("cufile.route call=1 route=p2p", "cufile.route call=2-3 route=posix", "cufile.route call=* route=p2p")
     report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
