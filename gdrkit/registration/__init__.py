@@ -11,6 +11,7 @@ from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage, receive
 from gdrkit.registration.lease import Lease
 from gdrkit.registration.manager import GdrManager, GdrObstacle, GdrState, GpuState
+from gdrkit.registration.memory_pool import MemoryPool, MemoryPoolStatistics, PooledMemory
 from gdrkit.registration.ordering import FlushOption, Ordering, WriteVisibility
 from gdrkit.registration.placement import Distance, Placement
 from gdrkit.registration.policy import Registration, RegistrationRoute, register
@@ -30,9 +31,12 @@ __all__ = [
     "GpuState",
     "HandleMessage",
     "Lease",
+    "MemoryPool",
+    "MemoryPoolStatistics",
     "Ordering",
     "Placement",
     "PoolStatistics",
+    "PooledMemory",
     "RdmaBuffer",
     "RegionCache",
     "Registration",

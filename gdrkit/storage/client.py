@@ -16,7 +16,7 @@ from gdrkit import verbs
 from gdrkit.buffers import DeviceBuffer
 from gdrkit.errors import BrokenResource, ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
-from gdrkit.registration import RegionCache
+from gdrkit.registration import MemoryPool, RegionCache
 from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.batch import Batch
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
     from types import TracebackType
+
+    from gdrkit.buffers import Allocator
+    from gdrkit.registration import MemoryPoolStatistics
 
 __all__ = ["IORequest", "StorageClient", "StorageFile", "StorageResult"]
 
@@ -72,6 +75,7 @@ class StorageClient:
         self._lock = threading.RLock()
         self._on_close = ReleaseStack()
         self._closed = False
+        self._pools: dict[Allocator, MemoryPool] = {}
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
             self._cache = RegionCache(self.nics)
@@ -140,6 +144,37 @@ class StorageClient:
         if isinstance(memory, DeviceBuffer):
             return IOBuffer.of_device(memory, self._cache)
         return IOBuffer.of_host(memory, self.nics)
+
+    def allocate(self, allocator: Allocator, length_bytes: int) -> IOBuffer:
+        """Return a registered buffer of this length. Its memory comes from a pool of the client.
+
+        Closing the buffer returns its memory to the pool, which keeps the memory and its registration for later
+        buffers of a similar size: at most 256 MiB for each allocator, for at most 10 s without use. The buffer
+        contains the bytes that the last buffer in this memory left.
+
+        Parameters
+        ----------
+        allocator : Allocator
+            The device, or a :class:`~gdrkit.host.HostAllocator`. It must outlive the client.
+        length_bytes : int
+            Size of the buffer in bytes, above 0.
+
+        Raises
+        ------
+        ApiError
+            The memory could not be allocated or registered.
+        """
+        with self._lock:
+            self._check_open()
+            pool = self._pools.get(allocator)
+            if pool is None:
+                pool = self._pools[allocator] = MemoryPool(allocator)
+                self._on_close.push(pool.close)
+        return IOBuffer.of_pool(pool.allocate(length_bytes), self._cache)
+
+    def pool_statistics(self) -> dict[Allocator, MemoryPoolStatistics]:
+        """Return the statistics of the pool of each allocator."""
+        return {allocator: pool.statistics() for allocator, pool in self._pools.items()}
 
     def batch_read(self, requests: Sequence[IORequest], *, forbid_holes: bool = False) -> list[StorageResult]:
         """Fill buffers from files and return the results.

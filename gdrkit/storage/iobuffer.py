@@ -15,10 +15,10 @@ from gdrkit.storage.checksum import crc32c
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from gdrkit.registration import Lease, RegionCache
+    from gdrkit.registration import Lease, PooledMemory, RegionCache
     from gdrkit.verbs import Nic, Region, RemoteRange
 
 __all__ = ["IOBuffer"]
@@ -91,14 +91,45 @@ class IOBuffer:
         return cls(registration, offset_bytes=0, length_bytes=registration.view.nbytes, is_subrange=False)
 
     @classmethod
-    def of_device(cls, memory: DeviceBuffer, cache: RegionCache) -> Self:
-        """Lease a registration of device memory with all NICs of the cache."""
+    def of_device(
+        cls,
+        memory: DeviceBuffer,
+        cache: RegionCache,
+        *,
+        length_bytes: int | None = None,
+        after_close: Callable[[], None] | None = None,
+    ) -> Self:
+        """Lease a registration of device memory with all NICs of the cache.
+
+        Parameters
+        ----------
+        memory : DeviceBuffer
+            The memory.
+        cache : RegionCache
+            The cache of registrations.
+        length_bytes : int or None
+            Size of the buffer, from the first byte of the memory. None means all of the memory.
+        after_close : callable or None
+            Called after the lease has ended.
+        """
         lease = cache.lease(memory)
         registration = _SharedRegistration()
         registration.lease = lease
         registration.memory = memory
+        if after_close is not None:
+            registration.on_close.push(after_close)
         registration.on_close.push(lease.close)
-        return cls(registration, offset_bytes=0, length_bytes=memory.length_bytes, is_subrange=False)
+        length_bytes = memory.length_bytes if length_bytes is None else length_bytes
+        return cls(registration, offset_bytes=0, length_bytes=length_bytes, is_subrange=False)
+
+    @classmethod
+    def of_pool(cls, pooled: PooledMemory, cache: RegionCache) -> Self:
+        """Lease a registration of memory of a pool. This method owns `pooled`, also if it raises."""
+        try:
+            return cls.of_device(pooled.memory, cache, length_bytes=pooled.length_bytes, after_close=pooled.close)
+        except BaseException:
+            pooled.close()
+            raise
 
     @property
     def is_device_memory(self) -> bool:

@@ -1,0 +1,267 @@
+"""A pool of device memory of several sizes, which grows and is trimmed.
+
+The pool keeps allocations, not registrations. A :class:`~gdrkit.registration.RegionCache` keeps the registration of an
+allocation until the allocation is freed. So memory from a pool that is leased from a cache is allocated and registered
+once, although it is used many times. :class:`~gdrkit.registration.BufferPool` instead has a fixed number of registered
+buffers of one size.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit import forks
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.handles import Closeable, Handle, ReleaseStack
+from gdrkit.units import GPU_RDMA_PAGE_BYTES, MIB, align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gdrkit.buffers import Allocator, DeviceBuffer
+
+__all__ = ["MemoryPool", "MemoryPoolStatistics", "PooledMemory", "block_bytes"]
+
+# Blocks above this size also have one and a half of a power of two.
+_HALF_STEPS_ABOVE_BYTES = MIB
+
+
+def block_bytes(length_bytes: int) -> int:
+    """Return the size of the allocation for memory of this length, in bytes.
+
+    It is a power of two from 64 KiB on, above 1 MiB also one and a half of a power of two. The client library of usrbio
+    has the same sizes.
+    """
+    rounded_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
+    power = 1 << (rounded_bytes - 1).bit_length()
+    if rounded_bytes > _HALF_STEPS_ABOVE_BYTES and rounded_bytes <= power // 4 * 3:
+        return power // 4 * 3
+    return power
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoolStatistics:
+    """A snapshot of the counters of a pool.
+
+    Attributes
+    ----------
+    idle_blocks, idle_bytes : int
+        Allocations that are not in use, and their bytes.
+    in_use_blocks, in_use_bytes : int
+        Allocations that are in use, and their bytes.
+    hits, misses : int
+        Number of requests that got an idle allocation, and of those that needed a new one.
+    trimmed_blocks : int
+        Number of idle allocations that were freed.
+    """
+
+    idle_blocks: int
+    idle_bytes: int
+    in_use_blocks: int
+    in_use_bytes: int
+    hits: int
+    misses: int
+    trimmed_blocks: int
+
+
+class PooledMemory(Closeable):
+    """Memory of a pool. :meth:`close` returns it to the pool.
+
+    Attributes
+    ----------
+    memory : DeviceBuffer
+        The whole allocation, which is longer than the requested memory. The pool owns it.
+    length_bytes : int
+        The requested length, in bytes. The requested memory is the beginning of the allocation.
+    """
+
+    def __init__(self, memory: DeviceBuffer, length_bytes: int, return_to_pool: Callable[[PooledMemory], None]) -> None:
+        """Callers use :meth:`MemoryPool.allocate` instead."""
+        self.memory = memory
+        self.length_bytes = length_bytes
+        self._return_to_pool = return_to_pool
+
+    def close(self) -> None:
+        """Return the memory to the pool. A second close does nothing."""
+        self._return_to_pool(self)
+
+
+class MemoryPool(Closeable):
+    """A pool of device memory of several sizes. It can be used by any number of threads.
+
+    In a forked child the pool is closed and frees nothing: the memory belongs to the parent.
+
+    Parameters
+    ----------
+    allocator : Allocator
+        The allocator of the memory: a device, or a :class:`~gdrkit.host.HostAllocator`.
+    idle_bytes_max : int
+        Limit of the bytes that are not in use. Above it, the memory that is idle for the longest time is freed.
+    idle_ms_max : float
+        Time after which idle memory is freed, in milliseconds. It is checked at each call of the pool.
+    """
+
+    def __init__(self, allocator: Allocator, *, idle_bytes_max: int = 256 * MIB, idle_ms_max: float = 10_000.0) -> None:
+        if idle_bytes_max < 0 or idle_ms_max < 0:
+            message = f"limits must not be negative, not {idle_bytes_max} bytes and {idle_ms_max} ms"
+            raise UsageError(message)
+        self._allocator = allocator
+        self._idle_bytes_max = idle_bytes_max
+        self._idle_s_max = idle_ms_max / 1000
+        self._lock = threading.Lock()
+        # The idle allocations and the times since which they are idle. The longest idle one is the first.
+        self._idle: dict[DeviceBuffer, float] = {}
+        self._in_use: dict[PooledMemory, None] = {}
+        self._hits = self._misses = self._trimmed = 0
+        self._is_inherited = self._closed = False
+        self._handle = Handle("registration.memory_pool")
+        forks.register(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was closed."""
+        return self._closed
+
+    def statistics(self) -> MemoryPoolStatistics:
+        """Return a consistent snapshot of the counters."""
+        with self._lock:
+            return MemoryPoolStatistics(
+                idle_blocks=len(self._idle),
+                idle_bytes=self._idle_bytes(),
+                in_use_blocks=len(self._in_use),
+                in_use_bytes=sum(pooled.memory.length_bytes for pooled in self._in_use),
+                hits=self._hits,
+                misses=self._misses,
+                trimmed_blocks=self._trimmed,
+            )
+
+    def allocate(self, length_bytes: int) -> PooledMemory:
+        """Return memory of at least this length. It contains the bytes that its last user left.
+
+        Raises
+        ------
+        ApiError
+            The allocator failed, also after all idle memory was freed.
+        UsageError
+            The length is not above 0.
+        ClosedResource
+            The pool is closed.
+        """
+        if length_bytes <= 0:
+            message = f"length_bytes must be at least 1, not {length_bytes}"
+            raise UsageError(message)
+        self._free_idle(self._idle_bytes_max, self._idle_s_max)
+        with self._lock:
+            self._check_open()
+            memory = self._take_idle(length_bytes)
+            if memory is not None:
+                self._hits += 1
+                return self._add(memory, length_bytes)
+        memory = self._allocate_block(block_bytes(length_bytes))
+        with self._lock:
+            if not self._closed:
+                self._misses += 1
+                return self._add(memory, length_bytes)
+        memory.close()
+        raise ClosedResource(_POOL)
+
+    def trim(self, *, idle_bytes_max: int = 0) -> None:
+        """Free idle memory, the longest idle first, until at most `idle_bytes_max` bytes are idle."""
+        self._free_idle(idle_bytes_max, None)
+
+    def close(self) -> None:
+        """Free all memory. A second close does nothing.
+
+        Raises
+        ------
+        UsageError
+            BUSY: memory is still in use. The pool stays open and usable.
+        ApiError
+            Memory could not be deregistered or freed. Another close tries again.
+        """
+        if self._is_inherited:
+            return
+        with self._lock:
+            if self._in_use:
+                message = f"{len(self._in_use)} allocations of the pool are still in use"
+                raise UsageError(message, reason=Reason.BUSY, what_to_do="close the memory first")
+            self._closed = True
+        self._free_idle(0, None)
+        self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Mark the pool as closed in a forked child: the memory belongs to the parent."""
+        self._is_inherited = self._closed = True
+        self._lock = threading.Lock()
+        self._inherited = (self._idle, self._in_use)
+        self._idle, self._in_use = {}, {}
+
+    def _allocate_block(self, size_bytes: int) -> DeviceBuffer:
+        try:
+            return self._allocator.allocate(size_bytes)
+        except ApiError as error:
+            if error.reason is not Reason.OUT_OF_MEMORY or not self._idle:
+                raise
+        self._free_idle(0, None)
+        return self._allocator.allocate(size_bytes)
+
+    def _take_idle(self, length_bytes: int) -> DeviceBuffer | None:
+        """Return the smallest idle allocation that is long enough and at most twice as long as needed."""
+        needed_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
+        fitting = [memory for memory in self._idle if needed_bytes <= memory.length_bytes <= 2 * needed_bytes]
+        if not fitting:
+            return None
+        memory = min(fitting, key=lambda candidate: candidate.length_bytes)
+        del self._idle[memory]
+        return memory
+
+    def _add(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
+        pooled = PooledMemory(memory, length_bytes, self._take_back)
+        self._in_use[pooled] = None
+        return pooled
+
+    def _take_back(self, pooled: PooledMemory) -> None:
+        with self._lock:
+            if pooled not in self._in_use:  # It was closed before.
+                return
+            del self._in_use[pooled]
+            self._idle[pooled.memory] = time.monotonic()
+        self._free_idle(self._idle_bytes_max, self._idle_s_max)
+
+    def _free_idle(self, bytes_max: int, idle_s_max: float | None) -> None:
+        """Free idle memory above the limit of bytes, and memory that is idle for longer than the limit of time."""
+        frees = ReleaseStack()
+        with self._lock:
+            expiry = None if idle_s_max is None else time.monotonic() - idle_s_max
+            for memory, idle_since in tuple(self._idle.items()):
+                is_expired = expiry is not None and idle_since < expiry
+                if self._idle_bytes() <= bytes_max and not is_expired:
+                    break
+                del self._idle[memory]
+                self._trimmed += 1
+                frees.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
+        frees.run()
+
+    def _free(self, memory: DeviceBuffer) -> None:
+        """Free an allocation. If that fails, keep it for another attempt."""
+        try:
+            memory.close()
+        except BaseException:
+            with self._lock:
+                self._trimmed -= 1
+                self._idle[memory] = time.monotonic()
+            raise
+
+    def _idle_bytes(self) -> int:
+        return sum(memory.length_bytes for memory in self._idle)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedResource(_POOL)
+
+
+# The name of the pool in errors of ClosedResource.
+_POOL = "memory pool"

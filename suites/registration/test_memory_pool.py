@@ -1,0 +1,143 @@
+"""A pool of memory of several sizes: it grows, reuses, is trimmed, and registers each allocation once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.memory_kinds import peer_queue_pair
+
+from gdrkit import handles, pattern
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import cuda, needs, software
+from gdrkit.registration import MemoryPool, RegionCache
+from gdrkit.registration.memory_pool import block_bytes
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Status
+
+if TYPE_CHECKING:
+    from support.memory_kinds import AnyAllocator
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.peer import Peer
+    from gdrkit.verbs import Nic
+
+
+@pytest.mark.parametrize(
+    ("length_bytes", "expected_bytes"),
+    [
+        (1, 64 * KIB),
+        (64 * KIB, 64 * KIB),
+        (64 * KIB + 1, 128 * KIB),
+        (600 * KIB, MIB),
+        (MIB, MIB),
+        (MIB + 1, 3 * MIB // 2),
+        (3 * MIB // 2 + 1, 2 * MIB),
+        (5 * MIB, 6 * MIB),
+    ],
+)
+def test_blocks_grow_in_powers_of_two_then_in_halves(length_bytes: int, expected_bytes: int) -> None:
+    assert block_bytes(length_bytes) == expected_bytes
+
+
+def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
+    rng = random.Random(seed)
+    with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+        for turn in range(60):
+            length_bytes = int(4 * KIB * 2 ** rng.uniform(0, 9))
+            with pool.allocate(length_bytes) as pooled, cache.lease(pooled.memory, length_bytes=length_bytes) as lease:
+                peer_pair.write(lease.remote(nic), seed=seed + turn).expect(Status.SUCCESS)
+                pattern.check(pooled.memory.read(offset_bytes=0, length_bytes=length_bytes), seed=seed + turn)
+        statistics = pool.statistics()
+        assert statistics.hits + statistics.misses == 60
+        assert statistics.misses == statistics.idle_blocks == cache.statistics().registrations <= 10
+        pool.trim()
+        assert pool.statistics().idle_bytes == cache.statistics().registered_bytes == 0
+        assert pool.statistics().trimmed_blocks == statistics.idle_blocks
+
+
+def test_limits_free_the_longest_idle(allocator: AnyAllocator) -> None:
+    with MemoryPool(allocator, idle_bytes_max=2 * MIB, idle_ms_max=60_000) as pool:
+        memories = [pool.allocate(length_bytes) for length_bytes in (MIB, 512 * KIB, MIB)]
+        for pooled in memories:
+            pooled.close()
+        statistics = pool.statistics()
+        assert (statistics.idle_blocks, statistics.idle_bytes, statistics.trimmed_blocks) == (2, 3 * MIB // 2, 1)
+        assert pool.allocate(512 * KIB).memory is memories[1].memory
+        with pytest.raises(UsageError) as raised:
+            pool.close()
+        assert raised.value.reason is Reason.BUSY
+        (used,) = pool._in_use  # noqa: SLF001 - the case dropped the only reference.
+        used.close()
+    with MemoryPool(allocator, idle_ms_max=0) as pool:
+        pool.allocate(1).close()
+        pool.allocate(MIB).close()
+        assert pool.statistics().idle_blocks <= 1
+
+
+def test_leased_memory_is_not_freed_by_trimming(allocator: AnyAllocator, nic: Nic) -> None:
+    with RegionCache([nic]) as cache, contextlib.ExitStack() as stack:
+        pool = stack.enter_context(MemoryPool(allocator))
+        pooled = pool.allocate(MIB)
+        lease = cache.lease(pooled.memory)
+        pooled.close()
+        with pytest.raises(UsageError) as raised:
+            pool.trim()
+        assert raised.value.reason is Reason.BUSY
+        assert pool.statistics().idle_blocks == 1
+        lease.close()
+
+
+def test_threads_never_share_memory(allocator: AnyAllocator) -> None:
+    addresses: set[int] = set()
+    lock = threading.Lock()
+
+    def use(index: int) -> None:
+        for turn in range(50):
+            with pool.allocate((64 << (turn + index) % 3) * KIB) as pooled:
+                with lock:
+                    assert pooled.memory.address not in addresses
+                    addresses.add(pooled.memory.address)
+                with lock:
+                    addresses.remove(pooled.memory.address)
+
+    with MemoryPool(allocator) as pool, ThreadPoolExecutor(8) as threads:
+        for result in [threads.submit(use, index) for index in range(8)]:
+            result.result()
+        assert pool.statistics().in_use_blocks == 0
+        assert pool.statistics().idle_blocks <= 24
+
+
+@needs(cuda.device(), software(Api.CUDA))
+def test_idle_memory_is_freed_if_the_device_is_full(device: Device) -> None:
+    with MemoryPool(device) as pool:
+        pool.allocate(MIB).close()
+        with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pool.allocate(8 * MIB):
+            assert pool.statistics().trimmed_blocks == 1
+        pool.trim()
+        with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pytest.raises(ApiError) as raised:
+            pool.allocate(8 * MIB)
+        assert raised.value.reason is Reason.OUT_OF_MEMORY
+
+
+def test_closed_or_inherited_pool_is_refused(allocator: AnyAllocator) -> None:
+    with MemoryPool(allocator) as pool:
+        pool.allocate(MIB).close()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if pool.closed and pool.statistics().idle_blocks == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        for length_bytes in (0, -1):
+            with pytest.raises(UsageError):
+                pool.allocate(length_bytes)
+    assert "registration.memory_pool" not in handles.live()
+    with pytest.raises(ClosedResource):
+        pool.allocate(1)
+    with pytest.raises(UsageError):
+        MemoryPool(allocator, idle_bytes_max=-1)

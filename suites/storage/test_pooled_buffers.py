@@ -1,0 +1,42 @@
+"""Buffers that the storage client allocates: their memory and registrations are used again."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.storage import MEMORY_KINDS
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.host import HostAllocator
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from support.storage import Memory, Service
+
+    from gdrkit.storage.client import StorageClient
+
+
+@pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
+def test_buffers_of_similar_sizes_are_registered_once(service: Service, client: StorageClient, memory: Memory) -> None:
+    data = os.urandom(MIB)
+    (service.root / "file").write_bytes(data)
+    allocator = memory.device or HostAllocator()
+    with client.open("file") as file:
+        for length_bytes in (MIB, 600 * KIB, MIB - 1, 700_001):
+            with client.allocate(allocator, length_bytes) as buffer:
+                assert buffer.length_bytes == length_bytes
+                assert file.read(buffer, offset_bytes=0).length_bytes == length_bytes
+                assert buffer.copy_out() == data[:length_bytes]
+    statistics = client.pool_statistics()[allocator]
+    assert (statistics.hits, statistics.misses, statistics.idle_bytes) == (3, 1, MIB)
+    assert client._cache.statistics().registrations == 1  # noqa: SLF001 - the cache is not public.
+
+
+def test_client_with_an_open_pooled_buffer_stays_open(client: StorageClient) -> None:
+    with client.allocate(HostAllocator(), 4096):
+        with pytest.raises(UsageError) as raised:
+            client.close()
+        assert raised.value.reason is Reason.BUSY
+    client.close()
