@@ -20,10 +20,10 @@ _META_PACKAGES = ("linux-image-amd64", "linux-image-generic")
 _VERSIONED_PACKAGE = re.compile(r"^linux-(?:image|modules-extra)-(\d\S*)$")
 
 # The folders of modules, relative to kernel/, that the guest needs for its root file system over 9p, the network and
-# RDMA. All modules of the kernel have 400 MB.
+# RDMA, and for vgem, an exporter of dma-bufs. All modules of the kernel have 400 MB.
 _MODULE_FOLDERS = (
     *("arch", "crypto", "drivers/infiniband", "drivers/net/dummy", "drivers/virtio", "fs", "lib", "net"),
-    *("drivers/block/virtio_blk", "drivers/char", "drivers/scsi"),
+    *("drivers/block/virtio_blk", "drivers/char", "drivers/scsi", "drivers/gpu/drm/drm", "drivers/gpu/drm/vgem"),
 )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import faults
-from support.kernel_exporters import DMA_HEAP, UDMABUF, exported
+from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM, exported
 from support.memory_kinds import DMABUF
 from support.python_child import suites_environ
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 OFFSET_BYTES, PART_BYTES = 64 * KIB + 4099, 300_001
-EXPORTERS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP)]
+EXPORTERS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP, VGEM)]
 # A process without CUDA. It gets only the number of an inherited descriptor.
 PROGRAM = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Exporters of dma-bufs that are in the kernel: udmabuf and the dma-heaps."""
+"""Exporters of dma-bufs in the kernel: udmabuf, the dma-heaps, and vgem, a graphics device without hardware."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DMA_HEAP", "UDMABUF", "exported"]
+__all__ = ["DMA_HEAP", "UDMABUF", "VGEM", "exported"]
 
 UDMABUF = "/dev/udmabuf"
 DMA_HEAP = "/dev/dma_heap/system"
+VGEM = "/dev/vgem"  # A name that the lab gives to the device.
 # UDMABUF_CREATE is _IOW('u', 0x42, struct udmabuf_create): u32 memfd, u32 flags, u64 offset, u64 size
 # (linux/udmabuf.h).
 _UDMABUF_CREATE, _UDMABUF = 0x40187542, struct.Struct("=IIQQ")
@@ -22,6 +23,12 @@ _UDMABUF_FLAGS_CLOEXEC = 1
 # DMA_HEAP_IOCTL_ALLOC is _IOWR('H', 0, struct dma_heap_allocation_data): u64 len, u32 fd, u32 fd_flags, u64 heap_flags
 # (linux/dma-heap.h).
 _DMA_HEAP_ALLOC, _DMA_HEAP = 0xC0184800, struct.Struct("=QIIQ")
+# DRM_IOCTL_MODE_CREATE_DUMB is _IOWR('d', 0xb2, struct drm_mode_create_dumb): u32 height, width, bpp, flags, handle,
+# pitch, u64 size. DRM_IOCTL_PRIME_HANDLE_TO_FD is _IOWR('d', 0x2d, struct drm_prime_handle): u32 handle, u32 flags,
+# s32 fd (drm/drm.h, drm/drm_mode.h).
+_CREATE_DUMB, _DUMB = 0xC02064B2, struct.Struct("=IIIIIIQ")
+_HANDLE_TO_FD, _PRIME = 0xC00C642D, struct.Struct("=IIi")
+_PIXEL_BITS, _ROW_BYTES = 32, 4096
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def exported(device_file: str, length_bytes: int) -> Iterator[int]:
     """Yield the descriptor of a new dma-buf of this exporter. The length is a multiple of 4096."""
     device = os.open(device_file, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fd = _udmabuf(device, length_bytes) if device_file == UDMABUF else _heap(device, length_bytes)
+        fd = _EXPORTERS[device_file](device, length_bytes)
     finally:
         os.close(device)
     try:
@@ -53,3 +60,16 @@ def _udmabuf(device: int, length_bytes: int) -> int:
 def _heap(device: int, length_bytes: int) -> int:
     request = _DMA_HEAP.pack(length_bytes, 0, os.O_RDWR | os.O_CLOEXEC, 0)
     return int(_DMA_HEAP.unpack(fcntl.ioctl(device, _DMA_HEAP_ALLOC, request))[1])
+
+
+def _vgem(device: int, length_bytes: int) -> int:
+    pixels_count = _ROW_BYTES * 8 // _PIXEL_BITS
+    dumb = _DUMB.pack(length_bytes // _ROW_BYTES, pixels_count, _PIXEL_BITS, 0, 0, 0, 0)
+    handle, size_bytes = _DUMB.unpack(fcntl.ioctl(device, _CREATE_DUMB, dumb))[4::2]
+    assert size_bytes == length_bytes
+    request = _PRIME.pack(handle, os.O_RDWR | os.O_CLOEXEC, -1)
+    # The dma-buf keeps the memory alive after the device is closed.
+    return int(_PRIME.unpack(fcntl.ioctl(device, _HANDLE_TO_FD, request))[2])
+
+
+_EXPORTERS = {UDMABUF: _udmabuf, DMA_HEAP: _heap, VGEM: _vgem}
