@@ -47,7 +47,7 @@ def test_create_and_destroy_of_a_gpu_iov(
     request: pytest.FixtureRequest, evidence: Evidence, summary: list[str], tmp_path: Path, size_mib: int
 ) -> None:
     is_measured = request.config.getoption("--benchmark-enable")
-    rounds_count, calls_count = (15, 20) if is_measured else (1, 2)
+    rounds_count, calls_count = (9, 5) if is_measured else (1, 2)
     # The device keeps its context current, as in an application. Otherwise each iov without the pool would create it.
     with cuda.Device(0), AgentProcess(tmp_path):
         pooled = create_and_destroy(tmp_path, size_mib * MIB, POOL_BYTES)
