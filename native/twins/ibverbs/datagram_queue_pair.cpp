@@ -75,6 +75,10 @@ int DatagramQueuePair::open() {
     receivers_ = std::make_shared<Receivers>(Receivers{std::move(receiver)});
     try {
         thread_ = start_signal_blocking_thread([this] { run(); });
+        send_queue_->add_work(this);
+        if (receive_queue_ != send_queue_) {
+            receive_queue_->add_work(this);
+        }
     } catch (const std::system_error& error) {
         close();
         return error.code().value();
@@ -83,6 +87,8 @@ int DatagramQueuePair::open() {
 }
 
 void DatagramQueuePair::close() {
+    send_queue_->remove_work(this);
+    receive_queue_->remove_work(this);
     {
         Lock lock(mutex_);
         is_closing_ = true;
@@ -106,6 +112,7 @@ void DatagramQueuePair::close() {
 int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     Lock lock(mutex_);
     int error = state_ == IBV_QPS_RESET || state_ == IBV_QPS_INIT || state_ == IBV_QPS_RTR ? EINVAL : 0;
+    std::uint64_t posted_bytes = 0;
     ibv_send_wr* wr = list;
     for (; wr != nullptr && error == 0; wr = wr->next) {
         error = check_send(*wr, init_attr_.cap);
@@ -120,13 +127,14 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
         work.destination = address_handle_of(wr->wr.ud.ah)->model;
         work.remote_qpn = wr->wr.ud.remote_qpn;
         work.remote_qkey = wr->wr.ud.remote_qkey;
+        posted_bytes += work.work.length_bytes;
         ++send_queue_slots_->used;
         sends_.push_back(std::move(work));
     }
     if (error != 0) {
         *bad_wr = wr;
     }
-    notify_change(lock);
+    send_in_caller(&lock, posted_bytes);
     return error;
 }
 

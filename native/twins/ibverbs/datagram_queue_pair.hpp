@@ -1,8 +1,9 @@
-// An unreliable-datagram (UD) queue pair. One thread per pair sends the posted requests, receives the datagrams of all
-// other pairs, and delivers the completions after random delays. Each pair has one datagram socket, and one more for
-// each multicast group that it is attached to, so the number of senders does not matter. The queue of a socket is
-// bounded. A sender whose datagram finds the queue full tries again for a while, because the receiving thread may just
-// not have run, and then drops the datagram, as a network would.
+// An unreliable-datagram (UD) queue pair. One thread per pair, or a thread of the application while that one sleeps,
+// sends the posted requests, receives the datagrams of all other pairs, and delivers the completions after random
+// delays. Each pair has one datagram socket, and one more for each multicast group that it is attached to, so the
+// number of senders does not matter. The queue of a socket is bounded. A sender whose datagram finds the queue full
+// tries again for a while, because the receiving thread may just not have run, and then drops the datagram, as a
+// network would.
 #pragma once
 
 #include <poll.h>
@@ -25,7 +26,7 @@
 
 namespace gdrkit::twin::verbs {
 
-class DatagramQueuePair final : public QueuePair {
+class DatagramQueuePair final : public QueuePair, private PolledWork {
 public:
     DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
                       std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr);
@@ -91,6 +92,12 @@ private:
 
     // The thread (datagram_thread.cpp). Each function returns whether there was progress.
     void run();
+    bool run_turn(Lock* lock);
+    void run_turn_in_caller(Lock* lock);
+    void send_in_caller(Lock* lock, std::uint64_t posted_bytes);
+    void progress_at_poll() override;
+    void leave_to_thread() override;
+    static bool has_send_fault_rule();
     bool deliver_due(const Lock& lock, DelayedCompletions* delayed, CompletionQueue* queue);
     bool flush(const Lock& lock);
     bool send_posted(Lock* lock);
@@ -118,7 +125,7 @@ private:
     ibv_qp_state state_ = IBV_QPS_RESET;
     ibv_qp_attr attr_{};
     bool is_closing_ = false;
-    bool is_busy_ = false;             // the thread moves a datagram without the lock
+    bool is_busy_ = false;             // a thread moves a datagram without the lock
     int idle_waiter_count_ = 0;        // number of threads in wait_until_idle
     bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED after the completions
     bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
@@ -134,7 +141,7 @@ private:
     std::shared_ptr<const Receivers> receivers_ = std::make_shared<Receivers>();
     Fd qp_num_reservation_; // keeps the number from connected queue pairs of the device
 
-    // Only the thread uses these.
+    // Only the thread that does a turn uses these.
     Fd sender_;
     std::unique_ptr<BounceBuffer> send_buffer_, receive_buffer_;
     // Receivers whose queue stayed full, so that their process is probably stopped. Datagrams to them are not retried.
@@ -143,6 +150,9 @@ private:
     // True if the state has changed since the thread last checked it. If the thread sleeps, wake_eventfd_ wakes it.
     std::atomic<bool> has_pending_change_{false};
     bool is_asleep_ = false;
+    bool is_turn_taken_ = false;
+    Clock::time_point wake_time_{}; // when the thread wakes by itself
+    Clock::time_point polled_at_{}; // when a thread of the application has polled last
     Fd wake_eventfd_;
     std::thread thread_;
 };

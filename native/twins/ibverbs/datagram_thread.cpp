@@ -1,12 +1,11 @@
-// The thread of a datagram queue pair.
+// The work of a datagram queue pair: its thread does it in turns. A thread of the application that posts a request or
+// polls a completion queue does a turn itself while the thread sleeps, so a small datagram needs no other thread.
 
-#include <sched.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
 
 #include "ibverbs/datagram_queue_pair.hpp"
-#include "ibverbs/link.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -15,23 +14,72 @@ namespace {
 constexpr int batch_size = 16;
 // Time between two attempts to send to a receiver whose queue is full.
 constexpr std::chrono::microseconds retry_interval{30};
+// The thread leaves the sockets to a thread of the application that has polled within this time.
+constexpr std::chrono::microseconds takeover_time{1000};
+// Largest number of posted bytes that the posting thread sends itself.
+constexpr std::uint64_t max_sent_bytes = 16U << 10;
 
 } // namespace
 
 void DatagramQueuePair::run() {
     Lock lock(mutex_);
     while (!is_closing_) {
+        changed_.wait(lock, [this] { return !is_turn_taken_; });
         has_pending_change_ = false;
-        bool has_progress = flush(lock);
-        has_progress |= deliver_due(lock, &delayed_sends_, send_queue_.get());
-        has_progress |= deliver_due(lock, &delayed_receives_, receive_queue_.get());
-        raise_events(lock);
-        has_progress |= receive_arrived(&lock);
-        has_progress |= send_posted(&lock);
-        if (!has_progress) {
+        if (!run_turn(&lock)) {
             wait_for_work(&lock);
         }
     }
+}
+
+// Do what there is to do. Return whether there was progress. Only one thread at a time does a turn.
+bool DatagramQueuePair::run_turn(Lock* lock) {
+    is_turn_taken_ = true;
+    bool has_progress = flush(*lock);
+    has_progress |= receive_arrived(lock);
+    has_progress |= send_posted(lock);
+    has_progress |= deliver_due(*lock, &delayed_sends_, send_queue_.get());
+    has_progress |= deliver_due(*lock, &delayed_receives_, receive_queue_.get());
+    raise_events(*lock);
+    is_turn_taken_ = false;
+    changed_.notify_all();
+    return has_progress;
+}
+
+// Do a turn in a thread of the application. A fault rule may delay a request or stop the process, which must not happen
+// in a call of the application.
+void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
+    if (!is_asleep_ || is_turn_taken_ || is_closing_ || (!sends_.empty() && has_send_fault_rule())) {
+        return;
+    }
+    run_turn(lock);
+    // The thread delivers what is delayed, and sends what a full queue has refused.
+    if (next_deadline() < wake_time_) {
+        notify_change(*lock);
+    }
+}
+
+void DatagramQueuePair::send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
+    if (posted_bytes <= max_sent_bytes) {
+        run_turn_in_caller(lock);
+    }
+    if (!sends_.empty()) {
+        notify_change(*lock);
+    }
+}
+
+void DatagramQueuePair::progress_at_poll() {
+    Lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+        polled_at_ = Clock::now();
+        run_turn_in_caller(&lock);
+    }
+}
+
+void DatagramQueuePair::leave_to_thread() {
+    Lock lock(mutex_);
+    polled_at_ = {};
+    notify_change(lock);
 }
 
 // Push the completions whose delay has passed. Completions are in order, so a delayed one also delays the later ones.
@@ -159,22 +207,19 @@ void DatagramQueuePair::wait_for_work(Lock* lock) {
     if (has_pending_change_) {
         return;
     }
-    const auto deadline = next_deadline();
+    auto deadline = next_deadline();
+    const bool is_polled = Clock::now() - polled_at_ < takeover_time;
     const std::shared_ptr<const Receivers> receivers = receivers_;
     std::vector<pollfd> poll_fds{{wake_eventfd_.get(), POLLIN, 0}};
-    for (const auto& receiver : *receivers) {
-        poll_fds.push_back({receiver->socket.get(), POLLIN, 0});
-    }
-    // The thread has just worked or was just woken, so the next datagram or request will probably arrive soon.
-    lock->unlock();
-    const bool has_work = spin_until([&] {
-        return has_pending_change_ || Clock::now() >= deadline || poll(poll_fds.data(), poll_fds.size(), 0) > 0;
-    });
-    lock->lock();
-    if (has_work || has_pending_change_) {
-        return;
+    if (is_polled) {
+        deadline = std::min(deadline, Clock::now() + takeover_time);
+    } else {
+        for (const auto& receiver : *receivers) {
+            poll_fds.push_back({receiver->socket.get(), POLLIN, 0});
+        }
     }
     is_asleep_ = true;
+    wake_time_ = deadline;
     lock->unlock();
     timespec timeout{};
     if (deadline != Clock::time_point::max()) {

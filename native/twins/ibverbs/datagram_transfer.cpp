@@ -36,10 +36,25 @@ ibv_wc_status move_bytes(const Sges& sges, std::size_t size, const ProtectionDom
     return IBV_WC_SUCCESS;
 }
 
+FaultSite& before_site() {
+    static FaultSite site("wc.send");
+    return site;
+}
+
+FaultSite& landed_site() {
+    static FaultSite site("wc.send.landed");
+    return site;
+}
+
 } // namespace
 
+bool DatagramQueuePair::has_send_fault_rule() {
+    return before_site().has_rule() || landed_site().has_rule();
+}
+
 std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std::uint32_t own_qkey) {
-    static FaultSite before("wc.send"), landed("wc.send.landed");
+    FaultSite& before = before_site();
+    FaultSite& landed = landed_site();
     const bool has_started = std::exchange(work->has_started, true);
     if (!has_started) {
         if (const auto fault = injected_fault(&before)) {
