@@ -111,4 +111,4 @@ def suite_folders() -> list[Path]:
 
 def on_twins(run: Path, *options: str) -> list[str]:
     """Return the first words of a command that runs on the software twins, isolated from other processes on twins."""
-    return [str(run / "gdrkit"), "run", "--software", "--isolated", *options, "--"]
+    return [str(run / "gdrkit"), "run", "--software", "--isolated", "--quiet", *options, "--"]

@@ -19,7 +19,7 @@ import click
 
 import gdrkit
 from gdrkit import cli_files, cli_inventory, cli_report, cli_tiers
-from gdrkit.errors import ApiError, GdrkitError, UsageError
+from gdrkit.errors import Api, ApiError, GdrkitError, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.text import escape_controls
 
@@ -226,7 +226,8 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
         "\b\nExamples:\n"
         "  gdrkit run --software -- python my_program.py\n"
         "  gdrkit run --software --apis verbs -- ibv_devinfo\n"
-        "  gdrkit run --software --faults plan.txt -- ./my_test\n\n"
+        "  gdrkit run --software --faults plan.txt -- ./my_test\n"
+        "  gdrkit run --software --require verbs -- ucx_perftest ...\n\n"
         '\b\nA fault plan begins with the line "gdrkit-faults 1" and has one rule per line:\n'
         "  ibv_reg_dmabuf_mr  call=2    errno=EOPNOTSUPP\n"
         "  cuMemAlloc_v2      call=1-3  status=2\n"
@@ -235,7 +236,8 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
         "  127 COMMAND was not found\n"
         "  126 COMMAND cannot be executed\n"
         "  2 wrong usage, or a malformed fault plan\n"
-        "  3 the twins are not installed"
+        "  3 the twins are not installed\n"
+        "  125 COMMAND ended with 0 and did not use an API of --require"
     ),
 )
 @click.option("--software", is_flag=True, help="Run COMMAND on software twins. This option is required.")
@@ -258,17 +260,31 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
     help="Separate COMMAND and its children from all other processes on twins. Default: all such processes of one user "
     "can communicate, as programs of one machine can.",
 )
+@click.option(
+    "--require",
+    metavar="LIST",
+    help="If COMMAND ends with 0 and has not used these APIs, such as verbs,cuda, the exit code is 125.",
+)
+@click.option("--quiet", is_flag=True, help="Do not print which twins COMMAND used.")
 @click.argument("command", nargs=-1, required=True)
 def run_command(
-    software: bool, apis: str | None, faults: Path | None, seed: int | None, isolated: bool, command: tuple[str, ...]
+    software: bool,
+    apis: str | None,
+    faults: Path | None,
+    seed: int | None,
+    isolated: bool,
+    require: str | None,
+    quiet: bool,
+    command: tuple[str, ...],
 ) -> NoReturn:
     """Run a program on software twins of its libraries.
 
-    A software twin is a drop-in library that emulates the hardware. The program is not changed: LD_LIBRARY_PATH makes
-    the dynamic loader use the twins. gdrkit replaces itself by the program (exec), so signals and the exit code are
-    those of the program. docs/twins.md lists programs that were tested.
+    A software twin is a drop-in library that emulates the hardware. The program is not changed: variables of the
+    dynamic loader make it use the twins. Signals, the terminal and the exit code are those of the program. At its end,
+    one line for each API says which processes used the twin. docs/twins.md lists programs that were tested.
     """
     from gdrkit import host, launch
+    from gdrkit.twin_run import run_on_twins
 
     if not software:
         message = "gdrkit run needs --software"
@@ -278,7 +294,8 @@ def run_command(
     warning = launch.overridden_hardware(launch_options, host.HostTree())
     if warning:
         click.echo(f"gdrkit: {warning}", err=True)
-    launch.execute(launch_options, command)
+    required = frozenset[Api]() if require is None else launch.parse_apis(require)
+    run_on_twins(launch_options, command, required=required, quiet=quiet)
 
 
 @cli.command(epilog="\b\nExamples:\n  gdrkit plan\n  gdrkit plan --profile h200-1 --json")

@@ -1,41 +1,50 @@
 """Start of child processes on software twins or on the libraries of the system.
 
 A software twin is a drop-in library that emulates the hardware. This is the only module that knows where the twins are.
-It finds them in the installed package ``gdrkit_twins`` and puts their folders at the front of LD_LIBRARY_PATH in the
-environment of the child. The program in the child is not changed. The dynamic loader reads LD_LIBRARY_PATH only at the
-start of a process, so a process cannot switch to other libraries later.
+It finds them in the installed package ``gdrkit_twins`` and makes the environment of the child:
+
+- LD_LIBRARY_PATH begins with their folders.
+- LD_AUDIT names a library that replaces copies of a real library, which a program opens by its path or by RPATH.
+- LD_PRELOAD names a library by which the program finds the devices of the verbs twin in /sys and /dev.
+
+The program in the child is not changed. The dynamic loader reads these variables only at the start of a process, so a
+process cannot switch to other libraries later.
 """
 
 from __future__ import annotations
 
-import errno
+import functools
 import importlib
 import importlib.util
 import os
+import re
 import secrets
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError, errno_name
+from gdrkit.errors import Api, Reason, SetupMissing, UsageError
 from gdrkit.faultplan import read_plan
 from gdrkit.host import HostTree, habana_accelerators, nvidia_gpus, rdma_devices
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 __all__ = [
     "TWINNED",
+    "USAGE_VARIABLE",
     "Launch",
     "TwinControl",
+    "api_of_library",
+    "device_writer",
     "environment",
-    "execute",
+    "is_twin",
     "overridden_hardware",
     "parse_apis",
     "present_hardware",
     "twin_control",
     "twins_available",
+    "with_state",
 ]
 
 # For each API that has a twin: the folder below lib/, and the file that this folder must contain.
@@ -54,6 +63,16 @@ _TWINS_FOLDER_VARIABLE = "GDRKIT_TWINS_LIB"
 # This variable names the runtime library of a sanitizer, which is then added to LD_PRELOAD.
 _TWINS_PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"
 _SEED_MAX = (1 << 64) - 1
+# The folder of the twins that has these files, which native/twins/loader builds.
+_LOADER_FOLDER = "loader"
+_AUDIT_LIBRARY, _DEVICES_LIBRARY = "libgdrkit-twins-audit.so", "libgdrkit-twins-devices.so"
+_DEVICE_WRITER = "gdrkit-twins-devices"
+# Variables of the twins: the paths of the twins for the audit library, the folder of the domain's state, and the file
+# in which the twins record what the processes of a run do.
+_LIBRARIES_VARIABLE, _STATE_VARIABLE = "GDRKIT_TWINS_LIBRARIES", "GDRKIT_TWINS_STATE"
+USAGE_VARIABLE = "GDRKIT_TWINS_RUN"
+# The name of a library without its version and without the hash that auditwheel adds: as stem_of in audit.cpp.
+_LIBRARY_STEM = re.compile(r"^(?P<stem>lib.+?)(-[0-9a-f]{8})?\.so(\..*)?$")
 
 
 class TwinControl(Protocol):
@@ -123,9 +142,9 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     launch : Launch
         The options of the child.
     base : mapping or None
-        The environment to start from. None means the environment of this process. Folders of twins are first removed
-        from its LD_LIBRARY_PATH, so that the child finds only the chosen twins. Its GDRKIT_TWINS_DOMAIN is kept unless
-        `launch` is isolated.
+        The environment to start from. None means the environment of this process. The twins are first removed from it,
+        so that the child finds only the chosen ones. Its GDRKIT_TWINS_DOMAIN is kept unless `launch` is isolated, and
+        the state of that domain is kept with it.
 
     Raises
     ------
@@ -140,12 +159,16 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     _check_options(launch)
     child_environment = dict(os.environ if base is None else base)
     folders = [_require_twin_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
-    path = [*map(str, folders), *_without_twins(child_environment.get("LD_LIBRARY_PATH", ""))]
-    child_environment.pop("LD_LIBRARY_PATH", None)
-    if path:
-        child_environment["LD_LIBRARY_PATH"] = os.pathsep.join(path)
+    _set_paths(child_environment, "LD_LIBRARY_PATH", folders)
+    audit = _loader_file(_AUDIT_LIBRARY) if launch.software else None
+    _set_paths(child_environment, "LD_AUDIT", [] if audit is None else [audit])
+    child_environment.pop(_LIBRARIES_VARIABLE, None)
+    _set_paths(child_environment, "LD_PRELOAD", [])
+    state = child_environment.pop(_STATE_VARIABLE, None)
     if not launch.software:
+        child_environment.pop(USAGE_VARIABLE, None)
         return child_environment
+    child_environment[_LIBRARIES_VARIABLE] = os.pathsep.join(_twin_files(launch.software))
     if launch.isolated:
         child_environment["GDRKIT_TWINS_DOMAIN"] = f"run-{os.getpid()}-{secrets.token_hex(6)}"
     elif launch.domain is not None:
@@ -162,6 +185,8 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
             name for name in child_environment.get("LD_PRELOAD", "").split(":") if name and name != preload
         ]
         child_environment["LD_PRELOAD"] = ":".join([preload, *other_libraries])
+    if state is not None and not launch.isolated:
+        _show_devices(child_environment, launch, state)
     return child_environment
 
 
@@ -176,40 +201,43 @@ def _check_options(launch: Launch) -> None:
         read_plan(launch.faults)
 
 
-def execute(launch: Launch, command: Sequence[str], *, base: Mapping[str, str] | None = None) -> NoReturn:
-    """Replace this process with `command` in the environment of :func:`environment`.
+def with_state(
+    child_environment: Mapping[str, str], launch: Launch, *, state: Path, usage_file: Path
+) -> dict[str, str]:
+    """Return the environment of a child that shares the state of its domain and records what it does.
 
-    Signals and the exit code are then those of the command.
-
-    Raises
-    ------
-    ApiError
-        The command cannot be started: ENOENT (not found), EACCES (not executable) or another errno of execvp.
-    SetupMissing, UsageError
-        See :func:`environment`.
+    Parameters
+    ----------
+    child_environment : mapping
+        The result of :func:`environment` for `launch`.
+    launch : Launch
+        The options of the child.
+    state : Path
+        The folder of the domain, with the port counters and the tree of device files.
+    usage_file : Path
+        The file into which the twins of the child and its descendants write.
     """
-    if not command:
-        message = "no command was given"
-        raise UsageError(
-            message, what_to_do="write it after --, for example: gdrkit run --software -- python my_program.py"
-        )
-    child_environment = environment(launch, base=base)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execvpe(command[0], list(command), child_environment)  # noqa: S606 - the command is not passed through a shell.
-    except OSError as error:
-        error_number = error.errno or errno.EIO
-        raise ApiError(
-            api=Api.KERNEL,
-            operation="execvp",
-            status=error_number,
-            status_name=errno_name(error_number),
-            errno=error_number,
-            arguments={"command": command[0]},
-            reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
-            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
-        ) from error
+    extended = {**child_environment, USAGE_VARIABLE: str(usage_file)}
+    _set_paths(extended, "LD_PRELOAD", [])
+    _show_devices(extended, launch, str(state))
+    return extended
+
+
+def device_writer() -> Path | None:
+    """Return the program that writes the tree of device files of the verbs twin, or None if it is not installed."""
+    return _loader_file(_DEVICE_WRITER)
+
+
+def api_of_library(path: str) -> Api | None:
+    """Return the API that a library with this name has, for example VERBS for ``/usr/lib/libibverbs.so.1``, or None."""
+    stem = _stem(path)
+    folders = {api: folder for api in _TWINS if (folder := _twin_folder(api)) is not None}
+    return next((api for api, folder in folders.items() if stem in map(_stem, _libraries_in(folder))), None)
+
+
+def is_twin(path: str) -> bool:
+    """Return whether the file is in a folder of the twins."""
+    return any(Path(path).is_relative_to(folder) for root in _twin_roots() for folder in (root, root.resolve()))
 
 
 def present_hardware(tree: HostTree) -> dict[Api, str]:
@@ -218,7 +246,9 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     An API that has no hardware on this host is not in the result.
     """
     hardware_of_api: dict[Api, str] = {}
-    nics = [device.name for device in rdma_devices(tree)]
+    # In a child of `gdrkit run`, sysfs shows the devices of the verbs twin and no others.
+    sees_twins = tree.is_this_host and _STATE_VARIABLE in os.environ
+    nics = [] if sees_twins else [device.name for device in rdma_devices(tree)]
     if nics:
         hardware_of_api[Api.VERBS] = "RDMA devices " + ", ".join(nics)
     gpus = nvidia_gpus(tree)
@@ -301,6 +331,39 @@ def _twins_missing(library: str, detail: str) -> SetupMissing:
     )
 
 
-def _without_twins(path: str) -> list[str]:
-    twins = {str(folder) for api in TWINNED if (folder := _twin_folder(api)) is not None}
-    return [folder for folder in path.split(os.pathsep) if folder and folder not in twins]
+def _show_devices(child_environment: dict[str, str], launch: Launch, state: str) -> None:
+    """Let the child see the devices of the verbs twin, if verbs runs on it. The library is the last in LD_PRELOAD."""
+    devices = _loader_file(_DEVICES_LIBRARY)
+    if Api.VERBS in launch.software and devices is not None:
+        child_environment[_STATE_VARIABLE] = state
+        other_libraries = filter(None, [child_environment.get("LD_PRELOAD")])
+        child_environment["LD_PRELOAD"] = ":".join([*other_libraries, str(devices)])
+
+
+def _twin_files(software: frozenset[Api]) -> list[str]:
+    """Return the paths of the libraries of these twins. Verbs has two: the second one is librdmacm."""
+    folders = [_require_twin_folder(api) for api in sorted(software, key=lambda api: api.value)]
+    return [path for folder in folders for path in _libraries_in(folder)]
+
+
+@functools.cache
+def _libraries_in(folder: Path) -> tuple[str, ...]:
+    """Return the libraries in a folder of the twins, without links: a build folder has links for the linker."""
+    return tuple(sorted(str(path) for path in folder.glob("lib*.so*") if not path.is_symlink()))
+
+
+def _loader_file(name: str) -> Path | None:
+    """Return the path of a file that native/twins/loader builds, or None if it is not installed."""
+    return next((path for root in _twin_roots() if (path := root / _LOADER_FOLDER / name).is_file()), None)
+
+
+def _stem(path: str) -> str | None:
+    match = _LIBRARY_STEM.match(Path(path).name)
+    return None if match is None else match["stem"]
+
+
+def _set_paths(child_environment: dict[str, str], variable: str, paths: list[Path]) -> None:
+    """Put `paths` at the front of a variable, and remove all other paths of the twins from it."""
+    others = [path for path in child_environment.pop(variable, "").split(":") if path and not is_twin(path)]
+    if paths or others:
+        child_environment[variable] = ":".join([*map(str, paths), *others])

@@ -66,7 +66,7 @@ def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
 
 
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     file_facts = probe(host_with_gaudi2(tmp_path, None), environment=environment)
     assert len(file_facts.accelerators) == 1
     assert file_facts.gaudi_failure is not None

@@ -17,7 +17,7 @@ IMPORT_LEVELS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"evidence", "launch", "nccl", "registration"}),
-    frozenset({"gds", "inventory", "storage"}),
+    frozenset({"gds", "inventory", "storage", "twin_run"}),
     frozenset({"report", "tiers", "usrbio"}),
     frozenset({"qualify"}),
     frozenset({"__main__", "cli", "cli_files", "cli_inventory", "cli_report", "cli_tiers", "harness"}),

@@ -109,7 +109,7 @@ def test_run_executes_the_command_with_the_twins() -> None:
     ],
 )
 def test_exit_code_is_that_of_the_command(command: list[str], code: int, error: str) -> None:
-    process = run_gdrkit("run", "--software", "--", *command)
+    process = run_gdrkit("run", "--software", "--quiet", "--", *command)
     assert process.returncode == code
     assert error in process.stderr
     lines = [line for line in process.stderr.splitlines() if "leaves" not in line]

@@ -8,6 +8,7 @@
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
+#include "model/usage.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
@@ -77,6 +78,7 @@ Result resolve_operand(std::uint64_t address, std::uint64_t length_bytes, const 
 void copy_spans(const Operand& to, const Operand& from) {
     std::size_t source_index = 0, source_offset = 0;
     for (const std::span<std::byte> target : to.spans) {
+        record_bytes(target.size());
         for (std::size_t offset = 0; offset < target.size();) {
             const std::span<std::byte> span = from.spans[source_index];
             const std::size_t length_bytes = std::min(target.size() - offset, span.size() - source_offset);

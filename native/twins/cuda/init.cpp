@@ -12,6 +12,7 @@
 #include "model/config.hpp"
 #include "model/fault.hpp"
 #include "model/note.hpp"
+#include "model/usage.hpp"
 
 GDRKIT_TWIN_NOTE("cuda twin of gdrkit")
 
@@ -36,6 +37,7 @@ constexpr std::string_view fault_prefixes[] = {"cu"};
 const std::string& configuration_error() {
     static const auto* const error = [] {
         const std::string& config_error = config().error;
+        record_use(UsedApi::cuda);
         std::string plan_error = load_faults(fault_points, fault_prefixes);
         return new std::string(config_error.empty() ? std::move(plan_error) : config_error);
     }();

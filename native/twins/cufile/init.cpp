@@ -9,6 +9,7 @@
 #include "model/fault.hpp"
 #include "model/ledger.hpp"
 #include "model/note.hpp"
+#include "model/usage.hpp"
 
 GDRKIT_TWIN_NOTE("cufile twin of gdrkit")
 
@@ -43,6 +44,7 @@ constexpr std::string_view fault_prefixes[] = {"cuFile", "cufile."};
 const std::string_view& configuration_error() {
     static const auto* const error = [] {
         const std::string& config_error = config().error;
+        record_use(UsedApi::cufile);
         std::string plan_error = load_faults(fault_points, fault_prefixes);
         return new std::string_view(*new std::string(config_error.empty() ? std::move(plan_error) : config_error));
     }();

@@ -17,6 +17,7 @@
 #include "cufile/files.hpp"
 #include "model/config.hpp"
 #include "model/fault.hpp"
+#include "model/usage.hpp"
 
 namespace gdrkit::twin::cufile {
 namespace {
@@ -137,8 +138,12 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     if (transfer.length_bytes == 0) {
         return 0;
     }
-    return location.is_device ? transfer_device_memory(transfer, *file, location)
-                              : transfer_host_memory(transfer, *file);
+    const ssize_t result =
+        location.is_device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
+    if (result > 0) {
+        record_bytes(static_cast<std::uint64_t>(result));
+    }
+    return result;
 }
 
 ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file, const IoVector* vectors,

@@ -5,6 +5,7 @@
 #include "model/config.hpp"
 #include "model/fault.hpp"
 #include "model/note.hpp"
+#include "model/usage.hpp"
 
 GDRKIT_TWIN_NOTE("hlthunk twin of gdrkit")
 
@@ -35,6 +36,7 @@ constexpr std::array<std::string_view, 1> fault_prefixes = {"hlthunk_"};
 
 std::string load_config_and_plan() {
     const std::string& config_error = config().error;
+    record_use(UsedApi::hlthunk);
     std::string plan_error = load_faults(fault_points, fault_prefixes);
     return config_error.empty() ? std::move(plan_error) : config_error;
 }

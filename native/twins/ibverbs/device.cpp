@@ -28,8 +28,7 @@ std::uint32_t fnv1a_hash(std::string_view text) {
 }
 
 std::unique_ptr<Device> make_device(unsigned index) {
-    auto device = std::make_unique<Device>();
-    device->index = index;
+    auto device = std::make_unique<Device>(index);
     // The GUID is the EUI-64 of the MAC address 02:hh:hh:hh:hh:index, where hh are bytes of the hash. The bit 02 marks
     // the MAC address as locally administered. An EUI-64 contains the inverse of this bit, so the first byte is 0.
     const std::uint32_t hash = fnv1a_hash(config().domain);

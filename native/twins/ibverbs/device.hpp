@@ -7,6 +7,7 @@
 #include <string>
 
 #include "ibverbs/abi.hpp"
+#include "ibverbs/port_counters.hpp"
 
 namespace gdrkit::twin::verbs {
 
@@ -14,8 +15,16 @@ namespace gdrkit::twin::verbs {
 // the requests that they carried out for peers.
 struct Traffic {
     struct Direction {
-        std::atomic<std::uint64_t> write_bytes{0}, read_bytes{0}, send_bytes{0}, requests{0};
+        PayloadCounter write_bytes, read_bytes, send_bytes;
+        std::atomic<std::uint64_t> requests{0};
     };
+    explicit Traffic(unsigned index)
+        : sent(make(index, PortDirection::sent, PortDirection::received, Side::requester)),
+          served(make(index, PortDirection::received, PortDirection::sent, Side::responder)) {}
+    // The payload of a read goes in the other direction than that of writes and sends.
+    static Direction make(unsigned index, PortDirection direction, PortDirection read_direction, Side side) {
+        return {{index, direction, side}, {index, read_direction, side}, {index, direction, side}};
+    }
     Direction sent, served;
 };
 
@@ -23,9 +32,11 @@ struct Traffic {
 // private `struct verbs_device` and compare the member that follows with their own table of functions, for example in
 // mlx5dv_is_supported. It is null here, so no provider takes a twin for its device.
 struct Device {
+    explicit Device(unsigned device_index) : index(device_index), traffic(device_index) {}
+
     ibv_device abi{};
     const void* provider_operations = nullptr;
-    unsigned index = 0;
+    unsigned index;
     std::array<std::uint8_t, 8> guid{};
     // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID.
     ibv_gid gid{};

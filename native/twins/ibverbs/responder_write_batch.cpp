@@ -62,12 +62,12 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
     std::size_t succeeded_count = 0;
     const RegionError error =
         region->read_from(std::span(payloads).first(request_count), &link->pipe(), &succeeded_count);
-    for (std::size_t index = succeeded_count; index < request_count; ++index) {
-        batch_bytes -= payloads[index].iov_len;
-    }
     Traffic::Direction& served = context_->device->traffic.served;
     served.requests += succeeded_count;
-    served.write_bytes += batch_bytes;
+    // Each write has packets of its own.
+    for (std::size_t index = 0; index < succeeded_count; ++index) {
+        served.write_bytes += payloads[index].iov_len;
+    }
     const auto served_count = static_cast<std::uint32_t>(succeeded_count);
     for (std::uint32_t index = 0; index < served_count; ++index) {
         link->put_response(first_number + index, wire::make_response(wire::Status::done));

@@ -7,6 +7,7 @@
 #include "ibverbs/abi.hpp"
 #include "model/config.hpp"
 #include "model/fault.hpp"
+#include "model/usage.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -88,6 +89,7 @@ constexpr std::array points = {
 constexpr std::array<std::string_view, 3> prefixes = {"ibv_", "_ibv_", "wc."};
 
 std::string load_session() {
+    record_use(UsedApi::verbs);
     const std::string fault_error = load_faults(points, prefixes);
     return config().error.empty() ? fault_error : config().error;
 }

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <utility>
 
+#include "model/usage.hpp"
+
 namespace gdrkit::twin {
 namespace {
 
@@ -58,6 +60,7 @@ void print_stack(const char* title, const Stack& stack) {
 } // namespace
 
 void ledger_add(std::string_view kind, std::uint64_t handle) {
+    record_object(kind);
     Ledger& state = ledger();
     std::lock_guard lock(state.mutex);
     // An allocator may reuse the address of a released object. Releasing the new object is not a double release.

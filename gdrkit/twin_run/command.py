@@ -1,0 +1,128 @@
+"""The command ``gdrkit run``: runs a command on software twins and reports which twins its processes used."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from gdrkit import launch
+from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
+from gdrkit.text import escape_controls
+from gdrkit.twin_run.domain_state import joined_domain, write_devices
+from gdrkit.twin_run.loaded import LoadedLibraries
+from gdrkit.twin_run.report import report_lines, used_apis
+from gdrkit.twin_run.supervisor import exit_like, supervise
+from gdrkit.twin_run.usage import create_usage_file, read_usage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = ["EXIT_NOT_USED", "run_on_twins"]
+
+# The exit code of a command that ended with 0 and did not use a required API. A shell uses the codes from 126 on.
+EXIT_NOT_USED = 125
+
+
+def run_on_twins(
+    options: launch.Launch, command: Sequence[str], *, required: frozenset[Api] = frozenset(), quiet: bool = False
+) -> NoReturn:
+    """Run a command on twins, print the report, and end this process as the command ended.
+
+    Parameters
+    ----------
+    options : Launch
+        The APIs that run on twins, and the options of the twins.
+    command : sequence of str
+        The program and its arguments.
+    required : frozenset of Api
+        If the command ends with exit code 0 and has not used these APIs, the exit code is 125.
+    quiet : bool
+        Print no report.
+
+    Raises
+    ------
+    ApiError
+        The command cannot be started: ENOENT (not found), EACCES (not executable) or another errno of execvp.
+    SetupMissing, UsageError
+        See :func:`gdrkit.launch.environment`. A required API does not run on a twin.
+    """
+    if not command:
+        message = "no command was given"
+        raise UsageError(
+            message, what_to_do="write it after --, for example: gdrkit run --software -- python my_program.py"
+        )
+    if required - options.software:
+        names = ", ".join(sorted(api.value for api in required - options.software))
+        message = f"a required API must run on a twin, which --apis excludes: {names}"
+        raise UsageError(message)
+    environment = launch.environment(options)
+    with _shared_state(options, environment) as folder:
+        usage_file = None
+        if folder is not None:
+            usage_file = folder / f"run.{os.getpid()}.{secrets.token_hex(4)}"
+            create_usage_file(usage_file)
+            environment = launch.with_state(environment, options, state=folder, usage_file=usage_file)
+        libraries = LoadedLibraries(options.software, str(usage_file))
+        try:
+            status = _supervise(command, environment, libraries)
+            uses = [] if usage_file is None else read_usage(usage_file)
+        finally:
+            # Another run may still use the folder.
+            if usage_file is not None:
+                usage_file.unlink(missing_ok=True)
+    lines = [] if quiet else report_lines(options.software, uses, sorted(libraries.real))
+    missing = required - used_apis(uses)
+    if missing and status == 0:
+        names = ", ".join(sorted(api.value for api in missing))
+        lines.append(f"the command ended with 0, but it did not use {names}, which --require names")
+        status = EXIT_NOT_USED << 8
+    for line in lines:
+        print(f"gdrkit: {escape_controls(line)}", file=sys.stderr)  # noqa: T201 - this is the output of the command.
+    exit_like(status)
+
+
+@contextlib.contextmanager
+def _shared_state(options: launch.Launch, environment: dict[str, str]) -> Iterator[Path | None]:
+    """Create or join the state of the domain, with the device files of the verbs twin.
+
+    A program needs neither to run on the twins. So if that fails, one line says so, and the value is None.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(joined_domain(environment))
+        except OSError as error:
+            _warn(f"no report and no device files in /sys and /dev, because the state cannot be stored: {error}")
+            yield None
+            return
+        program = launch.device_writer()
+        if Api.VERBS in options.software and program is not None:
+            reason = write_devices(folder, program, environment)
+            if reason is not None:
+                _warn(f"programs do not see the devices in /sys and /dev: {reason}")
+        yield folder
+
+
+def _supervise(command: Sequence[str], environment: dict[str, str], libraries: LoadedLibraries) -> int:
+    try:
+        return supervise(command, environment, libraries.observe)
+    except OSError as error:
+        error_number = error.errno or errno.EIO
+        raise ApiError(
+            api=Api.KERNEL,
+            operation="execvp",
+            status=error_number,
+            status_name=errno_name(error_number),
+            errno=error_number,
+            arguments={"command": command[0]},
+            reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
+            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
+        ) from error
+
+
+def _warn(line: str) -> None:
+    print(f"gdrkit: {escape_controls(line)}", file=sys.stderr)  # noqa: T201 - this is the output of the command.

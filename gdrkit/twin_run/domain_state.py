@@ -1,0 +1,157 @@
+"""Folder with the state of a domain: the device files that programs see, and the port counters.
+
+All ``gdrkit run`` of one user with the same domain share the folder, because a domain is like one machine. Each holds a
+shared lock on it while its command runs. The last one removes the folder. After a SIGKILL of ``gdrkit run`` the folder
+remains, and the next ``gdrkit run`` of the user removes it, because nobody holds its lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["joined_domain", "write_devices"]
+
+# 16 devices with 32 bytes each: native/twins/loader/tree_files.hpp.
+_COUNTERS_FILE_BYTES = 512
+_COUNTED_DEVICES = ("GDRKIT_TWINS_NICS", "GDRKIT_TWINS_GPUS")
+_VARIABLES_OF_THE_COMMAND = frozenset({"GDRKIT_TWINS_FAULTS", "GDRKIT_TWINS_RUN", "LD_PRELOAD", "LD_AUDIT"})
+_WRITE_TIMEOUT_S = 30
+
+
+@contextlib.contextmanager
+def joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Create or join the folder of the domain that `environment` names, and leave it at the end.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be created, or another user owns it.
+    """
+    user_folder = _user_folder()
+    _sweep(user_folder)
+    folder, lock = _join(user_folder / _domain_key(environment))
+    try:
+        yield folder
+    finally:
+        _remove_if_unused(folder, lock)
+        os.close(lock)
+        with contextlib.suppress(OSError):
+            user_folder.rmdir()
+
+
+def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -> str | None:
+    """Write the tree of device files, unless the domain has one. Return the reason if that fails, otherwise None.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the domain.
+    program : Path
+        The program of the twins that writes the tree. It lists the devices of the verbs twin.
+    environment : mapping
+        The environment of the command, which decides how many devices there are.
+    """
+    tree = folder / "tree"
+    if tree.is_dir():
+        return None
+    # Fault plans and the record of uses are for the command.
+    variables = {name: value for name, value in environment.items() if name not in _VARIABLES_OF_THE_COMMAND}
+    new_tree = folder / f"tree.{os.getpid()}"
+    try:
+        result = subprocess.run(
+            [str(program), str(new_tree)],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="backslashreplace",
+            timeout=_WRITE_TIMEOUT_S,
+            check=False,
+        )
+        if result.returncode != 0:
+            return (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+        # If another process was faster, its tree is the same, and the rename fails because the folder is not empty.
+        with contextlib.suppress(OSError):
+            new_tree.rename(tree)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    finally:
+        shutil.rmtree(new_tree, ignore_errors=True)
+    return None
+
+
+def _domain_key(environment: Mapping[str, str]) -> str:
+    # Programs with different numbers of devices cannot share a tree. The twins refuse a malformed value.
+    counts = ["".join(filter(str.isalnum, environment.get(name, "2")))[:8] for name in _COUNTED_DEVICES]
+    domain = environment.get("GDRKIT_TWINS_DOMAIN", "default").replace("/", "_")[:32]
+    return "-".join([domain, *counts])
+
+
+def _user_folder() -> Path:
+    """Create and return the folder of this user. Other users cannot enter it."""
+    memory = Path("/dev/shm")  # noqa: S108 - the folder below it is checked.
+    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    folder = parent / f"gdrkit-twins-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        message = f"{folder} is not a folder of this user"
+        raise PermissionError(message)
+    return folder
+
+
+def _join(folder: Path) -> tuple[Path, int]:
+    """Create the folder if it does not exist, lock it, and return it with the descriptor of the lock."""
+    while True:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if _is_same_folder(folder, lock):
+            break
+        # The last user of the folder has removed it since it was opened.
+        os.close(lock)
+    counters = os.open(folder / "counters", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.ftruncate(counters, _COUNTERS_FILE_BYTES)
+    os.close(counters)
+    return folder, lock
+
+
+def _is_same_folder(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(folder.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_unused(folder: Path, lock: int) -> None:
+    """Remove the folder if no other process has locked it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(user_folder: Path) -> None:
+    """Remove the folders of domains that no process uses any more."""
+    for folder in user_folder.iterdir():
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                _remove_if_unused(folder, lock)
+            finally:
+                os.close(lock)

@@ -1,0 +1,88 @@
+"""Finds the processes of a run that have a real library of an API mapped, instead of the twin.
+
+The loader replaces the libraries by the twins only in processes that have the environment of ``gdrkit run``. A program
+that clears the environment, a program with the set-user-ID bit, and a C library other than glibc escape.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gdrkit import launch
+from gdrkit.host import HostTree
+
+if TYPE_CHECKING:
+    from gdrkit.errors import Api
+
+__all__ = ["LoadedLibraries", "RealLibrary"]
+
+_EXECUTABLE_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \S+\s+(/.*\.so.*)$", re.MULTILINE)
+# The fields of /proc/<pid>/stat after the name of the program, which may contain spaces (proc(5)).
+_PARENT_FIELD = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RealLibrary:
+    """A real library that a process has mapped although the run has a twin of its API."""
+
+    api: str
+    path: str
+    program: str
+    process_id: int
+
+
+@dataclass(slots=True)
+class LoadedLibraries:
+    """Observer of the libraries of a run.
+
+    Parameters
+    ----------
+    software : frozenset of Api
+        The APIs that the run has twins of.
+    usage_file : str
+        The value of the environment variable by which a process of the run is recognized.
+    """
+
+    software: frozenset[Api]
+    usage_file: str
+    real: set[RealLibrary] = field(default_factory=set)
+    _api_of_path: dict[str, Api | None] = field(default_factory=dict)
+    _tree: HostTree = field(default_factory=HostTree)
+
+    def observe(self, command: int) -> None:
+        """Look at the command with this process ID, at its descendants, and at all processes with its environment."""
+        marker = f"{launch.USAGE_VARIABLE}={self.usage_file}".encode()
+        members = {command}
+        # A child has a larger process ID than its parent, unless the numbers have wrapped around.
+        for name in sorted(filter(str.isdecimal, self._tree.names("/proc")), key=int):
+            process_id = int(name)
+            stat = self._tree.text(f"/proc/{name}/stat") or ""
+            fields = stat.rpartition(")")[2].split()
+            if not fields or process_id == os.getpid():
+                continue
+            is_descendant = int(fields[_PARENT_FIELD]) in members
+            if not is_descendant and process_id != command:
+                data = self._tree.data(f"/proc/{name}/environ") or b""
+                is_descendant = marker in data.split(b"\0")
+            if is_descendant or process_id == command:
+                members.add(process_id)
+                self._observe_process(process_id, stat)
+
+    def _observe_process(self, process_id: int, stat: str) -> None:
+        program = stat.partition("(")[2].rpartition(")")[0]
+        maps = self._tree.text(f"/proc/{process_id}/maps") or ""
+        for path in dict.fromkeys(_EXECUTABLE_MAPPING.findall(maps)):
+            api = self._replaced_api(path)
+            if api is not None:
+                self.real.add(RealLibrary(api.value, path, program, process_id))
+
+    def _replaced_api(self, path: str) -> Api | None:
+        """Return the API whose twin should have been loaded instead of this library, or None."""
+        if path not in self._api_of_path:
+            api = launch.api_of_library(path)
+            is_real = api in self.software and not launch.is_twin(path)
+            self._api_of_path[path] = api if is_real else None
+        return self._api_of_path[path]

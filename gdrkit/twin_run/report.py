@@ -1,0 +1,85 @@
+"""The lines that ``gdrkit run`` prints at its end: for each API, which processes used the twin, and how much."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.twin_run.loaded import RealLibrary
+    from gdrkit.twin_run.usage import ProcessUse
+
+__all__ = ["report_lines", "used_apis"]
+
+# The object without which a program does not use an API: (one, several).
+_OBJECT_OF_API = {
+    Api.VERBS: ("queue pair", "queue pairs"),
+    Api.CUDA: ("memory allocation", "memory allocations"),
+    Api.CUFILE: ("registered file", "registered files"),
+    Api.HLTHUNK: ("opened device", "opened devices"),
+}
+_PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
+
+
+def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
+    """Return the APIs that a process used: it created an object. To list devices is not a use."""
+    return frozenset(use.api for use in uses if use.objects_count > 0)
+
+
+def report_lines(software: frozenset[Api], uses: Sequence[ProcessUse], real: Sequence[RealLibrary]) -> list[str]:
+    """Return one line for each API whose twin was opened, one for each real library, and one for the other APIs."""
+    lines = []
+    untouched = []
+    for api in sorted(software, key=lambda api: api.value):
+        of_api = [use for use in uses if use.api is api]
+        if of_api:
+            lines.append(_line(api, of_api))
+        else:
+            untouched.append(api.value)
+    libraries = dict.fromkeys((library.api, library.path) for library in real)
+    for api_name, path in libraries:
+        processes = [library for library in real if library.path == path]
+        names = _programs([(library.program, library.process_id) for library in processes])
+        lines.append(f"{api_name}: {path}, not the twin, was loaded by {names}")
+    if untouched:
+        lines.append(f"not used: {', '.join(untouched)}")
+    return lines
+
+
+def _line(api: Api, uses: Sequence[ProcessUse]) -> str:
+    programs = _programs([(use.program, use.process_id) for use in uses])
+    objects_count = sum(use.objects_count for use in uses)
+    moved_bytes = sum(use.moved_bytes for use in uses)
+    one, several = _OBJECT_OF_API[api]
+    if objects_count == 0:
+        return f"{api.value}: twin opened by {programs}, but not used: no {one}"
+    objects = f"{objects_count} {one if objects_count == 1 else several}"
+    moved = f"; {_rounded(moved_bytes)} moved" if moved_bytes else ""
+    return f"{api.value}: twin opened by {programs}; {objects}{moved}"
+
+
+def _rounded(length_bytes: int) -> str:
+    """Return a size in decimal units, such as ``1.3 GB``."""
+    value = float(length_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:  # noqa: PLR2004 - the next unit.
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.4g} TB"
+
+
+def _programs(processes: Sequence[tuple[str, int]]) -> str:
+    """Return text such as ``ib_write_bw (pid 12, 13), python3 (pid 14)``."""
+    ids_of_program: dict[str, list[int]] = {}
+    for program, process_id in processes:
+        ids_of_program.setdefault(program, []).append(process_id)
+    texts = []
+    for program, process_ids in list(ids_of_program.items())[:_PROGRAMS_MAX]:
+        ids = ", ".join(map(str, process_ids[:_PROCESSES_MAX]))
+        more = len(process_ids) - _PROCESSES_MAX
+        texts.append(f"{program} (pid {ids}{f' and {more} more' if more > 0 else ''})")
+    more = len(ids_of_program) - _PROGRAMS_MAX
+    return ", ".join(texts) + (f" and {more} more programs" if more > 0 else "")

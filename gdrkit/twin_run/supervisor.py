@@ -1,0 +1,131 @@
+"""Starts a command and waits for it, so that signals, the terminal and the exit code are as if the command had replaced
+this process.
+
+The command is in the process group of this process and has its standard streams. So the terminal sends its signals
+(Ctrl-C, Ctrl-Z, window size) to both; this process leaves them to the command. A signal that another process sends to
+this process is forwarded. If this process is killed, the kernel kills the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, NoReturn
+
+from gdrkit.host import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["exit_like", "supervise"]
+
+# The kernel cannot block these two.
+_SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+# si_code of a signal that the kernel sends, such as the signals of the terminal (asm-generic/siginfo.h).
+_SI_KERNEL = 0x80
+# If such a signal stops the command, the shell has stopped the job, and this process is part of the job.
+_JOB_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
+_OBSERVE_FIRST_S, _OBSERVE_LATEST_S = 0.02, 2.0
+_EXEC_FAILED = 127
+
+
+def supervise(command: Sequence[str], environment: Mapping[str, str], observe: Callable[[int], None]) -> int:
+    """Run a command and return its wait status, as os.waitpid does.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The program and its arguments.
+    environment : mapping
+        The environment of the command.
+    observe : callable
+        Is called with the process ID of the command while it runs: first after 20 ms, later every 2 s.
+
+    Raises
+    ------
+    OSError
+        The command cannot be started: the error of execvp(3).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS)
+    error_reader, error_writer = os.pipe2(os.O_CLOEXEC)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _execute(command, environment, parent, old_mask, error_writer)
+    os.close(error_writer)
+    with os.fdopen(error_reader, "rb") as reader:
+        error_text = reader.read()
+    if error_text:
+        os.waitpid(child, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        error_number = int(error_text)
+        raise OSError(error_number, os.strerror(error_number), command[0])
+    return _wait(child, observe)
+
+
+def _execute(
+    command: Sequence[str], environment: Mapping[str, str], parent: int, mask: set[signal.Signals | int], errors: int
+) -> NoReturn:
+    """Replace the new child process by the command. If that fails, write the errno to the descriptor `errors`."""
+    try:
+        die_with_parent(parent)
+        # Python ignores these signals. Programs expect the default actions.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execvpe(command[0], list(command), environment)  # noqa: S606 - no shell is involved.
+    except OSError as error:
+        os.write(errors, str(error.errno).encode())
+    finally:
+        os._exit(_EXEC_FAILED)
+
+
+def _wait(child: int, observe: Callable[[int], None]) -> int:
+    interval_s = _OBSERVE_FIRST_S
+    next_observation_s = time.monotonic() + interval_s
+    while True:
+        details = signal.sigtimedwait(_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
+        if details is None:
+            observe(child)
+            interval_s = min(2 * interval_s, _OBSERVE_LATEST_S)
+            next_observation_s = time.monotonic() + interval_s
+        elif details.si_signo == signal.SIGCHLD:
+            if (status := _collect(child)) is not None:
+                return status
+        elif details.si_code != _SI_KERNEL:
+            # The command may have ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, details.si_signo)
+
+
+def _collect(child: int) -> int | None:
+    """Return the wait status of the command if it has ended. If the terminal stopped it, stop this process too."""
+    while True:
+        process_id, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+        if process_id == 0:
+            return None
+        if not os.WIFSTOPPED(status):
+            return status
+        if os.WSTOPSIG(status) in _JOB_STOPS:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def exit_like(status: int) -> NoReturn:
+    """End this process as the process with this wait status ended: with its exit code, or by its signal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.WIFSIGNALED(status):
+        # The core file of the command is the one to keep.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os._exit(os.waitstatus_to_exitcode(status))

@@ -1,0 +1,31 @@
+// Counters of the bytes of a device's requests: those of this process, and those of the port, which all processes of
+// the domain share and /sys/class/infiniband shows.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace gdrkit::twin::verbs {
+
+enum class PortDirection { sent, received };
+enum class Side { requester, responder };
+
+// Counts the payload bytes of one kind of request. `direction` is the direction of the payload at the port. The bytes
+// of the requester also count as moved in the report of `gdrkit run`.
+class PayloadCounter {
+public:
+    PayloadCounter(unsigned device_index, PortDirection direction, Side side)
+        : device_index_(device_index), direction_(direction), side_(side) {}
+
+    // Count one message, or one chunk of a message that consists of whole packets.
+    void operator+=(std::uint64_t length_bytes);
+    operator std::uint64_t() const { return bytes_.load(std::memory_order_relaxed); }
+
+private:
+    std::atomic<std::uint64_t> bytes_{0};
+    unsigned device_index_;
+    PortDirection direction_;
+    Side side_;
+};
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,87 @@
+// A library for LD_AUDIT (rtld-audit(7)): makes the dynamic loader open a twin in place of every library with the name
+// of the twin, also if the program has its own copy. `gdrkit run` sets the variable for its child.
+//
+// LD_LIBRARY_PATH does not suffice: a DT_RPATH of the program precedes it, Python wheels contain copies with other
+// names (libibverbs-1a2b3c4d.so.1.14.48.0), and some programs open a library by its absolute path.
+#include <link.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+namespace {
+
+constexpr const char* twins_variable = "GDRKIT_TWINS_LIBRARIES"; // paths of the twins, separated by colons
+constexpr std::size_t hash_characters = 8;                       // auditwheel adds "-" and this number of digits
+
+constexpr bool is_hash(std::string_view text) {
+    return text.size() == hash_characters && text.find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
+// Return the name of a library without folder, version and auditwheel's hash: "libcuda" for "/a/libcuda.so.1" and for
+// "libcuda-0123abcd.so.1.2". Return an empty text for the path of another file.
+constexpr std::string_view stem_of(std::string_view path) {
+    if (const auto slash = path.rfind('/'); slash != std::string_view::npos) {
+        path.remove_prefix(slash + 1);
+    }
+    const auto suffix = path.find(".so");
+    if (suffix == std::string_view::npos || (suffix + 3 < path.size() && path[suffix + 3] != '.')) {
+        return {};
+    }
+    path.remove_suffix(path.size() - suffix);
+    // substr would need the C++ library, because it can throw.
+    const auto dash = path.rfind('-');
+    if (dash != std::string_view::npos && is_hash({path.data() + dash + 1, path.size() - dash - 1})) {
+        path.remove_suffix(path.size() - dash);
+    }
+    return path;
+}
+static_assert(stem_of("/usr/lib/libibverbs.so.1") == "libibverbs" && stem_of("libcuda.so") == "libcuda");
+static_assert(stem_of("/w/nixl.libs/libibverbs-9f2c01ab.so.1.14.48.0") == "libibverbs");
+static_assert(stem_of("libhl-thunk.so") == "libhl-thunk" && stem_of("libcufile_rdma.so.1") == "libcufile_rdma");
+static_assert(stem_of("libcuda.sock").empty() && stem_of("/usr/bin/env").empty());
+
+// Return the path of the twin that replaces this library, or nullptr.
+char* find_twin(std::string_view library) {
+    // The paths are in a copy, in which each ends with NUL, because the loader needs C strings for as long as it runs.
+    static char* const paths = [] {
+        const char* const value = std::getenv(twins_variable);
+        const std::string_view text = value == nullptr ? "" : value;
+        auto* const copy = static_cast<char*>(std::calloc(text.size() + 2, 1));
+        for (std::size_t index = 0; copy != nullptr && index < text.size(); ++index) {
+            copy[index] = text[index] == ':' ? '\0' : text[index];
+        }
+        return copy;
+    }();
+    const std::string_view stem = stem_of(library);
+    if (stem.empty() || paths == nullptr) {
+        return nullptr;
+    }
+    for (char* path = paths; *path != '\0'; path += std::string_view(path).size() + 1) {
+        if (stem_of(path) == stem) {
+            return path;
+        }
+    }
+    return nullptr;
+}
+
+} // namespace
+
+extern "C" {
+
+[[gnu::visibility("default")]] unsigned la_version(unsigned version) {
+    // Every version of the interface has what this library uses. The loader refuses a version that it does not know.
+    return version < LAV_CURRENT ? version : LAV_CURRENT;
+}
+
+// The loader calls this with the name as the program states it (LA_SER_ORIG), and then with each path that it would
+// try. A name without a folder is not replaced at once: the loader would then not find its own entry for the name when
+// it checks symbol versions. It is replaced in the first path that the loader tries.
+[[gnu::visibility("default")]] char* la_objsearch(const char* name, std::uintptr_t*, unsigned flag) {
+    const std::string_view library = name;
+    const bool is_path = library.find('/') != std::string_view::npos;
+    char* const twin = flag == LA_SER_ORIG && !is_path ? nullptr : find_twin(library);
+    return twin != nullptr ? twin : const_cast<char*>(name);
+}
+
+} // extern "C"

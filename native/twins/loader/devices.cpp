@@ -1,0 +1,290 @@
+// A library for LD_PRELOAD: programs see the devices of the verbs twin in /sys and /dev. Each function here has the
+// name of a function of libc, and calls it with the path of the same file in the tree of the domain. `gdrkit run`
+// creates the tree and sets the variables for its child. The library needs nothing but libc, so that it costs a process
+// little.
+#include <dirent.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "loader/paths.hpp"
+
+using gdrkit::twin::open_counter;
+using gdrkit::twin::outside_path;
+using gdrkit::twin::Path;
+
+namespace {
+
+// Return the next definition of a function, which is that of libc. `cache` may be filled by several threads at once.
+void* next_definition(const char* name, void** cache) {
+    void* function = __atomic_load_n(cache, __ATOMIC_RELAXED);
+    if (function == nullptr) {
+        function = dlsym(RTLD_NEXT, name);
+        __atomic_store_n(cache, function, __ATOMIC_RELAXED);
+    }
+    return function;
+}
+
+mode_t mode_argument(int flags, va_list arguments) {
+    return (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE ? va_arg(arguments, mode_t) : 0;
+}
+
+} // namespace
+
+// Define `next` as the next definition of the function `name` of the given type.
+#define NEXT(name, ...)                                                                                                \
+    static void* cache_##name = nullptr;                                                                               \
+    using Type_##name = __VA_ARGS__;                                                                                   \
+    const auto next = reinterpret_cast<Type_##name*>(next_definition(#name, &cache_##name));                           \
+    if (next == nullptr) {                                                                                             \
+        return fail<Type_##name>();                                                                                    \
+    }
+
+namespace {
+
+// The result of a function that this libc does not have.
+template <typename Function> struct ResultOf;
+template <typename Result, typename... Arguments> struct ResultOf<Result(Arguments...)> { using Type = Result; };
+template <typename Result, typename... Arguments> struct ResultOf<Result(Arguments..., ...)> { using Type = Result; };
+template <typename Function> typename ResultOf<Function>::Type fail() {
+    errno = ENOSYS;
+    if constexpr (requires(typename ResultOf<Function>::Type value) { *value; }) {
+        return nullptr;
+    } else {
+        return -1;
+    }
+}
+
+} // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+#define OPEN(name)                                                                                                     \
+    int name(const char* file, int flags, ...) {                                                                       \
+        va_list arguments;                                                                                             \
+        va_start(arguments, flags);                                                                                    \
+        const mode_t mode = mode_argument(flags, arguments);                                                           \
+        va_end(arguments);                                                                                             \
+        const Path path(AT_FDCWD, file);                                                                               \
+        if (path.is_counter()) {                                                                                       \
+            return open_counter(path, flags);                                                                          \
+        }                                                                                                              \
+        NEXT(name, int(const char*, int, ...))                                                                         \
+        return next(path.get(), flags, mode);                                                                          \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define OPENAT(name)                                                                                                   \
+    int name(int folder, const char* file, int flags, ...) {                                                           \
+        va_list arguments;                                                                                             \
+        va_start(arguments, flags);                                                                                    \
+        const mode_t mode = mode_argument(flags, arguments);                                                           \
+        va_end(arguments);                                                                                             \
+        const Path path(folder, file);                                                                                 \
+        if (path.is_counter()) {                                                                                       \
+            return open_counter(path, flags);                                                                          \
+        }                                                                                                              \
+        NEXT(name, int(int, const char*, int, ...))                                                                    \
+        return next(folder, path.get(), flags, mode);                                                                  \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+
+// The functions that a program calls instead of open and openat if it was compiled with _FORTIFY_SOURCE.
+#define OPEN_2(name)                                                                                                   \
+    int name(const char* file, int flags) {                                                                            \
+        const Path path(AT_FDCWD, file);                                                                               \
+        if (path.is_counter()) {                                                                                       \
+            return open_counter(path, flags);                                                                          \
+        }                                                                                                              \
+        NEXT(name, int(const char*, int))                                                                              \
+        return next(path.get(), flags);                                                                                \
+    }
+OPEN_2(__open_2)
+OPEN_2(__open64_2)
+
+#define OPENAT_2(name)                                                                                                 \
+    int name(int folder, const char* file, int flags) {                                                                \
+        const Path path(folder, file);                                                                                 \
+        if (path.is_counter()) {                                                                                       \
+            return open_counter(path, flags);                                                                          \
+        }                                                                                                              \
+        NEXT(name, int(int, const char*, int))                                                                         \
+        return next(folder, path.get(), flags);                                                                        \
+    }
+OPENAT_2(__openat_2)
+OPENAT_2(__openat64_2)
+
+#define FOPEN(name)                                                                                                    \
+    FILE* name(const char* file, const char* mode) {                                                                   \
+        const Path path(AT_FDCWD, file);                                                                               \
+        if (path.is_counter()) {                                                                                       \
+            const int fd = open_counter(path, std::strpbrk(mode, "wa+") == nullptr ? O_RDONLY : O_RDWR);               \
+            return fd < 0 ? nullptr : fdopen(fd, "r");                                                                 \
+        }                                                                                                              \
+        NEXT(name, FILE*(const char*, const char*))                                                                    \
+        return next(path.get(), mode);                                                                                 \
+    }
+FOPEN(fopen)
+FOPEN(fopen64)
+
+DIR* opendir(const char* file) {
+    const Path path(AT_FDCWD, file);
+    NEXT(opendir, DIR * (const char*))
+    return next(path.get());
+}
+
+using Filter = int(const dirent*);
+using Order = int(const dirent**, const dirent**);
+#define SCANDIR(name)                                                                                                  \
+    int name(const char* file, dirent*** names, Filter* filter, Order* order) {                                        \
+        const Path path(AT_FDCWD, file);                                                                               \
+        NEXT(name, int(const char*, dirent***, Filter*, Order*))                                                       \
+        return next(path.get(), names, filter, order);                                                                 \
+    }
+SCANDIR(scandir)
+
+#define ACCESS(name)                                                                                                   \
+    int name(const char* file, int mode) noexcept {                                                                    \
+        const Path path(AT_FDCWD, file);                                                                               \
+        NEXT(name, int(const char*, int))                                                                              \
+        return next(path.get(), mode);                                                                                 \
+    }
+ACCESS(access)
+ACCESS(eaccess)
+ACCESS(euidaccess)
+
+int faccessat(int folder, const char* file, int mode, int flags) noexcept {
+    const Path path(folder, file);
+    NEXT(faccessat, int(int, const char*, int, int))
+    return next(folder, path.get(), mode, flags);
+}
+
+int chdir(const char* file) noexcept {
+    const Path path(AT_FDCWD, file);
+    NEXT(chdir, int(const char*))
+    return next(path.get());
+}
+
+#define STAT(name, Status)                                                                                             \
+    int name(const char* file, Status* status) noexcept {                                                              \
+        const Path path(AT_FDCWD, file);                                                                               \
+        NEXT(name, int(const char*, Status*))                                                                          \
+        return next(path.get(), status);                                                                               \
+    }
+STAT(stat, struct stat)
+STAT(stat64, struct stat64)
+STAT(lstat, struct stat)
+STAT(lstat64, struct stat64)
+STAT(statfs, struct statfs)
+STAT(statfs64, struct statfs64)
+
+#define FSTATAT(name, Status)                                                                                          \
+    int name(int folder, const char* file, Status* status, int flags) noexcept {                                       \
+        const Path path(folder, file);                                                                                 \
+        NEXT(name, int(int, const char*, Status*, int))                                                                \
+        return next(folder, path.get(), status, flags);                                                                \
+    }
+FSTATAT(fstatat, struct stat)
+FSTATAT(fstatat64, struct stat64)
+
+int statx(int folder, const char* file, int flags, unsigned mask, struct statx* status) noexcept {
+    const Path path(folder, file);
+    NEXT(statx, int(int, const char*, int, unsigned, struct statx*))
+    return next(folder, path.get(), flags, mask, status);
+}
+
+// Programs that were linked against a glibc before 2.33 call these functions instead of stat, lstat and fstatat.
+#define XSTAT(name, Status)                                                                                            \
+    int name(int version, const char* file, Status* status) noexcept {                                                 \
+        const Path path(AT_FDCWD, file);                                                                               \
+        NEXT(name, int(int, const char*, Status*))                                                                     \
+        return next(version, path.get(), status);                                                                      \
+    }
+XSTAT(__xstat, struct stat)
+XSTAT(__xstat64, struct stat64)
+XSTAT(__lxstat, struct stat)
+XSTAT(__lxstat64, struct stat64)
+
+#define FXSTATAT(name, Status)                                                                                         \
+    int name(int version, int folder, const char* file, Status* status, int flags) noexcept {                          \
+        const Path path(folder, file);                                                                                 \
+        NEXT(name, int(int, int, const char*, Status*, int))                                                           \
+        return next(version, folder, path.get(), status, flags);                                                       \
+    }
+FXSTATAT(__fxstatat, struct stat)
+FXSTATAT(__fxstatat64, struct stat64)
+
+// `ls -l` and `cp` read extended attributes.
+#define GETXATTR(name)                                                                                                 \
+    ssize_t name(const char* file, const char* attribute, void* value, size_t size) noexcept {                         \
+        const Path path(AT_FDCWD, file);                                                                               \
+        NEXT(name, ssize_t(const char*, const char*, void*, size_t))                                                   \
+        return next(path.get(), attribute, value, size);                                                               \
+    }
+GETXATTR(getxattr)
+GETXATTR(lgetxattr)
+
+ssize_t readlink(const char* file, char* target, size_t size) noexcept {
+    const Path path(AT_FDCWD, file);
+    NEXT(readlink, ssize_t(const char*, char*, size_t))
+    return next(path.get(), target, size);
+}
+
+ssize_t readlinkat(int folder, const char* file, char* target, size_t size) noexcept {
+    const Path path(folder, file);
+    NEXT(readlinkat, ssize_t(int, const char*, char*, size_t))
+    return next(folder, path.get(), target, size);
+}
+
+ssize_t __readlink_chk(const char* file, char* target, size_t size, size_t target_size) noexcept {
+    const Path path(AT_FDCWD, file);
+    NEXT(__readlink_chk, ssize_t(const char*, char*, size_t, size_t))
+    return next(path.get(), target, size, target_size);
+}
+
+ssize_t __readlinkat_chk(int folder, const char* file, char* target, size_t size, size_t target_size) noexcept {
+    const Path path(folder, file);
+    NEXT(__readlinkat_chk, ssize_t(int, const char*, char*, size_t, size_t))
+    return next(folder, path.get(), target, size, target_size);
+}
+
+// The result of these functions is a path without symbolic links. A path in the tree becomes the path that the program
+// knows.
+char* realpath(const char* file, char* resolved) noexcept {
+    const Path path(AT_FDCWD, file);
+    NEXT(realpath, char*(const char*, char*))
+    return outside_path(next(path.get(), resolved));
+}
+
+char* __realpath_chk(const char* file, char* resolved, size_t size) noexcept {
+    const Path path(AT_FDCWD, file);
+    NEXT(__realpath_chk, char*(const char*, char*, size_t))
+    return outside_path(next(path.get(), resolved, size));
+}
+
+char* canonicalize_file_name(const char* file) noexcept {
+    const Path path(AT_FDCWD, file);
+    NEXT(canonicalize_file_name, char*(const char*))
+    return outside_path(next(path.get()));
+}
+
+char* getcwd(char* folder, size_t size) noexcept {
+    NEXT(getcwd, char*(char*, size_t))
+    return outside_path(next(folder, size));
+}
+
+} // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,196 @@
+// Finds the device files in paths, and writes the files of port counters.
+#include "loader/paths.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string_view>
+
+#include "loader/tree_files.hpp"
+
+namespace gdrkit::twin {
+namespace {
+
+// System calls by their number. The functions of libc with these names are those of devices.cpp in this process.
+int open_directly(const char* path, int flags) {
+    return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0));
+}
+bool exists(const char* path) {
+    return syscall(SYS_faccessat, AT_FDCWD, path, F_OK) == 0;
+}
+
+// Return the folder of the tree, or an empty text if there is none. The variable is read once, because a program may
+// change its environment.
+std::string_view tree_folder() {
+    static char folder[max_path_bytes];
+    static int length = -1;
+    int known_length = __atomic_load_n(&length, __ATOMIC_ACQUIRE);
+    if (known_length < 0) {
+        const char* const state = std::getenv(state_variable);
+        // Threads that come here at the same time write the same bytes.
+        known_length = state == nullptr ? 0 : std::snprintf(folder, sizeof folder, "%s%s", state, tree_name);
+        if (known_length >= static_cast<int>(sizeof folder) / 2) {
+            known_length = 0;
+        }
+        __atomic_store_n(&length, known_length, __ATOMIC_RELEASE);
+    }
+    return {folder, static_cast<std::size_t>(known_length)};
+}
+
+// Folders that the tree replaces as a whole: no other RDMA device is seen, as in the verbs twin.
+constexpr std::string_view replaced_folders[] = {
+    "/sys/class/infiniband", "/sys/class/infiniband_verbs", "/sys/class/infiniband_mad",
+    "/dev/infiniband",       "/sys/devices/pci7d00:00",     "/sys/bus/pci/devices/7d00:",
+};
+static_assert(replaced_folders[4].ends_with(host_bridge_name));
+// Devices that are in the tree only if this machine has no device with the same address.
+constexpr std::string_view pci_devices = "/sys/bus/pci/devices/";
+
+bool is_in_folder(std::string_view path, std::string_view folder) {
+    return path.starts_with(folder) &&
+           (folder.ends_with(':') || path.size() == folder.size() || path[folder.size()] == '/');
+}
+
+bool is_device_path(const char* file) {
+    const std::string_view path = file;
+    if (!path.starts_with("/sys/") && !path.starts_with("/dev/infiniband")) {
+        return false;
+    }
+    for (const std::string_view folder : replaced_folders) {
+        if (is_in_folder(path, folder)) {
+            return true;
+        }
+    }
+    return path.size() > pci_devices.size() && path.starts_with(pci_devices) && !exists(file);
+}
+
+// Store the absolute path of `file`, which is relative to a folder's descriptor or AT_FDCWD. Return false if it is too
+// long or the folder has no path.
+bool make_absolute(int folder, const char* file, char* absolute, std::size_t size) {
+    char link[64];
+    if (folder == AT_FDCWD) {
+        std::snprintf(link, sizeof link, "/proc/self/cwd");
+    } else {
+        std::snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
+    }
+    const long length = syscall(SYS_readlinkat, AT_FDCWD, link, absolute, size - 1);
+    return length > 0 &&
+           static_cast<std::size_t>(std::snprintf(absolute + length, size - static_cast<std::size_t>(length), "/%s",
+                                                  file)) < size - static_cast<std::size_t>(length);
+}
+
+constexpr std::string_view counter_names[] = {"port_xmit_data", "port_rcv_data", "port_xmit_packets",
+                                              "port_rcv_packets"};
+
+const char* file_name(const char* path) {
+    const char* const slash = std::strrchr(path, '/');
+    return slash == nullptr ? path : slash + 1;
+}
+
+bool is_counter_name(const char* name) {
+    for (const std::string_view counter : counter_names) {
+        if (counter == name) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// sysfs shows the data counters in units of four bytes (InfiniBand Architecture, PortXmitData).
+std::uint64_t value_of(const PortCounters& counters, std::string_view name) {
+    return name == "port_xmit_data"      ? counters.sent_bytes / 4
+           : name == "port_rcv_data"     ? counters.received_bytes / 4
+           : name == "port_xmit_packets" ? counters.sent_packets
+                                         : counters.received_packets;
+}
+
+bool read_counters(int device, PortCounters* counters) {
+    char path[max_path_bytes];
+    const std::string_view tree = tree_folder();
+    const auto state_length = static_cast<int>(tree.size() - std::strlen(tree_name));
+    std::snprintf(path, sizeof path, "%.*s%s", state_length, tree.data(), counters_name);
+    const int fd = open_directly(path, O_RDONLY);
+    if (fd < 0) {
+        return false;
+    }
+    const long length = syscall(SYS_pread64, fd, counters, sizeof *counters,
+                                static_cast<long>(static_cast<std::size_t>(device) * sizeof *counters));
+    syscall(SYS_close, fd);
+    return length == sizeof *counters;
+}
+
+} // namespace
+
+Path::Path(int folder, const char* file) : file_(file) {
+    const std::string_view tree = tree_folder();
+    if (file == nullptr || tree.empty()) {
+        return;
+    }
+    const int saved_errno = errno;
+    if (is_device_path(file)) {
+        const int length =
+            std::snprintf(tree_path_, sizeof tree_path_, "%.*s%s", static_cast<int>(tree.size()), tree.data(), file);
+        is_replaced_ = length < static_cast<int>(sizeof tree_path_);
+        if (is_replaced_) {
+            find_counter(tree_path_);
+        }
+    } else if (file[0] != '/' && is_counter_name(file_name(file)) &&
+               make_absolute(folder, file, tree_path_, sizeof tree_path_) && is_in_folder(tree_path_, tree)) {
+        find_counter(tree_path_);
+    }
+    errno = saved_errno;
+}
+
+// The path of a counter ends with "/twin<device>/ports/1/counters/<name>". Links lead to the folder, so the part before
+// that differs.
+void Path::find_counter(const char* tree_path) {
+    const char* const name = file_name(tree_path);
+    if (!is_counter_name(name)) {
+        return;
+    }
+    for (const char* part = tree_path; (part = std::strstr(part, "/twin")) != nullptr; ++part) {
+        unsigned device = 0;
+        int length = 0;
+        if (std::sscanf(part, "/twin%2u/ports/1/counters/%n", &device, &length) == 1 && length > 0 &&
+            part + length == name && device < max_devices) {
+            device_ = static_cast<int>(device);
+            counter_name_ = name;
+        }
+    }
+}
+
+int open_counter(const Path& path, int flags) {
+    PortCounters counters;
+    if ((flags & O_ACCMODE) != O_RDONLY) {
+        errno = EACCES; // the files of the kernel have mode 0444
+        return -1;
+    }
+    if (!read_counters(path.device(), &counters)) {
+        errno = ENOENT;
+        return -1;
+    }
+    char text[32];
+    const int length = std::snprintf(text, sizeof text, "%" PRIu64 "\n", value_of(counters, path.counter_name()));
+    const int fd = static_cast<int>(syscall(SYS_memfd_create, path.counter_name(), MFD_CLOEXEC));
+    if (fd >= 0) {
+        syscall(SYS_pwrite64, fd, text, static_cast<std::size_t>(length), 0L);
+    }
+    return fd;
+}
+
+char* outside_path(char* path) {
+    const std::string_view tree = tree_folder();
+    if (path != nullptr && !tree.empty() && std::string_view(path).starts_with(tree) && path[tree.size()] == '/') {
+        std::memmove(path, path + tree.size(), std::strlen(path + tree.size()) + 1);
+    }
+    return path;
+}
+
+} // namespace gdrkit::twin

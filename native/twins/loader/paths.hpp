@@ -1,0 +1,40 @@
+// Paths of device files, and their places in the tree of the domain. Nothing here allocates memory or needs a C++
+// library, because the functions of libc in devices.cpp use it.
+#pragma once
+
+#include <cstddef>
+
+namespace gdrkit::twin {
+
+// A longer path is not that of a device file. PATH_MAX would be too much for the stacks of small threads.
+inline constexpr std::size_t max_path_bytes = 1024;
+
+// A path that a program passes to a function of libc, relative to a folder's descriptor or AT_FDCWD.
+class Path {
+public:
+    Path(int folder, const char* file);
+
+    // Return the path for libc: that of the file in the tree if the path names a device file, or the path itself.
+    [[nodiscard]] const char* get() const { return is_replaced_ ? tree_path_ : file_; }
+    // Return whether the path is that of a port counter, whose file has to be written when it is opened.
+    [[nodiscard]] bool is_counter() const { return device_ >= 0; }
+    [[nodiscard]] int device() const { return device_; }
+    [[nodiscard]] const char* counter_name() const { return counter_name_; }
+
+private:
+    void find_counter(const char* tree_path);
+
+    const char* file_;
+    bool is_replaced_ = false;
+    int device_ = -1;
+    const char* counter_name_ = nullptr;
+    char tree_path_[max_path_bytes];
+};
+
+// Open a file that contains the present value of the counter. Fails like open, with EACCES if `flags` ask for writing.
+int open_counter(const Path& path, int flags);
+
+// Remove the prefix of the tree from a path in place and return the path. `path` may be NULL.
+char* outside_path(char* path);
+
+} // namespace gdrkit::twin

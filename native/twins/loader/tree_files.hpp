@@ -1,0 +1,32 @@
+// The files through which the loader's libraries and the verbs twin share the state of a domain: the tree with the
+// device files, and the port counters.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace gdrkit::twin {
+
+// This variable names the folder of the domain. `gdrkit run` creates it.
+inline constexpr const char* state_variable = "GDRKIT_TWINS_STATE";
+
+// The folder `tree` has the same names below it as / has. The file `counters` has one PortCounters for each device.
+inline constexpr const char* tree_name = "/tree";
+inline constexpr const char* counters_name = "/counters";
+inline constexpr std::size_t max_devices = 16;
+
+// Traffic that passed the port of a device since the folder was created, of all processes of the domain. A byte count
+// includes the headers of each packet. Processes change the numbers by atomic additions.
+struct PortCounters {
+    std::uint64_t sent_bytes = 0;
+    std::uint64_t received_bytes = 0;
+    std::uint64_t sent_packets = 0;
+    std::uint64_t received_packets = 0;
+};
+static_assert(sizeof(PortCounters) == 32);
+inline constexpr std::size_t counters_file_bytes = max_devices * sizeof(PortCounters);
+
+// All devices of the tree are below this host bridge. A real machine has no PCI domain with this number.
+inline constexpr const char* host_bridge_name = "pci7d00:00";
+
+} // namespace gdrkit::twin

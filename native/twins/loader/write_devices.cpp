@@ -1,0 +1,270 @@
+// The program gdrkit-twins-devices: writes the tree in which programs find the devices of the verbs twin. It is a
+// client of the twin, so the files agree with what the twin returns. `gdrkit run` starts it with the environment of the
+// child.
+#include <infiniband/verbs.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "loader/tree_files.hpp"
+#include "model/config.hpp"
+
+namespace gdrkit::twin {
+namespace {
+
+namespace fs = std::filesystem;
+
+template <typename... Arguments> std::string format(const char* text, Arguments... arguments) {
+    char buffer[256];
+    std::snprintf(buffer, sizeof buffer, text, arguments...);
+    return buffer;
+}
+
+void write_file(const fs::path& path, const std::string& text) {
+    fs::create_directories(path.parent_path());
+    std::ofstream file(path);
+    file << text << "\n";
+    file.close();
+    if (!file) {
+        throw std::runtime_error("cannot write " + path.string());
+    }
+}
+
+// Create a relative link, as sysfs has them, so that it also leads to the target inside the tree.
+void write_link(const fs::path& link, const fs::path& target) {
+    fs::create_directories(link.parent_path());
+    fs::create_symlink(target.lexically_relative(link.parent_path()), link);
+}
+
+// Programs such as UCX check that a device node is a character device that they may open. There is no driver behind it,
+// so the link leads to one for which every ioctl fails with ENOTTY and every write with ENOSPC.
+void write_device_node(const fs::path& path) {
+    fs::create_symlink("/dev/full", path);
+}
+
+std::string first_line(const char* path, const char* fallback) {
+    std::string line;
+    std::ifstream file(path);
+    return std::getline(file, line) && !line.empty() ? line : fallback;
+}
+
+// A device, seen by lspci, belongs to this vendor and to this class. The vendor of the NICs is no assigned number.
+struct PciFunction {
+    std::string address;
+    const char* vendor;
+    const char* device;
+    const char* device_class;
+};
+constexpr const char* bridge_class = "0x060400";
+constexpr const char* ethernet_class = "0x020000";
+constexpr const char* display_class = "0x030200";
+
+void write_pci_function(const fs::path& tree, const fs::path& folder, const PciFunction& function) {
+    write_file(folder / "vendor", function.vendor);
+    write_file(folder / "device", function.device);
+    write_file(folder / "subsystem_vendor", function.vendor);
+    write_file(folder / "subsystem_device", function.device);
+    write_file(folder / "class", function.device_class);
+    write_file(folder / "revision", "0x01");
+    write_file(folder / "numa_node", "0");
+    write_file(folder / "local_cpulist", first_line("/sys/devices/system/node/node0/cpulist", "0"));
+    write_file(folder / "local_cpus", first_line("/sys/devices/system/node/node0/cpumap", "1"));
+    for (const char* const kind : {"max", "current"}) {
+        write_file(folder / (std::string(kind) + "_link_speed"), "16.0 GT/s PCIe");
+        write_file(folder / (std::string(kind) + "_link_width"), "16");
+    }
+    write_file(folder / "uevent", "PCI_SLOT_NAME=" + function.address);
+    write_link(tree / "sys/bus/pci/devices" / function.address, folder);
+}
+
+// Write a PCIe switch below a root port of its own, and return the folders of its two downstream ports. A NIC and a GPU
+// below one switch are neighbours.
+std::pair<fs::path, fs::path> write_switch(const fs::path& tree, unsigned index) {
+    const fs::path bridge = tree / "sys/devices" / host_bridge_name;
+    const auto bridge_function = [](std::string address) {
+        return PciFunction{std::move(address), "0xfff0", "0x0002", bridge_class};
+    };
+    const std::string port = format("7d00:00:%02x.0", index + 1), upstream = format("7d00:%02x:00.0", 0x40 + index);
+    write_pci_function(tree, bridge / port, bridge_function(port));
+    write_pci_function(tree, bridge / port / upstream, bridge_function(upstream));
+    const std::string nic_port = format("7d00:%02x:00.0", 0x60 + index),
+                      gpu_port = format("7d00:%02x:01.0", 0x60 + index);
+    write_pci_function(tree, bridge / port / upstream / nic_port, bridge_function(nic_port));
+    write_pci_function(tree, bridge / port / upstream / gpu_port, bridge_function(gpu_port));
+    return {bridge / port / upstream / nic_port, bridge / port / upstream / gpu_port};
+}
+
+std::string guid_text(const void* guid) {
+    const auto* const bytes = static_cast<const std::uint8_t*>(guid);
+    return format("%02x%02x:%02x%02x:%02x%02x:%02x%02x", bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5],
+                  bytes[6], bytes[7]);
+}
+
+// The texts of the kernel (drivers/infiniband/core/sysfs.c).
+std::string rate_text(const ibv_port_attr& port) {
+    const int lanes = port.active_width == 1 ? 1 : port.active_width == 2 ? 4 : port.active_width == 4 ? 8 : 12;
+    struct Speed {
+        std::uint8_t code;
+        const char* name;
+        double gigabits;
+    };
+    for (const Speed& speed : {Speed{1, "SDR", 2.5}, Speed{2, "DDR", 5}, Speed{4, "QDR", 10}, Speed{8, "FDR10", 10},
+                               Speed{16, "FDR", 14}, Speed{32, "EDR", 25}, Speed{64, "HDR", 50}}) {
+        if (speed.code == port.active_speed) {
+            return format("%g Gb/sec (%dX %s)", speed.gigabits * lanes, lanes, speed.name);
+        }
+    }
+    return "0 Gb/sec";
+}
+
+const char* state_text(ibv_port_state state) {
+    return state == IBV_PORT_ACTIVE ? "4: ACTIVE" : state == IBV_PORT_INIT ? "2: INIT" : "1: DOWN";
+}
+
+void write_gids(const fs::path& folder, ibv_context* context) {
+    std::vector<ibv_gid_entry> entries(256);
+    const ssize_t count = ibv_query_gid_table(context, entries.data(), entries.size(), 0);
+    if (count < 0) {
+        throw std::runtime_error("ibv_query_gid_table failed");
+    }
+    entries.resize(static_cast<std::size_t>(count));
+    for (const ibv_gid_entry& entry : entries) {
+        const std::string index = std::to_string(entry.gid_index);
+        std::string text;
+        for (unsigned byte = 0; byte < sizeof entry.gid.raw; byte += 2) {
+            text += format("%s%02x%02x", byte == 0 ? "" : ":", entry.gid.raw[byte], entry.gid.raw[byte + 1]);
+        }
+        write_file(folder / "gids" / index, text);
+        write_file(folder / "gid_attrs/types" / index,
+                   entry.gid_type == IBV_GID_TYPE_ROCE_V2 ? "RoCE v2" : "IB/RoCE v1");
+        // The packets of the twin stay in this machine, so their network interface is the loopback.
+        write_file(folder / "gid_attrs/ndevs" / index, "lo");
+    }
+}
+
+void write_port(const fs::path& folder, ibv_context* context) {
+    ibv_port_attr port{};
+    if (ibv_query_port(context, 1, &port) != 0) {
+        throw std::runtime_error("ibv_query_port failed");
+    }
+    write_file(folder / "state", state_text(port.state));
+    write_file(folder / "phys_state", port.phys_state == 5 ? "5: LinkUp" : "3: Disabled");
+    write_file(folder / "rate", rate_text(port));
+    write_file(folder / "lid", format("0x%x", port.lid));
+    write_file(folder / "lid_mask_count", std::to_string(port.lmc));
+    write_file(folder / "sm_lid", format("0x%x", port.sm_lid));
+    write_file(folder / "sm_sl", std::to_string(port.sm_sl));
+    write_file(folder / "cap_mask", format("0x%08x", port.port_cap_flags));
+    write_file(folder / "link_layer", port.link_layer == IBV_LINK_LAYER_ETHERNET ? "Ethernet" : "InfiniBand");
+    for (int index = 0; index < port.pkey_tbl_len; ++index) {
+        __be16 pkey = 0;
+        if (ibv_query_pkey(context, 1, index, &pkey) != 0) {
+            throw std::runtime_error("ibv_query_pkey failed");
+        }
+        const auto* const bytes = reinterpret_cast<const std::uint8_t*>(&pkey);
+        write_file(folder / "pkeys" / std::to_string(index), format("0x%02x%02x", bytes[0], bytes[1]));
+    }
+    write_gids(folder, context);
+    // The library that shows the tree to programs replaces the first four when they are opened. The others count
+    // failures that the twin does not have.
+    for (const char* const name :
+         {"port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets", "symbol_error",
+          "link_error_recovery", "link_downed", "port_rcv_errors", "port_xmit_discards", "port_xmit_wait"}) {
+        write_file(folder / "counters" / name, "0");
+    }
+    write_file(folder / "hw_counters/lifespan", "10");
+}
+
+void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index, ibv_device* device) {
+    ibv_context* const context = ibv_open_device(device);
+    ibv_device_attr attributes{};
+    if (context == nullptr || ibv_query_device(context, &attributes) != 0) {
+        throw std::runtime_error("ibv_query_device failed");
+    }
+    const PciFunction function{format("7d00:%02x:00.0", 0x80 + index), "0xfff0", "0x0001", ethernet_class};
+    const fs::path pci = port_folder / function.address;
+    write_pci_function(tree, pci, function);
+
+    const std::string name = ibv_get_device_name(device);
+    const fs::path folder = pci / "infiniband" / name;
+    write_file(folder / "node_type", "1: CA");
+    write_file(folder / "node_guid", guid_text(&attributes.node_guid));
+    write_file(folder / "sys_image_guid", guid_text(&attributes.sys_image_guid));
+    write_file(folder / "node_desc", "software twin " + name);
+    write_file(folder / "fw_ver", attributes.fw_ver);
+    write_file(folder / "hca_type", "twin");
+    write_file(folder / "board_id", "twin");
+    write_file(folder / "hw_rev", format("%x", attributes.hw_ver));
+    write_port(folder / "ports/1", context);
+    // The last part of the link is the PCI address. Programs read it there.
+    fs::create_symlink("../../../" + function.address, folder / "device");
+    write_link(folder / "subsystem", tree / "sys/class/infiniband");
+    write_link(tree / "sys/class/infiniband" / name, folder);
+
+    const std::string verbs_name = device->dev_name;
+    const fs::path verbs_folder = pci / "infiniband_verbs" / verbs_name;
+    write_file(verbs_folder / "ibdev", name);
+    write_file(verbs_folder / "abi_version", "1");
+    // Major number 231 and first minor number 192 belong to uverbs (drivers/infiniband/core/uverbs_main.c).
+    write_file(verbs_folder / "dev", format("231:%u", 192 + index));
+    fs::create_symlink("../../../" + function.address, verbs_folder / "device");
+    write_link(tree / "sys/class/infiniband_verbs" / verbs_name, verbs_folder);
+    write_device_node(tree / "dev/infiniband" / verbs_name);
+    ibv_close_device(context);
+}
+
+void write_tree(const fs::path& tree) {
+    int nic_count = 0;
+    ibv_device** const devices = ibv_get_device_list(&nic_count);
+    if (devices == nullptr) {
+        throw std::runtime_error(format("ibv_get_device_list failed: %s", std::strerror(errno)));
+    }
+    for (const char* const folder : {"sys/class/infiniband", "sys/class/infiniband_verbs", "dev/infiniband"}) {
+        fs::create_directories(tree / folder);
+    }
+    write_file(tree / "sys/class/infiniband_verbs/abi_version", "6");
+    // librdmacm of rdma-core refuses a file that is no character device, which is better than a device that answers no
+    // command: UCX waits for events of it.
+    write_file(tree / "dev/infiniband/rdma_cm", "");
+    const unsigned gpu_count = config().gpu_count;
+    for (unsigned index = 0; index < std::max(static_cast<unsigned>(nic_count), gpu_count); ++index) {
+        const auto [nic_port, gpu_port] = write_switch(tree, index);
+        if (index < static_cast<unsigned>(nic_count)) {
+            write_nic(tree, nic_port, index, devices[index]);
+        }
+        if (index < gpu_count) {
+            // The address is that of cuDeviceGetPCIBusId.
+            const PciFunction gpu{format("0000:%02x:00.0", 0xa0 + index), "0x10de", "0xfff1", display_class};
+            write_pci_function(tree, gpu_port / gpu.address, gpu);
+        }
+    }
+    ibv_free_device_list(devices);
+}
+
+} // namespace
+} // namespace gdrkit::twin
+
+int main(int argument_count, char** arguments) {
+    if (argument_count != 2) {
+        std::cerr << "usage: gdrkit-twins-devices FOLDER (which must not exist)\n";
+        return 2;
+    }
+    try {
+        if (!std::filesystem::create_directory(arguments[1])) {
+            throw std::runtime_error("the folder exists");
+        }
+        gdrkit::twin::write_tree(arguments[1]);
+    } catch (const std::exception& error) {
+        std::cerr << "gdrkit-twins-devices: " << arguments[1] << ": " << error.what() << "\n";
+        return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,286 @@
+"""`gdrkit run`: signals, the terminal and the exit code are those of the command, and its end says what was used."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.processes import wait_until
+
+from gdrkit import launch
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+
+pytestmark = needs(software(Api.VERBS), software(Api.CUDA))
+
+RUN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
+# The command opens the twin and creates a queue pair.
+USE_VERBS = """
+import contextlib
+from gdrkit.verbs import Nic
+stack = contextlib.ExitStack()
+nic = stack.enter_context(Nic.open("twin0"))
+queue = stack.enter_context(nic.completion_queue())
+pair = stack.enter_context(nic.queue_pair(queue))
+"""
+# The command writes 1 MiB from one queue pair to another, and prints four port counters before and after.
+MOVE_BYTES = """
+import contextlib
+from pathlib import Path
+from gdrkit.verbs import Nic
+LENGTH_BYTES = 1 << 20
+COUNTERS = Path("/sys/class/infiniband/twin0/ports/1/counters")
+def show():
+    names = ("port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets")
+    print(*((COUNTERS / name).read_text().strip() for name in names))
+show()
+with contextlib.ExitStack() as stack:
+    nic = stack.enter_context(Nic.open("twin0"))
+    queue = stack.enter_context(nic.completion_queue())
+    first, second = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
+    first.connect(second.endpoint())
+    second.connect(first.endpoint())
+    region = stack.enter_context(nic.register_host(bytearray(LENGTH_BYTES)))
+    first.post_write(region, region.remote(), work_id=1)
+    queue.wait(20_000)
+show()
+"""
+
+
+def run(*command: str, options: tuple[str, ...] = (), text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*RUN, *options, "--", *command], input=text, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*RUN, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_report_names_process_queue_pairs_and_unused_apis() -> None:
+    process = run(sys.executable, "-c", USE_VERBS)
+    assert process.returncode == 0, process.stderr
+    first, *rest = process.stderr.splitlines()
+    assert re.fullmatch(r"gdrkit: verbs: twin opened by \S+ \(pid \d+\); 1 queue pair", first)
+    assert rest == ["gdrkit: not used: cuda, cufile, hlthunk"]
+    assert run(sys.executable, "-c", USE_VERBS, options=("--quiet",)).stderr == ""
+
+
+def test_listing_devices_is_not_a_use() -> None:
+    command = (sys.executable, "-c", "from gdrkit.verbs import list_nics; assert list_nics()")
+    process = run(*command, options=("--require", "verbs"))
+    assert process.returncode == 125
+    assert "but not used: no queue pair" in process.stderr
+
+
+def test_killed_grandchild_is_in_the_report() -> None:
+    killed = f"{USE_VERBS}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    process = run("sh", "-c", f'"{sys.executable}" -c "$1"; "{sys.executable}" -c "$1"; exit 0', "sh", killed)
+    assert process.returncode == 0
+    assert re.search(r"verbs: twin opened by \S+ \(pid \d+, \d+\); 2 queue pairs", process.stderr)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 125), (9, 9)])
+def test_unused_required_api_changes_only_success(code: int, expected: int) -> None:
+    process = run("sh", "-c", f"exit {code}", options=("--require", "verbs,cuda", "--quiet"))
+    assert process.returncode == expected
+    assert ("did not use cuda, verbs" in process.stderr) == (code == 0)
+
+
+def test_used_required_api_keeps_success() -> None:
+    assert run(sys.executable, "-c", USE_VERBS, options=("--require", "verbs")).returncode == 0
+
+
+def test_required_api_without_a_twin_is_a_usage_error() -> None:
+    process = run("true", options=("--apis", "verbs", "--require", "cuda"))
+    assert process.returncode == 2
+    assert "excludes: cuda" in process.stderr
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
+def test_signal_is_forwarded_to_the_command(name: str) -> None:
+    process = start("sh", "-c", f"trap 'exit 7' {name}; echo ready; while :; do sleep 0.05; done")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.Signals[f"SIG{name}"])
+    process.communicate(timeout=30)
+    assert process.returncode == 7
+
+
+def test_end_by_a_signal_is_passed_on() -> None:
+    process = start("sh", "-c", "echo ready; exec sleep 60")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_kill_of_gdrkit_kills_the_command() -> None:
+    process = start("sh", "-c", "echo $$; exec sleep 60")
+    assert process.stdout is not None
+    command = int(process.stdout.readline())
+    process.kill()
+    process.communicate(timeout=30)
+    wait_until(lambda: state_of(command) in {"Z", ""}, "the end of the command")
+
+
+def state_of(process_id: int) -> str:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_stopped_command_continues_without_gdrkit() -> None:
+    """A fault plan can stop a process, and a test continues it by its process id."""
+    process = start("sh", "-c", "echo $$; kill -STOP $$; exit 6")
+    assert process.stdout is not None
+    command = int(process.stdout.readline())
+    wait_until(lambda: state_of(command) == "T", "the stop of the command")
+    os.kill(command, signal.SIGCONT)
+    process.communicate(timeout=30)
+    assert process.returncode == 6
+
+
+def test_standard_input_reaches_the_command() -> None:
+    process = run("cat", text="line\n", options=("--quiet",))
+    assert (process.returncode, process.stdout, process.stderr) == (0, "line\n", "")
+
+
+def test_interrupt_of_the_terminal_arrives_once() -> None:
+    script = (
+        "import signal, sys, time\n"
+        "count = 0\n"
+        "def note(*_):\n    global count\n    count += 1\n"
+        "signal.signal(signal.SIGINT, note)\n"
+        "print(sys.stdin.isatty(), flush=True)\n"
+        "while not count:\n    time.sleep(0.01)\n"
+        "time.sleep(0.5)\nprint('interrupts', count, flush=True)\n"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [*RUN, "--quiet", "--", sys.executable, "-c", script])  # noqa: S606 - no shell.
+    text = read_until(terminal, "True")
+    os.write(terminal, b"\x03")
+    text += read_until(terminal, "interrupts")
+    _, status = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0, text
+    assert "interrupts 1" in text
+
+
+def read_until(terminal: int, expected: str) -> str:
+    text = ""
+    while f"{expected}" not in text or not text.endswith("\n"):
+        try:
+            text += os.read(terminal, 4096).decode()
+        except OSError:  # EIO: the command has ended.
+            return text
+    return text
+
+
+def twin_copy(folder: Path, api: Api, name: str) -> Path:
+    """Copy a twin to another path, where it stands for a real library."""
+    environment = launch.environment(launch.Launch(software=frozenset({api})), base={})
+    library = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
+    copy = folder / name
+    copy.write_bytes(library.read_bytes())
+    return copy
+
+
+PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+
+
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [
+        (Api.VERBS, "libibverbs-0f9e8d7c.so.1.14.48.0"),
+        (Api.CUDA, "libcuda.so.1"),
+        (Api.CUFILE, "libcufile.so.0"),
+        (Api.HLTHUNK, "libhl-thunk.so"),
+    ],
+)
+def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, name: str, tmp_path: Path) -> None:
+    copy = twin_copy(tmp_path, api, name)
+    process = run(sys.executable, "-c", PRINT_MAPS, str(copy))
+    assert process.returncode == 0, process.stderr
+    assert str(copy) not in process.stdout
+    assert "not the twin" not in process.stderr
+
+
+def test_library_without_version_is_the_same_twin() -> None:
+    script = (
+        "import ctypes; a, b = ctypes.CDLL('libcuda.so.1'), ctypes.CDLL('libcuda.so')\n"
+        "assert a.cuInit(0) == 0\nassert ctypes.addressof(ctypes.c_char.in_dll(a, 'cuInit')) == "
+        "ctypes.addressof(ctypes.c_char.in_dll(b, 'cuInit'))"
+    )
+    process = run(sys.executable, "-c", script)
+    assert process.returncode == 0, process.stderr
+
+
+def test_real_library_is_named(tmp_path: Path) -> None:
+    copy = twin_copy(tmp_path, Api.CUDA, "libcuda.so.1")
+    script = f"import ctypes, time; ctypes.CDLL({str(copy)!r}); time.sleep(1)"
+    cleared = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
+    process = run(*cleared, sys.executable, "-c", script)
+    assert process.returncode == 0, process.stderr
+    assert re.search(
+        rf"gdrkit: cuda: {re.escape(str(copy))}, not the twin, was loaded by \S+ \(pid \d+\)", process.stderr
+    )
+
+
+def test_devices_in_sysfs_agree_with_verbs() -> None:
+    script = (
+        "import ipaddress\nfrom pathlib import Path\nfrom gdrkit.verbs import Nic, list_nics\n"
+        "from gdrkit.host import HostTree, rdma_devices, pci_path\n"
+        "tree = HostTree()\ndevices = rdma_devices(tree)\n"
+        "assert [d.name for d in devices] == [n.name for n in list_nics()] == ['twin0', 'twin1']\n"
+        "for device in devices:\n"
+        "    assert device.pci_address and len(pci_path(tree, device.pci_address)) == 5, device\n"
+        "    assert device.ports[0].state == 'ACTIVE' and device.ports[0].link_layer == 'Ethernet'\n"
+        "    gid = tree.text(f'/sys/class/infiniband/{device.name}/ports/1/gids/0').replace(':', '')\n"
+        "    with Nic.open(device.name, gid_index=0) as nic:\n"
+        "        assert gid == ipaddress.ip_address(nic.gid).exploded.replace(':', ''), gid\n"
+        "    assert Path(f'/dev/infiniband/uverbs{device.name[-1]}').is_char_device()\n"
+    )
+    process = run(sys.executable, "-c", script)
+    assert process.returncode == 0, process.stderr
+
+
+def test_port_counters_grow_by_the_bytes_that_pass() -> None:
+    process = run(sys.executable, "-c", MOVE_BYTES)
+    assert process.returncode == 0, process.stderr
+    before, after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
+    packets = (1 << 20) // 4096
+    words = ((1 << 20) + 78 * packets) // 4
+    assert before == (0, 0, 0, 0)
+    assert after == (words, words, packets, packets)
+    assert "2 queue pairs; 1.05 MB moved" in process.stderr
+
+
+def test_real_devices_are_not_hidden_without_the_twin() -> None:
+    process = run("ls", "/sys/class/infiniband/twin0", options=("--apis", "cuda"))
+    assert process.returncode != 0
+
+
+def test_domain_leaves_no_state() -> None:
+    process = run("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; ls "$GDRKIT_TWINS_STATE"')
+    folder = Path(process.stdout.splitlines()[0])
+    assert {"counters", "tree"} <= set(process.stdout.split())
+    assert not folder.exists()
+    # The folder of a gdrkit run that was killed is removed by the next one.
+    killed = start("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
+    assert killed.stdout is not None
+    folder = Path(killed.stdout.readline().strip())
+    assert folder.is_dir()
+    killed.kill()
+    killed.communicate(timeout=30)
+    run("true")
+    assert not folder.exists()

@@ -1,0 +1,70 @@
+"""The record of a run: a file that every process of the run can write, and the lines that are made from it."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from gdrkit.errors import Api
+from gdrkit.twin_run.loaded import RealLibrary
+from gdrkit.twin_run.report import report_lines, used_apis
+from gdrkit.twin_run.usage import ProcessUse, create_usage_file, read_usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEADER_BYTES, SLOT_BYTES = 64, 96
+READY = 2
+
+
+def write_slot(path: Path, index: int, *fields: object) -> None:
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + index * SLOT_BYTES)
+        file.write(struct.pack("<IIIIQQ64s", *fields))
+
+
+def test_slots_that_no_process_completed_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    create_usage_file(path)
+    assert read_usage(path) == []
+    write_slot(path, 0, READY, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw")
+    write_slot(path, 1, 1, 2, 13, 0, 1, 1, b"claimed")
+    write_slot(path, 2, READY, 99, 14, 0, 1, 1, b"unknown API")
+    write_slot(path, 3, READY, 2, 15, 0, 0, 0, b"\xff" * 64)
+    assert read_usage(path) == [
+        ProcessUse(Api.VERBS, 12, "ib_write_bw", 2, 1_300_000_000),
+        ProcessUse(Api.CUDA, 15, r"\xff" * 64, 0, 0),
+    ]
+
+
+def test_damaged_file_is_an_empty_record(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    create_usage_file(path)
+    data = path.read_bytes()
+    for damaged in (b"", data[:-1], b"x" + data[1:]):
+        path.write_bytes(damaged)
+        assert read_usage(path) == []
+
+
+def test_lines_name_programs_objects_and_bytes() -> None:
+    uses = [
+        *(ProcessUse(Api.VERBS, pid, "ib_write_bw", 1, 650_000_000) for pid in (123, 124)),
+        ProcessUse(Api.CUDA, 125, "python3", 0, 0),
+    ]
+    real = [RealLibrary("cufile", "/opt/libcufile.so.0", "python3", 125)]
+    assert report_lines(frozenset({Api.VERBS, Api.CUDA, Api.CUFILE, Api.HLTHUNK}), uses, real) == [
+        "cuda: twin opened by python3 (pid 125), but not used: no memory allocation",
+        "verbs: twin opened by ib_write_bw (pid 123, 124); 2 queue pairs; 1.3 GB moved",
+        "cufile: /opt/libcufile.so.0, not the twin, was loaded by python3 (pid 125)",
+        "not used: cufile, hlthunk",
+    ]
+    assert used_apis(uses) == {Api.VERBS}
+
+
+def test_long_lists_of_processes_are_shortened() -> None:
+    uses = [ProcessUse(Api.VERBS, pid, f"p{pid % 6}", 1, 0) for pid in range(60)]
+    (line,) = report_lines(frozenset({Api.VERBS}), uses, [])
+    assert line == (
+        "verbs: twin opened by p0 (pid 0, 6, 12, 18 and 6 more), p1 (pid 1, 7, 13, 19 and 6 more), "
+        "p2 (pid 2, 8, 14, 20 and 6 more), p3 (pid 3, 9, 15, 21 and 6 more) and 2 more programs; 60 queue pairs"
+    )
