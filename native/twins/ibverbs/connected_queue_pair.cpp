@@ -66,7 +66,9 @@ int ConnectedQueuePair::open() {
     try {
         requester_thread_ = start_signal_blocking_thread([this] { run_requester(); });
         acceptor_thread_ = start_signal_blocking_thread([this] { run_acceptor(); });
-        send_queue_->add_work(this);
+        if (send_queue_ != nullptr) {
+            send_queue_->add_work(this);
+        }
     } catch (const std::system_error& error) {
         close();
         return error.code().value();
@@ -75,7 +77,9 @@ int ConnectedQueuePair::open() {
 }
 
 void ConnectedQueuePair::close() {
-    send_queue_->remove_work(this);
+    if (send_queue_ != nullptr) {
+        send_queue_->remove_work(this);
+    }
     {
         Lock lock(mutex_);
         is_closing_ = true;
@@ -99,8 +103,18 @@ void ConnectedQueuePair::close() {
         remove_fabric_name(wire::socket_name_of(context_->device->gid, qp_num_));
     }
     listener_.reset();
-    send_queue_->drop(qp_num_);
-    receive_queue_->drop(qp_num_);
+    drop_completions();
+}
+
+void ConnectedQueuePair::drop_completions() {
+    for (const auto& queue : {send_queue_, receive_queue_}) {
+        if (queue != nullptr) {
+            queue->drop(qp_num_);
+        }
+    }
+    if (xrc_domain_ != nullptr) {
+        xrc_domain_->drop_completions(qp_num_);
+    }
 }
 
 void ConnectedQueuePair::shut_down_connections(const Lock&, const Connection* except) {
@@ -167,16 +181,19 @@ void ConnectedQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc
     unpushed_completions_.push_back(std::move(completion));
 }
 
-void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited) {
+void ConnectedQueuePair::complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* source,
+                                          ibv_wc wc, bool solicited) {
     Completion completion;
     completion.wc = wc;
     completion.wc.wr_id = work.wr_id;
     completion.wc.qp_num = qp_num_;
     completion.wc.src_qp = attr_.dest_qp_num;
     completion.is_solicited = solicited;
-    completion.work_queue_slots = shared_receives_ != nullptr ? shared_receives_->slots() : receive_queue_slots_;
+    completion.work_queue_slots = source != nullptr ? source->slots() : receive_queue_slots_;
     completion.freed_slot_count = 1;
-    if (!receive_queue_->push({&completion, 1})) {
+    const bool has_own_queue = source != nullptr && source->completion_queue() != nullptr;
+    CompletionQueue& queue = has_own_queue ? *source->completion_queue() : *receive_queue_;
+    if (!queue.push({&completion, 1})) {
         fail(lock, IBV_EVENT_QP_FATAL, nullptr);
     }
 }

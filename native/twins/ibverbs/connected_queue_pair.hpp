@@ -1,4 +1,5 @@
-// A reliable-connected queue pair: its work queues, its state, and the threads that carry out its requests.
+// A connected queue pair, reliable (RC, XRC) or unreliable (UC): its work queues, its state, and the threads that carry
+// out its requests. A message of an unreliable pair that its peer does not take is lost, and completes at its sender.
 //
 // The requester thread sends the posted send requests in order, and flushes both queues when the pair is in the error
 // state. The acceptor thread accepts connections of peers, and a responder thread serves each connection. All threads
@@ -26,13 +27,19 @@
 #include "ibverbs/region.hpp"
 #include "ibverbs/session.hpp"
 #include "ibverbs/wire.hpp"
+#include "ibverbs/xrc_domain.hpp"
 #include "model/fifo.hpp"
 
 namespace gdrkit::twin::verbs {
 
 class ConnectedQueuePair final : public QueuePair, private PolledWork {
 public:
-    using QueuePair::QueuePair;
+    // `xrc_domain` is nullptr except for an XRC receive queue pair.
+    ConnectedQueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
+                       std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr,
+                       std::shared_ptr<XrcDomain> xrc_domain)
+        : QueuePair(public_qp, domain, std::move(send_queue), std::move(receive_queue), init_attr),
+          xrc_domain_(std::move(xrc_domain)) {}
     ~ConnectedQueuePair() override;
 
     // Draw a queue pair number that is free at this device's GID, listen on its socket name, and start the threads.
@@ -61,6 +68,8 @@ private:
     // An incoming message that is not complete, and the receive request to whose memory it is written.
     struct IncomingMessage {
         ReceiveWork work;
+        // The shared receive queue that the request comes from; nullptr if it is the pair's own queue.
+        std::shared_ptr<SharedReceiveQueue> source;
         bool is_active = false; // false: no message is incomplete, and the other members have no meaning
         std::uint64_t message_bytes = 0;
         std::uint64_t arrived_bytes = 0;
@@ -68,6 +77,8 @@ private:
         // response was published.
         std::optional<ibv_wc> completion;
         bool is_solicited = false;
+        // The next chunks of a send belong to a message that was dropped.
+        bool is_dropped = false;
     };
 
     // A finished send request whose completion is held back by a random delay.
@@ -133,13 +144,18 @@ private:
     void reset(Lock* lock);
     void apply_attributes(const ibv_qp_attr& attr, int attr_mask);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
-    void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool solicited);
+    void complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* source, ibv_wc wc,
+                          bool solicited);
+    void drop_completions();
     void push_completions(const Lock& lock);
     void shut_down_connections(const Lock& lock, const Connection* except);
     [[nodiscard]] bool no_connection_serves() const;
     [[nodiscard]] bool can_receive_requests() const {
         return state_ == IBV_QPS_RTR || state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD;
     }
+    // Return whether the peer acknowledges or refuses each message.
+    [[nodiscard]] bool is_reliable() const { return type() != IBV_QPT_UC; }
+    [[nodiscard]] bool is_expected_peer(const Lock& lock, const wire::ConnectRequest& connect_request) const;
     // Return whether the requester thread must stop sending.
     [[nodiscard]] bool is_interrupted() const {
         return is_closing_ || (state_ != IBV_QPS_RTS && state_ != IBV_QPS_SQD);
@@ -200,6 +216,7 @@ private:
     ibv_wc_status copy_payload(const SendWork& work, const wire::Request& request, bool to_memory);
     ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
     ibv_wc_status connection_lost_status();
+    void lose_connection();
     bool sleep_unless_interrupted(std::uint64_t time_us);
 
     // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).
@@ -218,16 +235,20 @@ private:
     static RegionError write_payload(const wire::Request& request, std::uint64_t address, Region* region, Link* link);
     wire::Response execute_write(const wire::Request& request, Link* link, IncomingMessage* incoming,
                                  const Connection& connection);
-    wire::Response execute_read(const wire::Request& request, BounceBuffer* bounce, const Connection& connection);
-    wire::Response execute_atomic(const wire::Request& request, const Connection& connection);
+    wire::Response execute_read(const wire::Request& request, BounceBuffer* bounce, const IncomingMessage& incoming,
+                                const Connection& connection);
+    wire::Response execute_atomic(const wire::Request& request, const IncomingMessage& incoming,
+                                  const Connection& connection);
+    [[nodiscard]] ProtectionDomain* target_domain(const IncomingMessage& incoming) const;
     wire::Response execute_send(const wire::Request& request, const BounceBuffer& bounce, IncomingMessage* incoming);
     wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
     wire::Response fail_request(RegionError error, const Connection& connection);
     [[nodiscard]] bool permits(unsigned required_access);
-    std::optional<ReceiveWork> take_receive(const Lock& lock);
+    std::optional<ReceiveWork> take_receive(const Lock& lock, SharedReceiveQueue* source);
     bool consume_receive(IncomingMessage* incoming);
     void return_receive(IncomingMessage* incoming, const Connection& connection);
-    RegionError scatter(const ReceiveWork& work, const wire::Request& request, const BounceBuffer& bounce);
+    void drop_message(const wire::Request& request, IncomingMessage* incoming, const Connection& connection);
+    RegionError scatter(const IncomingMessage& incoming, const wire::Request& request, const BounceBuffer& bounce);
     static wire::Response finish_receive(const wire::Request& request, IncomingMessage* incoming);
     static wire::Response fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status,
                                        wire::Status response_status);
@@ -236,6 +257,7 @@ private:
     bool may_serve(const Connection& connection);
     void count_served(const wire::Request& request);
 
+    const std::shared_ptr<XrcDomain> xrc_domain_;
     std::mutex mutex_;
     std::condition_variable changed_;
     ibv_qp_state state_ = IBV_QPS_RESET;

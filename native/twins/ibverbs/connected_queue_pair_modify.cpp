@@ -13,7 +13,7 @@ int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
     if ((attr_mask & IBV_QP_CUR_STATE) != 0 && attr.cur_qp_state != state_) {
         return EINVAL;
     }
-    if (const int error = check_transition(state_, new_state, attr_mask); error != 0) {
+    if (const int error = check_transition(type(), state_, new_state, attr_mask); error != 0) {
         return error;
     }
     if (const int error = check_attribute_values(attr, attr_mask); error != 0) {
@@ -56,8 +56,7 @@ void ConnectedQueuePair::reset(Lock* lock) {
     unsignaled_count_ = 0;
     must_raise_drained_ = false;
     must_raise_last_wqe_ = false;
-    send_queue_->drop(qp_num_);
-    receive_queue_->drop(qp_num_);
+    drop_completions();
     attr_ = initial_attributes();
 }
 

@@ -9,13 +9,15 @@ namespace {
 constexpr std::size_t reserved_list_length = 16;
 
 // Check a send request after is_valid_sge_list has accepted its list. Return 0, EINVAL or EOPNOTSUPP.
-int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t length_bytes) {
+int check_send(ibv_qp_type type, const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t length_bytes) {
     if (!carries_data(wr.opcode) && !is_atomic(wr.opcode) && !changes_keys(wr.opcode) &&
         wr.opcode != IBV_WR_RDMA_READ) {
         return EOPNOTSUPP;
     }
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
+    // An unreliable pair returns no data.
     const bool is_valid =
+        (type != IBV_QPT_UC || carries_data(wr.opcode) || changes_keys(wr.opcode)) &&
         (wr.send_flags & ~(IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
         (!is_inline || (carries_data(wr.opcode) && length_bytes <= cap.max_inline_data)) &&
         (!is_atomic(wr.opcode) || length_bytes == 8);
@@ -25,6 +27,10 @@ int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap, std::uint64_t lengt
 } // namespace
 
 int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
+    if (type() == IBV_QPT_XRC_RECV) {
+        *bad_wr = list;
+        return EINVAL;
+    }
     // Prepare the requests before taking the lock, which the requester thread takes for every response.
     std::vector<SendWork> works;
     works.reserve(reserved_list_length);
@@ -34,7 +40,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     for (; wr != nullptr; wr = wr->next) {
         error = is_valid_sge_list(wr->sg_list, wr->num_sge, init_attr_.cap.max_send_sge) ? 0 : EINVAL;
         const std::uint64_t length_bytes = error == 0 ? total_length_bytes(wr->sg_list, wr->num_sge) : 0;
-        error = error == 0 ? check_send(*wr, init_attr_.cap, length_bytes) : error;
+        error = error == 0 ? check_send(type(), *wr, init_attr_.cap, length_bytes) : error;
         if (error != 0) {
             break;
         }
@@ -45,6 +51,9 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
             break;
         }
         posted_bytes += length_bytes;
+        if (type() == IBV_QPT_XRC_SEND) {
+            works.back().remote_srq_number = wr->qp_type.xrc.remote_srqn;
+        }
     }
     if (error != 0) {
         *bad_wr = wr;
@@ -72,7 +81,9 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
 }
 
 int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
-    if (shared_receives_ != nullptr || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
+    const bool has_receive_queue =
+        shared_receives_ == nullptr && type() != IBV_QPT_XRC_SEND && type() != IBV_QPT_XRC_RECV;
+    if (!has_receive_queue || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {
         return EINVAL;
     }
     Lock lock(mutex_);

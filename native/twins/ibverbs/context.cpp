@@ -8,6 +8,7 @@
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
 #include "ibverbs/window.hpp"
+#include "ibverbs/xrc_domain.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -16,6 +17,11 @@ void fill_operations(verbs_context* extended) {
     fill_unsupported(extended);
     extended->query_port = query_port_extended;
     extended->query_device_ex = query_device_extended;
+    extended->create_qp_ex = create_queue_pair_extended;
+    extended->create_srq_ex = create_srq_extended;
+    extended->get_srq_num = get_srq_number;
+    extended->open_xrcd = open_xrc_domain;
+    extended->close_xrcd = close_xrc_domain;
     extended->query_rt_values = query_real_time_values;
     extended->create_cq_ex = create_extended_cq;
     extended->alloc_td = alloc_thread_domain;

@@ -3,6 +3,7 @@
 #include "ibverbs/qp_transitions.hpp"
 
 #include <cerrno>
+#include <span>
 
 #include "ibverbs/device.hpp"
 
@@ -15,28 +16,77 @@ struct Transition {
     int optional;
 };
 
-// Attributes that may change when the queue pair enters RTS or stays in RTS.
-constexpr int rts_attributes =
-    IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER | IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH;
+// The tables of the InfiniBand specification, as the kernel's qp_state_table has them, without the transitions to RESET
+// and to ERR. check_transition allows these from every state, except from RESET to ERR, and allows no attributes with
+// them.
 
-// The table of the InfiniBand specification for reliable connections, without the transitions to RESET and to ERR.
-// check_transition allows these from every state, except from RESET to ERR, and allows no attributes with them.
-constexpr Transition transitions[] = {
-    {IBV_QPS_RESET, IBV_QPS_INIT, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, 0},
-    {IBV_QPS_INIT, IBV_QPS_INIT, 0, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS},
-    {IBV_QPS_INIT, IBV_QPS_RTR,
-     IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
-     IBV_QP_ALT_PATH | IBV_QP_ACCESS_FLAGS | IBV_QP_PKEY_INDEX},
-    {IBV_QPS_RTR, IBV_QPS_RTS,
-     IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC, rts_attributes},
+// Attributes of transports with connections that may change when the queue pair enters RTS or stays in RTS.
+constexpr int rts_attributes = IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH;
+constexpr int responder_rts_attributes = rts_attributes | IBV_QP_MIN_RNR_TIMER;
+constexpr int init_attributes = IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+constexpr int path_attributes = IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+constexpr int optional_path_attributes = IBV_QP_ALT_PATH | IBV_QP_ACCESS_FLAGS | IBV_QP_PKEY_INDEX;
+constexpr int drained_attributes =
+    IBV_QP_AV | IBV_QP_ALT_PATH | IBV_QP_ACCESS_FLAGS | IBV_QP_PKEY_INDEX | IBV_QP_PATH_MIG_STATE;
+constexpr int requester_attributes = IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC;
+constexpr int responder_attributes = IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER;
+
+constexpr Transition reliable_transitions[] = {
+    {IBV_QPS_RESET, IBV_QPS_INIT, init_attributes, 0},
+    {IBV_QPS_INIT, IBV_QPS_INIT, 0, init_attributes},
+    {IBV_QPS_INIT, IBV_QPS_RTR, path_attributes | responder_attributes, optional_path_attributes},
+    {IBV_QPS_RTR, IBV_QPS_RTS, requester_attributes | IBV_QP_SQ_PSN, responder_rts_attributes},
+    {IBV_QPS_RTS, IBV_QPS_RTS, 0, responder_rts_attributes},
+    {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
+    {IBV_QPS_SQD, IBV_QPS_RTS, 0, responder_rts_attributes},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | requester_attributes | responder_attributes | IBV_QP_PORT},
+};
+
+constexpr Transition unreliable_transitions[] = {
+    {IBV_QPS_RESET, IBV_QPS_INIT, init_attributes, 0},
+    {IBV_QPS_INIT, IBV_QPS_INIT, 0, init_attributes},
+    {IBV_QPS_INIT, IBV_QPS_RTR, path_attributes, optional_path_attributes},
+    {IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_SQ_PSN, rts_attributes},
     {IBV_QPS_RTS, IBV_QPS_RTS, 0, rts_attributes},
     {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
     {IBV_QPS_SQD, IBV_QPS_RTS, 0, rts_attributes},
-    {IBV_QPS_SQD, IBV_QPS_SQD, 0,
-     IBV_QP_PORT | IBV_QP_AV | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC |
-         IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_ALT_PATH | IBV_QP_ACCESS_FLAGS | IBV_QP_PKEY_INDEX | IBV_QP_MIN_RNR_TIMER |
-         IBV_QP_PATH_MIG_STATE},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes},
 };
+
+constexpr Transition xrc_send_transitions[] = {
+    {IBV_QPS_RESET, IBV_QPS_INIT, init_attributes, 0},
+    {IBV_QPS_INIT, IBV_QPS_INIT, 0, init_attributes},
+    {IBV_QPS_INIT, IBV_QPS_RTR, path_attributes, optional_path_attributes},
+    {IBV_QPS_RTR, IBV_QPS_RTS, requester_attributes | IBV_QP_SQ_PSN, rts_attributes},
+    {IBV_QPS_RTS, IBV_QPS_RTS, 0, rts_attributes},
+    {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
+    {IBV_QPS_SQD, IBV_QPS_RTS, 0, rts_attributes},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | requester_attributes | IBV_QP_PORT},
+};
+
+constexpr Transition xrc_receive_transitions[] = {
+    {IBV_QPS_RESET, IBV_QPS_INIT, init_attributes, 0},
+    {IBV_QPS_INIT, IBV_QPS_INIT, 0, init_attributes},
+    {IBV_QPS_INIT, IBV_QPS_RTR, path_attributes | responder_attributes, optional_path_attributes},
+    {IBV_QPS_RTR, IBV_QPS_RTS, IBV_QP_TIMEOUT | IBV_QP_SQ_PSN, responder_rts_attributes},
+    {IBV_QPS_RTS, IBV_QPS_RTS, 0, responder_rts_attributes},
+    {IBV_QPS_RTS, IBV_QPS_SQD, 0, IBV_QP_EN_SQD_ASYNC_NOTIFY},
+    {IBV_QPS_SQD, IBV_QPS_RTS, 0, responder_rts_attributes},
+    {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | responder_attributes | IBV_QP_PORT | IBV_QP_TIMEOUT},
+};
+
+std::span<const Transition> transitions_of(ibv_qp_type type) {
+    switch (type) {
+    case IBV_QPT_UC:
+        return unreliable_transitions;
+    case IBV_QPT_XRC_SEND:
+        return xrc_send_transitions;
+    case IBV_QPT_XRC_RECV:
+        return xrc_receive_transitions;
+    default:
+        return reliable_transitions;
+    }
+}
 
 constexpr unsigned supported_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
                                             IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND;
@@ -49,12 +99,12 @@ bool is_valid_path(const ibv_ah_attr& path) {
 
 } // namespace
 
-int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask) {
+int check_transition(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to, int attr_mask) {
     const int attributes = attr_mask & ~IBV_QP_STATE;
     if (to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET)) {
         return attributes == 0 ? 0 : EINVAL;
     }
-    for (const Transition& transition : transitions) {
+    for (const Transition& transition : transitions_of(type)) {
         if (transition.from == from && transition.to == to) {
             const bool has_all_required = (attributes & transition.required) == transition.required;
             const bool has_only_allowed = (attributes & ~(transition.required | transition.optional)) == 0;

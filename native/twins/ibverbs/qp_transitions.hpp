@@ -1,4 +1,4 @@
-// Checks which attributes each state transition of a reliable-connected queue pair requires and allows.
+// Checks which attributes each state transition of a queue pair requires and allows.
 #pragma once
 
 #include "ibverbs/abi.hpp"
@@ -7,7 +7,7 @@ namespace gdrkit::twin::verbs {
 
 // Return 0, or EINVAL if the transition does not exist, a required attribute is missing, or an attribute is not
 // allowed.
-int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask);
+int check_transition(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to, int attr_mask);
 
 // Return 0, or EINVAL if an attribute that `attr_mask` selects is out of range.
 int check_attribute_values(const ibv_qp_attr& attr, int attr_mask);

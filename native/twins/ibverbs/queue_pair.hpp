@@ -15,8 +15,8 @@ class QueuePair {
 public:
     QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
               std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
-        : public_qp_(public_qp), domain_(domain), context_(domain->context), send_queue_(std::move(send_queue)),
-          receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
+        : public_qp_(public_qp), domain_(domain), context_(context_of(public_qp->context)),
+          send_queue_(std::move(send_queue)), receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
           shared_receives_(init_attr.srq != nullptr ? srq_handle_of(init_attr.srq)->model : nullptr) {}
     virtual ~QueuePair() = default;
     QueuePair(const QueuePair&) = delete;
@@ -52,7 +52,7 @@ protected:
     }
 
     ibv_qp* const public_qp_;
-    ProtectionDomain* const domain_;
+    ProtectionDomain* const domain_; // nullptr for an XRC receive queue pair
     Context* const context_;
     const std::shared_ptr<CompletionQueue> send_queue_;
     const std::shared_ptr<CompletionQueue> receive_queue_;
@@ -66,6 +66,7 @@ struct QueuePairHandle {
     // The extended structure begins with an ibv_qp.
     ibv_qp_ex abi{};
     std::shared_ptr<QueuePair> model;
+    ibv_xrcd* xrcd = nullptr; // set for an XRC receive queue pair
 };
 
 inline QueuePairHandle* qp_handle_of(ibv_qp* qp) {

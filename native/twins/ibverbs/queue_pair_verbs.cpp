@@ -1,5 +1,7 @@
 // The exported functions of queue pairs: create, destroy, modify and query.
 
+#include <cstring>
+
 #include "ibverbs/connected_queue_pair.hpp"
 #include "ibverbs/datagram_queue_pair.hpp"
 #include "ibverbs/handle.hpp"
@@ -7,6 +9,10 @@
 
 namespace gdrkit::twin::verbs {
 namespace {
+
+// The extended attributes begin with the ordinary ones.
+constexpr std::size_t ordinary_bytes = offsetof(ibv_qp_init_attr_ex, comp_mask);
+static_assert(ordinary_bytes == offsetof(ibv_qp_init_attr, sq_sig_all) + sizeof(int));
 
 constexpr std::uint32_t max_inline_bytes = 4096;
 
@@ -17,41 +23,123 @@ bool is_within_limits(const ibv_qp_cap& cap, const ibv_device_attr& device_limit
            cap.max_recv_sge <= max_sges && cap.max_inline_data <= max_inline_bytes;
 }
 
-int check_init_attributes(const ibv_pd* pd, const ibv_qp_init_attr& init_attr) {
-    switch (init_attr.qp_type) {
+// Check the objects and limits of a new queue pair. `attr` has only the objects that its type uses.
+int check_init_attributes(const ibv_context* context, const ibv_qp_init_attr_ex& attr) {
+    switch (attr.qp_type) {
     case IBV_QPT_RC:
-    case IBV_QPT_UD:
-        break;
     case IBV_QPT_UC:
-    case IBV_QPT_RAW_PACKET:
     case IBV_QPT_XRC_SEND:
     case IBV_QPT_XRC_RECV:
+    case IBV_QPT_UD:
+        break;
+    case IBV_QPT_RAW_PACKET:
     case IBV_QPT_DRIVER:
         return EOPNOTSUPP;
     default:
         return EINVAL;
     }
-    if (init_attr.srq != nullptr && (!is_alive("ibv_srq", init_attr.srq) || init_attr.srq->context != pd->context)) {
-        return EINVAL;
-    }
-    const bool is_valid = is_alive("ibv_cq", init_attr.send_cq) && is_alive("ibv_cq", init_attr.recv_cq) &&
-                          init_attr.send_cq->context == pd->context && init_attr.recv_cq->context == pd->context &&
-                          is_within_limits(init_attr.cap, device_attributes(*context_of(pd->context)->device));
+    const auto is_valid_object = [=](const char* kind, const auto* object, bool is_needed) {
+        return object == nullptr ? !is_needed : is_alive(kind, object) && object->context == context;
+    };
+    const bool is_xrc_receive = attr.qp_type == IBV_QPT_XRC_RECV;
+    const bool is_xrc_send = attr.qp_type == IBV_QPT_XRC_SEND;
+    const bool is_valid = is_valid_object("ibv_pd", attr.pd, !is_xrc_receive) &&
+                          is_valid_object("ibv_cq", attr.send_cq, !is_xrc_receive) &&
+                          is_valid_object("ibv_cq", attr.recv_cq, !is_xrc_receive && !is_xrc_send) &&
+                          is_valid_object("ibv_xrcd", attr.xrcd, is_xrc_receive) &&
+                          is_valid_object("ibv_srq", attr.srq, false) &&
+                          // The queue pairs of an XRC domain deliver to its queues, others cannot.
+                          (attr.srq == nullptr || srq_handle_of(attr.srq)->xrcd == nullptr) &&
+                          is_within_limits(attr.cap, device_attributes(*context_of(context)->device));
     return is_valid ? 0 : EINVAL;
 }
 
-void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init_attr) {
-    qp->context = pd->context;
-    qp->qp_context = init_attr.qp_context;
-    qp->pd = pd;
-    qp->send_cq = init_attr.send_cq;
-    qp->recv_cq = init_attr.recv_cq;
-    qp->srq = init_attr.srq;
+void fill_public_structure(ibv_qp* qp, ibv_context* context, const ibv_qp_init_attr_ex& attr) {
+    qp->context = context;
+    qp->qp_context = attr.qp_context;
+    qp->pd = attr.pd;
+    qp->send_cq = attr.send_cq;
+    qp->recv_cq = attr.recv_cq;
+    qp->srq = attr.srq;
     qp->handle = next_handle();
     qp->state = IBV_QPS_RESET;
-    qp->qp_type = init_attr.qp_type;
+    qp->qp_type = attr.qp_type;
     pthread_mutex_init(&qp->mutex, nullptr);
     pthread_cond_init(&qp->cond, nullptr);
+}
+
+// Remove the objects that the type of the queue pair does not use, and the limits of queues that it does not have.
+void remove_unused_attributes(ibv_qp_init_attr_ex* attr) {
+    if (attr->qp_type == IBV_QPT_XRC_RECV) {
+        attr->pd = nullptr;
+        attr->send_cq = nullptr;
+        attr->cap.max_send_wr = 0;
+        attr->cap.max_send_sge = 0;
+        attr->cap.max_inline_data = 0;
+    } else {
+        attr->xrcd = nullptr;
+    }
+    if (attr->qp_type == IBV_QPT_XRC_RECV || attr->qp_type == IBV_QPT_XRC_SEND) {
+        attr->recv_cq = nullptr;
+        attr->srq = nullptr;
+    }
+    if (attr->srq != nullptr || attr->recv_cq == nullptr) {
+        attr->cap.max_recv_wr = 0;
+        attr->cap.max_recv_sge = 0;
+    }
+}
+
+// Change the number of users of each object of a queue pair by `change`.
+void count_user(const QueuePairHandle& handle, int change) {
+    const ibv_qp& qp = handle.abi.qp_base;
+    if (qp.pd != nullptr) {
+        domain_of(qp.pd)->child_count += change;
+    }
+    for (ibv_cq* const cq : {qp.send_cq, qp.recv_cq}) {
+        if (cq != nullptr) {
+            cq_handle_of(cq)->model->user_count += change;
+        }
+    }
+    if (qp.srq != nullptr) {
+        srq_handle_of(qp.srq)->model->user_count += change;
+    }
+    if (handle.xrcd != nullptr) {
+        xrcd_handle_of(handle.xrcd)->user_count += change;
+    }
+}
+
+std::shared_ptr<QueuePair> make_model(ibv_qp* qp, const ibv_qp_init_attr_ex& attr) {
+    ibv_qp_init_attr init_attr{};
+    std::memcpy(static_cast<void*>(&init_attr), &attr, ordinary_bytes);
+    const auto model_of = [](ibv_cq* cq) { return cq != nullptr ? cq_handle_of(cq)->model : nullptr; };
+    ProtectionDomain* const domain = domain_of(attr.pd);
+    if (attr.qp_type == IBV_QPT_UD) {
+        return std::make_shared<DatagramQueuePair>(qp, domain, model_of(attr.send_cq), model_of(attr.recv_cq),
+                                                   init_attr);
+    }
+    const auto xrc_domain = attr.xrcd != nullptr ? xrcd_handle_of(attr.xrcd)->model : nullptr;
+    return std::make_shared<ConnectedQueuePair>(qp, domain, model_of(attr.send_cq), model_of(attr.recv_cq), init_attr,
+                                                xrc_domain);
+}
+
+// Create a queue pair, and store the limits that it has in `attr`.
+ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
+    remove_unused_attributes(attr);
+    if (const int error = check_init_attributes(context, *attr); error != 0) {
+        return fail_null(error);
+    }
+    auto handle = std::make_unique<QueuePairHandle>();
+    ibv_qp* const qp = &handle->abi.qp_base;
+    fill_public_structure(qp, context, *attr);
+    handle->xrcd = attr->xrcd;
+    handle->model = make_model(qp, *attr);
+    if (const int error = handle->model->open(); error != 0) {
+        return fail_null(error);
+    }
+    qp->qp_num = handle->model->qp_num();
+    count_user(*handle, 1);
+    track("ibv_qp", handle.release());
+    return qp;
 }
 
 } // namespace
@@ -59,6 +147,29 @@ void fill_public_structure(ibv_qp* qp, ibv_pd* pd, const ibv_qp_init_attr& init_
 void acknowledge_async(ibv_qp* qp) {
     ++qp->events_completed;
     qp_handle_of(qp)->model->async_event_counter->acknowledge(1);
+}
+
+// Check the attributes as rdma-core's ibv_cmd_create_qp_ex does.
+ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* init_attr) {
+    if (const auto fault = injected_fault("ibv_create_qp_ex")) {
+        return fail_null(*fault);
+    }
+    constexpr std::uint32_t supported = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD | IBV_QP_INIT_ATTR_CREATE_FLAGS;
+    const auto has = [=](std::uint32_t bit) { return (init_attr->comp_mask & bit) != 0; };
+    if ((init_attr->comp_mask & ~supported) != 0 ||
+        (has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && init_attr->create_flags != 0)) {
+        return fail_null(EOPNOTSUPP);
+    }
+    if (!is_alive("ibv_context", context_of(context)) ||
+        !has(init_attr->qp_type == IBV_QPT_XRC_RECV ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD)) {
+        return fail_null(EINVAL);
+    }
+    ibv_qp_init_attr_ex attr = *init_attr;
+    ibv_qp* const qp = create_queue_pair(context, &attr);
+    if (qp != nullptr) {
+        init_attr->cap = attr.cap;
+    }
+    return qp;
 }
 
 } // namespace gdrkit::twin::verbs
@@ -74,36 +185,18 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
     if (!is_alive("ibv_pd", pd)) {
         return fail_null(EINVAL);
     }
-    if (init_attr->srq != nullptr) {
-        // The pair has no receive queue, so the limits of one are ignored and reported as 0.
-        init_attr->cap.max_recv_wr = 0;
-        init_attr->cap.max_recv_sge = 0;
+    if (init_attr->qp_type == IBV_QPT_XRC_RECV) {
+        // This function has no argument for the XRC domain.
+        return fail_null(EINVAL);
     }
-    if (const int error = check_init_attributes(pd, *init_attr); error != 0) {
-        return fail_null(error);
+    ibv_qp_init_attr_ex attr{};
+    std::memcpy(static_cast<void*>(&attr), init_attr, ordinary_bytes);
+    attr.comp_mask = IBV_QP_INIT_ATTR_PD;
+    attr.pd = pd;
+    ibv_qp* const qp = create_queue_pair(pd->context, &attr);
+    if (qp != nullptr) {
+        init_attr->cap = attr.cap;
     }
-    auto handle = std::make_unique<QueuePairHandle>();
-    ibv_qp* const qp = &handle->abi.qp_base;
-    fill_public_structure(qp, pd, *init_attr);
-    ProtectionDomain* const domain = domain_of(pd);
-    const std::shared_ptr<CompletionQueue> send_queue = cq_handle_of(init_attr->send_cq)->model;
-    const std::shared_ptr<CompletionQueue> receive_queue = cq_handle_of(init_attr->recv_cq)->model;
-    if (init_attr->qp_type == IBV_QPT_UD) {
-        handle->model = std::make_shared<DatagramQueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
-    } else {
-        handle->model = std::make_shared<ConnectedQueuePair>(qp, domain, send_queue, receive_queue, *init_attr);
-    }
-    if (const int error = handle->model->open(); error != 0) {
-        return fail_null(error);
-    }
-    qp->qp_num = handle->model->qp_num();
-    ++domain->child_count;
-    ++send_queue->user_count;
-    ++receive_queue->user_count;
-    if (init_attr->srq != nullptr) {
-        ++srq_handle_of(init_attr->srq)->model->user_count;
-    }
-    track("ibv_qp", handle.release());
     return qp;
 }
 
@@ -120,19 +213,13 @@ int ibv_destroy_qp(ibv_qp* qp) {
         return EBUSY;
     }
     model->close();
-    ProtectionDomain* const domain = domain_of(qp->pd);
-    domain->context->drop_events(model->async_event_counter);
+    context_of(qp->context)->drop_events(model->async_event_counter);
     model->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_qp", handle)) {
         return EINVAL;
     }
     handle->model.reset();
-    --cq_handle_of(qp->send_cq)->model->user_count;
-    --cq_handle_of(qp->recv_cq)->model->user_count;
-    if (qp->srq != nullptr) {
-        --srq_handle_of(qp->srq)->model->user_count;
-    }
-    --domain->child_count;
+    count_user(*handle, -1);
     return 0;
 }
 

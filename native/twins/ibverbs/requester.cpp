@@ -183,7 +183,7 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     flush_wc.status = IBV_WC_WR_FLUSH_ERR;
     flush_wc.opcode = IBV_WC_RECV;
     for (const ReceiveWork& work : receives_) {
-        complete_receive(*lock, work, flush_wc, false);
+        complete_receive(*lock, work, nullptr, flush_wc, false);
     }
     receives_.clear();
     return true;

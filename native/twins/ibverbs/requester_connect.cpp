@@ -51,7 +51,7 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
             Lock lock(mutex_);
             peer_socket_.reset();
         }
-        if (retry_us != 0 && Clock::now() >= deadline) {
+        if (!is_reliable() || (retry_us != 0 && Clock::now() >= deadline)) {
             return connection_lost_status();
         }
         if (!sleep_unless_interrupted(pause_between_attempts_us)) {
@@ -70,6 +70,7 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     connect_request.source_qpn = qp_num_;
     connect_request.destination_qpn = attr.dest_qp_num;
     connect_request.psn = attr.sq_psn;
+    connect_request.qp_type = type();
     connect_request.gid_type = gid_type_at(attr.ah_attr.grh.sgid_index);
     // Each attempt uses new memory. A peer that has refused an attempt may still have the memory of that attempt
     // mapped.
@@ -87,6 +88,36 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
 ibv_wc_status ConnectedQueuePair::connection_lost_status() {
     Lock lock(mutex_);
     return is_interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
+}
+
+// The peer has ended the connection. The next request of a reliable pair fails. The started ones of an unreliable pair
+// are lost, which their sender does not notice. Later requests need a new connection.
+void ConnectedQueuePair::lose_connection() {
+    RequesterState& requester = requester_state_;
+    const ibv_wc_status status = connection_lost_status();
+    if (is_reliable() || status == IBV_WC_WR_FLUSH_ERR) {
+        if (requester.started.empty() && !requester.queued.empty()) {
+            requester.started.push_back(std::move(requester.queued.front()));
+            requester.queued.pop_front();
+        }
+        if (!requester.started.empty()) {
+            requester.error = status;
+        }
+        return;
+    }
+    RequesterState remaining;
+    remaining.local_error = requester.local_error;
+    // A request that failed locally is the last one.
+    const std::size_t failed_count = requester.local_error ? 1 : 0;
+    for (; requester.started.size() > failed_count; requester.started.pop_front()) {
+        requester.finished.push_back(std::move(requester.started.front()));
+    }
+    remaining.queued = std::move(requester.queued);
+    remaining.started = std::move(requester.started);
+    remaining.finished = std::move(requester.finished);
+    requester = std::move(remaining);
+    Lock lock(mutex_);
+    disconnect(lock);
 }
 
 bool ConnectedQueuePair::sleep_unless_interrupted(std::uint64_t time_us) {

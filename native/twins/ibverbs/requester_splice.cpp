@@ -24,10 +24,10 @@ Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned requi
 }
 
 // Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. A chunk is copied if it is
-// small, or if it may be sent again after a receiver-not-ready response.
+// small, or if it may be sent again after a receiver-not-ready response, or if the peer may drop it.
 std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
-    if (request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 || work.is_inline ||
-        request.chunk_bytes < min_splice_bytes) {
+    if (!is_reliable() || request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 ||
+        work.is_inline || request.chunk_bytes < min_splice_bytes) {
         return 0;
     }
     std::uint32_t page_count = 0;

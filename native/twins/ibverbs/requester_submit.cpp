@@ -58,6 +58,7 @@ wire::Request make_first_chunk(const SendWork& work) {
     request.immediate = work.immediate;
     request.compare_or_add = work.compare_or_add;
     request.swap = work.swap;
+    request.srq_number = work.remote_srq_number;
     return request;
 }
 
@@ -119,16 +120,12 @@ bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     if (!requester.error && requester.in_flight.empty() && requester.local_error) {
         requester.error = requester.local_error;
     }
-    if (!requester.error && requester.is_peer_gone && link_->response_count() == requester.handled_count) {
-        if (requester.started.empty() && !requester.queued.empty()) {
-            requester.started.push_back(std::move(requester.queued.front()));
-            requester.queued.pop_front();
-        }
-        if (!requester.started.empty()) {
-            requester.error = connection_lost_status();
-        }
+    const bool is_lost =
+        !requester.error && requester.is_peer_gone && link_->response_count() == requester.handled_count;
+    if (is_lost) {
+        lose_connection();
     }
-    return has_submitted_chunk || has_handled_response || requester.error;
+    return has_submitted_chunk || has_handled_response || is_lost || requester.error;
 }
 
 bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
@@ -142,10 +139,8 @@ bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
         }
         requester.may_get_rnr = false;
         requester.retry_at.reset();
-        if (!requester.has_pending_chunk && !start_next_send(attr)) {
-            break;
-        }
-        if (requester.has_pending_chunk && !submit_chunk()) {
+        if ((!requester.has_pending_chunk && !start_next_send(attr)) ||
+            (requester.has_pending_chunk && !submit_chunk())) {
             break;
         }
         has_submitted_chunk = true;
@@ -170,7 +165,17 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
         change_keys(work);
         return true;
     }
-    if (const ibv_wc_status status = prepare_send(work, site, attr); status != IBV_WC_SUCCESS) {
+    ibv_wc_status status = prepare_send(work, site, attr);
+    if (status == IBV_WC_SUCCESS) {
+        status = connect_to_peer(attr);
+        if (status == IBV_WC_RETRY_EXC_ERR && !is_reliable()) {
+            // The message is lost, which its sender does not notice.
+            requester.finished.push_back(std::move(requester.started.back()));
+            requester.started.pop_back();
+            return true;
+        }
+    }
+    if (status != IBV_WC_SUCCESS) {
         requester.local_error = status;
         return true;
     }
@@ -211,8 +216,7 @@ bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultS
     return !requester.started.empty() || !requester.finished.empty() || !delayed_completions_.empty();
 }
 
-// Check a request, and connect to the peer if there is no connection. Return the status with which the request fails,
-// or IBV_WC_SUCCESS.
+// Check a request. Return the status with which it fails, or IBV_WC_SUCCESS.
 ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
     if (site != nullptr) {
         if (const auto fault = injected_fault(site)) {
@@ -222,10 +226,7 @@ ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, FaultSite* 
     if (returns_data(work.opcode) && attr.max_rd_atomic == 0) {
         return IBV_WC_LOC_QP_OP_ERR;
     }
-    if (const ibv_wc_status status = check_local_access(work); status != IBV_WC_SUCCESS) {
-        return status;
-    }
-    return connect_to_peer(attr);
+    return check_local_access(work);
 }
 
 // Reserve pipe pages or payload space for the next chunk. Return false if there is no space at present.
@@ -278,7 +279,7 @@ bool ConnectedQueuePair::submit_chunk() {
     }
     requester.in_flight.push_back({request, link_->reserved_bytes(), page_count});
     link_->put_request(requester.submitted_count++, request);
-    requester.may_get_rnr = needs_receive(request);
+    requester.may_get_rnr = is_reliable() && needs_receive(request);
     requester.unpublished_bytes += request.chunk_bytes;
     request.chunk_offset_bytes += request.chunk_bytes;
     requester.has_pending_chunk = request.chunk_offset_bytes < work.length_bytes;
@@ -304,7 +305,7 @@ bool ConnectedQueuePair::handle_responses(const ibv_qp_attr& attr) {
         const wire::Response response = link_->response(requester.handled_count);
         if (link_->response_count() - requester.handled_count > requester.in_flight.size() ||
             !wire::is_well_formed(response, requester.in_flight.front().request)) {
-            requester.error = connection_lost_status();
+            lose_connection();
         } else {
             handle_response(response, attr);
         }

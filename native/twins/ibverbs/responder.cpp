@@ -18,6 +18,19 @@ namespace {
 // was ready, or connections of untrusted clients.
 constexpr std::size_t max_connections = 16;
 
+// Return the type of a queue pair that sends to one of type `type`.
+ibv_qp_type peer_type_of(ibv_qp_type type) {
+    switch (type) {
+    case IBV_QPT_XRC_RECV:
+        return IBV_QPT_XRC_SEND;
+    case IBV_QPT_XRC_SEND:
+        // This type receives nothing, and an XRC receive queue pair sends nothing.
+        return IBV_QPT_XRC_RECV;
+    default:
+        return type;
+    }
+}
+
 bool ends_connection(wire::Status status) {
     return status != wire::Status::done && status != wire::Status::receiver_not_ready;
 }
@@ -104,14 +117,7 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     wire::ConnectReply reply{wire::magic, 0};
     {
         Lock lock(mutex_);
-        const ibv_global_route& route = attr_.ah_attr.grh;
-        const bool is_expected_peer =
-            connect_request.destination_qpn == qp_num_ && connect_request.source_qpn == attr_.dest_qp_num &&
-            std::memcmp(&connect_request.source_gid, &route.dgid, sizeof route.dgid) == 0 &&
-            std::memcmp(&connect_request.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
-            connect_request.psn == attr_.rq_psn &&
-            connect_request.gid_type == static_cast<std::uint32_t>(gid_type_at(route.sgid_index));
-        if (can_receive_requests() && is_expected_peer && !is_closing_) {
+        if (can_receive_requests() && is_expected_peer(lock, connect_request) && !is_closing_) {
             reply.ready = 1;
             connection->is_serving = true;
             connection->generation = generation_;
@@ -119,6 +125,17 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     }
     const bool is_accepted = send_all(socket, &reply, sizeof reply) && reply.ready == 1;
     return is_accepted ? std::move(link) : nullptr;
+}
+
+bool ConnectedQueuePair::is_expected_peer(const Lock&, const wire::ConnectRequest& connect_request) const {
+    const ibv_global_route& route = attr_.ah_attr.grh;
+    return connect_request.destination_qpn == qp_num_ && connect_request.source_qpn == attr_.dest_qp_num &&
+           std::memcmp(&connect_request.source_gid, &route.dgid, sizeof route.dgid) == 0 &&
+           std::memcmp(&connect_request.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
+           // An unreliable pair accepts any number in the first packet of a message.
+           (connect_request.psn == attr_.rq_psn || !is_reliable()) &&
+           connect_request.gid_type == static_cast<std::uint32_t>(gid_type_at(route.sgid_index)) &&
+           connect_request.qp_type == static_cast<std::uint32_t>(peer_type_of(type()));
 }
 
 // Wait until more than `served_count` requests exist. Return false at the end of the connection. Requests that were not
@@ -165,23 +182,29 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
     if (!wire::is_well_formed(request) || !Link::payload_in_bounds(request)) {
         return false;
     }
+    if (!is_reliable() && (!wire::carries_payload(request.opcode) || (request.flags & wire::flag_piped) != 0)) {
+        return false;
+    }
     // The next chunk of a send must continue at the end of the previous one, and no other message may start before the
     // send is complete.
     if (incoming->is_active
             ? (request.opcode != wire::Opcode::send || request.chunk_offset_bytes != incoming->arrived_bytes ||
                request.message_bytes != incoming->message_bytes)
-            : (request.opcode == wire::Opcode::send && request.chunk_offset_bytes != 0)) {
+            : (request.opcode == wire::Opcode::send && request.chunk_offset_bytes != 0 && !incoming->is_dropped)) {
         return false;
     }
     if (!may_serve(*connection)) {
         return false;
     }
-    const wire::Response response = execute(request, link, incoming, *connection);
+    wire::Response response = execute(request, link, incoming, *connection);
     if (response.magic != wire::magic) {
         return false;
     }
     if (response.status == wire::Status::done) {
         count_served(request);
+    } else if (!is_reliable()) {
+        drop_message(request, incoming, *connection);
+        response = wire::make_response(wire::Status::done);
     }
     link->put_response(number, response);
     link->publish_responses(number + 1, connection->socket.get());
@@ -200,16 +223,27 @@ bool ConnectedQueuePair::may_serve(const Connection& connection) {
 
 wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* link, IncomingMessage* incoming,
                                            const Connection& connection) {
+    if (!incoming->is_active) {
+        incoming->source = xrc_domain_ != nullptr ? xrc_domain_->find(request.srq_number) : shared_receives_;
+    }
+    if (xrc_domain_ != nullptr && incoming->source == nullptr) {
+        return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
+    }
     switch (request.opcode) {
     case wire::Opcode::send:
         return execute_send(request, link->memory(), incoming);
     case wire::Opcode::write:
         return execute_write(request, link, incoming, connection);
     case wire::Opcode::read:
-        return execute_read(request, &link->memory(), connection);
+        return execute_read(request, &link->memory(), *incoming, connection);
     default:
-        return execute_atomic(request, connection);
+        return execute_atomic(request, *incoming, connection);
     }
+}
+
+// Return the domain in which the key of a request is valid. An XRC request uses that of its shared receive queue.
+ProtectionDomain* ConnectedQueuePair::target_domain(const IncomingMessage& incoming) const {
+    return xrc_domain_ != nullptr ? incoming.source->domain() : domain_;
 }
 
 bool ConnectedQueuePair::permits(unsigned required_access) {
@@ -246,7 +280,8 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
     std::shared_ptr<Region> region;
     std::uint64_t address = request.remote_address;
     if (request.message_bytes > 0) {
-        region = find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
+        region = find_by_rkey(request.rkey, target_domain(*incoming), qp_num_, IBV_ACCESS_REMOTE_WRITE, &address,
+                              request.message_bytes);
         if (region == nullptr) {
             return fail_request(RegionError::refused, connection);
         }
@@ -270,14 +305,14 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
 }
 
 wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, BounceBuffer* bounce,
-                                                const Connection& connection) {
+                                                const IncomingMessage& incoming, const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_READ)) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
     if (request.message_bytes > 0) {
         std::uint64_t address = request.remote_address;
-        const auto region =
-            find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_READ, &address, request.message_bytes);
+        const auto region = find_by_rkey(request.rkey, target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_READ,
+                                         &address, request.message_bytes);
         const RegionError error = region == nullptr ? RegionError::refused
                                                     : region->read(address + request.chunk_offset_bytes, bounce,
                                                                    request.payload_offset, request.chunk_bytes);
@@ -290,12 +325,14 @@ wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, Bo
     return response;
 }
 
-wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, const Connection& connection) {
+wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, const IncomingMessage& incoming,
+                                                  const Connection& connection) {
     if (!permits(IBV_ACCESS_REMOTE_ATOMIC) || request.remote_address % 8 != 0) {
         return fail_request(wire::Status::invalid_request, IBV_EVENT_QP_REQ_ERR, connection);
     }
     std::uint64_t address = request.remote_address;
-    const auto region = find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_ATOMIC, &address, 8);
+    const auto region =
+        find_by_rkey(request.rkey, target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_ATOMIC, &address, 8);
     wire::Response response = wire::make_response(wire::Status::done);
     const auto compute_new = [&](std::uint64_t original) {
         if (request.opcode == wire::Opcode::fetch_and_add) {
@@ -311,7 +348,8 @@ wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, 
 wire::Response ConnectedQueuePair::fail_request(wire::Status status, ibv_event_type event,
                                                 const Connection& connection) {
     Lock lock(mutex_);
-    if (connection.generation == generation_) {
+    // An unreliable pair drops a request that it refuses, and stays in its state.
+    if (connection.generation == generation_ && is_reliable()) {
         fail(lock, event, &connection);
     }
     return wire::make_response(status);

@@ -10,21 +10,22 @@ namespace gdrkit::twin::verbs {
 wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, const BounceBuffer& bounce,
                                                 IncomingMessage* incoming) {
     if (!incoming->is_active) {
-        if (!consume_receive(incoming)) {
+        if (request.chunk_offset_bytes != 0 || !consume_receive(incoming)) {
             return receiver_not_ready_response();
         }
         incoming->message_bytes = request.message_bytes;
         if (request.message_bytes > incoming->work.length_bytes) {
-            return fail_receive(incoming, IBV_WC_LOC_LEN_ERR, wire::Status::invalid_request);
+            return is_reliable() ? fail_receive(incoming, IBV_WC_LOC_LEN_ERR, wire::Status::invalid_request)
+                                 : wire::make_response(wire::Status::invalid_request);
         }
     }
-    if (scatter(incoming->work, request, bounce) != RegionError::none) {
+    if (scatter(*incoming, request, bounce) != RegionError::none) {
         return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed);
     }
     incoming->arrived_bytes += request.chunk_bytes;
     // Soft-RoCE ends such a message with the same status of its receive request (RESPST_ERR_INVALIDATE_RKEY).
     if (wire::is_last_chunk(request) && (request.flags & wire::flag_invalidate) != 0 &&
-        !invalidate_window(request.immediate, domain_, qp_num_)) {
+        !invalidate_window(request.immediate, target_domain(*incoming), qp_num_)) {
         return fail_receive(incoming, IBV_WC_REM_INV_REQ_ERR, wire::Status::operation_failed);
     }
     return wire::is_last_chunk(request) ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
@@ -37,12 +38,12 @@ wire::Response ConnectedQueuePair::receiver_not_ready_response() {
     return response;
 }
 
-std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&) {
+std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&, SharedReceiveQueue* source) {
     if (!can_receive_requests()) {
         return std::nullopt;
     }
-    if (shared_receives_ != nullptr) {
-        return shared_receives_->take();
+    if (source != nullptr) {
+        return source->take();
     }
     if (receives_.empty()) {
         return std::nullopt;
@@ -54,11 +55,13 @@ std::optional<ReceiveWork> ConnectedQueuePair::take_receive(const Lock&) {
 
 bool ConnectedQueuePair::consume_receive(IncomingMessage* incoming) {
     Lock lock(mutex_);
-    std::optional<ReceiveWork> work = take_receive(lock);
+    std::optional<ReceiveWork> work = take_receive(lock, incoming->source.get());
     if (!work) {
         return false;
     }
+    std::shared_ptr<SharedReceiveQueue> source = std::move(incoming->source);
     *incoming = IncomingMessage{};
+    incoming->source = std::move(source);
     incoming->work = std::move(*work);
     incoming->is_active = true;
     ++incoming_message_count_;
@@ -72,13 +75,13 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
     }
     // The message did not complete. Its receive request goes back to the front of the queue, for the next message or to
     // be flushed. A pair in the error state returns nothing to a shared queue, but flushes the request itself.
-    if (shared_receives_ != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
+    if (incoming->source != nullptr && state_ == IBV_QPS_ERR && connection.generation == generation_) {
         ibv_wc flush_wc{};
         flush_wc.status = IBV_WC_WR_FLUSH_ERR;
         flush_wc.opcode = IBV_WC_RECV;
-        complete_receive(lock, incoming->work, flush_wc, false);
-    } else if (shared_receives_ != nullptr) {
-        shared_receives_->put_back(std::move(incoming->work));
+        complete_receive(lock, incoming->work, incoming->source.get(), flush_wc, false);
+    } else if (incoming->source != nullptr) {
+        incoming->source->put_back(std::move(incoming->work));
     } else if (connection.generation == generation_) {
         receives_.push_front(std::move(incoming->work));
     }
@@ -87,11 +90,21 @@ void ConnectedQueuePair::return_receive(IncomingMessage* incoming, const Connect
     notify_change(lock);
 }
 
-RegionError ConnectedQueuePair::scatter(const ReceiveWork& work, const wire::Request& request,
+// Drop a message of an unreliable pair that finds no receive request or is refused.
+void ConnectedQueuePair::drop_message(const wire::Request& request, IncomingMessage* incoming,
+                                      const Connection& connection) {
+    if (!incoming->completion) {
+        return_receive(incoming, connection);
+    }
+    incoming->is_dropped = request.opcode == wire::Opcode::send && !wire::is_last_chunk(request);
+}
+
+RegionError ConnectedQueuePair::scatter(const IncomingMessage& incoming, const wire::Request& request,
                                         const BounceBuffer& bounce) {
     std::uint64_t skip_bytes = request.chunk_offset_bytes;
     std::size_t scattered_bytes = 0;
-    for (const ibv_sge& sge : work.sges) {
+    ProtectionDomain* const domain = incoming.source != nullptr ? incoming.source->domain() : domain_;
+    for (const ibv_sge& sge : incoming.work.sges) {
         if (skip_bytes >= sge.length) {
             skip_bytes -= sge.length;
             continue;
@@ -101,7 +114,6 @@ RegionError ConnectedQueuePair::scatter(const ReceiveWork& work, const wire::Req
             break;
         }
         const std::uint64_t address = sge.addr + skip_bytes;
-        ProtectionDomain* const domain = shared_receives_ != nullptr ? shared_receives_->domain() : domain_;
         const auto region = find_by_lkey(sge.lkey, domain, IBV_ACCESS_LOCAL_WRITE, address, size);
         const RegionError error = region == nullptr
                                       ? RegionError::refused
@@ -149,13 +161,13 @@ void ConnectedQueuePair::deliver_receive(IncomingMessage* incoming, const Connec
     incoming->is_active = false;
     --incoming_message_count_;
     if (connection.generation == generation_) {
-        complete_receive(lock, incoming->work, *incoming->completion, incoming->is_solicited);
+        complete_receive(lock, incoming->work, incoming->source.get(), *incoming->completion, incoming->is_solicited);
         if (incoming->completion->status != IBV_WC_SUCCESS) {
             enter_error(lock, &connection);
         }
-    } else if (shared_receives_ != nullptr) {
+    } else if (incoming->source != nullptr) {
         // The pair was reset, and a shared queue keeps the request.
-        shared_receives_->put_back(std::move(incoming->work));
+        incoming->source->put_back(std::move(incoming->work));
     }
     incoming->completion.reset();
     if (state_ == IBV_QPS_ERR) {

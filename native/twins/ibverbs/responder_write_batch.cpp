@@ -24,7 +24,7 @@ bool is_complete_piped_write(const wire::Request& request) {
 std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* connection, Link* link,
                                                                    std::uint32_t first_number, std::uint32_t end_number,
                                                                    const IncomingMessage& incoming) {
-    if (end_number - first_number < 2 || incoming.is_active) {
+    if (end_number - first_number < 2 || incoming.is_active || !is_reliable() || xrc_domain_ != nullptr) {
         return 0;
     }
     wire::Request first_request{};

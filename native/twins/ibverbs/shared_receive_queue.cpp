@@ -4,7 +4,24 @@
 
 #include <cerrno>
 
+#include "model/config.hpp"
+
 namespace gdrkit::twin::verbs {
+
+namespace {
+
+// Draw a number of 24 bits that no other queue of this process has.
+std::uint32_t draw_number() {
+    static std::atomic<std::uint32_t> last_number{static_cast<std::uint32_t>(random_u64())};
+    return ++last_number & 0xffffff;
+}
+
+} // namespace
+
+SharedReceiveQueue::SharedReceiveQueue(ibv_srq* public_srq, ProtectionDomain* domain, const ibv_srq_attr& attr,
+                                       std::shared_ptr<CompletionQueue> completion_queue)
+    : public_srq_(public_srq), domain_(domain), completion_queue_(std::move(completion_queue)), number_(draw_number()),
+      max_requests_(attr.max_wr), max_sges_(attr.max_sge) {}
 
 int SharedReceiveQueue::post(const ibv_recv_wr& wr) {
     if (!is_valid_sge_list(wr.sg_list, wr.num_sge, max_sges_)) {

@@ -17,8 +17,8 @@ namespace gdrkit::twin::verbs {
 
 class SharedReceiveQueue {
 public:
-    SharedReceiveQueue(ibv_srq* public_srq, ProtectionDomain* domain, const ibv_srq_attr& attr)
-        : public_srq_(public_srq), domain_(domain), max_requests_(attr.max_wr), max_sges_(attr.max_sge) {}
+    SharedReceiveQueue(ibv_srq* public_srq, ProtectionDomain* domain, const ibv_srq_attr& attr,
+                       std::shared_ptr<CompletionQueue> completion_queue);
     SharedReceiveQueue(const SharedReceiveQueue&) = delete;
     SharedReceiveQueue& operator=(const SharedReceiveQueue&) = delete;
 
@@ -39,6 +39,11 @@ public:
     // Every completion of a request of this queue must free one of these slots.
     [[nodiscard]] const std::shared_ptr<WorkQueueSlots>& slots() const { return slots_; }
 
+    // The completion queue of an XRC queue; nullptr for a basic one, which uses those of the queue pairs.
+    [[nodiscard]] const std::shared_ptr<CompletionQueue>& completion_queue() const { return completion_queue_; }
+    // The number by which send requests of XRC queue pairs name this queue.
+    [[nodiscard]] std::uint32_t number() const { return number_; }
+
     // Number of queue pairs that use this queue.
     std::atomic<int> user_count{0};
     const std::shared_ptr<EventCounter> async_event_counter = std::make_shared<EventCounter>();
@@ -46,6 +51,8 @@ public:
 private:
     ibv_srq* const public_srq_;
     ProtectionDomain* const domain_;
+    const std::shared_ptr<CompletionQueue> completion_queue_;
+    const std::uint32_t number_;
     std::mutex mutex_;
     std::uint32_t max_requests_;
     const std::uint32_t max_sges_;
@@ -57,6 +64,9 @@ private:
 struct SharedReceiveQueueHandle {
     ibv_srq abi{};
     std::shared_ptr<SharedReceiveQueue> model;
+    // Set for an XRC queue.
+    ibv_xrcd* xrcd = nullptr;
+    ibv_cq* cq = nullptr;
 };
 
 inline SharedReceiveQueueHandle* srq_handle_of(ibv_srq* srq) {

@@ -3,6 +3,7 @@
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
 #include "ibverbs/shared_receive_queue.hpp"
+#include "ibverbs/xrc_domain.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -21,11 +22,69 @@ void fill_public_structure(ibv_srq* srq, ibv_pd* pd, void* srq_context) {
     pthread_cond_init(&srq->cond, nullptr);
 }
 
+bool has_valid_xrc_objects(const ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
+    return is_alive("ibv_xrcd", attr.xrcd) && is_alive("ibv_cq", attr.cq) && attr.xrcd->context == pd->context &&
+           attr.cq->context == pd->context;
+}
+
+// Create a basic queue, or an XRC queue if `attr.xrcd` is set.
+ibv_srq* create_queue(ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
+    ProtectionDomain* const domain = domain_of(pd);
+    if (!is_alive("ibv_pd", pd) || !is_within_limits(attr.attr, device_attributes(*domain->context->device)) ||
+        (attr.xrcd != nullptr && !has_valid_xrc_objects(pd, attr))) {
+        return fail_null(EINVAL);
+    }
+    auto handle = std::make_unique<SharedReceiveQueueHandle>();
+    ibv_srq* const srq = &handle->abi;
+    fill_public_structure(srq, pd, attr.srq_context);
+    const auto completion_queue = attr.xrcd != nullptr ? cq_handle_of(attr.cq)->model : nullptr;
+    handle->model = std::make_shared<SharedReceiveQueue>(srq, domain, attr.attr, completion_queue);
+    ++domain->child_count;
+    if (attr.xrcd != nullptr) {
+        handle->xrcd = attr.xrcd;
+        handle->cq = attr.cq;
+        ++completion_queue->user_count;
+        ++xrcd_handle_of(attr.xrcd)->user_count;
+        xrcd_handle_of(attr.xrcd)->model->add(handle->model);
+    }
+    track("ibv_srq", handle.release());
+    return srq;
+}
+
 } // namespace
 
 void acknowledge_async(ibv_srq* srq) {
     ++srq->events_completed;
     srq_handle_of(srq)->model->async_event_counter->acknowledge(1);
+}
+
+// Check the attributes as rdma-core's ibv_cmd_create_srq_ex does.
+ibv_srq* create_srq_extended(ibv_context* context, ibv_srq_init_attr_ex* init_attr) {
+    if (const auto fault = injected_fault("ibv_create_srq_ex")) {
+        return fail_null(*fault);
+    }
+    const auto has = [=](std::uint32_t bits) { return (init_attr->comp_mask & bits) == bits; };
+    const ibv_srq_type type = has(IBV_SRQ_INIT_ATTR_TYPE) ? init_attr->srq_type : IBV_SRQT_BASIC;
+    if (init_attr->comp_mask >= IBV_SRQ_INIT_ATTR_RESERVED || (type != IBV_SRQT_BASIC && type != IBV_SRQT_XRC)) {
+        return fail_null(EOPNOTSUPP);
+    }
+    ibv_srq_init_attr_ex attr = *init_attr;
+    if (!has(IBV_SRQ_INIT_ATTR_PD) || (type == IBV_SRQT_XRC && !has(IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ)) ||
+        !is_alive("ibv_pd", attr.pd) || attr.pd->context != context || (type == IBV_SRQT_XRC && attr.xrcd == nullptr)) {
+        return fail_null(EINVAL);
+    }
+    if (type == IBV_SRQT_BASIC) {
+        attr.xrcd = nullptr;
+    }
+    return create_queue(attr.pd, attr);
+}
+
+int get_srq_number(ibv_srq* srq, std::uint32_t* number) {
+    if (!is_alive("ibv_srq", srq)) {
+        return EINVAL;
+    }
+    *number = srq_handle_of(srq)->model->number();
+    return 0;
 }
 
 int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
@@ -50,17 +109,11 @@ ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* init_attr) {
     if (const auto fault = injected_fault("ibv_create_srq")) {
         return fail_null(*fault);
     }
-    ProtectionDomain* const domain = domain_of(pd);
-    if (!is_alive("ibv_pd", pd) || !is_within_limits(init_attr->attr, device_attributes(*domain->context->device))) {
-        return fail_null(EINVAL);
-    }
-    auto handle = std::make_unique<SharedReceiveQueueHandle>();
-    ibv_srq* const srq = &handle->abi;
-    fill_public_structure(srq, pd, init_attr->srq_context);
-    handle->model = std::make_shared<SharedReceiveQueue>(srq, domain, init_attr->attr);
-    ++domain->child_count;
-    track("ibv_srq", handle.release());
-    return srq;
+    ibv_srq_init_attr_ex extended{};
+    extended.srq_context = init_attr->srq_context;
+    extended.attr = init_attr->attr;
+    extended.pd = pd;
+    return create_queue(pd, extended);
 }
 
 int ibv_destroy_srq(ibv_srq* srq) {
@@ -79,6 +132,11 @@ int ibv_destroy_srq(ibv_srq* srq) {
     model->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_srq", handle)) {
         return EINVAL;
+    }
+    if (handle->xrcd != nullptr) {
+        xrcd_handle_of(handle->xrcd)->model->remove(*model);
+        --xrcd_handle_of(handle->xrcd)->user_count;
+        --cq_handle_of(handle->cq)->model->user_count;
     }
     handle->model.reset();
     --model->domain()->child_count;

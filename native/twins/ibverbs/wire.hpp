@@ -14,7 +14,7 @@
 namespace gdrkit::twin::verbs::wire {
 
 inline constexpr std::uint32_t magic = 0x47525143; // "CQRG" in memory
-inline constexpr std::uint32_t version = 2;
+inline constexpr std::uint32_t version = 3;
 
 struct ConnectRequest {
     std::uint32_t magic;
@@ -27,8 +27,11 @@ struct ConnectRequest {
     // hardware, the packets would not arrive.
     std::uint32_t psn;
     std::uint32_t gid_type;
+    // Type of the source (ibv_qp_type). The peer refuses a type that does not match its own.
+    std::uint32_t qp_type;
+    std::uint32_t reserved;
 };
-static_assert(sizeof(ConnectRequest) == 56);
+static_assert(sizeof(ConnectRequest) == 64);
 
 struct ConnectReply {
     std::uint32_t magic;
@@ -61,8 +64,11 @@ struct Request {
     std::uint32_t payload_offset;
     std::uint64_t compare_or_add;
     std::uint64_t swap;
+    // Number of the shared receive queue to which an XRC request goes; 0 for other transports.
+    std::uint32_t srq_number;
+    std::uint32_t reserved;
 };
-static_assert(sizeof(Request) == 64);
+static_assert(sizeof(Request) == 72);
 
 enum class Status : std::uint32_t { done, receiver_not_ready, invalid_request, access_refused, operation_failed };
 

@@ -47,6 +47,7 @@ struct SendWork {
     std::uint32_t rkey = 0;
     std::uint64_t compare_or_add = 0;
     std::uint64_t swap = 0;
+    std::uint32_t remote_srq_number = 0; // for an XRC queue pair
     std::uint64_t length_bytes = 0;
     ScatterGatherList sges;
     // The payload of an inline request, copied when the request was posted.

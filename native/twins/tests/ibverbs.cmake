@@ -1,7 +1,7 @@
 # Unit tests of the verbs twin: plain programs that include the real header and link the twin.
 
 set(ibverbs_tests device errors events exit exports faults lists loading many regions release shared_receives states traffic two_processes)
-list(APPEND ibverbs_tests providers datagrams multicast)
+list(APPEND ibverbs_tests providers datagrams multicast unreliable xrc)
 list(APPEND ibverbs_tests extended_cq windows)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)

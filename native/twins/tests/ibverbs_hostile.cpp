@@ -41,7 +41,8 @@ struct Target {
 };
 
 wire::ConnectRequest make_connect_request(const Address& from, const Address& to) {
-    return {wire::magic, wire::version, from.gid, to.gid, from.qp_num, to.qp_num, from.psn, IBV_GID_TYPE_ROCE_V2};
+    return {wire::magic, wire::version,        from.gid,   to.gid, from.qp_num, to.qp_num,
+            from.psn,    IBV_GID_TYPE_ROCE_V2, IBV_QPT_RC, 0};
 }
 
 // A hostile peer that has completed a correct handshake.

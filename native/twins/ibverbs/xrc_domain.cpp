@@ -1,0 +1,121 @@
+// XRC domains find their shared receive queues, and are opened and closed.
+
+#include "ibverbs/xrc_domain.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <tuple>
+
+#include "ibverbs/handle.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+using FileKey = std::tuple<const Device*, dev_t, ino_t>;
+
+// The open domains of files.
+struct SharedDomains {
+    std::mutex mutex;
+    std::map<FileKey, std::weak_ptr<XrcDomain>> domains;
+};
+
+SharedDomains& shared_domains() {
+    static auto* const instance = new SharedDomains;
+    return *instance;
+}
+
+// Find or create the domain of a file. Return 0 or an errno; the kernel's ib_uverbs_open_xrcd returns the same ones.
+int open_file_domain(const Device* device, int fd, int oflags, std::shared_ptr<XrcDomain>* domain) {
+    struct stat status {};
+    if (fstat(fd, &status) != 0) {
+        return EBADF;
+    }
+    SharedDomains& shared = shared_domains();
+    std::lock_guard lock(shared.mutex);
+    std::weak_ptr<XrcDomain>& entry = shared.domains[{device, status.st_dev, status.st_ino}];
+    *domain = entry.lock();
+    if (*domain != nullptr) {
+        return (oflags & O_EXCL) != 0 ? EINVAL : 0;
+    }
+    if ((oflags & O_CREAT) == 0) {
+        return EAGAIN;
+    }
+    *domain = std::make_shared<XrcDomain>();
+    entry = *domain;
+    return 0;
+}
+
+} // namespace
+
+void XrcDomain::add(const std::shared_ptr<SharedReceiveQueue>& srq) {
+    std::lock_guard lock(mutex_);
+    queues_[srq->number()] = srq;
+}
+
+void XrcDomain::remove(const SharedReceiveQueue& srq) {
+    std::lock_guard lock(mutex_);
+    queues_.erase(srq.number());
+}
+
+std::shared_ptr<SharedReceiveQueue> XrcDomain::find(std::uint32_t number) {
+    std::lock_guard lock(mutex_);
+    const auto queue = queues_.find(number);
+    return queue == queues_.end() ? nullptr : queue->second;
+}
+
+void XrcDomain::drop_completions(std::uint32_t qp_num) {
+    std::lock_guard lock(mutex_);
+    for (const auto& [number, queue] : queues_) {
+        queue->completion_queue()->drop(qp_num);
+    }
+}
+
+ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr) {
+    if (const auto fault = injected_fault("ibv_open_xrcd")) {
+        return fail_null(*fault);
+    }
+    constexpr std::uint32_t required = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
+    if (init_attr->comp_mask >= IBV_XRCD_INIT_ATTR_RESERVED) {
+        return fail_null(EOPNOTSUPP);
+    }
+    if (!is_alive("ibv_context", context_of(context)) || (init_attr->comp_mask & required) != required) {
+        return fail_null(EINVAL);
+    }
+    auto handle = std::make_unique<XrcDomainHandle>();
+    handle->abi.context = context;
+    // A domain without a file belongs to this structure only.
+    if (init_attr->fd == -1) {
+        handle->model = std::make_shared<XrcDomain>();
+    } else if (const int error =
+                   open_file_domain(context_of(context)->device, init_attr->fd, init_attr->oflags, &handle->model);
+               error != 0) {
+        return fail_null(error);
+    }
+    ++context_of(context)->child_count;
+    track("ibv_xrcd", handle.get());
+    return &handle.release()->abi;
+}
+
+int close_xrc_domain(ibv_xrcd* xrcd) {
+    if (const auto fault = injected_fault("ibv_close_xrcd")) {
+        return *fault;
+    }
+    XrcDomainHandle* const handle = xrcd_handle_of(xrcd);
+    if (!is_alive("ibv_xrcd", handle)) {
+        return EINVAL;
+    }
+    if (handle->user_count != 0) {
+        return EBUSY;
+    }
+    const std::shared_ptr<XrcDomain> model = handle->model;
+    if (!retire("ibv_xrcd", handle)) {
+        return EINVAL;
+    }
+    handle->model.reset();
+    --context_of(xrcd->context)->child_count;
+    return 0;
+}
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,183 @@
+// Tests of unreliable connections (UC): messages arrive as on reliable ones, and a message that the peer does not take
+// is lost without an error.
+#include "tests/ibverbs_support.hpp"
+#include "tests/peer_process.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr std::size_t large_bytes = (1U << 20) + 77;
+
+Settings unreliable() {
+    Settings settings;
+    settings.type = IBV_QPT_UC;
+    return settings;
+}
+
+// An endpoint whose queue pair is connected with the attributes of an unreliable pair.
+struct UnreliableEndpoint : Endpoint {
+    explicit UnreliableEndpoint(int device = 0) : Endpoint(device, unreliable()) {}
+    static constexpr int rtr_mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
+
+    void connect(const Address& peer) {
+        CHECK(modify_to_init() == 0);
+        ibv_qp_attr attr = rtr_attr(peer);
+        CHECK(ibv_modify_qp(qp, &attr, rtr_mask) == 0);
+        attr.qp_state = IBV_QPS_RTS;
+        attr.sq_psn = psn;
+        CHECK(ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) == 0);
+    }
+    void expect_no_completion() const {
+        ibv_wc wc{};
+        CHECK(ibv_poll_cq(cq, 1, &wc) == 0);
+    }
+};
+
+void connect_pair(UnreliableEndpoint* first, UnreliableEndpoint* second) {
+    first->connect(second->address());
+    second->connect(first->address());
+}
+
+void test_transitions_refuse_reliable_attributes() {
+    UnreliableEndpoint first, second;
+    CHECK(first.modify_to_init() == 0);
+    CHECK(first.modify_to_rtr(second.address()) == EINVAL);
+    ibv_qp_attr attr = first.rtr_attr(second.address());
+    CHECK(ibv_modify_qp(first.qp, &attr, UnreliableEndpoint::rtr_mask) == 0);
+    CHECK(first.modify_to_rts() == EINVAL);
+    attr.qp_state = IBV_QPS_RTS;
+    CHECK(ibv_modify_qp(first.qp, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN) == 0);
+}
+
+void test_messages_arrive() {
+    UnreliableEndpoint sender(1), receiver;
+    connect_pair(&sender, &receiver);
+    Buffer from(sender.pd, large_bytes), into(receiver.pd, large_bytes), target(receiver.pd, large_bytes);
+    fill_pattern(from.bytes, large_bytes);
+    CHECK(receiver.post_receive(1, {into.sge(0, large_bytes)}) == 0 && receiver.post_receive(2, {}) == 0);
+    ibv_send_wr wr = request(1, IBV_WR_SEND_WITH_IMM);
+    wr.imm_data = 0x1234;
+    CHECK(sender.post(wr, {from.sge(0, large_bytes)}) == 0);
+    wr = request(2, IBV_WR_RDMA_WRITE_WITH_IMM, target.at(), target.mr->rkey);
+    CHECK(sender.post(wr, {from.sge(0, large_bytes)}) == 0);
+    sender.expect_completion(1, IBV_WC_SUCCESS);
+    sender.expect_completion(2, IBV_WC_SUCCESS);
+    const ibv_wc wc = receiver.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(wc.opcode == IBV_WC_RECV && wc.imm_data == 0x1234 && wc.byte_len == large_bytes);
+    CHECK(receiver.expect_completion(2, IBV_WC_SUCCESS).opcode == IBV_WC_RECV_RDMA_WITH_IMM);
+    CHECK(has_pattern(into.bytes, large_bytes) && has_pattern(target.bytes, large_bytes));
+}
+
+void test_reads_and_atomics_are_refused() {
+    UnreliableEndpoint first, second;
+    connect_pair(&first, &second);
+    Buffer buffer(first.pd, 8);
+    for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_READ, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_ATOMIC_CMP_AND_SWP}) {
+        CHECK(first.post(request(1, opcode), {buffer.sge(0, 8)}) == EINVAL);
+    }
+}
+
+// Messages that the receiver drops: no receive request, a short one, a wrong key. The next message arrives, in the
+// receive request that the dropped ones left.
+void test_dropped_messages_are_not_noticed() {
+    UnreliableEndpoint sender(1), receiver;
+    connect_pair(&sender, &receiver);
+    Buffer from(sender.pd, large_bytes), into(receiver.pd, large_bytes);
+    fill_pattern(from.bytes, large_bytes);
+    CHECK(sender.post(request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    sender.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(receiver.post_receive(10, {into.sge(0, 100)}) == 0);
+    CHECK(sender.post(request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(request(3, IBV_WR_RDMA_WRITE, into.at(), into.mr->rkey ^ 1), {from.sge(0, large_bytes)}) == 0);
+    CHECK(sender.post(request(4, IBV_WR_SEND), {from.sge(0, 100)}) == 0);
+    for (std::uint64_t wr_id = 2; wr_id <= 4; ++wr_id) {
+        sender.expect_completion(wr_id, IBV_WC_SUCCESS);
+    }
+    CHECK(receiver.expect_completion(10, IBV_WC_SUCCESS).byte_len == 100);
+    CHECK(has_pattern(into.bytes, 100) && into.bytes[100] == 0);
+    CHECK(receiver.state() == IBV_QPS_RTS && sender.state() == IBV_QPS_RTS);
+    CHECK(!is_readable(receiver.context->async_fd, 0));
+}
+
+void test_absent_peer_is_not_noticed() {
+    UnreliableEndpoint sender(1), receiver;
+    Buffer from(sender.pd, 64), into(receiver.pd, 64);
+    sender.connect(receiver.address());
+    CHECK(sender.post(request(1, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    sender.expect_completion(1, IBV_WC_SUCCESS);
+    // The peer becomes ready, and goes away again.
+    receiver.connect(sender.address());
+    CHECK(receiver.post_receive(10, {into.sge(0, 64)}) == 0);
+    CHECK(sender.post(request(2, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+    sender.expect_completion(2, IBV_WC_SUCCESS);
+    receiver.expect_completion(10, IBV_WC_SUCCESS);
+    CHECK(receiver.modify_to(IBV_QPS_RESET) == 0);
+    for (std::uint64_t wr_id = 3; wr_id < 10; ++wr_id) {
+        CHECK(sender.post(request(wr_id, IBV_WR_SEND), {from.sge(0, 64)}) == 0);
+        sender.expect_completion(wr_id, IBV_WC_SUCCESS);
+    }
+    receiver.expect_no_completion();
+    CHECK(sender.state() == IBV_QPS_RTS);
+}
+
+// A reliable and an unreliable pair do not understand each other.
+void test_other_transport_gets_nothing() {
+    UnreliableEndpoint sender(1);
+    Endpoint receiver;
+    sender.connect(receiver.address());
+    receiver.connect(sender.address());
+    CHECK(receiver.post_receive(10, {}) == 0);
+    CHECK(sender.post(request(1, IBV_WR_SEND), {}) == 0);
+    sender.expect_completion(1, IBV_WC_SUCCESS);
+    ibv_wc wc{};
+    CHECK(ibv_poll_cq(receiver.cq, 1, &wc) == 0);
+}
+
+int run_receiver(int socket) {
+    UnreliableEndpoint receiver;
+    send_value(socket, receiver.address());
+    receiver.connect(receive_value<Address>(socket));
+    Buffer into(receiver.pd, large_bytes);
+    CHECK(receiver.post_receive(1, {into.sge(0, large_bytes)}) == 0);
+    send_value(socket, 'r');
+    CHECK(receiver.expect_completion(1, IBV_WC_SUCCESS).byte_len == large_bytes);
+    send_value(socket, has_pattern(into.bytes, large_bytes) ? 'k' : 'x');
+    return 0;
+}
+
+void test_other_process_receives() {
+    const PeerProcess peer;
+    UnreliableEndpoint sender(1);
+    const auto address = receive_value<Address>(peer.socket.get());
+    send_value(peer.socket.get(), sender.address());
+    sender.connect(address);
+    CHECK(receive_value<char>(peer.socket.get()) == 'r');
+    Buffer from(sender.pd, large_bytes);
+    fill_pattern(from.bytes, large_bytes);
+    CHECK(sender.post(request(1, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    sender.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(receive_value<char>(peer.socket.get()) == 'k');
+    CHECK(peer.wait() == 0);
+    // The process has ended.
+    CHECK(sender.post(request(2, IBV_WR_SEND), {from.sge(0, large_bytes)}) == 0);
+    sender.expect_completion(2, IBV_WC_SUCCESS);
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    isolate_from_other_processes();
+    if (count > 1) {
+        return run_receiver(std::atoi(arguments[1]));
+    }
+    test_transitions_refuse_reliable_attributes();
+    test_messages_arrive();
+    test_reads_and_atomics_are_refused();
+    test_dropped_messages_are_not_noticed();
+    test_absent_peer_is_not_noticed();
+    test_other_transport_gets_nothing();
+    test_other_process_receives();
+    return 0;
+}

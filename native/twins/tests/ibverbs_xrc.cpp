@@ -1,0 +1,227 @@
+// Tests of XRC: domains, shared receive queues with a completion queue of their own, and send and receive queue pairs.
+#include <fcntl.h>
+
+#include "model/sockets.hpp"
+#include "tests/ibverbs_support.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+ibv_xrcd* open_domain(ibv_context* context, int fd = -1, int oflags = O_CREAT) {
+    ibv_xrcd_init_attr attr{IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, fd, oflags};
+    return ibv_open_xrcd(context, &attr);
+}
+
+ibv_srq* create_xrc_queue(ibv_pd* pd, ibv_xrcd* xrcd, ibv_cq* cq, std::uint32_t max_wr = 4) {
+    ibv_srq_init_attr_ex init{};
+    init.attr = {max_wr, 1, 0};
+    init.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD | IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
+    init.srq_type = IBV_SRQT_XRC;
+    init.pd = pd;
+    init.xrcd = xrcd;
+    init.cq = cq;
+    return ibv_create_srq_ex(pd->context, &init);
+}
+
+std::uint32_t number_of(ibv_srq* srq) {
+    std::uint32_t number = 0;
+    CHECK(ibv_get_srq_num(srq, &number) == 0);
+    return number;
+}
+
+ibv_qp* create_receive_pair(ibv_context* context, ibv_xrcd* xrcd) {
+    ibv_qp_init_attr_ex init{};
+    init.qp_type = IBV_QPT_XRC_RECV;
+    init.comp_mask = IBV_QP_INIT_ATTR_XRCD;
+    init.xrcd = xrcd;
+    return ibv_create_qp_ex(context, &init);
+}
+
+ibv_qp* create_send_pair(ibv_pd* pd, ibv_cq* cq) {
+    ibv_qp_init_attr_ex init{};
+    init.qp_type = IBV_QPT_XRC_SEND;
+    init.comp_mask = IBV_QP_INIT_ATTR_PD;
+    init.pd = pd;
+    init.send_cq = cq;
+    init.cap = {16, 0, 4, 0, 64};
+    // The function ibv_create_qp handles this mask.
+    return ibv_create_qp_ex(pd->context, &init);
+}
+
+// A receiver with two queues of a domain, and a sender. `Endpoint` connects the pairs: `qp` is the XRC queue pair.
+struct XrcPair {
+    Endpoint sender{1}, receiver;
+    ibv_cq* queue_cq = ibv_create_cq(receiver.context, 16, nullptr, nullptr, 0);
+    ibv_pd* other_pd = ibv_alloc_pd(receiver.context);
+    ibv_xrcd* xrcd = open_domain(receiver.context);
+    ibv_srq* first = create_xrc_queue(receiver.pd, xrcd, queue_cq);
+    ibv_srq* second = create_xrc_queue(other_pd, xrcd, queue_cq);
+
+    XrcPair() {
+        CHECK(first != nullptr && second != nullptr);
+        CHECK(ibv_destroy_qp(sender.qp) == 0 && ibv_destroy_qp(receiver.qp) == 0);
+        sender.qp = create_send_pair(sender.pd, sender.cq);
+        receiver.qp = create_receive_pair(receiver.context, xrcd);
+        CHECK(sender.qp != nullptr && receiver.qp != nullptr);
+        connect_sender(receiver.address());
+        connect_receiver(sender.address());
+    }
+    ~XrcPair() {
+        CHECK(ibv_close_xrcd(xrcd) == EBUSY);
+        CHECK(ibv_destroy_qp(receiver.qp) == 0);
+        receiver.qp = nullptr;
+        CHECK(ibv_destroy_srq(first) == 0 && ibv_close_xrcd(xrcd) == EBUSY && ibv_destroy_cq(queue_cq) == EBUSY);
+        CHECK(ibv_destroy_srq(second) == 0 && ibv_close_xrcd(xrcd) == 0 && ibv_destroy_cq(queue_cq) == 0);
+        CHECK(ibv_dealloc_pd(other_pd) == 0);
+    }
+    XrcPair(const XrcPair&) = delete;
+    XrcPair& operator=(const XrcPair&) = delete;
+
+    void connect_sender(const Address& peer) {
+        CHECK(sender.modify_to_init() == 0);
+        CHECK(sender.modify_to_rtr(peer) == EINVAL); // the attributes of a responder are refused
+        ibv_qp_attr attr = sender.rtr_attr(peer);
+        CHECK(ibv_modify_qp(sender.qp, &attr,
+                            IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN) == 0);
+        CHECK(sender.modify_to_rts() == 0);
+    }
+    void connect_receiver(const Address& peer) {
+        CHECK(receiver.modify_to_init() == 0);
+        CHECK(receiver.modify_to_rtr(peer) == 0);
+        CHECK(receiver.modify_to_rts() == EINVAL); // the attributes of a requester are refused
+        ibv_qp_attr attr{};
+        attr.qp_state = IBV_QPS_RTS;
+        CHECK(ibv_modify_qp(receiver.qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_SQ_PSN) == 0);
+    }
+    int post(ibv_send_wr wr, std::uint32_t srq_number, const std::vector<ibv_sge>& sges) {
+        wr.qp_type.xrc.remote_srqn = srq_number;
+        return sender.post(wr, sges);
+    }
+    static void post_receive(ibv_srq* srq, std::uint64_t wr_id, ibv_sge sge) {
+        ibv_recv_wr wr{wr_id, nullptr, &sge, 1};
+        ibv_recv_wr* bad_wr = nullptr;
+        CHECK(ibv_post_srq_recv(srq, &wr, &bad_wr) == 0);
+    }
+    [[nodiscard]] ibv_wc poll_queue() const {
+        ibv_wc wc{};
+        for (int tries = 0; tries < 100000; ++tries) {
+            if (ibv_poll_cq(queue_cq, 1, &wc) == 1) {
+                return wc;
+            }
+            usleep(100);
+        }
+        CHECK(false && "no completion within ten seconds");
+        return wc;
+    }
+};
+
+void test_message_goes_to_named_queue() {
+    XrcPair pair;
+    Buffer from(pair.sender.pd, 4096), into(pair.receiver.pd, 4096), other(pair.other_pd, 4096);
+    fill_pattern(from.bytes, 4096);
+    XrcPair::post_receive(pair.first, 10, into.sge(0, 4096));
+    XrcPair::post_receive(pair.second, 20, other.sge(0, 4096));
+    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(pair.second), {from.sge(0, 4096)}) == 0);
+    pair.sender.expect_completion(1, IBV_WC_SUCCESS);
+    ibv_wc wc = pair.poll_queue();
+    CHECK(wc.wr_id == 20 && wc.status == IBV_WC_SUCCESS && wc.qp_num == pair.receiver.qp->qp_num);
+    CHECK(has_pattern(other.bytes, 4096) && into.bytes[0] == 0);
+    CHECK(pair.post(request(2, IBV_WR_SEND), number_of(pair.first), {from.sge(0, 4096)}) == 0);
+    pair.sender.expect_completion(2, IBV_WC_SUCCESS);
+    wc = pair.poll_queue();
+    CHECK(wc.wr_id == 10 && has_pattern(into.bytes, 4096));
+}
+
+// The queue's protection domain decides which keys are valid.
+void test_write_and_read_use_domain_of_queue() {
+    XrcPair pair;
+    Buffer from(pair.sender.pd, 64), back(pair.sender.pd, 64), target(pair.other_pd, 64);
+    fill_pattern(from.bytes, 64);
+    const std::uint32_t second = number_of(pair.second);
+    CHECK(pair.post(request(1, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), second, {from.sge(0, 64)}) == 0);
+    CHECK(pair.post(request(2, IBV_WR_RDMA_READ, target.at(), target.mr->rkey), second, {back.sge(0, 64)}) == 0);
+    pair.sender.expect_completion(1, IBV_WC_SUCCESS);
+    pair.sender.expect_completion(2, IBV_WC_SUCCESS);
+    CHECK(has_pattern(target.bytes, 64) && has_pattern(back.bytes, 64));
+    const std::uint32_t first = number_of(pair.first);
+    CHECK(pair.post(request(3, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), first, {from.sge(0, 64)}) == 0);
+    pair.sender.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
+    CHECK(next_event(pair.receiver.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
+}
+
+void test_unknown_queue_is_refused() {
+    XrcPair pair;
+    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(pair.first) ^ 0x8000, {}) == 0);
+    pair.sender.expect_completion(1, IBV_WC_REM_INV_REQ_ERR);
+    const ibv_async_event event = next_event(pair.receiver.context);
+    CHECK(event.event_type == IBV_EVENT_QP_REQ_ERR && event.element.qp == pair.receiver.qp);
+}
+
+void test_queue_pairs_have_one_direction() {
+    XrcPair pair;
+    CHECK(pair.sender.post_receive(1, {}) == EINVAL && pair.receiver.post_receive(1, {}) == EINVAL);
+    CHECK(pair.receiver.post(request(1, IBV_WR_SEND), {}) == EINVAL);
+    CHECK(pair.receiver.qp->pd == nullptr && pair.receiver.qp->send_cq == nullptr);
+}
+
+void test_invalid_arguments() {
+    XrcPair pair;
+    ibv_context* const context = pair.receiver.context;
+    ibv_xrcd_init_attr attr{IBV_XRCD_INIT_ATTR_FD, -1, 0};
+    CHECK(ibv_open_xrcd(context, &attr) == nullptr && errno == EINVAL);
+    CHECK(open_domain(context, 1 << 20) == nullptr && errno == EBADF);
+    CHECK(create_receive_pair(context, nullptr) == nullptr && errno == EINVAL);
+    CHECK(create_xrc_queue(pair.other_pd, nullptr, pair.queue_cq) == nullptr && errno == EINVAL);
+    // A queue of an XRC domain cannot be that of another queue pair.
+    ibv_qp_init_attr init{};
+    init.send_cq = init.recv_cq = pair.receiver.cq;
+    init.srq = pair.first;
+    init.cap = {1, 0, 1, 0, 0};
+    init.qp_type = IBV_QPT_RC;
+    CHECK(ibv_create_qp(pair.receiver.pd, &init) == nullptr && errno == EINVAL);
+}
+
+void test_one_file_is_one_domain() {
+    XrcPair pair;
+    ibv_context* const context = pair.receiver.context;
+    char path[] = "/tmp/gdrkit-xrc.XXXXXX";
+    const Fd file(mkstemp(path));
+    CHECK(file);
+    CHECK(open_domain(context, file.get(), 0) == nullptr && errno == EAGAIN);
+    ibv_xrcd* const first = open_domain(context, file.get(), O_CREAT);
+    const Fd again(open(path, O_RDONLY | O_CLOEXEC));
+    CHECK(first != nullptr && open_domain(context, again.get(), O_CREAT | O_EXCL) == nullptr && errno == EINVAL);
+    ibv_xrcd* const second = open_domain(context, again.get(), 0);
+    CHECK(second != nullptr);
+    // A queue pair of the first one delivers to a queue of the second one.
+    ibv_srq* const srq = create_xrc_queue(pair.receiver.pd, second, pair.queue_cq);
+    CHECK(srq != nullptr && ibv_destroy_qp(pair.receiver.qp) == 0 && ibv_destroy_qp(pair.sender.qp) == 0);
+    pair.receiver.qp = create_receive_pair(context, first);
+    pair.sender.qp = create_send_pair(pair.sender.pd, pair.sender.cq);
+    pair.connect_sender(pair.receiver.address());
+    pair.connect_receiver(pair.sender.address());
+    const Buffer into(pair.receiver.pd, 8);
+    XrcPair::post_receive(srq, 5, into.sge(0, 8));
+    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(srq), {}) == 0);
+    pair.sender.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(pair.poll_queue().wr_id == 5);
+    CHECK(ibv_close_xrcd(first) == EBUSY && ibv_destroy_qp(pair.receiver.qp) == 0 && ibv_close_xrcd(first) == 0);
+    CHECK(ibv_destroy_srq(srq) == 0 && ibv_close_xrcd(second) == 0);
+    pair.receiver.qp = create_receive_pair(context, pair.xrcd);
+    CHECK(unlink(path) == 0);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_message_goes_to_named_queue();
+    test_write_and_read_use_domain_of_queue();
+    test_unknown_queue_is_refused();
+    test_queue_pairs_have_one_direction();
+    test_invalid_arguments();
+    test_one_file_is_one_domain();
+    return 0;
+}
