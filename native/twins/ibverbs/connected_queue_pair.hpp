@@ -48,6 +48,7 @@ public:
     int modify(const ibv_qp_attr& attr, int attr_mask) override;
     void query(ibv_qp_attr* attr, ibv_qp_init_attr* init_attr) override;
     int post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) override;
+    std::uint32_t free_send_slot_count() override;
     int post_receive(const ibv_recv_wr& wr) override;
 
 private:

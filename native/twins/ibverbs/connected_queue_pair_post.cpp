@@ -80,6 +80,11 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     return error;
 }
 
+std::uint32_t ConnectedQueuePair::free_send_slot_count() {
+    Lock lock(mutex_);
+    return init_attr_.cap.max_send_wr - send_queue_slots_->used;
+}
+
 int ConnectedQueuePair::post_receive(const ibv_recv_wr& wr) {
     const bool has_receive_queue =
         shared_receives_ == nullptr && type() != IBV_QPT_XRC_SEND && type() != IBV_QPT_XRC_RECV;

@@ -138,6 +138,11 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     return error;
 }
 
+std::uint32_t DatagramQueuePair::free_send_slot_count() {
+    Lock lock(mutex_);
+    return init_attr_.cap.max_send_wr - send_queue_slots_->used;
+}
+
 int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
     // A pair with a shared receive queue has no receive queue of its own.
     if (shared_receives_ != nullptr || !is_valid_sge_list(wr.sg_list, wr.num_sge, init_attr_.cap.max_recv_sge)) {

@@ -62,7 +62,7 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
         }
     }
     const std::shared_ptr<const AddressVector> destination = work->destination.lock();
-    if (destination == nullptr || destination->domain != domain_) {
+    if (destination == nullptr || !protects_the_same(destination->domain, domain_)) {
         return IBV_WC_LOC_QP_OP_ERR;
     }
     // A ConnectX completes a datagram that is longer than the path MTU with this error. Soft-RoCE reports success and

@@ -6,6 +6,16 @@
 
 namespace gdrkit::twin::verbs {
 
+int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr) {
+    if (handle->builder == nullptr) {
+        return handle->model->post_send(list, bad_wr);
+    }
+    handle->builder->lock.acquire();
+    const int error = handle->model->post_send(list, bad_wr);
+    handle->builder->lock.release();
+    return error;
+}
+
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
     const auto fault = injected_fault("ibv_post_send");
     const int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
@@ -13,7 +23,7 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
         *bad_wr = wr;
         return error;
     }
-    return qp_handle_of(qp)->model->post_send(wr, bad_wr);
+    return post_list(qp_handle_of(qp), wr, bad_wr);
 }
 
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "ibverbs/completion.hpp"
+#include "ibverbs/extended_post.hpp"
 #include "ibverbs/protection_domain.hpp"
 #include "ibverbs/shared_receive_queue.hpp"
 #include "ibverbs/work_request.hpp"
@@ -37,6 +38,10 @@ public:
     // A pair that is in a multicast group cannot be destroyed.
     [[nodiscard]] virtual bool is_in_multicast_group() { return false; }
 
+    // Return the number of send requests that can be posted now.
+    virtual std::uint32_t free_send_slot_count() = 0;
+
+    [[nodiscard]] const ibv_qp_cap& capacity() const { return init_attr_.cap; }
     [[nodiscard]] std::uint32_t qp_num() const { return qp_num_; }
     [[nodiscard]] ibv_qp_type type() const { return init_attr_.qp_type; }
 
@@ -66,12 +71,16 @@ struct QueuePairHandle {
     // The extended structure begins with an ibv_qp.
     ibv_qp_ex abi{};
     std::shared_ptr<QueuePair> model;
-    ibv_xrcd* xrcd = nullptr; // set for an XRC receive queue pair
+    ibv_xrcd* xrcd = nullptr;                // set for an XRC receive queue pair
+    std::unique_ptr<RequestBuilder> builder; // set for an extended queue pair
 };
 
 inline QueuePairHandle* qp_handle_of(ibv_qp* qp) {
     return reinterpret_cast<QueuePairHandle*>(qp);
 }
+
+// Post a list of send requests, while no other list of the queue pair is being built.
+int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr);
 
 // Acknowledge one asynchronous event of this queue pair. ibv_ack_async_event calls this function.
 void acknowledge_async(ibv_qp* qp);

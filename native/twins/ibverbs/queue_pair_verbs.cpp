@@ -154,10 +154,13 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
     if (const auto fault = injected_fault("ibv_create_qp_ex")) {
         return fail_null(*fault);
     }
-    constexpr std::uint32_t supported = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD | IBV_QP_INIT_ATTR_CREATE_FLAGS;
+    constexpr std::uint32_t supported =
+        IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_XRCD | IBV_QP_INIT_ATTR_CREATE_FLAGS | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS;
     const auto has = [=](std::uint32_t bit) { return (init_attr->comp_mask & bit) != 0; };
     if ((init_attr->comp_mask & ~supported) != 0 ||
-        (has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && init_attr->create_flags != 0)) {
+        (has(IBV_QP_INIT_ATTR_CREATE_FLAGS) && init_attr->create_flags != 0) ||
+        (has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) &&
+         !supports_send_operations(init_attr->qp_type, init_attr->send_ops_flags))) {
         return fail_null(EOPNOTSUPP);
     }
     if (!is_alive("ibv_context", context_of(context)) ||
@@ -168,6 +171,9 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
     ibv_qp* const qp = create_queue_pair(context, &attr);
     if (qp != nullptr) {
         init_attr->cap = attr.cap;
+        if (has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)) {
+            enable_extended_posts(qp_handle_of(qp), init_attr->send_ops_flags);
+        }
     }
     return qp;
 }

@@ -74,6 +74,7 @@ constexpr std::array points = {
     errno_point("ibv_bind_mw"),
     errno_point("ibv_create_cq_ex"),
     errno_point("ibv_dealloc_mw"),
+    errno_point("ibv_wr_complete"),
     errno_point("ibv_dealloc_td"),
     errno_point("ibv_query_device_ex"),
     errno_point("ibv_query_rt_values_ex"),

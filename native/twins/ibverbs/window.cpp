@@ -201,7 +201,7 @@ int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
     wr.bind_mw.mw = mw;
     wr.bind_mw.rkey = ibv_inc_rkey(mw->rkey);
     wr.bind_mw.bind_info = bind->bind_info;
-    const int error = qp_handle_of(qp)->model->post_send(&wr, &bad_wr);
+    const int error = post_list(qp_handle_of(qp), &wr, &bad_wr);
     if (error == 0) {
         mw->rkey = wr.bind_mw.rkey;
     }

@@ -27,7 +27,7 @@ struct Window {
     std::uint32_t qp_num = 0;
 };
 
-// What a bind request asks for.
+// The arguments of a bind request.
 struct WindowBinding {
     std::shared_ptr<Window> window;
     std::shared_ptr<Region> region; // nullptr: unbind a window of type 1

@@ -1,0 +1,319 @@
+// Implements the extended way to post send requests. The errors are those of mlx5: the first one of a list is returned
+// by ibv_wr_complete, and then no request of the list is posted.
+
+#include "ibverbs/extended_post.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "ibverbs/datagram_frame.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/queue_pair.hpp"
+#include "ibverbs/session.hpp"
+#include "ibverbs/window.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+constexpr unsigned supported_wr_flags = IBV_SEND_FENCE | IBV_SEND_SIGNALED | IBV_SEND_SOLICITED;
+
+constexpr std::uint64_t datagram_operations = IBV_QP_EX_WITH_SEND | IBV_QP_EX_WITH_SEND_WITH_IMM;
+constexpr std::uint64_t unreliable_operations = datagram_operations | IBV_QP_EX_WITH_SEND_WITH_INV |
+                                                IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM |
+                                                IBV_QP_EX_WITH_BIND_MW | IBV_QP_EX_WITH_LOCAL_INV;
+constexpr std::uint64_t reliable_operations = unreliable_operations | IBV_QP_EX_WITH_RDMA_READ |
+                                              IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
+
+QueuePairHandle* handle_of(ibv_qp_ex* qp) {
+    return qp_handle_of(&qp->qp_base);
+}
+
+RequestBuilder* builder_of(ibv_qp_ex* qp, const char* function) {
+    RequestBuilder* const builder = handle_of(qp)->builder.get();
+    builder->require_started(function);
+    return builder;
+}
+
+void start(ibv_qp_ex* qp) {
+    if (is_alive("ibv_qp", qp)) {
+        handle_of(qp)->builder->start();
+    }
+}
+
+int complete(ibv_qp_ex* qp) {
+    RequestBuilder* const builder = builder_of(qp, "ibv_wr_complete");
+    QueuePair& pair = *handle_of(qp)->model;
+    const auto fault = injected_fault("ibv_wr_complete");
+    int error = fault ? *fault : builder->check(pair.type(), pair.free_send_slot_count());
+    if (ibv_send_wr* const list = builder->link(); error == 0 && list != nullptr) {
+        ibv_send_wr* bad_wr = nullptr;
+        error = pair.post_send(list, &bad_wr);
+    }
+    builder->finish();
+    return error;
+}
+
+void abort_list(ibv_qp_ex* qp) {
+    builder_of(qp, "ibv_wr_abort")->finish();
+}
+
+ibv_send_wr& add(ibv_qp_ex* qp, ibv_wr_opcode opcode) {
+    return builder_of(qp, "an ibv_wr_* function")->add(*qp, opcode);
+}
+
+void add_rdma(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t remote_address,
+              __be32 immediate = 0) {
+    ibv_send_wr& wr = add(qp, opcode);
+    wr.wr.rdma.rkey = rkey;
+    wr.wr.rdma.remote_addr = remote_address;
+    wr.imm_data = immediate;
+}
+
+void add_atomic(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t remote_address,
+                std::uint64_t compare_or_add, std::uint64_t swap) {
+    ibv_send_wr& wr = add(qp, opcode);
+    wr.wr.atomic.rkey = rkey;
+    wr.wr.atomic.remote_addr = remote_address;
+    wr.wr.atomic.compare_add = compare_or_add;
+    wr.wr.atomic.swap = swap;
+}
+
+void add_bind(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info* info) {
+    ibv_send_wr& wr = add(qp, IBV_WR_BIND_MW);
+    wr.bind_mw.mw = mw;
+    wr.bind_mw.rkey = rkey;
+    wr.bind_mw.bind_info = *info;
+    if (make_binding(mw, rkey, *info) == nullptr) {
+        handle_of(qp)->builder->fail(EINVAL);
+    }
+}
+
+void add_invalidation(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey) {
+    add(qp, opcode).invalidate_rkey = rkey;
+}
+
+void set_datagram_address(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t remote_qpn, std::uint32_t remote_qkey) {
+    RequestBuilder* const builder = builder_of(qp, "ibv_wr_set_ud_addr");
+    if (!is_alive("ibv_ah", ah)) {
+        builder->fail(EINVAL);
+    } else if (ibv_send_wr* const wr = builder->last()) {
+        wr->wr.ud = {ah, remote_qpn, remote_qkey};
+    }
+}
+
+void set_xrc_srq_number(ibv_qp_ex* qp, std::uint32_t remote_srqn) {
+    if (ibv_send_wr* const wr = builder_of(qp, "ibv_wr_set_xrc_srqn")->last()) {
+        wr->qp_type.xrc.remote_srqn = remote_srqn;
+    }
+}
+
+void set_sges(ibv_qp_ex* qp, std::size_t count, const ibv_sge* sges) {
+    builder_of(qp, "ibv_wr_set_sge_list")->set_sges(sges, count, handle_of(qp)->model->capacity().max_send_sge);
+}
+
+void set_inline(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* buffers) {
+    builder_of(qp, "ibv_wr_set_inline_data_list")
+        ->set_inline(buffers, count, handle_of(qp)->model->capacity().max_inline_data);
+}
+
+void fill_send_functions(ibv_qp_ex* qp, std::uint64_t flags) {
+    const auto fill = [flags](std::uint64_t flag, auto* function, auto implementation) {
+        if ((flags & flag) != 0) {
+            *function = implementation;
+        }
+    };
+    fill(IBV_QP_EX_WITH_SEND, &qp->wr_send, [](ibv_qp_ex* pair) { add(pair, IBV_WR_SEND); });
+    fill(IBV_QP_EX_WITH_SEND_WITH_IMM, &qp->wr_send_imm,
+         [](ibv_qp_ex* pair, __be32 immediate) { add(pair, IBV_WR_SEND_WITH_IMM).imm_data = immediate; });
+    fill(IBV_QP_EX_WITH_SEND_WITH_INV, &qp->wr_send_inv,
+         [](ibv_qp_ex* pair, std::uint32_t rkey) { add_invalidation(pair, IBV_WR_SEND_WITH_INV, rkey); });
+    fill(IBV_QP_EX_WITH_LOCAL_INV, &qp->wr_local_inv,
+         [](ibv_qp_ex* pair, std::uint32_t rkey) { add_invalidation(pair, IBV_WR_LOCAL_INV, rkey); });
+    fill(IBV_QP_EX_WITH_BIND_MW, &qp->wr_bind_mw, add_bind);
+}
+
+void fill_rdma_functions(ibv_qp_ex* qp, std::uint64_t flags) {
+    const auto fill = [flags](std::uint64_t flag, auto* function, auto implementation) {
+        if ((flags & flag) != 0) {
+            *function = implementation;
+        }
+    };
+    fill(IBV_QP_EX_WITH_RDMA_WRITE, &qp->wr_rdma_write, [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote) {
+        add_rdma(pair, IBV_WR_RDMA_WRITE, rkey, remote);
+    });
+    fill(IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM, &qp->wr_rdma_write_imm,
+         [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote, __be32 immediate) {
+             add_rdma(pair, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, remote, immediate);
+         });
+    fill(IBV_QP_EX_WITH_RDMA_READ, &qp->wr_rdma_read, [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote) {
+        add_rdma(pair, IBV_WR_RDMA_READ, rkey, remote);
+    });
+    fill(IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP, &qp->wr_atomic_cmp_swp,
+         [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote, std::uint64_t compare, std::uint64_t swap) {
+             add_atomic(pair, IBV_WR_ATOMIC_CMP_AND_SWP, rkey, remote, compare, swap);
+         });
+    fill(IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD, &qp->wr_atomic_fetch_add,
+         [](ibv_qp_ex* pair, std::uint32_t rkey, std::uint64_t remote, std::uint64_t addend) {
+             add_atomic(pair, IBV_WR_ATOMIC_FETCH_AND_ADD, rkey, remote, addend, 0);
+         });
+}
+
+} // namespace
+
+void RequestBuilder::start() {
+    lock.acquire();
+    requests_.clear();
+    error_ = 0;
+    is_started_ = true;
+}
+
+void RequestBuilder::finish() {
+    requests_.clear();
+    is_started_ = false;
+    lock.release();
+}
+
+void RequestBuilder::require_started(const char* function) const {
+    if (!is_started_) {
+        std::fprintf(stderr, "gdrkit twin: %s was called without ibv_wr_start\n", function);
+        std::abort();
+    }
+}
+
+ibv_send_wr& RequestBuilder::add(const ibv_qp_ex& qp, ibv_wr_opcode opcode) {
+    // Whether data is inline is not a flag here: ibv_wr_set_inline_data decides it.
+    const unsigned flags = qp.wr_flags & ~IBV_SEND_INLINE;
+    if ((flags & ~supported_wr_flags) != 0) {
+        fail(EINVAL);
+    }
+    ibv_send_wr& wr = requests_.emplace_back().wr;
+    wr.wr_id = qp.wr_id;
+    wr.opcode = opcode;
+    wr.send_flags = flags;
+    return wr;
+}
+
+ibv_send_wr* RequestBuilder::last() {
+    if (requests_.empty()) {
+        fail(EINVAL);
+        return nullptr;
+    }
+    return &requests_.back().wr;
+}
+
+void RequestBuilder::set_sges(const ibv_sge* sges, std::size_t count, std::uint32_t max_count) {
+    if (last() == nullptr) {
+        return;
+    }
+    if (count > max_count) {
+        fail(ENOMEM);
+        return;
+    }
+    requests_.back().sges.assign(sges, sges + count);
+}
+
+void RequestBuilder::set_inline(const ibv_data_buf* buffers, std::size_t count, std::uint32_t max_bytes) {
+    if (last() == nullptr) {
+        return;
+    }
+    std::vector<std::byte>& data = requests_.back().inline_data;
+    data.clear();
+    for (const ibv_data_buf* buffer = buffers; buffer != buffers + count; ++buffer) {
+        if (buffer->length > max_bytes - data.size()) {
+            fail(ENOMEM);
+            return;
+        }
+        const auto* const bytes = static_cast<const std::byte*>(buffer->addr);
+        data.insert(data.end(), bytes, bytes + buffer->length);
+    }
+    if (!carries_data(requests_.back().wr.opcode)) {
+        fail(EINVAL);
+    }
+    requests_.back().wr.send_flags |= IBV_SEND_INLINE;
+}
+
+int RequestBuilder::check(ibv_qp_type type, std::uint32_t free_slot_count) const {
+    if (error_ != 0) {
+        return error_;
+    }
+    for (const auto& [wr, sges, inline_data] : requests_) {
+        const bool is_valid_atomic =
+            !is_atomic(wr.opcode) || total_length_bytes(sges.data(), static_cast<int>(sges.size())) == 8;
+        const bool is_valid_datagram =
+            type != IBV_QPT_UD || (is_alive("ibv_ah", wr.wr.ud.ah) && wr.wr.ud.remote_qpn <= multicast_qpn &&
+                                   (wr.send_flags & IBV_SEND_FENCE) == 0);
+        if (!is_valid_atomic || !is_valid_datagram) {
+            return EINVAL;
+        }
+    }
+    return requests_.size() > free_slot_count ? ENOMEM : 0;
+}
+
+ibv_send_wr* RequestBuilder::link() {
+    ibv_send_wr* next = nullptr;
+    for (auto request = requests_.rbegin(); request != requests_.rend(); ++request) {
+        ibv_send_wr& wr = request->wr;
+        if ((wr.send_flags & IBV_SEND_INLINE) != 0) {
+            request->sges.assign(1, {reinterpret_cast<std::uint64_t>(request->inline_data.data()),
+                                     static_cast<std::uint32_t>(request->inline_data.size()), 0});
+        }
+        wr.sg_list = request->sges.data();
+        wr.num_sge = static_cast<int>(request->sges.size());
+        wr.next = next;
+        next = &wr;
+    }
+    return next;
+}
+
+bool supports_send_operations(ibv_qp_type type, std::uint64_t flags) {
+    switch (type) {
+    case IBV_QPT_RC:
+    case IBV_QPT_XRC_SEND:
+        return (flags & ~reliable_operations) == 0;
+    case IBV_QPT_UC:
+        return (flags & ~unreliable_operations) == 0;
+    case IBV_QPT_UD:
+        return (flags & ~datagram_operations) == 0;
+    default:
+        return false;
+    }
+}
+
+void enable_extended_posts(QueuePairHandle* handle, std::uint64_t flags) {
+    handle->builder = std::make_unique<RequestBuilder>();
+    ibv_qp_ex* const qp = &handle->abi;
+    qp->wr_start = start;
+    qp->wr_complete = complete;
+    qp->wr_abort = abort_list;
+    fill_send_functions(qp, flags);
+    fill_rdma_functions(qp, flags);
+    if (qp->qp_base.qp_type == IBV_QPT_UD) {
+        qp->wr_set_ud_addr = set_datagram_address;
+    } else if (qp->qp_base.qp_type == IBV_QPT_XRC_SEND) {
+        qp->wr_set_xrc_srqn = set_xrc_srq_number;
+    }
+    qp->wr_set_sge_list = set_sges;
+    qp->wr_set_sge = [](ibv_qp_ex* pair, std::uint32_t lkey, std::uint64_t address, std::uint32_t length) {
+        const ibv_sge sge{address, length, lkey};
+        set_sges(pair, 1, &sge);
+    };
+    qp->wr_set_inline_data_list = set_inline;
+    qp->wr_set_inline_data = [](ibv_qp_ex* pair, void* address, std::size_t length) {
+        const ibv_data_buf buffer{address, length};
+        set_inline(pair, 1, &buffer);
+    };
+}
+
+} // namespace gdrkit::twin::verbs
+
+using namespace gdrkit::twin::verbs;
+
+extern "C" {
+
+// Return NULL for a queue pair that was made without IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.
+ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
+    const bool is_extended = is_alive("ibv_qp", qp) && qp_handle_of(qp)->builder != nullptr;
+    return is_extended ? &qp_handle_of(qp)->abi : nullptr;
+}
+
+} // extern "C"

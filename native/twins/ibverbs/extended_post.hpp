@@ -1,0 +1,59 @@
+// The extended way to post send requests: a program starts a list, adds requests by the ibv_wr_* functions, and
+// completes or aborts the list.
+#pragma once
+
+#include <cstdint>
+#include <semaphore>
+#include <vector>
+
+#include "ibverbs/abi.hpp"
+
+namespace gdrkit::twin::verbs {
+
+struct QueuePairHandle;
+
+// The requests between ibv_wr_start and ibv_wr_complete of one queue pair.
+class RequestBuilder {
+public:
+    // Take the lock, which keeps every other thread from posting, and begin with an empty list.
+    void start();
+    // Release the lock.
+    void finish();
+    // End the process if no list is started: the providers' functions would write to an undefined entry.
+    void require_started(const char* function) const;
+
+    // Append a request with the wr_id and flags that the client has set in `qp`.
+    ibv_send_wr& add(const ibv_qp_ex& qp, ibv_wr_opcode opcode);
+    // Return the last request; nullptr, with the error EINVAL, if there is none.
+    ibv_send_wr* last();
+    void set_sges(const ibv_sge* sges, std::size_t count, std::uint32_t max_count);
+    void set_inline(const ibv_data_buf* buffers, std::size_t count, std::uint32_t max_bytes);
+    // Keep the first error. ibv_wr_complete returns it.
+    void fail(int error) { error_ = error_ == 0 ? error : error_; }
+
+    // Return 0, or the errno with which the list fails. A list that passes is posted completely.
+    [[nodiscard]] int check(ibv_qp_type type, std::uint32_t free_slot_count) const;
+    // Link the requests. Return the first one; nullptr if there is none.
+    ibv_send_wr* link();
+
+    // A client that posts by ibv_post_send holds this lock too.
+    std::binary_semaphore lock{1};
+
+private:
+    struct BuiltRequest {
+        ibv_send_wr wr{};
+        std::vector<ibv_sge> sges;
+        std::vector<std::byte> inline_data;
+    };
+    std::vector<BuiltRequest> requests_;
+    int error_ = 0;
+    bool is_started_ = false;
+};
+
+// Return whether a queue pair of this type can have these operations (enum ibv_qp_create_send_ops_flags).
+bool supports_send_operations(ibv_qp_type type, std::uint64_t flags);
+
+// Give a queue pair the functions of these operations.
+void enable_extended_posts(QueuePairHandle* handle, std::uint64_t flags);
+
+} // namespace gdrkit::twin::verbs
