@@ -5,6 +5,9 @@
 
 #include <sched.h>
 
+#include <chrono>
+#include <thread>
+
 #include "ibverbs/device_clock.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
@@ -113,7 +116,14 @@ int CompletionQueue::take(Completion* completion) {
 }
 
 int CompletionQueue::resize(std::size_t capacity) {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // Soft-RoCE carries out many requests in the call that posts them, so their completions are counted here. In the
+    // twin threads do this. Give them time before a smaller size is accepted, which could then overrun.
+    for (int tries = 0; tries < 20 && capacity < capacity_ && completions_.size() <= capacity; ++tries) {
+        lock.unlock();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        lock.lock();
+    }
     // Soft-RoCE refuses a size below the number of completions that wait (rxe_cq_chk_attr).
     if (completions_.size() > capacity) {
         return EINVAL;

@@ -88,8 +88,11 @@ std::span<const Transition> transitions_of(ibv_qp_type type) {
     }
 }
 
-constexpr unsigned supported_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
-                                            IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND;
+// IBV_ACCESS_FLUSH_GLOBAL and IBV_ACCESS_FLUSH_PERSISTENT of newer headers. The kernel lets a program set them on any
+// queue pair. No request needs them here.
+constexpr unsigned flush_access_flags = 1U << 8 | 1U << 9;
+constexpr unsigned supported_access_flags = flush_access_flags | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
+                                            IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND;
 constexpr int max_rd_atomic_count = 16;
 
 bool is_valid_path(const ibv_ah_attr& path) {
