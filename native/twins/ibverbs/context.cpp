@@ -2,6 +2,9 @@
 
 #include "ibverbs/context.hpp"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <new>
 
@@ -24,6 +27,9 @@ void fill_operations(verbs_context* extended) {
     extended->close_xrcd = close_xrc_domain;
     extended->query_rt_values = query_real_time_values;
     extended->create_cq_ex = create_extended_cq;
+    extended->alloc_dm = alloc_device_memory;
+    extended->free_dm = free_device_memory;
+    extended->reg_dm_mr = register_device_memory;
     extended->alloc_td = alloc_thread_domain;
     extended->dealloc_td = dealloc_thread_domain;
     extended->alloc_parent_domain = alloc_parent_domain;
@@ -65,8 +71,11 @@ ibv_context* ibv_open_device(ibv_device* device) {
     ibv_context& abi = context->extended.context;
     abi.device = device;
     abi.abi_compat = __VERBS_ABI_IS_EXTENDED;
-    // The context has no kernel driver that could receive commands.
-    abi.cmd_fd = -1;
+    // The context has no kernel driver. Programs may duplicate the descriptor, but every write and ioctl fails.
+    abi.cmd_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (abi.cmd_fd < 0) {
+        return fail_null(errno);
+    }
     abi.async_fd = context->events.fd();
     abi.num_comp_vectors = completion_vector_count;
     pthread_mutex_init(&abi.mutex, nullptr);
@@ -91,6 +100,8 @@ int ibv_close_device(ibv_context* abi) {
     // The memory of the context stays in quarantine, but its descriptor is closed now.
     context->events.close();
     abi->async_fd = -1;
+    close(abi->cmd_fd);
+    abi->cmd_fd = -1;
     return 0;
 }
 

@@ -46,6 +46,9 @@ inline Context* context_of(const ibv_context* context) {
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length);
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length);
+ibv_dm* alloc_device_memory(ibv_context* context, ibv_alloc_dm_attr* attr);
+int free_device_memory(ibv_dm* dm);
+ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned int access);
 int query_real_time_values(ibv_context* context, ibv_values_ex* values);
 ibv_cq_ex* create_extended_cq(ibv_context* context, ibv_cq_init_attr_ex* attr);
 ibv_td* alloc_thread_domain(ibv_context* context, ibv_td_init_attr* init_attr);

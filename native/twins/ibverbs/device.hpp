@@ -41,11 +41,14 @@ struct Device {
     // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID.
     ibv_gid gid{};
     Traffic traffic;
+    std::atomic<std::uint64_t> device_memory_bytes{0}; // allocated by ibv_alloc_dm
 };
 
 inline constexpr int gid_count = 2;
 inline constexpr std::uint16_t default_pkey = 0xffff;
 inline constexpr std::uint32_t max_message_bytes = 1U << 30;
+// Size of the memory that is on a device.
+inline constexpr std::uint64_t max_device_memory_bytes = 128U << 10;
 inline constexpr int completion_vector_count = 1;
 
 unsigned device_count();

@@ -125,6 +125,7 @@ int query_device_extended(ibv_context* context, const ibv_query_device_ex_input*
     attributes.orig_attr = device_attributes(*context_of(context)->device);
     attributes.device_cap_flags_ex = attributes.orig_attr.device_cap_flags;
     attributes.completion_timestamp_mask = device_clock_mask;
+    attributes.max_dm_size = max_device_memory_bytes;
     attributes.hca_core_clock = device_clock_khz;
     attributes.phys_port_cnt_ex = 1;
     std::memset(static_cast<void*>(attr), 0, length);

@@ -96,8 +96,12 @@ std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain*
 struct RegionHandle {
     ibv_mr abi{};
     std::shared_ptr<Region> model;
-    bool is_dmabuf = false;
+    bool has_fixed_memory = false; // ibv_rereg_mr is not allowed: the memory is a dma-buf or on the device
 };
+
+// Create a region with new keys and its public structure.
+ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
+                           std::unique_ptr<Memory> memory);
 
 inline RegionHandle* mr_handle_of(ibv_mr* mr) {
     return reinterpret_cast<RegionHandle*>(mr);

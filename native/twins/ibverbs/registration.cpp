@@ -40,25 +40,6 @@ bool is_valid_access(unsigned access) {
     return (access & ~reg_mr_flags) == 0 && !lacks_local_write(access) && (access & IBV_ACCESS_ON_DEMAND) == 0;
 }
 
-ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
-                           std::unique_ptr<Memory> memory) {
-    ProtectionDomain* const domain = domain_of(pd);
-    auto* const handle = new RegionHandle;
-    handle->model = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
-    assign_keys(handle->model);
-    ibv_mr& abi = handle->abi;
-    abi.context = pd->context;
-    abi.pd = pd;
-    abi.addr = address;
-    abi.length = length;
-    abi.handle = next_handle();
-    abi.lkey = handle->model->lkey;
-    abi.rkey = handle->model->rkey;
-    ++domain->child_count;
-    track("ibv_mr", handle);
-    return &abi;
-}
-
 int make_memory(void* address, std::uint64_t length, bool writable, std::unique_ptr<Memory>* memory) {
     const CudaDriver* const driver = CudaDriver::find_loaded();
     const auto device_address = reinterpret_cast<std::uint64_t>(address);
@@ -167,6 +148,26 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
 }
 
 } // namespace
+
+ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
+                           std::unique_ptr<Memory> memory) {
+    ProtectionDomain* const domain = domain_of(pd);
+    auto* const handle = new RegionHandle;
+    handle->model = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
+    assign_keys(handle->model);
+    ibv_mr& abi = handle->abi;
+    abi.context = pd->context;
+    abi.pd = pd;
+    abi.addr = address;
+    abi.length = length;
+    abi.handle = next_handle();
+    abi.lkey = handle->model->lkey;
+    abi.rkey = handle->model->rkey;
+    ++domain->child_count;
+    track("ibv_mr", handle);
+    return &abi;
+}
+
 } // namespace gdrkit::twin::verbs
 
 using namespace gdrkit::twin::verbs;
@@ -219,7 +220,7 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     }
     // The real library reports the offset as the address of the region, with any iova.
     ibv_mr* const mr = make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
-    mr_handle_of(mr)->is_dmabuf = true;
+    mr_handle_of(mr)->has_fixed_memory = true;
     return mr;
 }
 
@@ -240,7 +241,7 @@ int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t leng
                                 addr,
                                 length,
                                 static_cast<unsigned>(access)};
-    if (!is_alive("ibv_mr", mr) || handle->is_dmabuf || (flags & ~IBV_REREG_MR_FLAGS_SUPPORTED) != 0 ||
+    if (!is_alive("ibv_mr", mr) || handle->has_fixed_memory || (flags & ~IBV_REREG_MR_FLAGS_SUPPORTED) != 0 ||
         (wanted.changes_memory && (addr == nullptr || length == 0)) || (access != 0 && !wanted.changes_access)) {
         return fail(EINVAL, IBV_REREG_MR_ERR_INPUT);
     }

@@ -70,8 +70,7 @@ void test_unimplemented_operations_fail(Endpoint* endpoint) {
     ibv_qp_init_attr_ex qp_attr{};
     qp_attr.comp_mask = IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_MAX_TSO_HEADER;
     CHECK(is_unsupported(ibv_create_qp_ex(context, &qp_attr)));
-    ibv_alloc_dm_attr dm_attr{};
-    CHECK(is_unsupported(ibv_alloc_dm(context, &dm_attr)) && is_unsupported(ibv_alloc_null_mr(endpoint->pd)));
+    CHECK(is_unsupported(ibv_alloc_null_mr(endpoint->pd)));
     ibv_flow_attr flow_attr{};
     CHECK(is_unsupported(ibv_create_flow(endpoint->qp, &flow_attr)));
     ibv_counters_init_attr counters_attr{};

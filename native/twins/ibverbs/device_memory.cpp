@@ -1,0 +1,176 @@
+// Memory on the RDMA device itself: ibv_alloc_dm, ibv_free_dm, ibv_reg_dm_mr and the two copy functions of such a
+// memory.
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "ibverbs/context.hpp"
+#include "ibverbs/device.hpp"
+#include "ibverbs/handle.hpp"
+#include "ibverbs/region.hpp"
+#include "ibverbs/session.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// Offsets and lengths of copies are multiples of this number, as on a ConnectX.
+constexpr std::uint64_t copy_alignment = 4;
+// The memory is aligned to pages.
+constexpr std::uint32_t max_log_alignment = 12;
+constexpr unsigned required_access = IBV_ACCESS_ZERO_BASED;
+constexpr unsigned supported_access = required_access | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
+                                      IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_OPTIONAL_RANGE;
+
+// An allocation of device memory. The regions of it share it with its handle.
+class Allocation {
+public:
+    Allocation(Device* device, std::byte* bytes, std::uint64_t length_bytes)
+        : bytes(bytes), length_bytes(length_bytes), device_(device) {}
+    ~Allocation() {
+        munmap(bytes, length_bytes);
+        device_->device_memory_bytes -= length_bytes;
+    }
+    Allocation(const Allocation&) = delete;
+    Allocation& operator=(const Allocation&) = delete;
+
+    [[nodiscard]] bool covers(std::uint64_t offset, std::uint64_t size) const {
+        return offset <= length_bytes && size <= length_bytes - offset;
+    }
+
+    std::byte* const bytes;
+    const std::uint64_t length_bytes;
+
+private:
+    Device* const device_;
+};
+
+class DeviceMemory : public Memory {
+public:
+    DeviceMemory(std::shared_ptr<Allocation> allocation, std::uint64_t offset)
+        : allocation_(std::move(allocation)), begin_(allocation_->bytes + offset) {}
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override {
+        bounce->copy_in_mapped(bounce_offset, begin_ + offset, size);
+        return 0;
+    }
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override {
+        bounce.copy_out_mapped(bounce_offset, begin_ + offset, size);
+        return 0;
+    }
+    std::byte* mapped_address(std::uint64_t offset) override { return begin_ + offset; }
+
+private:
+    const std::shared_ptr<Allocation> allocation_;
+    std::byte* const begin_;
+};
+
+struct DeviceMemoryHandle {
+    ibv_dm abi{};
+    std::shared_ptr<Allocation> model;
+};
+
+DeviceMemoryHandle* dm_handle_of(ibv_dm* dm) {
+    return reinterpret_cast<DeviceMemoryHandle*>(dm);
+}
+
+int check_copy(ibv_dm* dm, std::uint64_t offset, std::size_t length) {
+    if (!is_alive("ibv_dm", dm) || offset % copy_alignment != 0 || length % copy_alignment != 0) {
+        return EINVAL;
+    }
+    return dm_handle_of(dm)->model->covers(offset, length) ? 0 : EFAULT;
+}
+
+int copy_to(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t length) {
+    const int error = check_copy(dm, offset, length);
+    if (error == 0) {
+        std::memcpy(dm_handle_of(dm)->model->bytes + offset, host_addr, length);
+    }
+    return error;
+}
+
+int copy_from(void* host_addr, ibv_dm* dm, std::uint64_t offset, std::size_t length) {
+    const int error = check_copy(dm, offset, length);
+    if (error == 0) {
+        std::memcpy(host_addr, dm_handle_of(dm)->model->bytes + offset, length);
+    }
+    return error;
+}
+
+// Return the allocation; nullptr, with errno set, if the device has not enough memory.
+std::shared_ptr<Allocation> allocate(Device* device, std::uint64_t length_bytes) {
+    if (device->device_memory_bytes.fetch_add(length_bytes) + length_bytes > max_device_memory_bytes) {
+        device->device_memory_bytes -= length_bytes;
+        return fail_null(ENOMEM);
+    }
+    void* const bytes = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (bytes == MAP_FAILED) {
+        device->device_memory_bytes -= length_bytes;
+        return nullptr;
+    }
+    return std::make_shared<Allocation>(device, static_cast<std::byte*>(bytes), length_bytes);
+}
+
+} // namespace
+
+ibv_dm* alloc_device_memory(ibv_context* public_context, ibv_alloc_dm_attr* attr) {
+    if (const auto fault = injected_fault("ibv_alloc_dm")) {
+        return fail_null(*fault);
+    }
+    Context* const context = context_of(public_context);
+    if (!is_alive("ibv_context", context) || attr->comp_mask != 0 || attr->log_align_req > max_log_alignment ||
+        attr->length == 0 || attr->length > max_device_memory_bytes) {
+        return fail_null(EINVAL);
+    }
+    auto allocation = allocate(context->device, attr->length);
+    if (allocation == nullptr) {
+        return nullptr;
+    }
+    auto* const handle = new DeviceMemoryHandle;
+    handle->model = std::move(allocation);
+    handle->abi.context = public_context;
+    handle->abi.memcpy_to_dm = copy_to;
+    handle->abi.memcpy_from_dm = copy_from;
+    handle->abi.handle = next_handle();
+    ++context->child_count;
+    track("ibv_dm", handle);
+    return &handle->abi;
+}
+
+int free_device_memory(ibv_dm* dm) {
+    if (const auto fault = injected_fault("ibv_free_dm")) {
+        return *fault;
+    }
+    DeviceMemoryHandle* const handle = dm_handle_of(dm);
+    if (!is_alive("ibv_dm", handle)) {
+        return EINVAL;
+    }
+    // Each region of the memory has a reference too.
+    if (handle->model.use_count() > 1) {
+        return EBUSY;
+    }
+    Context* const context = context_of(dm->context);
+    if (!retire("ibv_dm", handle)) {
+        return EINVAL;
+    }
+    handle->model.reset();
+    --context->child_count;
+    return 0;
+}
+
+ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned int access) {
+    if (const auto fault = injected_fault("ibv_reg_dm_mr")) {
+        return fail_null(*fault);
+    }
+    if (!is_alive("ibv_pd", pd) || !is_alive("ibv_dm", dm) || dm->context != pd->context ||
+        (access & ~supported_access) != 0 || (access & required_access) == 0 || length == 0 ||
+        !dm_handle_of(dm)->model->covers(offset, length)) {
+        return fail_null(EINVAL);
+    }
+    ibv_mr* const mr = make_region_handle(pd, nullptr, length, 0, access,
+                                          std::make_unique<DeviceMemory>(dm_handle_of(dm)->model, offset));
+    mr_handle_of(mr)->has_fixed_memory = true;
+    return mr;
+}
+
+} // namespace gdrkit::twin::verbs
