@@ -23,7 +23,7 @@ constexpr std::uint8_t roce_v1_next_header = 0x1b;
 bool is_valid_path(const ibv_ah_attr& path) {
     constexpr ibv_gid no_gid{};
     return path.port_num == 1 && path.is_global == 1 && path.grh.sgid_index < gid_count && path.sl < 16 &&
-           path.grh.flow_label <= 0xfffff && !is_same_gid(path.grh.dgid, no_gid);
+           !is_same_gid(path.grh.dgid, no_gid);
 }
 
 // Return the index of the GID with this type, or -1 with errno EINVAL.

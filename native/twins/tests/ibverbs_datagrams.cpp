@@ -13,7 +13,7 @@ void test_datagram_arrives_behind_its_network_header() {
     DatagramEndpoint sender(0), receiver(1);
     const ibv_gid source = gid_of_context(sender.context), destination = gid_of_context(receiver.context);
     ibv_ah_attr path = path_to(destination);
-    path.grh.flow_label = 0xabcde;
+    path.grh.flow_label = 0xfffabcde; // the upper 12 bits do not fit into the header
     path.grh.traffic_class = 0x5c;
     path.sl = 3;
     ibv_ah* const ah = sender.make_address(path);
