@@ -158,12 +158,13 @@ int free_device_memory(ibv_dm* dm) {
     return 0;
 }
 
+// The kernel accepts a region without bytes here, unlike one of host memory.
 ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned int access) {
     if (const auto fault = injected_fault("ibv_reg_dm_mr")) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd) || !is_alive("ibv_dm", dm) || dm->context != pd->context ||
-        (access & ~supported_access) != 0 || (access & required_access) == 0 || length == 0 ||
+        (access & ~supported_access) != 0 || (access & required_access) == 0 ||
         !dm_handle_of(dm)->model->covers(offset, length)) {
         return fail_null(EINVAL);
     }

@@ -53,6 +53,8 @@ void test_peer_writes_into_a_region_by_offsets() {
     errno = 0;
     CHECK(ibv_reg_dm_mr(responder.pd, dm, 0, 4096, all_access) == nullptr && errno == EINVAL);
     CHECK(ibv_reg_dm_mr(responder.pd, dm, 4096, 4097, device_access) == nullptr && errno == EINVAL);
+    ibv_mr* const empty = ibv_reg_dm_mr(responder.pd, dm, 0, 0, device_access);
+    CHECK(empty != nullptr && ibv_dereg_mr(empty) == 0);
     ibv_mr* const mr = ibv_reg_dm_mr(responder.pd, dm, 4096, 4096, device_access);
     CHECK(mr != nullptr && ibv_free_dm(dm) == EBUSY);
     CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, 96, mr->rkey), {source.sge(0, 4000)}) == 0);
