@@ -1,6 +1,7 @@
 """A missing or damaged library, or one of another ABI, raises one SetupMissing that names it. Imports open no library.
 
-Each case runs in a child, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
+Each case runs in a child, because a process reads LD_LIBRARY_PATH once and keeps libraries open. LD_AUDIT is empty
+there, because its library would put the twin in the place of the damaged one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ print(json.dumps(errors_of_calls))
 
 
 def _run_twice(call: str, folder: Path) -> list[list[object]]:
-    environment = os.environ | {"LD_LIBRARY_PATH": str(folder)}
+    environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
     code = _CALL_TWICE_PROGRAM.format(call=call)
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr

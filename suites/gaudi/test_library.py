@@ -63,7 +63,7 @@ uint64_t hlthunk_device_memory_alloc(int fd, uint64_t size, bool contiguous, boo
 
 
 def run_program(expression: str, folder: Path) -> dict[str, object]:
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
     command = [sys.executable, "-c", PROGRAM.format(expression=expression)]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     result: dict[str, object] = json.loads(completed.stdout)

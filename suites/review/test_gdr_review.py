@@ -73,8 +73,8 @@ for kind in ShareKind:
 
 def test_export_without_cuda_fails_with_enotsup() -> None:
     """Finding 2: without CUDA an export returned a placeholder and reported success."""
-    # Without LD_LIBRARY_PATH, the process does not load the twins. A real driver shows no device.
-    environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    # Without these variables, the process does not load the twins. A real driver shows no device.
+    environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, "-c", EXPORT_PROGRAM]
     child = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)

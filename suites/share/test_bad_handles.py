@@ -292,8 +292,8 @@ for call in calls:
 
 
 def test_export_without_cuda_is_unsupported() -> None:
-    # Without LD_LIBRARY_PATH, the process does not load the twins. A real driver shows no device.
-    environ = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    # Without these variables, the process does not load the twins. A real driver shows no device.
+    environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     code = WITHOUT_CUDA_PROGRAM.format(data=valid_handle().pack().hex())
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
