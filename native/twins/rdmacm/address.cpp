@@ -103,6 +103,22 @@ std::vector<IpAddress> host_addresses() {
     return addresses;
 }
 
+IpAddress loopback_address(int family) {
+    sockaddr_storage storage{};
+    if (family == AF_INET6) {
+        sockaddr_in6 ipv6{};
+        ipv6.sin6_family = AF_INET6;
+        ipv6.sin6_addr = in6addr_loopback;
+        std::memcpy(&storage, &ipv6, sizeof ipv6);
+    } else {
+        sockaddr_in ipv4{};
+        ipv4.sin_family = AF_INET;
+        ipv4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        std::memcpy(&storage, &ipv4, sizeof ipv4);
+    }
+    return ip_of(reinterpret_cast<const sockaddr*>(&storage));
+}
+
 bool is_host_address(const IpAddress& address) {
     const auto addresses = host_addresses();
     return address.is_loopback() || std::find(addresses.begin(), addresses.end(), address) != addresses.end();

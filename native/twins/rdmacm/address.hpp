@@ -27,6 +27,7 @@ IpAddress ip_of(const sockaddr* address);
 std::uint16_t port_of(const sockaddr* address); // host byte order
 void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port);
 
+IpAddress loopback_address(int family);
 // Return whether an interface of this host has the address. The loopback networks are local too.
 bool is_host_address(const IpAddress& address);
 // Return the addresses of the interfaces of this host, of both families.

@@ -35,23 +35,6 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
     return 0;
 }
 
-// Return the loopback address of the family.
-IpAddress loopback_of(int family) {
-    sockaddr_storage storage{};
-    if (family == AF_INET6) {
-        sockaddr_in6 ipv6{};
-        ipv6.sin6_family = AF_INET6;
-        ipv6.sin6_addr = in6addr_loopback;
-        std::memcpy(&storage, &ipv6, sizeof ipv6);
-    } else {
-        sockaddr_in ipv4{};
-        ipv4.sin_family = AF_INET;
-        ipv4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        std::memcpy(&storage, &ipv4, sizeof ipv4);
-    }
-    return ip_of(reinterpret_cast<const sockaddr*>(&storage));
-}
-
 // Choose the source address for a destination. Return 0 or an errno, which an ADDR_ERROR event reports.
 int choose_source(const Identifier& id, const IpAddress& destination, IpAddress* source) {
     *source = ip_of(&id.abi.route.addr.src_addr);
@@ -68,7 +51,7 @@ int choose_source(const Identifier& id, const IpAddress& destination, IpAddress*
 // Resolve the destination of the identifier. Return 0 or an errno, which an ADDR_ERROR event reports.
 int resolve(Identifier* id, IpAddress destination) {
     if (destination.is_any()) {
-        destination = loopback_of(destination.family); // as the kernel does
+        destination = loopback_address(destination.family); // as the kernel does
     }
     IpAddress source;
     if (const int error = choose_source(*id, destination, &source); error != 0) {

@@ -167,6 +167,18 @@ Identifier* make_requested_identifier(const Identifier& listener, const wire::Me
     return id;
 }
 
+// Answer a request for datagrams with the queue pair of the listener.
+void answer_automatically(Connection* connection, const Identifier& listener) {
+    wire::Message reply = connection->incoming;
+    reply.type = wire::Type::datagram_reply;
+    reply.qp_num = listener.automatic_qp_num;
+    reply.qkey = listener.qkey;
+    reply.private_bytes = 0;
+    reply.private_data = {};
+    send_message(connection, reply);
+    close_connection(connection);
+}
+
 void on_request(Connection* connection, const wire::Message& request) {
     Identifier* const listener = connection->listener == nullptr ? nullptr : *connection->listener;
     const bool is_for_datagrams = request.type == wire::Type::datagram_request;
@@ -176,6 +188,10 @@ void on_request(Connection* connection, const wire::Message& request) {
         is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->claim.port ||
         !accepts(*listener, address_from(request.family, request.dst_ip))) {
         reject(connection, reject_type, static_cast<std::uint32_t>(no_listener));
+        return;
+    }
+    if (listener->automatic_qp_num != 0) {
+        answer_automatically(connection, *listener);
         return;
     }
     // A full backlog, or no memory: the kernel drops the identifier of the request, and so rejects it.

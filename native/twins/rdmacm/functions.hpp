@@ -56,6 +56,34 @@ int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context);
 int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* context);
 int rdma_leave_multicast(rdma_cm_id* id, sockaddr* addr);
 
+int rsocket(int domain, int type, int protocol);
+int rbind(int socket, const sockaddr* addr, socklen_t addrlen);
+int rlisten(int socket, int backlog);
+int raccept(int socket, sockaddr* addr, socklen_t* addrlen);
+int rconnect(int socket, const sockaddr* addr, socklen_t addrlen);
+int rshutdown(int socket, int how);
+int rclose(int socket);
+ssize_t rrecv(int socket, void* buf, size_t len, int flags);
+ssize_t rrecvfrom(int socket, void* buf, size_t len, int flags, sockaddr* src_addr, socklen_t* addrlen);
+ssize_t rrecvmsg(int socket, msghdr* msg, int flags);
+ssize_t rread(int socket, void* buf, size_t count);
+ssize_t rreadv(int socket, const iovec* iov, int iovcnt);
+ssize_t rsend(int socket, const void* buf, size_t len, int flags);
+ssize_t rsendto(int socket, const void* buf, size_t len, int flags, const sockaddr* dest_addr, socklen_t addrlen);
+ssize_t rsendmsg(int socket, const msghdr* msg, int flags);
+ssize_t rwrite(int socket, const void* buf, size_t count);
+ssize_t rwritev(int socket, const iovec* iov, int iovcnt);
+int rpoll(pollfd* fds, nfds_t nfds, int timeout);
+int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, timeval* timeout);
+int rgetpeername(int socket, sockaddr* addr, socklen_t* addrlen);
+int rgetsockname(int socket, sockaddr* addr, socklen_t* addrlen);
+int rsetsockopt(int socket, int level, int optname, const void* optval, socklen_t optlen);
+int rgetsockopt(int socket, int level, int optname, void* optval, socklen_t* optlen);
+int rfcntl(int socket, int cmd, ...);
+off_t riomap(int socket, void* buf, size_t len, int prot, int flags, off_t offset);
+int riounmap(int socket, void* buf, size_t len);
+size_t riowrite(int socket, const void* buf, size_t count, off_t offset, int flags);
+
 } // extern "C"
 } // namespace gdrkit::twin::rdmacm
 #pragma GCC visibility pop

@@ -77,6 +77,8 @@ struct Identifier {
     // A listener.
     std::vector<std::pair<Fd, Token>> listeners;
     int backlog = 0;
+    // If it is not 0, requests for datagrams are answered with this queue pair at once, and the program sees none.
+    std::uint32_t automatic_qp_num = 0;
     // A connection. `responder_resources` and `initiator_depth` are those of this side.
     std::shared_ptr<Connection> connection;
     std::uint8_t responder_resources = 0, initiator_depth = 0;

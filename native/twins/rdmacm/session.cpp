@@ -43,7 +43,10 @@ constexpr std::array points = {
     point("rdma_set_local_ece"),   point("rdma_set_option"),
 };
 
-constexpr std::array<std::string_view, 1> prefixes = {"rdma_"};
+// The functions of rsockets have no common prefix, so their names are the prefixes that only this library has.
+constexpr std::array<std::string_view, 14> prefixes = {"rdma_",  "raccept", "rbind", "rclose",  "rconnect",
+                                                       "rfcntl", "rget",    "rio",   "rlisten", "rpoll",
+                                                       "rre",    "rse",     "rs",    "rwrite"};
 
 } // namespace
 

@@ -1,0 +1,282 @@
+// The parts that all rsockets have in common: their numbers, addresses and options.
+
+#include "rdmacm/rsocket.hpp"
+
+#include <fcntl.h>
+#include <netinet/tcp.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "rdmacm/address.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+// The options of the level SOL_RDMA (rsocket.h).
+constexpr int rdma_level = 0x10000;
+enum RdmaOption { rdma_send_queue_size, rdma_receive_queue_size, rdma_inline, rdma_io_mappings };
+
+struct SocketTable {
+    std::mutex mutex;
+    std::map<int, std::shared_ptr<RdmaSocket>> sockets;
+};
+
+SocketTable& table() {
+    static auto* const instance = new SocketTable;
+    return *instance;
+}
+
+// An option that holds an int, with the names that select it.
+struct NumberOption {
+    int level, name;
+    int SocketOptions::*value;
+};
+
+constexpr NumberOption number_options[] = {
+    {SOL_SOCKET, SO_SNDBUF, &SocketOptions::send_buffer_bytes},
+    {SOL_SOCKET, SO_RCVBUF, &SocketOptions::receive_buffer_bytes},
+    {IPPROTO_TCP, TCP_MAXSEG, &SocketOptions::maximum_segment_bytes},
+    {rdma_level, rdma_send_queue_size, &SocketOptions::send_queue_size},
+    {rdma_level, rdma_receive_queue_size, &SocketOptions::receive_queue_size},
+    {rdma_level, rdma_inline, &SocketOptions::inline_bytes},
+    {rdma_level, rdma_io_mappings, &SocketOptions::io_mapping_count},
+};
+
+struct FlagOption {
+    int level, name;
+    bool SocketOptions::*value;
+};
+
+constexpr FlagOption flag_options[] = {
+    {SOL_SOCKET, SO_REUSEADDR, &SocketOptions::reuse_address},
+    {SOL_SOCKET, SO_KEEPALIVE, &SocketOptions::keep_alive},
+    {SOL_SOCKET, SO_OOBINLINE, &SocketOptions::out_of_band_inline},
+    {IPPROTO_TCP, TCP_NODELAY, &SocketOptions::no_delay},
+    {IPPROTO_IPV6, IPV6_V6ONLY, &SocketOptions::ipv6_only},
+};
+
+int copy_address(const sockaddr_storage& source, sockaddr* address, socklen_t* length) {
+    const socklen_t source_length = address_length(reinterpret_cast<const sockaddr*>(&source));
+    if (address == nullptr || length == nullptr) {
+        return EFAULT;
+    }
+    std::memcpy(address, &source, std::min(*length, source_length));
+    *length = source_length;
+    return 0;
+}
+
+template <typename Value> int copy_value(const Value& source, void* value, socklen_t* length) {
+    if (*length < sizeof source) {
+        return EINVAL;
+    }
+    std::memcpy(value, &source, sizeof source);
+    *length = sizeof source;
+    return 0;
+}
+
+} // namespace
+
+std::shared_ptr<RdmaSocket> find_socket(int number) {
+    SocketTable& state = table();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.sockets.find(number);
+    if (found == state.sockets.end()) {
+        errno = EBADF;
+        return nullptr;
+    }
+    return found->second;
+}
+
+void add_socket(const std::shared_ptr<RdmaSocket>& socket) {
+    SocketTable& state = table();
+    std::lock_guard lock(state.mutex);
+    state.sockets[socket->number()] = socket;
+}
+
+void remove_socket(int number) {
+    SocketTable& state = table();
+    std::lock_guard lock(state.mutex);
+    state.sockets.erase(number);
+}
+
+int RdmaSocket::open() {
+    channel_ = rdma_create_event_channel();
+    if (channel_ == nullptr) {
+        return errno;
+    }
+    // Blocking calls wait by poll, so that no thread that takes an event can be left waiting for it.
+    fcntl(channel_->fd, F_SETFL, O_NONBLOCK);
+    return rdma_create_id(channel_, &id_, this, type_ == SOCK_STREAM ? RDMA_PS_TCP : RDMA_PS_UDP) == 0 ? 0 : errno;
+}
+
+int RdmaSocket::make_queues(ibv_qp_init_attr* attributes) {
+    const auto size = static_cast<int>(attributes->cap.max_send_wr + attributes->cap.max_recv_wr);
+    id_->recv_cq_channel = ibv_create_comp_channel(id_->verbs);
+    id_->recv_cq =
+        id_->recv_cq_channel == nullptr ? nullptr : ibv_create_cq(id_->verbs, size, nullptr, id_->recv_cq_channel, 0);
+    if (id_->recv_cq == nullptr) {
+        return errno;
+    }
+    fcntl(id_->recv_cq_channel->fd, F_SETFL, O_NONBLOCK);
+    attributes->send_cq = attributes->recv_cq = id_->recv_cq;
+    return rdma_create_qp(id_, nullptr, attributes) == 0 ? 0 : errno;
+}
+
+void RdmaSocket::arm() {
+    SocketLock lock(mutex_);
+    if (id_->recv_cq != nullptr) {
+        ibv_req_notify_cq(id_->recv_cq, 0);
+    }
+}
+
+void RdmaSocket::drain_notifications() {
+    SocketLock lock(mutex_);
+    ibv_cq* queue = nullptr;
+    void* context = nullptr;
+    while (id_->recv_cq_channel != nullptr && ibv_get_cq_event(id_->recv_cq_channel, &queue, &context) == 0) {
+        ibv_ack_cq_events(queue, 1);
+    }
+}
+
+std::vector<int> RdmaSocket::wait_descriptors() {
+    SocketLock lock(mutex_);
+    std::vector<int> descriptors{channel_->fd};
+    if (id_->recv_cq_channel != nullptr) {
+        descriptors.push_back(id_->recv_cq_channel->fd);
+    }
+    return descriptors;
+}
+
+int RdmaSocket::poll_descriptors() {
+    std::vector<pollfd> descriptors;
+    for (const int descriptor : wait_descriptors()) {
+        descriptors.push_back({descriptor, POLLIN, 0});
+    }
+    const int error = poll(descriptors.data(), descriptors.size(), wake_up_interval_ms) < 0 ? errno : 0;
+    drain_notifications();
+    return error;
+}
+
+int RdmaSocket::bind(sockaddr* address, socklen_t length) {
+    if (address == nullptr || length < address_length(address) || address->sa_family != domain_) {
+        return EINVAL;
+    }
+    return rdma_bind_addr(id_, address) == 0 ? 0 : errno;
+}
+
+int RdmaSocket::map(void*, std::size_t, int, off_t*) {
+    return EOPNOTSUPP;
+}
+
+int RdmaSocket::unmap(void*, std::size_t) {
+    return EOPNOTSUPP;
+}
+
+int RdmaSocket::write_mapped(const void*, std::size_t, off_t, int, std::size_t*) {
+    return EOPNOTSUPP;
+}
+
+int RdmaSocket::local_address(sockaddr* address, socklen_t* length) {
+    sockaddr_storage storage = id_->route.addr.src_storage;
+    storage.ss_family = static_cast<sa_family_t>(domain_);
+    return copy_address(storage, address, length);
+}
+
+int RdmaSocket::peer_address(sockaddr* address, socklen_t* length) {
+    return is_connected() ? remote_address(address, length) : ENOTCONN;
+}
+
+int RdmaSocket::remote_address(sockaddr* address, socklen_t* length) {
+    return copy_address(id_->route.addr.dst_storage, address, length);
+}
+
+bool RdmaSocket::is_nonblocking(int flags) const {
+    return (status_flags_ & O_NONBLOCK) != 0 || (flags & MSG_DONTWAIT) != 0;
+}
+
+int RdmaSocket::take_error() {
+    return std::exchange(error_, 0);
+}
+
+int RdmaSocket::set_option(int level, int name, const void* value, socklen_t length) {
+    if (level == SOL_SOCKET && name == SO_LINGER) {
+        linger lingering{};
+        if (value == nullptr || length < sizeof lingering) {
+            return EINVAL;
+        }
+        std::memcpy(&lingering, value, sizeof lingering);
+        options_.linger_on = lingering.l_onoff;
+        options_.linger_s = lingering.l_linger;
+        return 0;
+    }
+    int number = 0;
+    if (value == nullptr || length < sizeof number) {
+        return EINVAL;
+    }
+    std::memcpy(&number, value, sizeof number);
+    for (const NumberOption& option : number_options) {
+        if (option.level == level && option.name == name) {
+            if (number < 0) {
+                return EINVAL;
+            }
+            options_.*option.value = number;
+            return 0;
+        }
+    }
+    for (const FlagOption& option : flag_options) {
+        if (option.level == level && option.name == name) {
+            options_.*option.value = number != 0;
+            const int id_option = name == SO_REUSEADDR && level == SOL_SOCKET ? option_reuseaddr
+                                  : level == IPPROTO_IPV6                     ? option_afonly
+                                                                              : -1;
+            return id_option < 0 || rdma_set_option(id_, option_level_id, id_option, &number, sizeof number) == 0
+                       ? 0
+                       : errno;
+        }
+    }
+    return ENOTSUP;
+}
+
+int RdmaSocket::get_option(int level, int name, void* value, socklen_t* length) {
+    if (value == nullptr || length == nullptr) {
+        return EFAULT;
+    }
+    if (level == SOL_SOCKET && name == SO_ERROR) {
+        ready_events(); // learn about events that have happened
+        SocketLock lock(mutex_);
+        return copy_value(take_error(), value, length);
+    }
+    if (level == SOL_SOCKET && name == SO_LINGER) {
+        return copy_value(linger{options_.linger_on, options_.linger_s}, value, length);
+    }
+    for (const NumberOption& option : number_options) {
+        if (option.level == level && option.name == name) {
+            return copy_value(options_.*option.value, value, length);
+        }
+    }
+    for (const FlagOption& option : flag_options) {
+        if (option.level == level && option.name == name) {
+            return copy_value(options_.*option.value ? 1 : 0, value, length);
+        }
+    }
+    return ENOTSUP;
+}
+
+int RdmaSocket::control(int command, int argument, int* result) {
+    *result = 0;
+    if (command == F_GETFL) {
+        *result = O_RDWR | status_flags_;
+        return 0;
+    }
+    if (command == F_SETFL) {
+        status_flags_ = argument & O_NONBLOCK;
+        return 0;
+    }
+    return ENOTSUP;
+}
+
+} // namespace gdrkit::twin::rdmacm

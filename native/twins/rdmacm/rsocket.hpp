@@ -1,0 +1,147 @@
+// rsockets: sockets whose data moves over queue pairs. The number of an rsocket is the descriptor of its event channel,
+// as in the real library.
+#pragma once
+
+#include <poll.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "rdmacm/functions.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+// A waiting thread looks again after this time, because another call may have taken its notification.
+inline constexpr int wake_up_interval_ms = 100;
+
+using SocketLock = std::unique_lock<std::mutex>;
+
+// The options of an rsocket that a program can set and query. The buffer sizes and queue sizes have no effect on the
+// twin.
+struct SocketOptions {
+    int send_buffer_bytes = 1 << 17, receive_buffer_bytes = 1 << 17;
+    int send_queue_size = 384, receive_queue_size = 384, inline_bytes = 64;
+    int io_mapping_count = 0;
+    bool reuse_address = false, keep_alive = false, no_delay = false, out_of_band_inline = false, ipv6_only = false;
+    int linger_on = 0, linger_s = 0;
+    int maximum_segment_bytes = 0;
+};
+
+class RdmaSocket {
+public:
+    RdmaSocket(int domain, int type) : domain_(domain), type_(type) {}
+    virtual ~RdmaSocket() = default;
+    RdmaSocket(const RdmaSocket&) = delete;
+    RdmaSocket& operator=(const RdmaSocket&) = delete;
+
+    // Create the channel and the identifier. Return 0 or an errno.
+    int open();
+    [[nodiscard]] int number() const { return channel_->fd; }
+    [[nodiscard]] int type() const { return type_; }
+
+    // Each call returns 0 or an errno, unless it says otherwise.
+    int bind(sockaddr* address, socklen_t length);
+    virtual int listen(int backlog) = 0;
+    virtual int accept(std::shared_ptr<RdmaSocket>* accepted) = 0;
+    virtual int connect(sockaddr* address, socklen_t length) = 0;
+    // Move bytes and count them in *moved. A receive that returns 0 with no bytes is at the end of the stream.
+    virtual int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) = 0;
+    virtual int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) = 0;
+    virtual int shut_down(int how) = 0;
+    virtual int close() = 0;
+    // Return those of the events POLLIN, POLLOUT, POLLHUP and POLLERR that are true now.
+    virtual short ready_events() = 0;
+    // Make the descriptors of wait_descriptors() readable at the next change.
+    void arm();
+    void drain_notifications();
+    std::vector<int> wait_descriptors();
+
+    virtual int map(void* buffer, std::size_t length, int protection, off_t* offset);
+    virtual int unmap(void* buffer, std::size_t length);
+    virtual int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved);
+
+    int local_address(sockaddr* address, socklen_t* length);
+    int peer_address(sockaddr* address, socklen_t* length); // ENOTCONN if there is no connection
+    int remote_address(sockaddr* address, socklen_t* length);
+    int set_option(int level, int name, const void* value, socklen_t length);
+    int get_option(int level, int name, void* value, socklen_t* length);
+    int control(int command, int argument, int* result); // F_GETFL and F_SETFL
+
+protected:
+    [[nodiscard]] bool is_nonblocking(int flags) const;
+    // Return the error that the next call or SO_ERROR reports, and forget it.
+    int take_error();
+    virtual bool is_connected() = 0;
+    // Take the completions and the events that have arrived. Call it with the lock.
+    virtual void progress() = 0;
+    // Create the queue pair, with one completion queue and one channel for both directions, so that a thread waits at
+    // one descriptor. Return 0 or an errno.
+    int make_queues(ibv_qp_init_attr* attributes);
+
+    // Wait until the condition holds. Return 0, EAGAIN if the call must not block or the time is over, or EINTR. A time
+    // of -1 has no end.
+    template <typename Condition> int wait(SocketLock* lock, bool nonblocking, Condition is_met, int timeout_ms = -1) {
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+        for (;;) {
+            progress();
+            if (is_met()) {
+                return 0;
+            }
+            if (nonblocking || (timeout_ms >= 0 && std::chrono::steady_clock::now() >= deadline)) {
+                return EAGAIN;
+            }
+            if (const int error = wait_for_change(lock, is_met); error != 0) {
+                return error;
+            }
+        }
+    }
+
+    // Wait until something has changed, or for a short time. One thread waits at the descriptors, and wakes the others.
+    template <typename Condition> int wait_for_change(SocketLock* lock, Condition is_met) {
+        if (is_polling_) {
+            changed_.wait_for(*lock, std::chrono::milliseconds(wake_up_interval_ms));
+            return 0;
+        }
+        is_polling_ = true;
+        lock->unlock();
+        arm();
+        lock->lock();
+        progress(); // for completions before the request for a notification
+        int error = 0;
+        if (!is_met()) {
+            lock->unlock();
+            error = poll_descriptors();
+            lock->lock();
+        }
+        is_polling_ = false;
+        changed_.notify_all();
+        return error;
+    }
+    int poll_descriptors();
+
+    const int domain_, type_;
+    rdma_event_channel* channel_ = nullptr;
+    rdma_cm_id* id_ = nullptr;
+    SocketOptions options_;
+    int status_flags_ = 0;
+    int error_ = 0;
+    std::mutex mutex_;
+    bool is_polling_ = false;
+    std::condition_variable changed_;
+};
+
+// Return the rsocket of this number, or nullptr with errno EBADF.
+std::shared_ptr<RdmaSocket> find_socket(int number);
+void add_socket(const std::shared_ptr<RdmaSocket>& socket);
+void remove_socket(int number);
+
+std::shared_ptr<RdmaSocket> make_stream_socket(int domain);
+std::shared_ptr<RdmaSocket> make_datagram_socket(int domain);
+
+} // namespace gdrkit::twin::rdmacm

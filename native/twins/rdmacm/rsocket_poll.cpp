@@ -1,0 +1,168 @@
+// rpoll and rselect, which wait for rsockets and for other descriptors.
+
+#include <sys/select.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "rdmacm/rsocket.hpp"
+#include "rdmacm/session.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Another thread may take the notification of an rsocket, so a waiting call looks again after this time.
+constexpr int wake_up_interval_ms = 100;
+
+// The descriptors of one call, with the rsocket behind each one that is an rsocket.
+class PollSet {
+public:
+    explicit PollSet(std::span<pollfd> descriptors) : descriptors_(descriptors) {
+        const int saved_errno = errno;
+        for (const pollfd& descriptor : descriptors) {
+            sockets_.push_back(descriptor.fd < 0 ? nullptr : find_socket(descriptor.fd));
+        }
+        errno = saved_errno;
+    }
+
+    // Store the events that are true now. Return the number of descriptors with events, or -1 with errno set.
+    int look() {
+        std::vector<pollfd> others = others_of(descriptors_);
+        if (!others.empty() && poll(others.data(), others.size(), 0) < 0) {
+            return -1;
+        }
+        int count = 0;
+        std::size_t other = 0;
+        for (std::size_t index = 0; index < descriptors_.size(); ++index) {
+            pollfd& descriptor = descriptors_[index];
+            if (sockets_[index] == nullptr) {
+                descriptor.revents = others[other++].revents;
+            } else {
+                const int ready = sockets_[index]->ready_events();
+                descriptor.revents = static_cast<short>(ready & (descriptor.events | POLLERR | POLLHUP));
+            }
+            count += descriptor.revents != 0 ? 1 : 0;
+        }
+        return count;
+    }
+
+    void arm() {
+        for (const auto& socket : sockets_) {
+            if (socket != nullptr) {
+                socket->arm();
+            }
+        }
+    }
+
+    // Wait for a change. Return 0, or -1 with errno set.
+    int wait(int timeout_ms) {
+        std::vector<pollfd> all = others_of(descriptors_);
+        for (const auto& socket : sockets_) {
+            if (socket != nullptr) {
+                for (const int descriptor : socket->wait_descriptors()) {
+                    all.push_back({descriptor, POLLIN, 0});
+                }
+            }
+        }
+        const int result = poll(all.data(), all.size(), timeout_ms);
+        const int saved_errno = errno;
+        for (const auto& socket : sockets_) {
+            if (socket != nullptr) {
+                socket->drain_notifications();
+            }
+        }
+        errno = saved_errno;
+        return result < 0 ? -1 : 0;
+    }
+
+private:
+    [[nodiscard]] std::vector<pollfd> others_of(std::span<pollfd> descriptors) const {
+        std::vector<pollfd> others;
+        for (std::size_t index = 0; index < descriptors.size(); ++index) {
+            if (sockets_[index] == nullptr) {
+                others.push_back(descriptors[index]);
+            }
+        }
+        return others;
+    }
+
+    std::span<pollfd> descriptors_;
+    std::vector<std::shared_ptr<RdmaSocket>> sockets_;
+};
+
+int poll_until(PollSet* set, int timeout_ms) {
+    const auto deadline = Clock::now() + std::chrono::milliseconds(std::max(timeout_ms, 0));
+    for (;;) {
+        int count = set->look();
+        if (count == 0 && timeout_ms != 0) {
+            set->arm();
+            count = set->look(); // what arrived before the request for a notification
+        }
+        if (count != 0) {
+            return count;
+        }
+        int slice_ms = wake_up_interval_ms;
+        if (timeout_ms >= 0) {
+            const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+            if (left <= 0) {
+                return 0;
+            }
+            slice_ms = static_cast<int>(std::min<long long>(slice_ms, left));
+        }
+        if (set->wait(slice_ms) != 0) {
+            return -1;
+        }
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+int rpoll(pollfd* fds, nfds_t nfds, int timeout) {
+    if (const int fault = injected_error("rpoll"); fault != 0) {
+        errno = fault;
+        return -1;
+    }
+    PollSet set({fds, nfds});
+    return poll_until(&set, timeout);
+}
+
+int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, timeval* timeout) {
+    std::vector<pollfd> descriptors;
+    const auto is_set = [](int descriptor, const fd_set* set) { return set != nullptr && FD_ISSET(descriptor, set); };
+    for (int descriptor = 0; descriptor < nfds; ++descriptor) {
+        const int events = (is_set(descriptor, readfds) ? POLLIN : 0) | (is_set(descriptor, writefds) ? POLLOUT : 0) |
+                           (is_set(descriptor, exceptfds) ? POLLPRI : 0);
+        if (events != 0) {
+            descriptors.push_back({descriptor, static_cast<short>(events), 0});
+        }
+    }
+    const int timeout_ms =
+        timeout == nullptr ? -1 : static_cast<int>(timeout->tv_sec * 1000 + (timeout->tv_usec + 999) / 1000);
+    if (rpoll(descriptors.data(), descriptors.size(), timeout_ms) < 0) {
+        return -1;
+    }
+    int count = 0;
+    const auto keep = [&](const pollfd& descriptor, fd_set* set, short asked, int wanted) {
+        if ((descriptor.events & asked) == 0) {
+            return;
+        }
+        if ((descriptor.revents & wanted) != 0) {
+            ++count;
+        } else {
+            FD_CLR(descriptor.fd, set);
+        }
+    };
+    for (const pollfd& descriptor : descriptors) {
+        keep(descriptor, readfds, POLLIN, POLLIN | POLLHUP | POLLERR);
+        keep(descriptor, writefds, POLLOUT, POLLOUT | POLLERR);
+        keep(descriptor, exceptfds, POLLPRI, POLLPRI);
+    }
+    return count;
+}
+
+} // extern "C"
+} // namespace gdrkit::twin::rdmacm

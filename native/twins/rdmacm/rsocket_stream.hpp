@@ -1,0 +1,100 @@
+// A stream rsocket: a reliable queue pair with fixed buffers. A sender may have as many messages in flight as the
+// receiver has free buffers. The receiver returns the buffers that the program has read.
+#pragma once
+
+#include <deque>
+
+#include "rdmacm/rsocket.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+inline constexpr std::size_t slot_bytes = 32768;
+// Buffers for data, which the sender counts, and buffers for the other messages.
+inline constexpr unsigned data_slot_count = 32, control_slot_count = 16;
+inline constexpr unsigned receive_slot_count = data_slot_count + control_slot_count;
+inline constexpr unsigned send_slot_count = 32;
+
+class StreamSocket final : public RdmaSocket {
+public:
+    explicit StreamSocket(int domain) : RdmaSocket(domain, SOCK_STREAM) {}
+    ~StreamSocket() override;
+
+    int listen(int backlog) override;
+    int accept(std::shared_ptr<RdmaSocket>* accepted) override;
+    int connect(sockaddr* address, socklen_t length) override;
+    int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) override;
+    int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) override;
+    int shut_down(int how) override;
+    int close() override;
+    short ready_events() override;
+    int map(void* buffer, std::size_t length, int protection, off_t* offset) override;
+    int unmap(void* buffer, std::size_t length) override;
+    int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved) override;
+
+private:
+    enum class Stage { unconnected, listening, connecting, connected, failed };
+
+    // A message of this size follows the connection request and the reply in their private data.
+    struct Greeting {
+        std::uint32_t magic;
+        std::uint16_t version;
+        std::uint16_t io_mapping_count;
+    };
+    // The kind of a message is in its immediate data, together with the number of buffers that the sender returns.
+    enum class Kind : std::uint8_t { data = 1, credits, end_of_data, mapping, removed_mapping };
+    // A buffer of the peer, which write_mapped reaches by its offset.
+    struct Mapping {
+        std::uint64_t offset, address, length;
+        std::uint32_t rkey;
+        std::uint32_t reserved;
+    };
+    struct Received {
+        unsigned slot;
+        std::size_t begin, end;
+    };
+    struct LocalMapping {
+        ibv_mr* mr;
+        Mapping mapping;
+    };
+
+    bool is_connected() override { return stage_ == Stage::connected; }
+    int make_queue_pair();
+    int post_receive(unsigned slot);
+    int post_message(Kind kind, const void* data, std::size_t size);
+    int post_slot(unsigned slot, std::size_t size, ibv_send_wr* request);
+    void return_credits();
+    [[nodiscard]] Greeting greeting() const;
+    bool read_greeting(const rdma_conn_param& parameters);
+    void progress() override;
+    void take_completions();
+    void take_events();
+    void on_received(const ibv_wc& wc);
+    void on_mapping(const std::uint8_t* bytes, std::size_t size, bool is_removal);
+    void on_connection_event(const rdma_cm_event& event);
+    void fail(int error);
+    [[nodiscard]] bool has_data() const { return !received_.empty(); }
+    [[nodiscard]] bool is_at_end() const;
+    [[nodiscard]] bool can_send() const;
+    std::size_t copy_out(std::span<const iovec> parts, bool keep);
+    int send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved);
+
+    Stage stage_ = Stage::unconnected;
+    bool reads_ended_ = false;  // by shut_down
+    bool writes_ended_ = false; // by shut_down
+    bool peer_writes_ended_ = false;
+    bool is_disconnected_ = false; // by the peer
+    std::vector<std::uint8_t> receive_memory_, send_memory_;
+    ibv_mr* receive_mr_ = nullptr;
+    ibv_mr* send_mr_ = nullptr;
+    unsigned posted_receives_ = 0;
+    unsigned credits_ = data_slot_count;
+    unsigned credits_to_return_ = 0;
+    std::vector<unsigned> free_send_slots_;
+    unsigned sends_in_flight_ = 0;
+    std::deque<Received> received_;
+    std::vector<LocalMapping> local_mappings_;
+    std::vector<Mapping> peer_mappings_;
+    unsigned peer_mapping_count_ = 0; // that the peer has room for
+};
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,238 @@
+// Tests of rsockets: streams with all their calls, direct placement, and datagrams.
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <thread>
+
+#include "tests/rdmacm_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr std::size_t large_bytes = 5'000'003; // more than the buffers of both sides
+
+// Two connected stream rsockets of this process.
+struct Streams {
+    int listener = rsocket(AF_INET, SOCK_STREAM, 0);
+    int client = rsocket(AF_INET, SOCK_STREAM, 0);
+    int server = -1;
+    explicit Streams(int io_mapping_count = 0) {
+        CHECK(listener >= 0 && client >= 0);
+        for (const int socket : {listener, client}) {
+            CHECK(rsetsockopt(socket, 0x10000, 3, &io_mapping_count, sizeof io_mapping_count) == 0);
+        }
+        Endpoint4or6 address("127.0.0.1");
+        CHECK(rbind(listener, address, sizeof(sockaddr_in)) == 0 && rlisten(listener, 4) == 0);
+        socklen_t length = sizeof address.storage;
+        CHECK(rgetsockname(listener, address, &length) == 0 && length == sizeof(sockaddr_in));
+        std::thread acceptor([this] { server = raccept(listener, nullptr, nullptr); });
+        CHECK(rconnect(client, address, length) == 0);
+        acceptor.join();
+        CHECK(server >= 0);
+    }
+    ~Streams() {
+        for (const int socket : {client, server, listener}) {
+            CHECK(socket < 0 || rclose(socket) == 0);
+        }
+    }
+    Streams(const Streams&) = delete;
+    Streams& operator=(const Streams&) = delete;
+};
+
+void send_pattern(int socket, std::size_t size) {
+    std::vector<std::uint8_t> bytes(size);
+    fill_pattern(bytes.data(), size);
+    CHECK(rsend(socket, bytes.data(), size, 0) == static_cast<ssize_t>(size));
+}
+
+void expect_pattern(int socket, std::size_t size) {
+    std::vector<std::uint8_t> bytes(size);
+    CHECK(rrecv(socket, bytes.data(), size, MSG_WAITALL) == static_cast<ssize_t>(size));
+    CHECK(has_pattern(bytes.data(), size));
+}
+
+void test_bytes_arrive_in_both_directions_at_once() {
+    Streams streams;
+    std::thread first([&] { send_pattern(streams.client, large_bytes); });
+    std::thread second([&] { send_pattern(streams.server, large_bytes); });
+    std::thread third([&] { expect_pattern(streams.client, large_bytes); });
+    expect_pattern(streams.server, large_bytes);
+    for (std::thread* thread : {&first, &second, &third}) {
+        thread->join();
+    }
+}
+
+void test_bytes_move_over_the_queue_pairs_of_the_twin() {
+    using Ledger = int (*)(char*, std::size_t);
+    Streams streams;
+    std::thread sender([&] { send_pattern(streams.client, large_bytes); });
+    expect_pattern(streams.server, large_bytes);
+    sender.join();
+    const auto ledger =
+        reinterpret_cast<Ledger>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_ledger"));
+    std::string state(65536, '\0');
+    ledger(state.data(), state.size());
+    const std::size_t found = state.find("\"send_bytes\":");
+    CHECK(found != std::string::npos && std::strtoull(state.c_str() + found + 13, nullptr, 10) >= large_bytes);
+}
+
+void test_end_of_data_is_seen_after_the_data() {
+    Streams streams;
+    send_pattern(streams.client, 1000);
+    CHECK(rshutdown(streams.client, SHUT_WR) == 0);
+    CHECK_FAILS(rsend(streams.client, "x", 1, 0), EPIPE);
+    char byte = 0;
+    CHECK(rrecv(streams.server, &byte, 1, MSG_PEEK) == 1);
+    expect_pattern(streams.server, 1000);
+    CHECK(rrecv(streams.server, &byte, 1, 0) == 0);
+    CHECK(rsend(streams.server, "y", 1, 0) == 1 && rread(streams.client, &byte, 1) == 1 && byte == 'y');
+}
+
+void test_closed_peer_ends_the_stream() {
+    Streams streams;
+    send_pattern(streams.client, 100'000);
+    CHECK(rclose(streams.client) == 0);
+    streams.client = -1;
+    expect_pattern(streams.server, 100'000);
+    char byte = 0;
+    CHECK(rrecv(streams.server, &byte, 1, 0) == 0);
+    pollfd descriptor{streams.server, POLLIN, 0};
+    while (rpoll(&descriptor, 1, 1000) == 1 && (descriptor.revents & POLLHUP) == 0) {
+        std::this_thread::yield();
+    }
+    CHECK_FAILS(rsend(streams.server, "x", 1, 0), EPIPE);
+}
+
+void test_parts_and_short_reads() {
+    Streams streams;
+    char first[] = "abc", second[] = "defgh";
+    const iovec parts[] = {{first, 3}, {second, 5}};
+    CHECK(rwritev(streams.client, parts, 2) == 8);
+    char head[2], tail[16];
+    const iovec targets[] = {{head, 2}, {tail, 16}};
+    ssize_t size = 0;
+    CHECK(rrecv(streams.server, tail, 8, MSG_PEEK | MSG_WAITALL) > 0);
+    CHECK((size = rreadv(streams.server, targets, 2)) == 8);
+    CHECK(std::memcmp(head, "ab", 2) == 0 && std::memcmp(tail, "cdefgh", 6) == 0);
+}
+
+void test_nonblocking_calls_do_not_wait() {
+    Streams streams;
+    CHECK(rfcntl(streams.server, F_SETFL, O_NONBLOCK) == 0);
+    CHECK((rfcntl(streams.server, F_GETFL) & O_NONBLOCK) != 0);
+    char byte = 0;
+    CHECK_FAILS(rrecv(streams.server, &byte, 1, 0), EAGAIN);
+    CHECK_FAILS(rrecv(streams.client, &byte, 1, MSG_DONTWAIT), EAGAIN);
+    // The peer reads nothing, so the buffers become full.
+    std::vector<char> bytes(65536);
+    std::size_t sent = 0;
+    ssize_t size = 0;
+    pollfd descriptor{streams.server, POLLOUT, 0};
+    do {
+        CHECK(sent < (64U << 20));
+        size = rsend(streams.server, bytes.data(), bytes.size(), 0);
+        sent += size > 0 ? static_cast<std::size_t>(size) : 0;
+    } while (size > 0 || rpoll(&descriptor, 1, 300) == 1);
+    CHECK(errno == EAGAIN);
+    for (std::size_t received = 0; received < sent;) {
+        const ssize_t part = rrecv(streams.client, bytes.data(), bytes.size(), 0);
+        CHECK(part > 0);
+        received += static_cast<std::size_t>(part);
+    }
+    CHECK(rpoll(&descriptor, 1, 10'000) == 1 && descriptor.revents == POLLOUT);
+}
+
+void test_poll_waits_for_rsockets_and_other_descriptors() {
+    Streams streams;
+    int pipe_ends[2];
+    CHECK(pipe(pipe_ends) == 0);
+    pollfd descriptors[] = {{streams.server, POLLIN, 0}, {pipe_ends[0], POLLIN, 0}};
+    CHECK(rpoll(descriptors, 2, 20) == 0);
+    CHECK(write(pipe_ends[1], "x", 1) == 1);
+    CHECK(rpoll(descriptors, 2, 10'000) == 1 && descriptors[1].revents == POLLIN);
+    CHECK(rsend(streams.client, "x", 1, 0) == 1);
+    fd_set readable;
+    FD_ZERO(&readable);
+    FD_SET(streams.server, &readable);
+    timeval timeout{10, 0};
+    CHECK(rselect(streams.server + 1, &readable, nullptr, nullptr, &timeout) == 1 &&
+          FD_ISSET(streams.server, &readable));
+    close(pipe_ends[0]);
+    close(pipe_ends[1]);
+}
+
+void test_refused_connection_fails() {
+    const int socket = rsocket(AF_INET, SOCK_STREAM, 0);
+    Endpoint4or6 address("127.0.0.1", 7171);
+    CHECK_FAILS(rconnect(socket, address, sizeof(sockaddr_in)), ECONNREFUSED);
+    CHECK(rclose(socket) == 0);
+    const int other = rsocket(AF_INET, SOCK_STREAM, 0);
+    CHECK(rfcntl(other, F_SETFL, O_NONBLOCK) == 0);
+    CHECK_FAILS(rconnect(other, address, sizeof(sockaddr_in)), EINPROGRESS);
+    pollfd descriptor{other, POLLOUT, 0};
+    CHECK(rpoll(&descriptor, 1, 10'000) == 1 && (descriptor.revents & POLLERR) != 0);
+    int error = 0;
+    socklen_t length = sizeof error;
+    CHECK(rgetsockopt(other, SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == ECONNREFUSED);
+    CHECK(rclose(other) == 0);
+    CHECK_FAILS(rclose(other), EBADF);
+    CHECK_FAILS(rsocket(AF_UNIX, SOCK_STREAM, 0), ENOTSUP);
+}
+
+void test_mapped_buffer_gets_writes_before_later_data() {
+    Streams streams(1);
+    std::vector<std::uint8_t> target(100'000), source(50'000);
+    fill_pattern(source.data(), source.size());
+    CHECK(riomap(streams.server, target.data(), target.size(), PROT_WRITE, 0, 4096) == 4096);
+    CHECK(riomap(streams.server, source.data(), source.size(), PROT_WRITE, 0, -1) == -1 && errno == ENOMEM);
+    send_pattern(streams.server, 1); // the mapping is known once later data has been received
+    expect_pattern(streams.client, 1);
+    CHECK(riowrite(streams.client, source.data(), source.size(), 4096 + 1000, 0) == source.size());
+    CHECK(riowrite(streams.client, source.data(), 1, 4095, 0) == static_cast<std::size_t>(-1));
+    send_pattern(streams.client, 1);
+    expect_pattern(streams.server, 1);
+    CHECK(has_pattern(target.data() + 1000, source.size()) && target[999] == 0);
+    CHECK(riounmap(streams.server, target.data(), target.size()) == 0);
+}
+
+void test_datagrams_have_their_sender() {
+    const int receiver = rsocket(AF_INET, SOCK_DGRAM, 0), sender = rsocket(AF_INET, SOCK_DGRAM, 0);
+    Endpoint4or6 address("127.0.0.1", 7272), source("127.0.0.1", 7273);
+    CHECK(rbind(receiver, address, sizeof(sockaddr_in)) == 0 && rbind(sender, source, sizeof(sockaddr_in)) == 0);
+    char bytes[16] = {};
+    CHECK_FAILS(rrecv(receiver, bytes, sizeof bytes, MSG_DONTWAIT), EAGAIN);
+    CHECK(rsendto(sender, "hello", 5, 0, address, sizeof(sockaddr_in)) == 5);
+    CHECK(rsendto(sender, "again", 6, 0, address, sizeof(sockaddr_in)) == 6);
+    sockaddr_storage from{};
+    socklen_t length = sizeof from;
+    CHECK(rrecvfrom(receiver, bytes, sizeof bytes, 0, reinterpret_cast<sockaddr*>(&from), &length) == 5);
+    CHECK(std::memcmp(bytes, "hello", 5) == 0 && length == sizeof(sockaddr_in));
+    CHECK(std::memcmp(&from, static_cast<sockaddr*>(source), sizeof(sockaddr_in)) == 0);
+    CHECK(rrecv(receiver, bytes, 2, 0) == 2); // the rest of a datagram is lost
+    CHECK(rconnect(receiver, reinterpret_cast<sockaddr*>(&from), length) == 0);
+    CHECK(rsend(receiver, "back", 4, 0) == 4 && rrecv(sender, bytes, sizeof bytes, 0) == 4);
+    const std::vector<char> too_long(5000);
+    CHECK_FAILS(rsend(receiver, too_long.data(), too_long.size(), 0), EMSGSIZE);
+    Endpoint4or6 unused("127.0.0.1", 7274);
+    CHECK_FAILS(rsendto(sender, "x", 1, 0, unused, sizeof(sockaddr_in)), ECONNREFUSED);
+    CHECK(rclose(sender) == 0 && rclose(receiver) == 0);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_bytes_arrive_in_both_directions_at_once();
+    test_bytes_move_over_the_queue_pairs_of_the_twin();
+    test_end_of_data_is_seen_after_the_data();
+    test_closed_peer_ends_the_stream();
+    test_parts_and_short_reads();
+    test_nonblocking_calls_do_not_wait();
+    test_poll_waits_for_rsockets_and_other_descriptors();
+    test_refused_connection_fails();
+    test_mapped_buffer_gets_writes_before_later_data();
+    test_datagrams_have_their_sender();
+    return 0;
+}
