@@ -1,0 +1,157 @@
+// Tests of identifiers of datagram queue pairs: address resolution with the peer, multicast groups, injected failures.
+#include "control/control.h"
+#include "tests/rdmacm_support.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr std::size_t grh_bytes = 40, payload_bytes = 32;
+
+struct DatagramPair {
+    EventChannel server_channel, client_channel;
+    rdma_cm_id* listener = make_id(server_channel, RDMA_PS_UDP);
+    rdma_cm_id* client = make_id(client_channel, RDMA_PS_UDP);
+    rdma_cm_id* server = nullptr;
+
+    void request() {
+        resolve(client_channel, client, "127.0.0.1", listen_on_address(listener, "127.0.0.1"));
+        rdma_conn_param parameters{};
+        parameters.private_data = "hello";
+        parameters.private_data_len = 5;
+        CHECK(rdma_connect(client, &parameters) == 0);
+        rdma_cm_event* const event = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+        CHECK(event->param.ud.private_data_len == 180);
+        CHECK(std::memcmp(event->param.ud.private_data, "hello\0", 6) == 0);
+        server = event->id;
+        CHECK(rdma_ack_cm_event(event) == 0);
+    }
+    ~DatagramPair() {
+        for (rdma_cm_id* id : {client, server, listener}) {
+            if (id != nullptr) {
+                rdma_destroy_qp(id);
+                CHECK(rdma_destroy_id(id) == 0);
+            }
+        }
+    }
+};
+
+void make_datagram_queue(rdma_cm_id* id) {
+    ibv_qp_init_attr attributes = small_queues(IBV_QPT_UD);
+    CHECK(rdma_create_qp(id, nullptr, &attributes) == 0);
+}
+
+void post_receive(rdma_cm_id* id, const Buffer& buffer) {
+    ibv_sge sge = buffer.sge(0, grh_bytes + payload_bytes);
+    ibv_recv_wr request{1, nullptr, &sge, 1};
+    ibv_recv_wr* bad_request = nullptr;
+    CHECK(ibv_post_recv(id->qp, &request, &bad_request) == 0);
+}
+
+// Send the pattern to the address of an event, and wait until the receiver has it.
+void send_and_check(rdma_cm_id* from, const rdma_ud_param& address, rdma_cm_id* to, const Buffer& received) {
+    const Buffer sent(from->pd, payload_bytes);
+    fill_pattern(sent.bytes, payload_bytes);
+    ibv_ah_attr path = address.ah_attr;
+    ibv_ah* const handle = ibv_create_ah(from->pd, &path);
+    CHECK(handle != nullptr);
+    ibv_sge sge = sent.sge(0, payload_bytes);
+    ibv_send_wr request{};
+    request.sg_list = &sge;
+    request.num_sge = 1;
+    request.opcode = IBV_WR_SEND;
+    request.wr.ud.ah = handle;
+    request.wr.ud.remote_qpn = address.qp_num;
+    request.wr.ud.remote_qkey = address.qkey;
+    ibv_send_wr* bad_request = nullptr;
+    CHECK(ibv_post_send(from->qp, &request, &bad_request) == 0);
+    for (ibv_cq* queue : {from->send_cq, to->recv_cq}) {
+        ibv_wc wc{};
+        while (ibv_poll_cq(queue, 1, &wc) == 0) {
+            usleep(100);
+        }
+        CHECK(wc.status == IBV_WC_SUCCESS);
+    }
+    CHECK(has_pattern(received.bytes + grh_bytes, payload_bytes));
+    CHECK(ibv_destroy_ah(handle) == 0);
+}
+
+void test_accepted_request_has_the_address_of_the_peer() {
+    DatagramPair pair;
+    pair.request();
+    make_datagram_queue(pair.client);
+    make_datagram_queue(pair.server);
+    const Buffer received(pair.server->pd, grh_bytes + payload_bytes);
+    post_receive(pair.server, received);
+    rdma_conn_param parameters{};
+    CHECK(rdma_accept(pair.server, &parameters) == 0);
+    rdma_cm_event* const event = pair.client_channel.take(RDMA_CM_EVENT_ESTABLISHED);
+    CHECK(event->param.ud.qp_num == pair.server->qp->qp_num && event->param.ud.qkey == udp_qkey);
+    CHECK(event->param.ud.private_data_len == 136 && event->param.ud.ah_attr.is_global == 1);
+    send_and_check(pair.client, event->param.ud, pair.server, received);
+    CHECK(rdma_ack_cm_event(event) == 0);
+    CHECK(!pair.server_channel.is_readable(0)); // the accepting side sees no event
+    CHECK_FAILS(rdma_disconnect(pair.client), EINVAL);
+}
+
+void test_failed_requests_have_the_status_of_the_reply() {
+    DatagramPair pair;
+    pair.request();
+    CHECK(rdma_reject(pair.server, "no", 2) == 0);
+    pair.client_channel.expect(RDMA_CM_EVENT_UNREACHABLE, 2);
+    rdma_cm_id* const id = make_id(pair.client_channel, RDMA_PS_UDP);
+    resolve(pair.client_channel, id, "127.0.0.1", 7474);
+    rdma_conn_param parameters{};
+    CHECK(rdma_connect(id, &parameters) == 0);
+    pair.client_channel.expect(RDMA_CM_EVENT_UNREACHABLE, 1);
+    CHECK(rdma_destroy_id(id) == 0);
+}
+
+void test_group_member_gets_messages_until_it_leaves() {
+    const EventChannel channel;
+    rdma_cm_id* ids[2];
+    for (rdma_cm_id*& id : ids) {
+        id = make_id(channel, RDMA_PS_UDP);
+        CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")) == 0);
+        make_datagram_queue(id);
+    }
+    Endpoint4or6 group("239.1.2.3");
+    int context = 0;
+    CHECK_FAILS(rdma_join_multicast(ids[0], Endpoint4or6("127.0.0.1"), nullptr), EINVAL);
+    CHECK(rdma_join_multicast(ids[0], group, &context) == 0);
+    rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_MULTICAST_JOIN);
+    CHECK(event->id == ids[0] && event->param.ud.private_data == &context && event->param.ud.qp_num == 0xffffff);
+    {
+        const Buffer received(ids[0]->pd, grh_bytes + payload_bytes);
+        post_receive(ids[0], received);
+        send_and_check(ids[1], event->param.ud, ids[0], received);
+    }
+    CHECK(rdma_ack_cm_event(event) == 0);
+    CHECK(rdma_leave_multicast(ids[0], group) == 0);
+    CHECK_FAILS(rdma_leave_multicast(ids[0], group), EADDRNOTAVAIL);
+    for (rdma_cm_id* id : ids) {
+        rdma_destroy_qp(id);
+        CHECK(rdma_destroy_id(id) == 0);
+    }
+}
+
+void test_planned_failure_is_reported_once() {
+    const EventChannel channel;
+    rdma_cm_id* const id = make_id(channel);
+    CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_bind_addr call=1 errno=ENOMEM\n") == 0);
+    CHECK_FAILS(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")), ENOMEM);
+    CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")) == 0);
+    CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_event_str call=1 errno=ENOMEM\n") == EINVAL);
+    CHECK(rdma_destroy_id(id) == 0);
+}
+
+} // namespace
+
+int main() {
+    isolate_from_other_processes();
+    test_planned_failure_is_reported_once();
+    test_accepted_request_has_the_address_of_the_peer();
+    test_failed_requests_have_the_status_of_the_reply();
+    test_group_member_gets_messages_until_it_leaves();
+    return 0;
+}
