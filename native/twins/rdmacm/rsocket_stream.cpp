@@ -436,12 +436,18 @@ int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
         return ENOTCONN;
     }
-    for (const iovec& part : parts) {
-        if (const int error = send_bytes(&lock, part, flags, moved); error != 0) {
-            return *moved == 0 ? error : 0;
+    // Several parts are sent as one, so that a message holds as many of them as fit.
+    std::vector<std::uint8_t> joined;
+    iovec whole = parts.size() == 1 ? parts.front() : iovec{};
+    if (parts.size() > 1) {
+        for (const iovec& part : parts) {
+            const auto* const bytes = static_cast<const std::uint8_t*>(part.iov_base);
+            joined.insert(joined.end(), bytes, bytes + part.iov_len);
         }
+        whole = {joined.data(), joined.size()};
     }
-    return 0;
+    const int error = send_bytes(&lock, whole, flags, moved);
+    return *moved == 0 ? error : 0;
 }
 
 std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool keep) {
