@@ -21,8 +21,8 @@ struct Context {
     verbs_context extended{};
     Device* device = nullptr;
     EventQueue<AsyncEvent> events;
-    // Number of live protection domains, completion queues and completion channels of the context. A context that has
-    // any cannot be closed.
+    // Number of live protection domains, completion queues and completion channels of the context. The memory
+    // of a closed context that has any is never freed.
     std::atomic<int> child_count{0};
 
     ibv_context* abi() { return &extended.context; }

@@ -50,7 +50,11 @@ public:
         return fd_ ? 0 : errno;
     }
 
-    void close() { fd_.reset(); }
+    // Close the descriptor. Later events are lost.
+    void close() {
+        std::lock_guard lock(mutex_);
+        fd_.reset();
+    }
 
     [[nodiscard]] int fd() const { return fd_.get(); }
 
