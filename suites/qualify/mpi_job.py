@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["GDRKIT", "MpiJob", "job_on_this_machine", "job_on_two_machines"]
 
@@ -120,7 +120,11 @@ def job_on_two_machines(output: Path) -> Iterator[MpiJob]:
             ranks = ["--host", ",".join(f"{host}:2" for host in hosts), "-np", "4"]
             line = shlex.join(_mpirun(Path(folder), [*options, *ranks, *_qualify(GDRKIT, output)]))
             set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
-            with _start_job(Path(folder), ["ip", "netns", "exec", hosts[0], *set_host_name]) as job:
+            fabric = {
+                "GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24",
+                "GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16),
+            }
+            with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
                 yield job
     finally:
         for host in hosts:
@@ -132,7 +136,7 @@ def job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRK
     """Run ``gdrkit qualify --mpi`` with two ranks. Rank 1 runs the command `command_of_rank_1` instead of gdrkit."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
         ranks = ["-np", "1", *_qualify(GDRKIT, output), ":", "-np", "1", *_qualify(command_of_rank_1, output)]
-        with _start_job(Path(folder), _mpirun(Path(folder), ranks)) as job:
+        with _start_job(_mpirun(Path(folder), ranks), {}) as job:
             yield job
 
 
@@ -142,12 +146,13 @@ def _connect(hosts: list[str]) -> None:
         _ip("netns", "add", host)
         _ip("-n", host, "link", "set", "lo", "up")
     first_host, second_host = hosts
-    # The network interface of each machine has the name of the machine.
-    peer = ["peer", "name", second_host, "netns", second_host]
-    _ip("link", "add", first_host, "netns", first_host, "type", "veth", *peer)
-    for index, host in enumerate(hosts, start=1):
-        _ip("-n", host, "addr", "add", f"10.77.0.{index}/24", "dev", host)
-        _ip("-n", host, "link", "set", host, "up")
+    # The first network interface of each machine has the name of the machine. Each interface is one NIC of the twins.
+    for suffix, network in (("", "10.77.0"), ("b", "10.78.0")):
+        peer = ["peer", "name", second_host + suffix, "netns", second_host]
+        _ip("link", "add", first_host + suffix, "netns", first_host, "type", "veth", *peer)
+        for index, host in enumerate(hosts, start=1):
+            _ip("-n", host, "addr", "add", f"{network}.{index}/24", "dev", host + suffix)
+            _ip("-n", host, "link", "set", host + suffix, "up")
 
 
 def _ip(*words: str) -> None:
@@ -163,16 +168,15 @@ def _qualify(gdrkit: Sequence[str], output: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _start_job(folder: Path, command: Sequence[str]) -> Iterator[MpiJob]:
+def _start_job(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[MpiJob]:
     marker = secrets.token_hex(4)
-    (folder / "fabric").mkdir()
     # mpirun needs the libraries of the system, not the twins.
     inherited_variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("LD_", "GDRKIT_TWINS_"))
     }
     root_variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # With GDRKIT_COMMIT, gdrkit does not call git. A git process that is killed would leave its lock in the repository.
-    job_variables = {_MARKER: marker, "GDRKIT_TWINS_FABRIC": str(folder / "fabric"), "GDRKIT_COMMIT": "0" * 40}
+    job_variables = {_MARKER: marker, "GDRKIT_COMMIT": "0" * 40, **variables}
     with subprocess.Popen(
         command,
         env={**inherited_variables, **root_variables, **job_variables},

@@ -7,9 +7,11 @@
 #include <sys/timerfd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <system_error>
 
 #include "model/config.hpp"
+#include "model/fabric.hpp"
 #include "model/thread.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -53,19 +55,16 @@ int ConnectedQueuePair::open() {
     if (!wake_eventfd_ || !takeover_timer_) {
         return errno;
     }
-    int listener = -EADDRINUSE;
-    while (listener == -EADDRINUSE) {
-        // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
-        qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
-        listener = listen_on(wire::socket_name_of(context_->device->gid, qp_num_));
+    if (const int error = listen(); error != 0) {
+        return error;
     }
-    if (listener < 0) {
-        return -listener;
-    }
-    listener_ = Fd(listener);
     try {
         requester_thread_ = start_signal_blocking_thread([this] { run_requester(); });
-        acceptor_thread_ = start_signal_blocking_thread([this] { run_acceptor(); });
+        acceptor_thread_ = start_signal_blocking_thread([this] { run_acceptor(listener_.get(), false); });
+        if (remote_listener_) {
+            remote_acceptor_thread_ =
+                start_signal_blocking_thread([this] { run_acceptor(remote_listener_.get(), true); });
+        }
         if (send_queue_ != nullptr) {
             send_queue_->add_work(this);
         }
@@ -74,6 +73,30 @@ int ConnectedQueuePair::open() {
         return error.code().value();
     }
     return 0;
+}
+
+// Draw a number that is free at this device's GID, and listen for peers on this machine. On the TCP fabric, the low 16
+// bits of the number are the port on which the pair listens for peers on other machines.
+int ConnectedQueuePair::listen() {
+    int listener = -EADDRINUSE;
+    while (listener == -EADDRINUSE) {
+        // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
+        qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
+        if (!config().fabric_addresses.empty()) {
+            FabricAddress address{};
+            std::memcpy(address.data(), &context_->device->gid, address.size());
+            std::uint16_t port = 0;
+            const int remote_listener = listen_on_fabric(address, &port);
+            if (remote_listener < 0) {
+                return -remote_listener;
+            }
+            remote_listener_ = Fd(remote_listener);
+            qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | port;
+        }
+        listener = listen_on(wire::socket_name_of(context_->device->gid, qp_num_));
+    }
+    listener_ = Fd(listener < 0 ? -1 : listener);
+    return listener < 0 ? -listener : 0;
 }
 
 void ConnectedQueuePair::close() {
@@ -85,24 +108,26 @@ void ConnectedQueuePair::close() {
         is_closing_ = true;
         shut_down_socket(peer_socket_);
         shut_down_socket(listener_);
+        shut_down_socket(remote_listener_);
         shut_down_connections(lock, nullptr);
         notify_change(lock);
     }
     if (acceptor_thread_.joinable()) {
         acceptor_thread_.join();
     }
+    if (remote_acceptor_thread_.joinable()) {
+        remote_acceptor_thread_.join();
+    }
     if (requester_thread_.joinable()) {
         requester_thread_.join();
     }
-    // The acceptor thread has ended, so no connection is added any more.
+    // The acceptor threads have ended, so no connection is added any more.
     for (Connection& connection : connections_) {
         connection.thread.join();
     }
     connections_.clear();
-    if (listener_) {
-        remove_fabric_name(wire::socket_name_of(context_->device->gid, qp_num_));
-    }
     listener_.reset();
+    remote_listener_.reset();
     drop_completions();
 }
 

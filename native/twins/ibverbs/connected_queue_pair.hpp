@@ -58,6 +58,7 @@ private:
     struct Connection {
         std::thread thread;
         Fd socket;
+        bool is_remote = false; // the peer is on another machine of the TCP fabric
         // True from the accepted handshake to the end of the connection. The thread accesses memory only while this is
         // true.
         bool is_serving = false;
@@ -143,6 +144,7 @@ private:
     // Like enter_error, and raise an asynchronous event.
     void fail(const Lock& lock, ibv_event_type event, const Connection* except);
     void reset(Lock* lock);
+    int listen();
     void apply_attributes(const ibv_qp_attr& attr, int attr_mask);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
     void complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* source, ibv_wc wc,
@@ -180,7 +182,6 @@ private:
     [[nodiscard]] Clock::time_point next_deadline() const;
     [[nodiscard]] std::uint32_t wake_threshold() const;
     void sleep(Lock* lock, Clock::time_point deadline);
-    void take_wake_bytes();
     void mark_idle(const Lock& lock);
     void disconnect(const Lock& lock);
     void count_sent(const SendWork& work);
@@ -213,6 +214,7 @@ private:
     void handle_response(const wire::Response& response, const ibv_qp_attr& attr);
     ibv_wc_status check_local_access(const SendWork& work);
     ibv_wc_status connect_to_peer(const ibv_qp_attr& attr);
+    static int connect_socket(const ibv_qp_attr& attr);
     bool handshake(const ibv_qp_attr& attr);
     ibv_wc_status copy_payload(const SendWork& work, const wire::Request& request, bool to_memory);
     ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
@@ -221,12 +223,11 @@ private:
     bool sleep_unless_interrupted(std::uint64_t time_us);
 
     // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).
-    void run_acceptor();
+    void run_acceptor(int listener, bool is_remote);
     void join_ended_connections(const Lock& lock);
     void evict_silent_connection(const Lock& lock);
     void run_responder(Connection* connection);
     std::unique_ptr<Link> accept_handshake(Connection* connection);
-    bool wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count);
     void serve_requests(Connection* connection, Link* link, IncomingMessage* incoming);
     std::optional<std::uint32_t> serve_write_batch(Connection* connection, Link* link, std::uint32_t first_number,
                                                    std::uint32_t end_number, const IncomingMessage& incoming);
@@ -301,10 +302,10 @@ private:
     // while they hold the lock.
     Fd peer_socket_;
     std::unique_ptr<Link> link_;
-    Fd listener_;
+    Fd listener_, remote_listener_;
     std::list<Connection> connections_;
     std::thread requester_thread_;
-    std::thread acceptor_thread_;
+    std::thread acceptor_thread_, remote_acceptor_thread_;
 };
 
 } // namespace gdrkit::twin::verbs

@@ -66,8 +66,7 @@ int DatagramQueuePair::open() {
     }
     qp_num_reservation_ = Fd(reservation);
     auto receiver = std::make_shared<Receiver>();
-    receiver->name = datagram_socket_name(gid, qp_num_);
-    const int socket = receive_datagrams_at(receiver->name);
+    const int socket = receive_datagrams_at(datagram_socket_name(gid, qp_num_));
     if (socket < 0) {
         return -socket;
     }
@@ -96,12 +95,6 @@ void DatagramQueuePair::close() {
     }
     if (thread_.joinable()) {
         thread_.join();
-    }
-    for (const auto& receiver : *receivers_) {
-        remove_fabric_name(receiver->name);
-    }
-    if (qp_num_reservation_) {
-        remove_fabric_name(wire::socket_name_of(context_->device->gid, qp_num_));
     }
     receivers_ = std::make_shared<Receivers>();
     qp_num_reservation_.reset();
@@ -239,8 +232,7 @@ int DatagramQueuePair::attach(const ibv_gid& group) {
     receiver->group = group;
     int socket = -EADDRINUSE;
     for (unsigned member = 0; member < max_multicast_members && socket == -EADDRINUSE; ++member) {
-        receiver->name = multicast_socket_name(group, member);
-        socket = receive_datagrams_at(receiver->name);
+        socket = receive_datagrams_at(multicast_socket_name(group, member));
     }
     if (socket < 0) {
         return socket == -EADDRINUSE ? ENOMEM : -socket;
@@ -262,7 +254,6 @@ int DatagramQueuePair::detach(const ibv_gid& group) {
     if (removed == receivers->end()) {
         return EINVAL;
     }
-    remove_fabric_name((*removed)->name);
     receivers->erase(removed);
     receivers_ = std::move(receivers);
     notify_change(lock);

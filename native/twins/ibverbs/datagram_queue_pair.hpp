@@ -53,7 +53,6 @@ private:
     // A socket that receives datagrams, those to the pair itself or those to a multicast group.
     struct Receiver {
         Fd socket;
-        std::string name;
         std::optional<ibv_gid> group;
     };
     using Receivers = std::vector<std::shared_ptr<const Receiver>>;

@@ -31,7 +31,12 @@ std::unique_ptr<Device> make_device(unsigned index) {
     auto device = std::make_unique<Device>(index);
     // The GUID is the EUI-64 of the MAC address 02:hh:hh:hh:hh:index, where hh are bytes of the hash. The bit 02 marks
     // the MAC address as locally administered. An EUI-64 contains the inverse of this bit, so the first byte is 0.
-    const std::uint32_t hash = fnv1a_hash(config().domain);
+    // On the TCP fabric, the hash differs between machines.
+    std::string name = config().domain;
+    if (!config().fabric_addresses.empty()) {
+        name.append(reinterpret_cast<const char*>(config().fabric_addresses[index].data()), sizeof(FabricAddress));
+    }
+    const std::uint32_t hash = fnv1a_hash(name);
     device->guid = {0x00,
                     static_cast<std::uint8_t>(hash >> 24),
                     static_cast<std::uint8_t>(hash >> 16),
@@ -43,6 +48,9 @@ std::unique_ptr<Device> make_device(unsigned index) {
     device->gid.raw[0] = 0xfe;
     device->gid.raw[1] = 0x80;
     std::memcpy(device->gid.raw + 8, device->guid.data(), device->guid.size());
+    if (!config().fabric_addresses.empty()) {
+        std::memcpy(device->gid.raw, config().fabric_addresses[index].data(), sizeof device->gid.raw);
+    }
     ibv_device& abi = device->abi;
     abi.node_type = IBV_NODE_CA;
     abi.transport_type = IBV_TRANSPORT_IB;

@@ -38,7 +38,8 @@ struct Device {
     const void* provider_operations = nullptr;
     unsigned index;
     std::array<std::uint8_t, 8> guid{};
-    // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID.
+    // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID, or the
+    // address of the NIC on the TCP fabric.
     ibv_gid gid{};
     Traffic traffic;
     std::atomic<std::uint64_t> device_memory_bytes{0}; // allocated by ibv_alloc_dm

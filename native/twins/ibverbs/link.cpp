@@ -62,8 +62,7 @@ struct Link::ControlBlock {
 
 namespace {
 
-constexpr std::size_t page_bytes = 4096;
-constexpr std::size_t control_bytes = 4 * page_bytes;
+constexpr std::size_t control_bytes = 4 * 4096;
 constexpr std::size_t shared_memory_bytes = control_bytes + payload_ring_bytes;
 
 } // namespace
@@ -71,16 +70,23 @@ constexpr std::size_t shared_memory_bytes = control_bytes + payload_ring_bytes;
 Link::Link(std::unique_ptr<BounceBuffer> memory, std::unique_ptr<Pipe> pipe)
     : memory_(std::move(memory)), pipe_(std::move(pipe)),
       control_(reinterpret_cast<ControlBlock*>(memory_->data_at(0))) {
-    static_assert(sizeof(ControlBlock) <= control_bytes);
+    static_assert(sizeof(ControlBlock) <= control_bytes && payload_offset == control_bytes);
+}
+
+std::unique_ptr<BounceBuffer> Link::make_memory() {
+    auto memory = BounceBuffer::make(shared_memory_bytes);
+    if (memory != nullptr) {
+        new (memory->data_at(0)) ControlBlock;
+    }
+    return memory;
 }
 
 std::unique_ptr<Link> Link::make() {
-    auto memory = BounceBuffer::make(shared_memory_bytes);
+    auto memory = make_memory();
     auto pipe = memory == nullptr ? nullptr : Pipe::make();
     if (pipe == nullptr) {
         return nullptr;
     }
-    new (memory->data_at(0)) ControlBlock;
     return std::unique_ptr<Link>(new Link(std::move(memory), std::move(pipe)));
 }
 
@@ -130,8 +136,12 @@ void Link::put_request(std::uint32_t number, const wire::Request& request) {
 // that goes to sleep first stores its sleep flag and then loads the peer's count. All four accesses are sequentially
 // consistent. So either the sleeping side sees the new count, or the publishing side sees the flag and sends a wake-up.
 
-bool Link::publish_requests(std::uint32_t count, int socket) {
+void Link::store_request_count(std::uint32_t count) {
     control_->request_count = count;
+}
+
+bool Link::publish_requests(std::uint32_t count, int socket) {
+    store_request_count(count);
     return control_->responder_sleeps == 0 || control_->responder_sleeps.exchange(0) == 0 || send_wake_byte(socket);
 }
 
@@ -182,13 +192,40 @@ void Link::put_response(std::uint32_t number, const wire::Response& response) {
     control_->responses[number % slot_count] = response;
 }
 
-void Link::publish_responses(std::uint32_t count, int socket) {
+bool Link::store_response_count(std::uint32_t count) {
     control_->response_count = count;
-    if (control_->requester_sleeps != 0 && has_reached(count, control_->awaited_response_count) &&
-        control_->requester_sleeps.exchange(0) != 0) {
+    return control_->requester_sleeps != 0 && has_reached(count, control_->awaited_response_count) &&
+           control_->requester_sleeps.exchange(0) != 0;
+}
+
+void Link::publish_responses(std::uint32_t count, int socket) {
+    if (store_response_count(count)) {
         // A failure is ignored, because the responder notices a dead requester when it waits for the next request.
         send_wake_byte(socket);
     }
+}
+
+bool Link::take_wake(int socket) {
+    char wake_bytes[64];
+    const ssize_t received = recv(socket, wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
+    return received > 0 || (received < 0 && (errno == EAGAIN || errno == EINTR));
+}
+
+bool Link::wait_for_request(std::uint32_t served_count, int socket) {
+    if (spin_until([&] { return request_count() != served_count; })) {
+        return true;
+    }
+    while (request_wake_after(served_count)) {
+        char wake_bytes[64];
+        const ssize_t received = recv(socket, wake_bytes, sizeof wake_bytes, 0);
+        if (received == 0 || (received < 0 && errno != EINTR)) {
+            return false;
+        }
+        if (request_count() != served_count) {
+            break;
+        }
+    }
+    return true;
 }
 
 bool Link::request_wake_after(std::uint32_t count) {

@@ -61,8 +61,14 @@ public:
     // descriptors are not of these types or the memory has another size.
     static std::unique_ptr<Link> adopt(std::vector<Fd> fds);
 
+    virtual ~Link() = default;
+    Link(const Link&) = delete;
+    Link& operator=(const Link&) = delete;
+
     [[nodiscard]] BounceBuffer& memory() const { return *memory_; }
+    // The pipe. A link over TCP has none, and max_pipe_pages() is 0.
     [[nodiscard]] Pipe& pipe() const { return *pipe_; }
+    [[nodiscard]] std::uint32_t max_pipe_pages() const { return pipe_ == nullptr ? 0 : pipe_->max_pages(); }
 
     // Functions of the requester. Requests and responses are numbered from 0, modulo 2^32.
 
@@ -79,14 +85,20 @@ public:
     // Store a request in the ring; publish_requests makes it visible.
     void put_request(std::uint32_t number, const wire::Request& request);
     // Make the first `count` requests visible and wake the responder if it sleeps. Return false if the peer is gone.
-    bool publish_requests(std::uint32_t count, int socket);
+    virtual bool publish_requests(std::uint32_t count, int socket);
     // Return the number of responses that the responder has published.
     [[nodiscard]] std::uint32_t response_count() const;
     [[nodiscard]] wire::Response response(std::uint32_t number) const;
     // Tell the responder to drop all requests that it has not started, and drain the pipe.
-    void mark_ended();
+    virtual void mark_ended();
     // Request a wake-up when `count` responses exist. Return false if they exist already.
     bool request_wake_at(std::uint32_t count);
+    // Return the descriptor that becomes readable at a wake-up, and at the end of the connection.
+    [[nodiscard]] virtual int wake_fd(int socket) const { return socket; }
+    // Return whether publish_requests may wait for the peer.
+    [[nodiscard]] virtual bool may_wait_for_peer() const { return false; }
+    // Take the wake-ups from the descriptor. Return false if the peer is gone.
+    virtual bool take_wake(int socket);
 
     // Functions of the responder.
 
@@ -100,16 +112,30 @@ public:
     void put_response(std::uint32_t number, const wire::Response& response);
     // Make the first `count` responses visible. Wake the requester if it sleeps and waits for at most `count`
     // responses.
-    void publish_responses(std::uint32_t count, int socket);
+    virtual void publish_responses(std::uint32_t count, int socket);
     // Return a buffer for one chunk that is not shared with the peer; nullptr if it cannot be created.
     BounceBuffer* private_buffer();
-    // Request a wake-up when more than `count` requests exist. Return false if they exist already.
-    bool request_wake_after(std::uint32_t count);
+    // Wait until more than `served_count` requests exist. Return false at the end of the connection. Requests that were
+    // not started are then dropped, like packets that never reach a device.
+    virtual bool wait_for_request(std::uint32_t served_count, int socket);
+
+protected:
+    // Offset of the payload ring in the memory.
+    static constexpr std::uint32_t payload_offset = 4 * 4096;
+
+    // Make rings in memory that is not shared, without a pipe. Return nullptr and set errno on failure.
+    static std::unique_ptr<BounceBuffer> make_memory();
+    Link(std::unique_ptr<BounceBuffer> memory, std::unique_ptr<Pipe> pipe);
+    // Store the number of published requests.
+    void store_request_count(std::uint32_t count);
+    // Store the number of published responses. Return whether the requester sleeps and must be woken.
+    bool store_response_count(std::uint32_t count);
 
 private:
     struct ControlBlock;
 
-    Link(std::unique_ptr<BounceBuffer> memory, std::unique_ptr<Pipe> pipe);
+    // Request a wake-up when more than `count` requests exist. Return false if they exist already.
+    bool request_wake_after(std::uint32_t count);
 
     std::unique_ptr<BounceBuffer> memory_;
     std::unique_ptr<Pipe> pipe_;

@@ -252,7 +252,7 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
     // The kernel ignores an entry with a negative descriptor.
     pollfd poll_fds[3] = {{wake_eventfd_.get(), POLLIN, 0},
                           {takeover_timer_.get(), POLLIN, 0},
-                          {has_peer ? peer_socket_.get() : -1, POLLIN, 0}};
+                          {has_peer ? link_->wake_fd(peer_socket_.get()) : -1, POLLIN, 0}};
     timespec timeout{};
     if (deadline != Clock::time_point::max()) {
         const auto remaining_ns = std::max<std::int64_t>((deadline - Clock::now()).count(), 0);
@@ -272,15 +272,9 @@ void ConnectedQueuePair::sleep(Lock* lock, Clock::time_point deadline) {
         eventfd_read(takeover_timer_.get(), &count); // a timer is read like an event descriptor
         is_takeover_armed_ = false;
     }
-    if (poll_fds[2].revents != 0 && peer_socket_) {
-        take_wake_bytes();
+    if (poll_fds[2].revents != 0 && link_ != nullptr) {
+        requester_state_.is_peer_gone |= !link_->take_wake(peer_socket_.get());
     }
-}
-
-void ConnectedQueuePair::take_wake_bytes() {
-    char wake_bytes[64];
-    const ssize_t received = recv(peer_socket_.get(), wake_bytes, sizeof wake_bytes, MSG_DONTWAIT);
-    requester_state_.is_peer_gone |= received == 0 || (received < 0 && errno != EAGAIN && errno != EINTR);
 }
 
 void ConnectedQueuePair::count_sent(const SendWork& work) {

@@ -20,7 +20,8 @@ constexpr long takeover_ns = 500'000;
 // Send the posted requests if the requester thread sleeps and has nothing to do. Return false if it must be woken.
 bool ConnectedQueuePair::try_send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
     if (!requester_asleep_ || is_borrowed_ || state_ != IBV_QPS_RTS || link_ == nullptr ||
-        posted_bytes > max_sent_bytes || requester_state_.is_peer_gone || !delayed_completions_.empty()) {
+        posted_bytes > max_sent_bytes || link_->may_wait_for_peer() || requester_state_.is_peer_gone ||
+        !delayed_completions_.empty()) {
         return false;
     }
     for (std::size_t index = 0; index < sends_.size(); ++index) {

@@ -3,16 +3,32 @@
 #include <sys/time.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "ibverbs/connected_queue_pair.hpp"
+#include "ibverbs/tcp_link.hpp"
+#include "model/fabric.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
 
 // A peer that does not reply to the connect request in this time is considered stopped.
 constexpr timeval peer_timeout{30, 0};
+// Limits of the time in which the machine of a peer on the TCP fabric must acknowledge data.
+constexpr std::chrono::milliseconds min_remote_timeout{1000}, max_remote_timeout{30'000};
 constexpr std::uint64_t max_retry_us = 2'000'000; // a connection is retried for at most 2 s
 constexpr std::uint64_t pause_between_attempts_us = 1000;
+
+// The attribute `timeout` means 4.096 us * 2^timeout for each try.
+std::uint64_t all_tries_us(const ibv_qp_attr& attr) {
+    return (4096ULL << attr.timeout) / 1000 * (attr.retry_cnt + 1U);
+}
+
+FabricAddress fabric_address_of(const ibv_gid& gid) {
+    FabricAddress address{};
+    std::memcpy(address.data(), gid.raw, address.size());
+    return address;
+}
 
 // Return for how long a connection is retried, computed from the timeout and retry_cnt attributes. 0 means without
 // limit.
@@ -20,9 +36,7 @@ std::uint64_t retry_time_us(const ibv_qp_attr& attr) {
     if (attr.timeout == 0) {
         return 0;
     }
-    // The attribute `timeout` means 4.096 us * 2^timeout for each try.
-    const std::uint64_t try_us = (4096ULL << attr.timeout) / 1000;
-    return std::clamp<std::uint64_t>(try_us * (attr.retry_cnt + 1U), 1, max_retry_us);
+    return std::clamp<std::uint64_t>(all_tries_us(attr), 1, max_retry_us);
 }
 
 } // namespace
@@ -31,13 +45,10 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
     if (peer_socket_) {
         return IBV_WC_SUCCESS;
     }
-    const std::string name = wire::socket_name_of(attr.ah_attr.grh.dgid, attr.dest_qp_num);
     const std::uint64_t retry_us = retry_time_us(attr);
     const auto deadline = Clock::now() + std::chrono::microseconds(retry_us);
     for (;;) {
-        if (Fd socket(connect_to(name)); socket) {
-            setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &peer_timeout, sizeof peer_timeout);
-            setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &peer_timeout, sizeof peer_timeout);
+        if (Fd socket(connect_socket(attr)); socket) {
             {
                 Lock lock(mutex_);
                 if (is_interrupted()) {
@@ -60,6 +71,27 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
     }
 }
 
+// Connect to the peer on this machine, or on another machine of the TCP fabric. Return the socket or -errno.
+int ConnectedQueuePair::connect_socket(const ibv_qp_attr& attr) {
+    const ibv_gid& gid = attr.ah_attr.grh.dgid;
+    const FabricAddress address = fabric_address_of(gid);
+    int socket = -1;
+    if (is_on_other_machine(address)) {
+        // Hardware may take up to four times the configured time of all tries.
+        const auto timeout = std::chrono::milliseconds(4 * all_tries_us(attr) / 1000);
+        socket = connect_to_fabric(address, static_cast<std::uint16_t>(attr.dest_qp_num),
+                                   attr.timeout == 0 ? std::chrono::milliseconds(0)
+                                                     : std::clamp(timeout, min_remote_timeout, max_remote_timeout));
+    } else {
+        socket = connect_to(wire::socket_name_of(gid, attr.dest_qp_num));
+    }
+    if (socket >= 0) {
+        setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &peer_timeout, sizeof peer_timeout);
+        setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &peer_timeout, sizeof peer_timeout);
+    }
+    return socket;
+}
+
 bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     const int socket = peer_socket_.get();
     wire::ConnectRequest connect_request{};
@@ -72,15 +104,20 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     connect_request.psn = attr.sq_psn;
     connect_request.qp_type = type();
     connect_request.gid_type = gid_type_at(attr.ah_attr.grh.sgid_index);
+    const bool is_remote = is_on_other_machine(fabric_address_of(attr.ah_attr.grh.dgid));
     // Each attempt uses new memory. A peer that has refused an attempt may still have the memory of that attempt
     // mapped.
-    link_ = Link::make();
-    if (link_ == nullptr) {
+    link_ = is_remote ? nullptr : Link::make();
+    wire::ConnectReply reply{};
+    if ((!is_remote && link_ == nullptr) || !send_all(socket, &connect_request, sizeof connect_request) ||
+        (!is_remote && !send_fds(socket, link_->fds())) || !recv_all(socket, &reply, sizeof reply) ||
+        reply.magic != wire::magic || reply.ready != 1) {
         return false;
     }
-    wire::ConnectReply reply{};
-    return send_all(socket, &connect_request, sizeof connect_request) && send_fds(socket, link_->fds()) &&
-           recv_all(socket, &reply, sizeof reply) && reply.magic == wire::magic && reply.ready == 1;
+    if (is_remote) {
+        link_ = TcpLink::make_requester(socket);
+    }
+    return link_ != nullptr;
 }
 
 // Return the status for an unreachable peer: flushed if this pair has left RTS and SQD or is closed, else retry

@@ -36,7 +36,7 @@ std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, co
         Region* const region = find_local_region(sge, 0);
         return region != nullptr && region->is_mapped();
     });
-    return all_mapped && page_count <= link_->pipe().max_pages() ? page_count : 0;
+    return all_mapped && page_count <= link_->max_pipe_pages() ? page_count : 0;
 }
 
 ibv_wc_status ConnectedQueuePair::splice_payload(const SendWork& work, const wire::Request& request) {

@@ -235,7 +235,7 @@ bool ConnectedQueuePair::reserve_payload(const SendWork& work, wire::Request* re
     if (*page_count > 0) {
         request->flags |= wire::flag_piped;
         request->payload_offset = 0;
-        return requester_state_.pipe_pages_used + *page_count <= link_->pipe().max_pages();
+        return requester_state_.pipe_pages_used + *page_count <= link_->max_pipe_pages();
     }
     request->flags &= static_cast<std::uint16_t>(~wire::flag_piped);
     const auto payload_offset = link_->reserve(request->chunk_bytes);

@@ -8,7 +8,9 @@
 #include <system_error>
 
 #include "ibverbs/connected_queue_pair.hpp"
+#include "ibverbs/tcp_link.hpp"
 #include "model/config.hpp"
+#include "model/fabric.hpp"
 #include "model/thread.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -37,9 +39,9 @@ bool ends_connection(wire::Status status) {
 
 } // namespace
 
-void ConnectedQueuePair::run_acceptor() {
+void ConnectedQueuePair::run_acceptor(int listener, bool is_remote) {
     for (;;) {
-        Fd socket(accept_from(listener_.get()));
+        Fd socket(accept_from(listener));
         Lock lock(mutex_);
         if (is_closing_) {
             return;
@@ -50,7 +52,7 @@ void ConnectedQueuePair::run_acceptor() {
             changed_.wait_for(lock, std::chrono::milliseconds(10), [this] { return is_closing_; });
             continue;
         }
-        if (!is_same_user(socket.get())) {
+        if (!is_remote && !is_same_user(socket.get())) {
             continue;
         }
         if (connections_.size() >= max_connections) {
@@ -59,6 +61,7 @@ void ConnectedQueuePair::run_acceptor() {
         }
         Connection& connection = connections_.emplace_back();
         connection.socket = std::move(socket);
+        connection.is_remote = is_remote;
         try {
             connection.thread = start_signal_blocking_thread([this, &connection] { run_responder(&connection); });
         } catch (const std::system_error&) {
@@ -106,11 +109,12 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     const int socket = connection->socket.get();
     wire::ConnectRequest connect_request{};
     std::vector<Fd> shared_fds;
-    if (!recv_all(socket, &connect_request, sizeof connect_request) || !wire::is_well_formed(connect_request) ||
-        !recv_fds(socket, Link::fd_count, &shared_fds)) {
+    if ((connection->is_remote && !authenticate_client(socket)) ||
+        !recv_all(socket, &connect_request, sizeof connect_request) || !wire::is_well_formed(connect_request) ||
+        (!connection->is_remote && !recv_fds(socket, Link::fd_count, &shared_fds))) {
         return nullptr;
     }
-    auto link = Link::adopt(std::move(shared_fds));
+    auto link = connection->is_remote ? TcpLink::make_responder() : Link::adopt(std::move(shared_fds));
     if (link == nullptr) {
         return nullptr;
     }
@@ -138,27 +142,8 @@ bool ConnectedQueuePair::is_expected_peer(const Lock&, const wire::ConnectReques
            connect_request.qp_type == static_cast<std::uint32_t>(peer_type_of(type()));
 }
 
-// Wait until more than `served_count` requests exist. Return false at the end of the connection. Requests that were not
-// started are then dropped, like packets that never reach a device.
-bool ConnectedQueuePair::wait_for_request(const Connection& connection, Link* link, std::uint32_t served_count) {
-    if (spin_until([&] { return link->request_count() != served_count; })) {
-        return true;
-    }
-    while (link->request_wake_after(served_count)) {
-        char wake_bytes[64];
-        const ssize_t received = recv(connection.socket.get(), wake_bytes, sizeof wake_bytes, 0);
-        if (received == 0 || (received < 0 && errno != EINTR)) {
-            return false;
-        }
-        if (link->request_count() != served_count) {
-            break;
-        }
-    }
-    return true;
-}
-
 void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
-    for (std::uint32_t served_count = 0; wait_for_request(*connection, link, served_count);) {
+    for (std::uint32_t served_count = 0; link->wait_for_request(served_count, connection->socket.get());) {
         const std::uint32_t request_count = link->request_count();
         if (request_count - served_count > Link::slot_count) {
             return;

@@ -2,6 +2,7 @@
 
 #include "model/config.hpp"
 
+#include <fcntl.h>
 #include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
@@ -13,8 +14,13 @@
 #include <random>
 #include <string_view>
 
+#include "model/sockets.hpp"
+
 namespace gdrkit::twin {
 namespace {
+
+constexpr unsigned max_nic_count = 16;
+constexpr std::size_t min_secret_bytes = 16, max_secret_bytes = 256;
 
 // Store and print the first error only.
 void report_malformed(Config* config, std::string_view variable, std::string_view value, std::string_view expected) {
@@ -63,6 +69,43 @@ GaudiGeneration read_gaudi_generation(Config* config) {
                            : (name == "gaudi3" ? GaudiGeneration::gaudi3 : GaudiGeneration::gaudi2);
 }
 
+// Return the secret of the fabric, from the variable or from the file that it names; an empty text if there is none.
+std::string read_secret() {
+    const char* const text = std::getenv("GDRKIT_TWINS_FABRIC_SECRET");
+    std::string secret = text == nullptr ? "" : text;
+    if (secret.starts_with('/')) {
+        const Fd file(open(secret.c_str(), O_RDONLY | O_CLOEXEC));
+        secret.resize(max_secret_bytes + 1);
+        const ssize_t read_bytes = file ? read(file.get(), secret.data(), secret.size()) : -1;
+        secret.resize(read_bytes > 0 ? static_cast<std::size_t>(read_bytes) : 0);
+        while (secret.ends_with('\n')) {
+            secret.pop_back();
+        }
+    }
+    return secret;
+}
+
+void read_fabric(Config* config) {
+    const char* const text = std::getenv("GDRKIT_TWINS_FABRIC");
+    if (text == nullptr) {
+        return;
+    }
+    const auto addresses = find_fabric_addresses(text);
+    if (!addresses) {
+        report_malformed(config, "GDRKIT_TWINS_FABRIC", text,
+                         "tcp:// and IP addresses or networks of this machine, such as tcp://10.1.0.0/16");
+        return;
+    }
+    config->fabric_secret = read_secret();
+    if (config->fabric_secret.size() < min_secret_bytes || config->fabric_secret.size() > max_secret_bytes) {
+        // The value is not printed, because logs are less protected than a secret must be.
+        report_malformed(config, "GDRKIT_TWINS_FABRIC_SECRET", "...",
+                         "a secret of 16 to 256 bytes, or the absolute path of a file that contains one");
+        return;
+    }
+    config->fabric_addresses = *addresses;
+}
+
 Config read_config() {
     Config config;
     if (const char* domain = std::getenv("GDRKIT_TWINS_DOMAIN"); domain != nullptr) {
@@ -72,21 +115,16 @@ Config read_config() {
             report_malformed(&config, "GDRKIT_TWINS_DOMAIN", domain, "1 to 32 letters, digits, '_', '.' or '-'");
         }
     }
-    if (const char* directory = std::getenv("GDRKIT_TWINS_FABRIC"); directory != nullptr) {
-        config.fabric = directory;
-        // A unix socket path has at most 107 bytes, and the file name of a queue pair up to 56.
-        if (config.fabric.empty() || config.fabric.front() != '/' || config.fabric.size() > 50) {
-            report_malformed(&config, "GDRKIT_TWINS_FABRIC", directory,
-                             "an absolute path of a directory, of at most 50 bytes");
-            config.fabric.clear();
-        }
-    }
+    read_fabric(&config);
     std::uint64_t random_seed = 0;
     if (getrandom(&random_seed, sizeof random_seed, 0) != sizeof random_seed) {
         random_seed = static_cast<std::uint64_t>(getpid());
     }
     config.seed = read_number(&config, "GDRKIT_TWINS_SEED", random_seed, UINT64_MAX);
-    config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS", config.nic_count, 16));
+    const auto address_count = static_cast<unsigned>(config.fabric_addresses.size());
+    config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS",
+                                                         address_count > 0 ? address_count : config.nic_count,
+                                                         address_count > 0 ? address_count : max_nic_count));
     config.gpu_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, 16));
     config.gaudi_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GAUDIS", config.gaudi_count, 16));
     config.gaudi_generation = read_gaudi_generation(&config);

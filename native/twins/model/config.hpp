@@ -4,6 +4,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
+
+#include "model/fabric_address.hpp"
 
 namespace gdrkit::twin {
 
@@ -11,9 +14,10 @@ enum class GaudiGeneration { gaudi, gaudi2, gaudi3 };
 
 struct Config {
     std::string domain = "default";
-    // Directory in which queue pairs in several network namespaces find each other. If it is empty, queue pairs find
-    // each other only within one network namespace.
-    std::string fabric;
+    // Addresses of the NICs on the TCP fabric, one for each NIC. If it is empty, queue pairs find each other only
+    // within one network namespace.
+    std::vector<FabricAddress> fabric_addresses;
+    std::string fabric_secret;
     std::uint64_t seed = 0;
     unsigned nic_count = 2;
     unsigned gpu_count = 2;

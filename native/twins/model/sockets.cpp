@@ -38,28 +38,8 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 16);
 
-// Return the path of a queue pair's socket in the GDRKIT_TWINS_FABRIC directory, which every network namespace can
-// reach. Return an empty path for a name that is an abstract name.
-std::string fabric_path(std::string_view name) {
-    const bool is_queue_pair = name.starts_with("qp.") || name.starts_with("ud.") || name.starts_with("mc.");
-    if (config().fabric.empty() || !is_queue_pair) {
-        return {};
-    }
-    return config().fabric + "/" + std::to_string(getuid()) + "." + std::string(name);
-}
-
-// Fill the address with the path or the abstract name and set *size to its length. Return false if it does not fit.
+// Fill the address with the abstract name and set *size to its length. Return false if it does not fit.
 bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) {
-    if (const std::string path = fabric_path(name); !path.empty()) {
-        if (path.size() + 1 > sizeof address->sun_path) {
-            return false;
-        }
-        std::memset(address, 0, sizeof *address);
-        address->sun_family = AF_UNIX;
-        std::memcpy(address->sun_path, path.data(), path.size());
-        *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path.size() + 1);
-        return true;
-    }
     const std::string abstract_name =
         "gdrkit-twins/" + std::to_string(getuid()) + "/" + config().domain + "/" + std::string(name);
     if (abstract_name.size() + 1 > sizeof address->sun_path) {
@@ -267,12 +247,6 @@ int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size
     return sender.uid == getuid() ? 0 : EPERM;
 }
 
-void remove_fabric_name(std::string_view name) {
-    if (const std::string path = fabric_path(name); !path.empty()) {
-        unlink(path.c_str());
-    }
-}
-
 int connect_to(std::string_view name) {
     sockaddr_un address{};
     socklen_t size = 0;
@@ -283,7 +257,7 @@ int connect_to(std::string_view name) {
     if (!socket) {
         return -errno;
     }
-    // connect() blocks while the listener's backlog is abstract_name, and a stopped process never accepts.
+    // connect() blocks while the listener's backlog is full, and a stopped process never accepts.
     setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &connect_timeout, sizeof connect_timeout);
     setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &connect_timeout, sizeof connect_timeout);
     int result = 0;

@@ -38,13 +38,8 @@ private:
 };
 
 // Listen on the abstract name "gdrkit-twins/<uid>/<domain>/<name>", close-on-exec. Return the socket or -errno:
-// -EADDRINUSE if the name is taken. With GDRKIT_TWINS_FABRIC set, the name of a queue pair ("qp.", "ud." or "mc.") is a
-// file in that directory instead, because abstract names are local to a network namespace.
+// -EADDRINUSE if the name is taken.
 int listen_on(std::string_view name);
-
-// Remove the socket file of this name from the GDRKIT_TWINS_FABRIC directory. Abstract names vanish with their sockets
-// and need no removal.
-void remove_fabric_name(std::string_view name);
 
 // Connect to the listening socket of this name. Return the connected socket or -errno: -ECONNREFUSED if no process
 // listens or the listener belongs to another user (SO_PEERCRED). The connect, and later reads and writes of the socket,

@@ -1,6 +1,6 @@
 # Unit tests of the verbs twin: plain programs that include the real header and link the twin.
 
-set(ibverbs_tests device errors events exit exports faults lists loading many regions release shared_receives states traffic two_processes)
+set(ibverbs_tests device errors events exit exports fabric faults lists loading many regions release shared_receives states traffic two_processes)
 list(APPEND ibverbs_tests providers datagrams multicast unreliable xrc)
 list(APPEND ibverbs_tests device_memory extended_cq extended_qp windows)
 foreach(name IN LISTS ibverbs_tests)

@@ -81,7 +81,9 @@ int main(int argument_count, char**) {
     for (const char* invalid_variable :
          {"GDRKIT_TWINS_NICS=17", "GDRKIT_TWINS_NICS=two", "GDRKIT_TWINS_NICS=", "GDRKIT_TWINS_SEED=-1",
           "GDRKIT_TWINS_DOMAIN=a/b", "GDRKIT_TWINS_PEERMEM=yes", "GDRKIT_TWINS_LATE_SHARE=101",
-          "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp"}) {
+          "GDRKIT_TWINS_FAULTS=/no/such/file", "GDRKIT_TWINS_FAULTS=/tmp", "GDRKIT_TWINS_FABRIC=/tmp",
+          "GDRKIT_TWINS_FABRIC=tcp://", "GDRKIT_TWINS_FABRIC=tcp://127.0.0.1,", "GDRKIT_TWINS_FABRIC=tcp://192.0.2.1",
+          "GDRKIT_TWINS_FABRIC=tcp://127.0.0.1/33", "GDRKIT_TWINS_FABRIC=tcp://127.0.0.1"}) {
         CHECK(run_with_variable(invalid_variable) == 100 + EINVAL);
     }
     const std::string plan_path = write_plan("gdrkit-faults 1\nibv_get_device_list call=1 errno=ENOSYS\n");

@@ -1,0 +1,144 @@
+// Implements the TCP connections between the machines of a fabric.
+
+#include "model/fabric.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "model/sha256.hpp"
+
+namespace gdrkit::twin {
+namespace {
+
+constexpr std::uint32_t hello_magic = 0x4654574e; // "NWTF" in memory
+constexpr std::uint32_t hello_version = 1;
+// Time limit of a connect, and of each message until both sides are authenticated.
+constexpr timeval setup_timeout{2, 0};
+constexpr timeval no_timeout{0, 0};
+
+using Nonce = std::array<std::uint8_t, 32>;
+
+struct ServerHello {
+    std::uint32_t magic;
+    std::uint32_t version;
+    Nonce nonce;
+};
+static_assert(sizeof(ServerHello) == 40);
+
+struct ClientProof {
+    Nonce nonce;
+    Sha256Digest digest;
+};
+static_assert(sizeof(ClientProof) == 64);
+
+bool draw_nonce(Nonce* nonce) {
+    return getrandom(nonce->data(), nonce->size(), 0) == static_cast<ssize_t>(nonce->size());
+}
+
+// The digests of client and server differ, so that neither can answer with the other's digest.
+Sha256Digest make_digest(std::string_view role, const Nonce& server_nonce, const Nonce& client_nonce) {
+    return hmac_sha256(config().fabric_secret, {role, bytes_of(server_nonce), bytes_of(client_nonce)});
+}
+
+void set_option(int socket, int level, int name, int value) {
+    setsockopt(socket, level, name, &value, sizeof value);
+}
+
+void set_time_limits(int socket, const timeval& limit) {
+    setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+}
+
+// The kernel of the peer acknowledges data even while its process is stopped, like a NIC does.
+void set_peer_timeout(int socket, std::chrono::milliseconds timeout) {
+    set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+    if (timeout.count() > 0) {
+        set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+        set_option(socket, IPPROTO_TCP, TCP_KEEPIDLE, 1);
+        set_option(socket, IPPROTO_TCP, TCP_KEEPINTVL, 1);
+        set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(timeout.count()));
+    }
+}
+
+bool authenticate_to_server(int socket) {
+    ServerHello hello{};
+    ClientProof proof{};
+    Sha256Digest server_digest{};
+    if (!recv_all(socket, &hello, sizeof hello) || hello.magic != hello_magic || hello.version != hello_version ||
+        !draw_nonce(&proof.nonce)) {
+        return false;
+    }
+    proof.digest = make_digest("client", hello.nonce, proof.nonce);
+    return send_all(socket, &proof, sizeof proof) && recv_all(socket, &server_digest, sizeof server_digest) &&
+           is_equal_digest(server_digest, make_digest("server", hello.nonce, proof.nonce));
+}
+
+} // namespace
+
+bool is_on_other_machine(const FabricAddress& address) {
+    const auto& own = config().fabric_addresses;
+    return !own.empty() && std::find(own.begin(), own.end(), address) == own.end();
+}
+
+int listen_on_fabric(const FabricAddress& address, std::uint16_t* port) {
+    SocketAddress socket_address(address, 0);
+    Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!socket || bind(socket.get(), socket_address.get(), socket_address.size_bytes) != 0 ||
+        listen(socket.get(), 128) != 0 ||
+        getsockname(socket.get(), socket_address.get(), &socket_address.size_bytes) != 0) {
+        return -errno;
+    }
+    *port = socket_address.port();
+    return socket.release();
+}
+
+int connect_to_fabric(const FabricAddress& address, std::uint16_t port, std::chrono::milliseconds timeout) {
+    SocketAddress socket_address(address, port);
+    Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (!socket) {
+        return -errno;
+    }
+    set_time_limits(socket.get(), setup_timeout);
+    if (connect(socket.get(), socket_address.get(), socket_address.size_bytes) != 0) {
+        return -errno;
+    }
+    if (!authenticate_to_server(socket.get())) {
+        static std::atomic<bool> is_reported{false};
+        if (!is_reported.exchange(true)) {
+            std::fprintf(stderr, "gdrkit twin: a peer of GDRKIT_TWINS_FABRIC refused this process: check that "
+                                 "GDRKIT_TWINS_FABRIC_SECRET is the same on both machines\n");
+        }
+        return -EACCES;
+    }
+    set_time_limits(socket.get(), no_timeout);
+    set_peer_timeout(socket.get(), timeout);
+    return socket.release();
+}
+
+bool authenticate_client(int socket) {
+    set_time_limits(socket, setup_timeout);
+    ServerHello hello{hello_magic, hello_version, {}};
+    ClientProof proof{};
+    if (!draw_nonce(&hello.nonce) || !send_all(socket, &hello, sizeof hello) ||
+        !recv_all(socket, &proof, sizeof proof) ||
+        !is_equal_digest(proof.digest, make_digest("client", hello.nonce, proof.nonce))) {
+        return false;
+    }
+    const Sha256Digest server_digest = make_digest("server", hello.nonce, proof.nonce);
+    if (!send_all(socket, &server_digest, sizeof server_digest)) {
+        return false;
+    }
+    set_time_limits(socket, no_timeout);
+    set_peer_timeout(socket, std::chrono::seconds(30));
+    return true;
+}
+
+} // namespace gdrkit::twin

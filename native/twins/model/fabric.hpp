@@ -1,0 +1,29 @@
+// TCP connections between the machines of a fabric (GDRKIT_TWINS_FABRIC). Both sides prove that they have the same
+// secret before any other message. The connection is neither encrypted nor protected against changes on its way.
+//
+// Nothing needs to be looked up: the GID of a NIC is its IP address, and the low 16 bits of a queue pair number are the
+// port on which the queue pair listens. Programs exchange both by themselves.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "model/config.hpp"
+#include "model/sockets.hpp"
+
+namespace gdrkit::twin {
+
+// Return whether the address belongs to another machine of the fabric, so that it is reached by TCP.
+bool is_on_other_machine(const FabricAddress& address);
+
+// Listen on a free port of the address. Return the socket or -errno, and store the port.
+int listen_on_fabric(const FabricAddress& address, std::uint16_t* port);
+
+// Connect to a port of another machine and exchange the proofs. A peer whose machine does not acknowledge data for
+// `timeout` is considered gone (0: never). Return the socket or -errno: -EACCES if the peer has another secret.
+int connect_to_fabric(const FabricAddress& address, std::uint16_t port, std::chrono::milliseconds timeout);
+
+// Exchange the proofs on an accepted connection. Return false if the client does not have the secret.
+bool authenticate_client(int socket);
+
+} // namespace gdrkit::twin

@@ -1,0 +1,204 @@
+// Tests of the TCP fabric: two processes with the addresses 127.0.0.1 and 127.0.0.2, as two machines.
+#include <netinet/in.h>
+#include <signal.h>
+
+#include <random>
+
+#include "ibverbs/wire.hpp"
+#include "model/fabric.hpp"
+#include "tests/ibverbs_support.hpp"
+#include "tests/peer_process.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+namespace wire = gdrkit::twin::verbs::wire;
+
+namespace {
+
+constexpr std::size_t target_bytes = 3UL << 20;
+constexpr const char* own_secret = "a secret of the test";
+
+struct Target {
+    Address address;
+    std::uint64_t remote_address;
+    std::uint32_t rkey;
+};
+
+// Start the second process as another machine.
+struct OtherMachine : PeerProcess {
+    explicit OtherMachine(const char* secret = own_secret) : PeerProcess(start(secret)) {}
+
+private:
+    static PeerProcess start(const char* secret) {
+        CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.2", 1) == 0);
+        CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", secret, 1) == 0);
+        return PeerProcess();
+    }
+};
+
+// Body of the second process: serves requests until the first process closes the socket.
+int run_target(int socket) {
+    Endpoint endpoint(0);
+    Buffer memory(endpoint.pd, target_bytes);
+    send_value(socket, Target{endpoint.address(), memory.at(), memory.mr->rkey});
+    endpoint.connect(receive_value<Address>(socket));
+    CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0);
+    send_value(socket, 'r');
+    char byte = 0;
+    return recv_all(socket, &byte, 1) ? 1 : 0;
+}
+
+Target connect_to_target(Endpoint* endpoint, const PeerProcess& machine) {
+    const auto target = receive_value<Target>(machine.socket.get());
+    send_value(machine.socket.get(), endpoint->address());
+    endpoint->connect(target.address);
+    CHECK(receive_value<char>(machine.socket.get()) == 'r');
+    return target;
+}
+
+void test_every_operation_reaches_other_machine() {
+    OtherMachine machine;
+    Endpoint endpoint(0);
+    const Target target = connect_to_target(&endpoint, machine);
+    const Address own_address = endpoint.address();
+    CHECK(std::memcmp(&target.address.gid, &own_address.gid, sizeof(ibv_gid)) != 0);
+    Buffer from(endpoint.pd, target_bytes), back(endpoint.pd, target_bytes);
+    fill_pattern(from.bytes, from.size);
+    CHECK(endpoint.post(request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
+    CHECK(endpoint.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8, target.rkey),
+                        {from.sge(8, target_bytes - 8)}) == 0);
+    ibv_send_wr atomic = request(3, IBV_WR_ATOMIC_FETCH_AND_ADD);
+    atomic.wr.atomic.remote_addr = target.remote_address;
+    atomic.wr.atomic.rkey = target.rkey;
+    CHECK(endpoint.post(atomic, {back.sge(0, 8)}) == 0);
+    CHECK(endpoint.post(request(4, IBV_WR_RDMA_READ, target.remote_address, target.rkey),
+                        {back.sge(0, target_bytes)}) == 0);
+    for (std::uint64_t id = 1; id <= 4; ++id) {
+        endpoint.expect_completion(id, IBV_WC_SUCCESS);
+    }
+    CHECK(has_pattern(back.bytes, target_bytes));
+    CHECK(endpoint.post(request(5, IBV_WR_RDMA_READ, target.remote_address, target.rkey + 1), {back.sge(0, 8)}) == 0);
+    endpoint.expect_completion(5, IBV_WC_REM_ACCESS_ERR);
+    machine.socket.reset();
+    CHECK(machine.wait() == 0);
+}
+
+void test_killed_machine_exceeds_retries() {
+    OtherMachine machine;
+    Endpoint endpoint(0);
+    const Target target = connect_to_target(&endpoint, machine);
+    Buffer from(endpoint.pd, target_bytes);
+    const ibv_send_wr write = request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey);
+    CHECK(endpoint.post(write, {from.sge(0, 64)}) == 0);
+    endpoint.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(kill(machine.pid, SIGKILL) == 0 && WIFSIGNALED(machine.wait()));
+    CHECK(endpoint.post(write, {from.sge(0, target_bytes)}) == 0);
+    endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
+}
+
+void test_other_secret_is_refused() {
+    OtherMachine machine("another secret of the test");
+    Endpoint endpoint(0);
+    connect_to_target(&endpoint, machine);
+    CHECK(endpoint.post(request(1, IBV_WR_SEND), {}) == 0);
+    endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
+    machine.socket.reset();
+    CHECK(machine.wait() == 0);
+}
+
+FabricAddress fabric_address_of(const Address& address) {
+    FabricAddress fabric_address{};
+    std::memcpy(fabric_address.data(), address.gid.raw, fabric_address.size());
+    return fabric_address;
+}
+
+// Return a socket that is connected to the port of a queue pair, and has proved nothing.
+Fd connect_untrusted(const Address& address) {
+    SocketAddress socket_address(fabric_address_of(address), static_cast<std::uint16_t>(address.qp_num));
+    Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+    CHECK(socket && connect(socket.get(), socket_address.get(), socket_address.size_bytes) == 0);
+    return socket;
+}
+
+// Return whether the peer ends the connection without a further message.
+bool is_ended(const Fd& socket) {
+    char byte = 0;
+    return recv(socket.get(), &byte, 1, 0) <= 0;
+}
+
+// Return a socket that has passed the secret and the handshake, as the expected peer.
+Fd connect_hostile(const Address& from, const Address& to) {
+    Fd socket(connect_to_fabric(fabric_address_of(to), static_cast<std::uint16_t>(to.qp_num), std::chrono::seconds(1)));
+    const wire::ConnectRequest connect_request{
+        wire::magic, wire::version,        from.gid,   to.gid, from.qp_num, to.qp_num,
+        from.psn,    IBV_GID_TYPE_ROCE_V2, IBV_QPT_RC, 0};
+    wire::ConnectReply reply{};
+    CHECK(socket && send_all(socket.get(), &connect_request, sizeof connect_request));
+    CHECK(recv_all(socket.get(), &reply, sizeof reply) && reply.ready == 1);
+    return socket;
+}
+
+void test_hostile_frames_end_their_connection(unsigned fuzz_count) {
+    OtherMachine machine;
+    Endpoint endpoint(0);
+    const Target target = connect_to_target(&endpoint, machine);
+    {
+        const Fd socket = connect_untrusted(target.address);
+        const std::vector<char> noise(40 + 64, 'x');
+        std::vector<char> hello(40);
+        CHECK(recv_all(socket.get(), hello.data(), hello.size()));
+        CHECK(send_all(socket.get(), noise.data(), noise.size()) && is_ended(socket));
+        connect_untrusted(target.address);
+    }
+    wire::Request huge{};
+    huge.magic = wire::magic;
+    huge.opcode = wire::Opcode::write;
+    huge.remote_address = target.remote_address;
+    huge.rkey = target.rkey;
+    huge.message_bytes = huge.chunk_bytes = 1U << 29;
+    std::mt19937 random(7);
+    for (unsigned round = 0; round < fuzz_count; ++round) {
+        const Fd socket = connect_hostile(endpoint.address(), target.address);
+        wire::Request frame = huge;
+        if (round % 4 != 0) {
+            frame.message_bytes = frame.chunk_bytes = 64;
+            auto* const bytes = reinterpret_cast<std::uint8_t*>(&frame);
+            for (unsigned count = random() % 4; count > 0; --count) {
+                bytes[random() % sizeof frame] = static_cast<std::uint8_t>(random());
+            }
+        }
+        send_all(socket.get(), &frame, round % 3 == 0 ? sizeof frame : random() % sizeof frame);
+        CHECK(shutdown(socket.get(), SHUT_WR) == 0);
+        char reply[256];
+        while (recv(socket.get(), reply, sizeof reply, 0) > 0) {
+        }
+    }
+    // The pair still serves its peer, unless a damaged request with a wrong key has put it in the error state.
+    Buffer from(endpoint.pd, 64);
+    CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
+    const ibv_wc wc = endpoint.poll_completion();
+    CHECK(fuzz_count > 1 || wc.status == IBV_WC_SUCCESS);
+    machine.socket.reset();
+    CHECK(machine.wait() == 0);
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    isolate_from_other_processes();
+    if (count > 1) {
+        return run_target(std::atoi(arguments[1]));
+    }
+    CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.1/32", 1) == 0);
+    CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", own_secret, 1) == 0);
+    CHECK(config().error.empty() && config().fabric_addresses.size() == 1);
+    int device_count = 0;
+    ibv_free_device_list(ibv_get_device_list(&device_count)); // the twin's own copy of the configuration is read here
+    CHECK(device_count == 1);
+    test_every_operation_reaches_other_machine();
+    test_killed_machine_exceeds_retries();
+    test_other_secret_is_refused();
+    test_hostile_frames_end_their_connection(1);
+    test_hostile_frames_end_their_connection(200);
+    return 0;
+}

@@ -1,0 +1,129 @@
+"""Queue pairs of two network namespaces meet over TCP (GDRKIT_TWINS_FABRIC), as those of two containers do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import subprocess
+import time
+from typing import TYPE_CHECKING, cast
+
+import pytest
+from support.python_child import module_command, suites_environ
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import host, needs, software
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = needs(
+    software(Api.VERBS), host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN")
+)
+# 8 tries of 67 ms each, which hardware may exceed by a factor of four. The fabric waits for at least one second.
+RETRY_LIMIT_S = 10.0
+
+
+class Machine:
+    """A process in a network namespace; see :mod:`support.fabric_machine`."""
+
+    def __init__(self, namespace: str, *, secret: str) -> None:
+        fabric = {"GDRKIT_TWINS_FABRIC": "tcp://10.79.0.0/24", "GDRKIT_TWINS_FABRIC_SECRET": secret}
+        self.process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, *module_command("support.fabric_machine")],
+            env={**suites_environ(), **fabric},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.address = cast("dict[str, dict[str, str]]", self._receive())
+
+    def send(self, value: object) -> None:
+        """Write a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def run(self, **command: int) -> str:
+        """Carry out a command and return its result."""
+        self.send(command)
+        return cast("str", self._receive())
+
+    def _receive(self) -> object:
+        assert self.process.stdout is not None
+        return cast("object", json.loads(self.process.stdout.readline()))
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[tuple[str, str]]:
+    """Create two network namespaces that a veth pair joins."""
+    names = (f"gk{secrets.token_hex(4)}1", f"gk{secrets.token_hex(4)}2")
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for index, name in enumerate(names, start=1):
+            _ip("-n", name, "addr", "add", f"10.79.0.{index}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def two_machines(namespaces: tuple[str, str], *, secrets_of: tuple[str, str]) -> Iterator[tuple[Machine, Machine]]:
+    """Start a process in each namespace, and connect their queue pairs."""
+    with contextlib.ExitStack() as stack:
+        machines = []
+        for namespace, secret in zip(namespaces, secrets_of, strict=True):
+            machine = Machine(namespace, secret=secret)
+            stack.enter_context(machine.process)
+            stack.callback(machine.process.kill)
+            machines.append(machine)
+        first, second = machines
+        first.send(second.address)
+        second.send(first.address)
+        yield first, second
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Return the names of two joined network namespaces."""
+    with two_namespaces() as names:
+        yield names
+
+
+def test_writes_arrive_on_the_other_machine(namespaces: tuple[str, str], seed: int) -> None:
+    with two_machines(namespaces, secrets_of=("s" * 16, "s" * 16)) as (first, second):
+        assert first.address["endpoint"]["gid"].endswith(":ffff:0a4f:0001")
+        assert second.run(check=0) == "different"
+        assert first.run(write=seed) == "SUCCESS"
+        assert second.run(check=seed) == "same"
+        assert second.run(write=seed + 1) == "SUCCESS"
+        assert first.run(check=seed + 1) == "same"
+
+
+@pytest.mark.parametrize("end", ["process is killed", "link is down"])
+def test_lost_machine_exceeds_retries(namespaces: tuple[str, str], end: str) -> None:
+    with two_machines(namespaces, secrets_of=("s" * 16, "s" * 16)) as (first, second):
+        assert first.run(write=1) == "SUCCESS"
+        if end == "process is killed":
+            second.process.kill()
+            second.process.wait()
+        else:
+            _ip("-n", namespaces[1], "link", "set", "eth0", "down")
+        begin_s = time.monotonic()
+        assert first.run(write=2) == "RETRY_EXC_ERR"
+        assert time.monotonic() - begin_s < RETRY_LIMIT_S
+
+
+def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> None:
+    with two_machines(namespaces, secrets_of=("s" * 16, "t" * 16)) as (first, second):
+        assert first.run(write=1) == "RETRY_EXC_ERR"
+        assert second.run(check=1) == "different"

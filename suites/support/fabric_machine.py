@@ -1,0 +1,49 @@
+"""One machine of a TCP fabric of twins: a program in its own network namespace that reads and writes JSON lines.
+
+It writes its endpoint and the range of its memory, connects to the endpoint in the first line, and carries out each
+further line: ``write`` the pattern of a seed to the peer, or ``check`` that the own memory has it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from gdrkit import pattern
+from gdrkit.verbs import Endpoint, Nic, RemoteRange
+
+LENGTH_BYTES = 3 * 2**20 + 5
+
+
+def main() -> None:
+    """Carry out the lines of standard input."""
+    data = bytearray(LENGTH_BYTES)
+    with (
+        Nic.open("twin0") as nic,
+        nic.register_host(data) as region,
+        nic.completion_queue() as queue,
+        nic.queue_pair(queue) as pair,
+    ):
+        memory = RemoteRange(region.address, region.rkey, LENGTH_BYTES)
+        _write_line({"endpoint": asdict(pair.endpoint()), "memory": asdict(memory)})
+        peer = json.loads(sys.stdin.readline())
+        pair.connect(Endpoint(**peer["endpoint"]))
+        for line in sys.stdin:
+            command = json.loads(line)
+            if "write" in command:
+                memoryview(data)[:] = pattern.payload(LENGTH_BYTES, seed=command["write"])
+                pair.post_write(region, RemoteRange(**peer["memory"]), work_id=1)
+                _write_line(pair.wait(30_000).status.name)
+            else:
+                is_same = data == pattern.payload(LENGTH_BYTES, seed=command["check"])
+                _write_line("same" if is_same else "different")
+
+
+def _write_line(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
