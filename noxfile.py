@@ -35,6 +35,7 @@ from automation.environments import ensure_environment
 from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_folders
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
 from automation.machine import find_hardware, find_interpreter, may_load_rxe, path_with_sbin
+from automation.peers import prepare_peers
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "native", "suites", "review", "meta"]
@@ -43,7 +44,6 @@ nox.options.default_venv_backend = "none"
 # The cases about the project itself have a session of their own, `meta`.
 ALL_CASES = ("suites", "--ignore=suites/meta")
 TYPES_REQUIREMENTS = ("mypy==2.4.1",)
-LAB_REQUIREMENTS = ("virtme-ng==1.42",)
 # Another version of mutmut has other operators, and would create other mutants from the same seed.
 MUTANTS_REQUIREMENTS = ("mutmut==3.8.1",)
 # Playwright controls the Chromium of this machine. Their versions need not match.
@@ -222,14 +222,23 @@ def lab(session: nox.Session) -> None:
     # depmod and other programs are in /sbin, which the PATH of ordinary users does not have on Debian.
     os.environ["PATH"] = path_with_sbin()
     has_rdma_here = bool(find_hardware()["verbs"]) or may_load_rxe()
-    if not has_rdma_here:
-        programs = system_packages.LAB_PROGRAMS
-        system_packages.install([package for name, package in programs.items() if not shutil.which(name)])
+    location_options = ["--here"] if has_rdma_here else [f"--tools={builds.ensure_lab_tools()}"]
     system_packages.install_perftest()
     run = builds.prepare_run(twins=True)
-    tools = ensure_environment("lab", python=find_interpreter()[0], requirements=LAB_REQUIREMENTS)
-    location_options = ["--here"] if has_rdma_here else [f"--tools={tools}"]
     exit_unless_zero(call([str(run / "python"), "-m", "hardware.lab", *location_options, *session.posargs]))
+
+
+@nox.session(default=False)
+def peers(session: nox.Session) -> None:
+    """Run stock RDMA programs of Debian and PyPI on the software twins, as their users run them, and print which work:
+    -- [--only TEXT] [--records FILE]. With --lab they run on a real kernel's Soft-RoCE too.
+    """
+    os.environ["PATH"] = path_with_sbin()
+    python, tests = prepare_peers()
+    lab_options = [f"--tools={builds.ensure_lab_tools()}"] if "--lab" in session.posargs else []
+    run = builds.prepare_run(twins=True)
+    program = [str(run / "python"), "-m", "hardware.peers", "--python", str(python), "--tests", str(tests)]
+    exit_unless_zero(call([*program, *lab_options, *session.posargs]))
 
 
 @nox.session(default=False)
@@ -276,15 +285,8 @@ def sample(session: nox.Session) -> None:
     """Create docs/sample-report/index.html again, from the records of a real machine in reports/baselines."""
     run = builds.prepare_run(twins=False)
     report_folder, page = ROOT / "build" / "sample-report", ROOT / "docs" / "sample-report" / "index.html"
-    command = [
-        str(run / "gdrkit"),
-        "report",
-        str(ROOT / SAMPLE_RECORDS),
-        "--output",
-        str(report_folder),
-        *session.posargs,
-    ]
-    exit_unless_zero(call(command))
+    command = [str(run / "gdrkit"), "report", str(ROOT / SAMPLE_RECORDS), "--output", str(report_folder)]
+    exit_unless_zero(call([*command, *session.posargs]))
     page.parent.mkdir(exist_ok=True)
     shutil.copyfile(report_folder / "index.html", page)
     say(f"made {page.relative_to(ROOT)}")

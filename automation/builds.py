@@ -13,7 +13,7 @@ from pathlib import Path
 from automation.commands import ROOT, call, prepend_to_path, prepend_to_pythonpath, require, say, stop
 from automation.environments import ENVIRONMENTS, digest, ensure_environment, lock_environments
 from automation.machine import find_interpreter, has_pyverbs, python_version
-from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+from automation.system_packages import LAB_PROGRAMS, install, missing_build_packages, missing_pyverbs_packages
 
 __all__ = [
     "BENCH_PROGRAMS",
@@ -28,12 +28,14 @@ __all__ = [
     "check_native",
     "ensure_axe",
     "ensure_build_tools",
+    "ensure_lab_tools",
     "prepare_run",
 ]
 
 NATIVE = ROOT / "native"
 TWINS = NATIVE / "twins"
 BUILD_REQUIREMENTS = ("cmake>=3.25,<4", "ninja>=1.11", "scikit-build-core>=1.0,<2", "nanobind>=2.4,<4")
+LAB_REQUIREMENTS = ("virtme-ng==1.42",)
 PYVERBS_REQUIREMENT = "pyverbs==59.0"
 RUN_REQUIREMENTS = (
     "nox>=2024.4.15",
@@ -88,6 +90,13 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
 def ensure_build_tools() -> Path:
     """Create the environment with the build tools, and return its bin folder."""
     return ensure_environment("build", python=find_interpreter()[0], requirements=BUILD_REQUIREMENTS)
+
+
+def ensure_lab_tools() -> Path:
+    """Install the programs that start the virtual machine of the lab, and return the folder of vng."""
+    missing = [package for name, package in LAB_PROGRAMS.items() if not shutil.which(name)]
+    install(missing)
+    return ensure_environment("lab", python=find_interpreter()[0], requirements=LAB_REQUIREMENTS)
 
 
 def ensure_axe() -> Path:

@@ -266,6 +266,13 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
     help="If COMMAND ends with 0 and has not used these APIs, such as verbs,cuda, the exit code is 125.",
 )
 @click.option("--quiet", is_flag=True, help="Do not print which twins COMMAND used.")
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write as JSON which twins COMMAND used, with the processes, objects and bytes.",
+)
 @click.argument("command", nargs=-1, required=True)
 def run_command(
     software: bool,
@@ -275,6 +282,7 @@ def run_command(
     isolated: bool,
     require: str | None,
     quiet: bool,
+    report_file: Path | None,
     command: tuple[str, ...],
 ) -> NoReturn:
     """Run a program on software twins of its libraries.
@@ -295,7 +303,7 @@ def run_command(
     if warning:
         click.echo(f"gdrkit: {warning}", err=True)
     required = frozenset[Api]() if require is None else launch.parse_apis(require)
-    run_on_twins(launch_options, command, required=required, quiet=quiet)
+    run_on_twins(launch_options, command, required=required, quiet=quiet, report_file=report_file)
 
 
 @cli.command(epilog="\b\nExamples:\n  gdrkit plan\n  gdrkit plan --profile h200-1 --json")

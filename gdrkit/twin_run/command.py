@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import sys
@@ -14,7 +15,7 @@ from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
 from gdrkit.text import escape_controls
 from gdrkit.twin_run.domain_state import joined_domain, write_devices
 from gdrkit.twin_run.loaded import LoadedLibraries
-from gdrkit.twin_run.report import report_lines, used_apis
+from gdrkit.twin_run.report import report_document, report_lines, used_apis
 from gdrkit.twin_run.supervisor import exit_like, supervise
 from gdrkit.twin_run.usage import create_usage_file, read_usage
 
@@ -29,7 +30,12 @@ EXIT_NOT_USED = 125
 
 
 def run_on_twins(
-    options: launch.Launch, command: Sequence[str], *, required: frozenset[Api] = frozenset(), quiet: bool = False
+    options: launch.Launch,
+    command: Sequence[str],
+    *,
+    required: frozenset[Api] = frozenset(),
+    quiet: bool = False,
+    report_file: Path | None = None,
 ) -> NoReturn:
     """Run a command on twins, print the report, and end this process as the command ended.
 
@@ -43,6 +49,8 @@ def run_on_twins(
         If the command ends with exit code 0 and has not used these APIs, the exit code is 125.
     quiet : bool
         Print no report.
+    report_file : Path or None
+        Write the report as JSON to this file, also if `quiet` is set.
 
     Raises
     ------
@@ -81,6 +89,9 @@ def run_on_twins(
         names = ", ".join(sorted(api.value for api in missing))
         lines.append(f"the command ended with 0, but it did not use {names}, which --require names")
         status = EXIT_NOT_USED << 8
+    if report_file is not None:
+        document = report_document(uses, sorted(libraries.real), exit_code=os.waitstatus_to_exitcode(status))
+        report_file.write_text(json.dumps(document, indent=2) + "\n")
     for line in lines:
         print(f"gdrkit: {escape_controls(line)}", file=sys.stderr)  # noqa: T201 - this is the output of the command.
     exit_like(status)

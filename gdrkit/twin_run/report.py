@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gdrkit.twin_run.loaded import RealLibrary
     from gdrkit.twin_run.usage import ProcessUse
 
-__all__ = ["report_lines", "used_apis"]
+__all__ = ["report_document", "report_lines", "used_apis"]
 
 # The object without which a program does not use an API: (one, several).
 _OBJECT_OF_API = {
@@ -47,6 +47,31 @@ def report_lines(software: frozenset[Api], uses: Sequence[ProcessUse], real: Seq
     if untouched:
         lines.append(f"not used: {', '.join(untouched)}")
     return lines
+
+
+def report_document(uses: Sequence[ProcessUse], real: Sequence[RealLibrary], *, exit_code: int) -> dict[str, object]:
+    """Return what the lines say as values for JSON: the processes of each API, their objects and bytes."""
+    apis: dict[str, object] = {}
+    for api in sorted({use.api for use in uses}, key=lambda api: api.value):
+        of_api = [use for use in uses if use.api is api]
+        apis[api.value] = {
+            "objects_count": sum(use.objects_count for use in of_api),
+            "moved_bytes": sum(use.moved_bytes for use in of_api),
+            "processes": [
+                {
+                    "process_id": use.process_id,
+                    "program": use.program,
+                    "objects_count": use.objects_count,
+                    "moved_bytes": use.moved_bytes,
+                }
+                for use in of_api
+            ],
+        }
+    libraries = [
+        {"api": library.api, "path": library.path, "program": library.program, "process_id": library.process_id}
+        for library in real
+    ]
+    return {"exit_code": exit_code, "apis": apis, "real_libraries": libraries}
 
 
 def _line(api: Api, uses: Sequence[ProcessUse]) -> str:

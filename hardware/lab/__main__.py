@@ -7,15 +7,14 @@ import os
 import shlex
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import load_profile
 from gdrkit.report import read_records
 from hardware.lab.errors import LabError
-from hardware.lab.kernel import kernel_image
-from hardware.lab.machine import Limits, Machine, can_virtualize, check_programs
+from hardware.lab.machine import Limits, Machine
+from hardware.lab.options import add_machine_options, configure_machine
 from hardware.lab.pairs import compare, find_missing_refusals, find_wrong_substrates, format_table
 
 __all__ = ["main"]
@@ -44,7 +43,7 @@ def main() -> int:
         cases = [*cases, *DEFAULT_CASES]
     try:
         # The machine is configured first, so that missing programs are reported before the slow steps.
-        machine = None if options.here else _configure_machine(options)
+        machine = None if options.here else configure_machine(options)
         codes = [
             subprocess.call(_pytest_command(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT)
         ]
@@ -61,14 +60,8 @@ def main() -> int:
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.lab", description=main.__doc__)
     build_folder = PROJECT_ROOT / "build" / "lab"
-    parser.add_argument("--tools", type=Path, default=Path(sys.executable).parent, help="folder of vng")
-    parser.add_argument("--cache", type=Path, default=build_folder / "kernel", help="folder for the kernel")
+    add_machine_options(parser)
     parser.add_argument("--output", type=Path, default=build_folder / "run", help="folder for the records")
-    parser.add_argument("--boot-limit-s", type=float, default=150.0, help="time limit for the boot")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="time limit for the cases in the guest")
-    parser.add_argument("--tcg", action="store_true", help="do not use KVM")
-    parser.add_argument("--cpuinfo", type=Path, default=Path("/proc/cpuinfo"), help=argparse.SUPPRESS)
-    parser.add_argument("--kvm", type=Path, default=Path("/dev/kvm"), help=argparse.SUPPRESS)
     parser.add_argument("--here", action="store_true", help="use the RDMA devices of this kernel, no virtual machine")
     parser.add_argument(
         "--agreeing-min", type=int, default=AGREEING_CASES_MIN, help="smallest number of cases that must agree"
@@ -76,19 +69,8 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("cases", nargs="*", help=f"cases or options of pytest; default: {' '.join(DEFAULT_CASES)}")
     options, pytest_options = parser.parse_known_args()
     options.cases += pytest_options
-    options.output, options.cache = options.output.resolve(), options.cache.resolve()
+    options.output = options.output.resolve()
     return options
-
-
-def _configure_machine(options: argparse.Namespace) -> Machine:
-    use_kvm = not options.tcg and can_virtualize(cpuinfo=options.cpuinfo, device=options.kvm)
-    check_programs(options.tools)
-    libraries = [Path("/usr/lib/python3"), *Path("/usr/lib").glob("*-linux-gnu")]
-    folders = [PROJECT_ROOT, Path(sys.prefix), Path(sysconfig.get_path("stdlib")), *libraries]
-    cached_folders = tuple(str(folder) for folder in folders if folder.is_dir())
-    return Machine(
-        image=kernel_image(options.cache), tools=options.tools, use_kvm=use_kvm, cached_folders=cached_folders
-    )
 
 
 def _pytest_command(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -27,8 +28,11 @@ _MODULE_FOLDERS = (
 )
 
 
-def kernel_image(cache: Path) -> Path:
+def kernel_image(cache: Path, *, backports: bool = False) -> Path:
     """Return the path of a kernel image, whose modules are also below `cache`. apt downloads both if they are missing.
+
+    With `backports` it is the newest kernel of this release's backports, and otherwise that of the release itself. The
+    package lists of the backports are kept below `cache`; the configuration of apt does not change.
 
     Raises
     ------
@@ -39,7 +43,7 @@ def kernel_image(cache: Path) -> Path:
     if not stamp.exists():
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir(parents=True)
-        packages = _download(cache)
+        packages = _download(cache, _backports_options(cache) if backports else [])
         for package in packages:
             _unpack(package, cache)
             package.unlink()
@@ -60,16 +64,33 @@ def _find_image(cache: Path) -> Path:
     return images[-1]
 
 
-def _download(cache: Path) -> list[Path]:
+def _backports_options(cache: Path) -> list[str]:
+    """Return options of apt with which it knows only the backports of this release, after downloading their lists."""
+    release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    targets = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
+    rows = subprocess.run(targets, capture_output=True, text=True, check=False).stdout.split("\n")
+    addresses = [row.partition(" ")[0] for row in rows if row.partition(" ")[2] == release]
+    if not addresses:
+        message = f"apt has no archive of the release {release!r}, so it has no backports: omit --backports"
+        raise LabError(message)
+    sources, lists = cache / "backports.list", cache / "lists"
+    (lists / "partial").mkdir(parents=True)
+    sources.write_text(f"deb {addresses[0]} {release}-backports main\n")
+    options = [f"-oDir::Etc::sourcelist={sources}", "-oDir::Etc::sourceparts=-", f"-oDir::State::lists={lists}"]
+    _run_command(["apt-get", *options, "update", "-q"])
+    return options
+
+
+def _download(cache: Path, options: Sequence[str]) -> list[Path]:
     if not shutil.which("apt-get") or not shutil.which("apt-cache"):
         message = f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of one to {cache}"
         raise LabError(message)
-    names = _package_names() or (_update_package_lists() and _package_names())
+    names = _package_names(options) or (_update_package_lists() and _package_names(options))
     if not names:
         message = f"apt has no kernel package ({' or '.join(_META_PACKAGES)}): run apt-get update, then try again"
         raise LabError(message)
     print("downloading " + " ".join(names), flush=True)  # noqa: T201 - the output of a command.
-    _run_command(["apt-get", "download", "-q", *names], folder=cache)
+    _run_command(["apt-get", *options, "download", "-q", *names], folder=cache)
     packages = sorted(cache.glob("*.deb"))
     if not packages:
         message = "apt-get download wrote no kernel package: run apt-get update, then try again"
@@ -77,10 +98,11 @@ def _download(cache: Path) -> list[Path]:
     return packages
 
 
-def _package_names() -> list[str]:
+def _package_names(options: Sequence[str]) -> list[str]:
     """Return the names of the packages of the newest kernel. The list is empty if apt does not know them."""
     for package in _META_PACKAGES:
-        output = subprocess.run(["apt-cache", "depends", package], capture_output=True, text=True, check=False).stdout
+        command = ["apt-cache", *options, "depends", package]
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
         dependencies = [line.split()[-1] for line in output.splitlines() if line.strip().startswith("Depends:")]
         names = [name for name in dependencies if _VERSIONED_PACKAGE.match(name)]
         if names and package == "linux-image-generic":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -70,6 +71,17 @@ def test_report_names_process_queue_pairs_and_unused_apis() -> None:
     assert re.fullmatch(r"gdrkit: verbs: twin opened by \S+ \(pid \d+\); 1 queue pair", first)
     assert rest == ["gdrkit: not used: cuda, cufile, hlthunk"]
     assert run(sys.executable, "-c", USE_VERBS, options=("--quiet",)).stderr == ""
+
+
+def test_report_file_has_the_bytes_and_the_exit_code(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    options = ("--quiet", f"--report={report}")
+    process = run(sys.executable, "-c", f"{MOVE_BYTES}\nraise SystemExit(3)", options=options)
+    assert process.returncode == 3, process.stderr
+    document = json.loads(report.read_text())
+    verbs = document["apis"]["verbs"]
+    assert (document["exit_code"], document["real_libraries"]) == (3, [])
+    assert (verbs["objects_count"], verbs["moved_bytes"]) == (2, 1 << 20)
 
 
 def test_listing_devices_is_not_a_use() -> None:

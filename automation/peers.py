@@ -1,0 +1,60 @@
+"""Preparation of the session `peers`: packages of Debian and PyPI, and rdma-core's tests of the version of pyverbs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from automation.builds import PYVERBS_REQUIREMENT
+from automation.commands import require
+from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, ensure_environment, lock_environments
+from automation.machine import find_interpreter
+from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+
+__all__ = ["prepare_peers"]
+
+# A program of each Debian package with programs that the session runs, and the package.
+_DEBIAN_PROGRAMS = {
+    "ibv_rc_pingpong": "ibverbs-utils",
+    "ib_write_bw": "perftest",
+    "rping": "rdmacm-utils",
+    "fi_pingpong": "libfabric-bin",
+    "ucx_perftest": "ucx-utils",
+}
+_PYPI_REQUIREMENTS = ("mooncake-transfer-engine==0.3.13", "numpy")
+# NIXL depends on PyTorch with five gigabytes of CUDA libraries, but imports it only for memory of PyTorch.
+_NIXL_REQUIREMENTS = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+# The folder of rdma-core's tests in the source distribution of pyverbs.
+_TESTS = Path("rdma-core", "tests")
+
+
+def prepare_peers() -> tuple[Path, Path]:
+    """Install the programs. Return the interpreter that has the packages of PyPI, and the folder of the tests."""
+    python = find_interpreter()[0]
+    missing = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
+    install([*missing, *missing_build_packages(python), *missing_pyverbs_packages()])
+    environment = ensure_environment(
+        "peers", python=python, requirements=_PYPI_REQUIREMENTS, without_dependencies=_NIXL_REQUIREMENTS
+    )
+    tests = environment.parent / "rdma-core-tests"
+    if not tests.exists():
+        _install_pyverbs(environment, tests)
+    return environment / "python", tests
+
+
+def _install_pyverbs(environment: Path, tests: Path) -> None:
+    """Build and install pyverbs, and keep the tests of its source distribution.
+
+    pip has no command that downloads a source distribution without building it, so the build folder is kept until the
+    tests are copied.
+    """
+    build_folder = ENVIRONMENTS / "peers-build"
+    pip_install = [str(environment / "pip"), "install", "--quiet", "--no-clean", "--no-cache-dir"]
+    with lock_environments():
+        shutil.rmtree(build_folder, ignore_errors=True)
+        build_folder.mkdir()
+        environ = {**BUILD_CONSTRAINTS, "TMPDIR": str(build_folder)}
+        require([*pip_install, "--no-binary", "pyverbs", PYVERBS_REQUIREMENT], environ=environ)
+        source = next(path for path in build_folder.glob("pip-*/*") if (path / _TESTS).is_dir())
+        shutil.copytree(source / _TESTS, tests)
+        shutil.rmtree(build_folder)

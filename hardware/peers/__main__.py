@@ -1,0 +1,138 @@
+"""`python -m hardware.peers`: run stock RDMA programs on the software twins, or on the RDMA device of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit.report import Record, Verdict, append_record
+from hardware.lab.errors import LabError
+from hardware.lab.options import add_machine_options
+from hardware.peers.lab import Difference, compare, run_in_guest
+from hardware.peers.programs import debian_programs
+from hardware.peers.python_programs import python_programs
+from hardware.peers.rdma_core import run_tests
+from hardware.peers.records import debian_version, format_table, new_record, program_record, pypi_version
+from hardware.peers.run import TIMEOUT_S, Target, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_BUILD_FOLDER = Path(__file__).resolve().parents[2] / "build" / "peers"
+FAILED, SETUP_MISSING = 1, 3
+
+
+def main() -> int:
+    """Exit code 0: every program did what it is for, over the device; 1: a program did not; 3: the lab cannot run."""
+    options = _parse_options()
+    if options.records is None:
+        options.records = _BUILD_FOLDER / "records.jsonl"
+    options.records.parent.mkdir(parents=True, exist_ok=True)
+    options.records.unlink(missing_ok=True)
+    failures_count = _run_programs(options)
+    if options.lab:
+        try:
+            kernel_records = run_in_guest(options, _BUILD_FOLDER)
+        except LabError as error:
+            _say(f"peers: {error}")
+            return SETUP_MISSING
+        failures_count += _report_differences(compare(options.records, kernel_records), kernel_records.stem)
+    return FAILED if failures_count else 0
+
+
+def _run_programs(options: argparse.Namespace) -> int:
+    """Run all programs, print the table, write the records, and return how many did not do what they are for."""
+    launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
+    target = Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
+    substrate = "kernel_software" if options.here else "twin"
+    programs = debian_programs()
+    if options.python and not options.debian_only:
+        programs += python_programs(options.python)
+    rows = []
+    failures_count = 0
+    for program in programs:
+        if options.only not in program.name:
+            continue
+        version = debian_version(program.package) or pypi_version(options.python, program.package)
+        outcome = run_program(program, target)
+        record = program_record(program, outcome, version=version, substrate=substrate)
+        append_record(options.records, record)
+        failures_count += record.verdict is not Verdict.PASS
+        rows.append((program.name, version, _number(outcome.moved_bytes), program.data, outcome.failure or "pass"))
+        _say("  ".join(rows[-1]))
+    if options.tests is not None and options.only in "rdma-core's tests":
+        record, row = _run_rdma_core(options, target, substrate)
+        append_record(options.records, record)
+        failures_count += record.verdict is not Verdict.PASS
+        rows.append(row)
+    _say("\n" + format_table(rows))
+    _say(f"{len(rows) - failures_count} of {len(rows)} programs did what they are for over {substrate}")
+    return failures_count
+
+
+def _report_differences(differences: Sequence[Difference], kernel: str) -> int:
+    """Print the differences between the twin and a kernel, and return how many are defects of the twin."""
+    defects = [entry for entry in differences if entry.is_defect_of_twin]
+    for entry in differences:
+        _say(f"peers: {entry.name}: {entry.twin} on the twin, {entry.kernel} on Soft-RoCE of {kernel}")
+    _say(f"peers: {len(differences)} differ from Soft-RoCE of {kernel}; the twin lacks {len(defects)} of them")
+    return len(defects)
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m hardware.peers", description=main.__doc__)
+    parser.add_argument("--python", default="", help="interpreter of an environment with nixl, mooncake and pyverbs")
+    parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, of the version of pyverbs there")
+    parser.add_argument("--only", default="", help="run only the programs whose name contains this text")
+    parser.add_argument("--records", type=Path, help="write one record for each program to this file")
+    parser.add_argument("--here", action="store_true", help="use the RDMA device of this machine, without twins")
+    parser.add_argument("--device", default="twin0", help="name of the RDMA device (default: %(default)s)")
+    parser.add_argument("--address", default="127.0.0.1", help="IP address of the device (default: %(default)s)")
+    parser.add_argument("--gid-index", type=int, default=1, help="index of its RoCE GID (default: %(default)s)")
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="limit of a program (default: %(default)s)")
+    parser.add_argument("--debian-only", action="store_true", help="do not run the programs of PyPI")
+    parser.add_argument("--lab", action="store_true", help="then run them on Soft-RoCE of a kernel, and compare")
+    add_machine_options(parser)
+    return parser.parse_args()
+
+
+def _run_rdma_core(
+    options: argparse.Namespace, target: Target, substrate: str
+) -> tuple[Record, tuple[str, str, str, str, str]]:
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder:
+        results = run_tests(options.python, options.tests, target, Path(folder))
+    wrong = {test: text for test, text in results.outcomes.items() if text.startswith(("fail", "error", "started"))}
+    failure = "" if results.outcomes and not wrong else f"{len(wrong)} of {len(results.outcomes)} tests failed"
+    numbers = {f"tests_{name}_count": float(results.count(name)) for name in ("pass", "skip", "fail", "error")}
+    numbers["tests_run_count"] = float(len(results.outcomes))
+    evidence: dict[str, object] = {"tests": dict(results.outcomes)} | ({"output": results.output} if failure else {})
+    record = new_record(
+        "rdma-core's tests",
+        failure=failure,
+        evidence=evidence,
+        numbers=numbers,
+        substrate=substrate,
+        duration_s=time.monotonic() - began_s,
+    )
+    result = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong)} fail"
+    version = pypi_version(options.python, "pyverbs")
+    return record, ("rdma-core's tests", version, _number(results.moved_bytes), "by the tests", result)
+
+
+def _number(moved_bytes: int | None) -> str:
+    return "not counted" if moved_bytes is None else f"{moved_bytes:,}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - the output of a command.
+
+
+if __name__ == "__main__":
+    sys.exit(main())

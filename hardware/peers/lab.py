@@ -1,0 +1,98 @@
+"""The same programs on the Soft-RoCE device of a real kernel, in the virtual machine of the lab, and the comparison."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit.install_paths import install_paths
+from gdrkit.report import Verdict, read_records
+from hardware.lab.machine import Limits
+from hardware.lab.options import configure_machine
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+    from gdrkit.report import Record
+
+__all__ = ["Difference", "compare", "run_in_guest"]
+
+_PROJECT_ROOT = Path(__file__).resolve().parents[2]
+# hardware/lab/rxe.sh makes this device and gives its network interface this address. GID 1 is that of the address.
+_GUEST_DEVICE = ("--device", "rxe0", "--address", "10.9.0.1", "--gid-index", "1")
+# The guest is emulated where KVM is missing, so a program gets more time there.
+_GUEST_TIMEOUT_S = 180.0
+_PASS = Verdict.PASS.value
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A program, or a test of rdma-core, that has not the same outcome on the twin and on the kernel.
+
+    Attributes
+    ----------
+    name : str
+        The program or the test.
+    twin, kernel : str
+        The outcome there: ``pass``, or why not.
+    """
+
+    name: str
+    twin: str
+    kernel: str
+
+    @property
+    def is_defect_of_twin(self) -> bool:
+        """Whether the kernel can do what the twin cannot."""
+        return self.kernel == _PASS
+
+
+def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
+    """Run the programs in the guest and return the file of their records.
+
+    Raises
+    ------
+    LabError
+        The virtual machine cannot run, or did not end in time.
+    """
+    machine = configure_machine(options)
+    output.mkdir(parents=True, exist_ok=True)
+    records = output / f"{machine.image.name.partition('-')[2]}.jsonl"
+    records.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "hardware.peers", "--here", *_GUEST_DEVICE, "--records", str(records)]
+    command += ["--timeout-s", str(_GUEST_TIMEOUT_S), "--only", options.only, "--debian-only"]
+    if options.tests is not None:
+        command += ["--python", options.python, "--tests", str(options.tests)]
+    environ = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    commit = install_paths().commit()
+    environ |= {} if commit is None else {"GDRKIT_COMMIT": commit}
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in environ.items()]
+    script = output / "peers.sh"
+    script.write_text("\n".join([*exports, f"cd {shlex.quote(str(_PROJECT_ROOT))}", f"exec {shlex.join(command)}", ""]))
+    machine.run(script, output=output, limits=Limits(boot_s=options.boot_limit_s, run_s=options.limit_s))
+    return records
+
+
+def compare(twin: Path, kernel: Path) -> list[Difference]:
+    """Return every program and every test of rdma-core whose outcome differs, in the order of the twin's records."""
+    twin_outcomes, kernel_outcomes = _outcomes(read_records(twin)), _outcomes(read_records(kernel))
+    common = [name for name in twin_outcomes if name in kernel_outcomes]
+    differences = [Difference(name, twin_outcomes[name], kernel_outcomes[name]) for name in common]
+    return [entry for entry in differences if (entry.twin == _PASS) != (entry.kernel == _PASS)]
+
+
+def _outcomes(records: Iterable[Record]) -> dict[str, str]:
+    outcomes: dict[str, str] = {}
+    for record in records:
+        tests = record.evidence.get("tests")
+        if isinstance(tests, dict):
+            outcomes |= {str(name): str(outcome) for name, outcome in tests.items()}
+        else:
+            reasons = "; ".join(reason.text for reason in record.reasons)
+            outcomes[record.case.removeprefix("peers::")] = _PASS if record.verdict is Verdict.PASS else reasons
+    return outcomes

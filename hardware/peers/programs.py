@@ -1,0 +1,238 @@
+"""The programs of Debian packages that `nox -s peers` runs, with the arguments that their users give them.
+
+Words in braces are replaced before a program starts: ``{device}`` by the name of an RDMA device, ``{gid}`` by the index
+of its RoCE GID, ``{address}`` by an IP address that reaches the device, ``{port}`` by a free TCP port, ``{folder}`` by
+an empty folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BY_COUNTERS", "BY_PROGRAM", "NOTHING_MOVED", "StockProgram", "debian_programs"]
+
+# The program compares the received bytes with the sent ones.
+BY_PROGRAM = "by the program"
+# The program does not look at the received bytes; only their number is checked, by the counters of the twin.
+BY_COUNTERS = "number of bytes"
+# The program moves no bytes.
+NOTHING_MOVED = "no data"
+
+
+@dataclass(frozen=True, slots=True)
+class StockProgram:
+    """One run of a program, or of a server and its client.
+
+    Attributes
+    ----------
+    name : str
+        The command line as a user would write it, without the options that only this run needs.
+    package : str
+        The Debian package, or the distribution on PyPI.
+    client : tuple of str
+        The command of the client, or of a program that runs alone.
+    server : tuple of str
+        The command of the server, which is started first. Empty if the program runs alone.
+    data : str
+        How the received data is checked: one of BY_PROGRAM, BY_COUNTERS, NOTHING_MOVED.
+    moved_bytes_min : int
+        The twins of both processes together must have moved at least this number of bytes.
+    output : str
+        A regular expression that the output of the client must contain.
+    sent_file_bytes : int
+        Length of the file ``{folder}/source`` that is made before the start, and that the program must have copied to
+        ``{folder}/copy``. 0: there is no file.
+    """
+
+    name: str
+    package: str
+    client: tuple[str, ...]
+    server: tuple[str, ...] = ()
+    data: str = BY_COUNTERS
+    moved_bytes_min: int = 0
+    output: str = ""
+    sent_file_bytes: int = 0
+
+
+def debian_programs() -> list[StockProgram]:
+    """Return all runs of programs of Debian packages."""
+    return [*_ibverbs_utils(), *_perftest(), *_rdmacm_utils(), *_libfabric(), *_ucx()]
+
+
+def _ibverbs_utils() -> list[StockProgram]:
+    package = "ibverbs-utils"
+    programs = [
+        StockProgram("ibv_devices", package, ("ibv_devices",), data=NOTHING_MOVED, output="{device}"),
+        StockProgram("ibv_devinfo -v", package, ("ibv_devinfo", "-v"), data=NOTHING_MOVED, output="PORT_ACTIVE"),
+    ]
+    option_lists: dict[str, tuple[str, ...]] = {
+        "ibv_rc_pingpong": ("", "-e", "-s 65536 -m 4096", "-r 16 -l 1", "-N", "-t"),
+        "ibv_uc_pingpong": ("", "-e", "-s 65536"),
+        "ibv_ud_pingpong": ("", "-e", "-s 1024"),
+        "ibv_srq_pingpong": ("", "-e", "-q 4"),
+    }
+    for program, option_texts in option_lists.items():
+        for text in option_texts:
+            # A datagram is at most as long as the path MTU, so ibv_ud_pingpong shortens its default of 2,048 bytes.
+            length_bytes = 65536 if "65536" in text else 1024 if "ud" in program else 4096
+            command = (program, "-d", "{device}", "-g", "{gid}", "-c", "-n", "100", "-p", "{port}", *text.split())
+            programs.append(
+                StockProgram(
+                    " ".join(filter(None, (program, "-g 1 -c", text))),
+                    package,
+                    (*command, "{address}"),
+                    command,
+                    data=BY_PROGRAM,
+                    moved_bytes_min=2 * 100 * length_bytes,
+                    output=r"bytes in .* seconds",
+                )
+            )
+    # ibv_xsrq_pingpong has no option that checks the data.
+    for text in ("", "-e"):
+        command = ("ibv_xsrq_pingpong", "-d", "{device}", "-g", "{gid}", "-p", "{port}", *text.split())
+        name = " ".join(filter(None, ("ibv_xsrq_pingpong -g 1", text)))
+        programs.append(StockProgram(name, package, (*command, "{address}"), command, moved_bytes_min=2 * 5 * 4096))
+    return programs
+
+
+def _perftest() -> list[StockProgram]:
+    """Return every test of perftest with each type of connection that it has, by both ways of posting and by -R."""
+    # Of each test: the types of connection, and the length of a message.
+    connections = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
+    connections["atomic"] = ("RC", "XRC")
+    programs = []
+    for test, types in connections.items():
+        for figure in ("bw", "lat"):
+            program = f"ib_{test}_{figure}"
+            option_texts = [f"-c {connection}" for connection in types]
+            option_texts += ["--use_old_post_send", "-R"]
+            if test == "send":
+                option_texts += ["--use-srq", "-e", "-c UD -R"]
+            if figure == "bw":
+                option_texts += ["-q 8 -b", "-l 16"]
+                option_texts += [] if test == "atomic" else ["-a -n 20"]
+            elif test in {"write", "send"}:
+                option_texts.append("-I 64 -s 8")
+            programs += [_perftest_run(program, text) for text in option_texts]
+    programs.append(_perftest_run("ib_send_bw", "-c UD -g"))
+    return programs
+
+
+def _perftest_run(program: str, text: str) -> StockProgram:
+    operations = 20 if "-n 20" in text else 512
+    length_bytes = 8 if "atomic" in program or "-s 8" in text else 1024
+    options = text.split()
+    if "-n" not in options:
+        options += ["-n", str(operations)]
+    if "atomic" not in program and "-s" not in options and "-a" not in options:
+        options += ["-s", str(length_bytes)]
+    command = (program, "-F", "-d", "{device}", "-x", "{gid}", "-p", "{port}", *options)
+    return StockProgram(
+        f"{program} {text}",
+        "perftest",
+        (*command, "{address}"),
+        command,
+        moved_bytes_min=operations * length_bytes,
+        output=r"^\s*\d+\s+\d+\s+[\d.]+",
+    )
+
+
+def _rdmacm_utils() -> list[StockProgram]:
+    package = "rdmacm-utils"
+    at = ("-s", "{address}")
+
+    def pair(
+        name: str, client: tuple[str, ...], server: tuple[str, ...], data: str = BY_COUNTERS, moved_bytes_min: int = 1
+    ) -> StockProgram:
+        return StockProgram(name, package, client, server, data=data, moved_bytes_min=moved_bytes_min)
+
+    rping = ("rping", "-a", "{address}", "-p", "{port}", "-C", "100", "-V", "-v", "-S", "1000")
+    programs = [
+        pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), BY_PROGRAM, 100 * 1000),
+        pair("ucmatose", ("ucmatose", *at, "-C", "20"), ("ucmatose", "-b", "{address}", "-C", "20"), BY_COUNTERS, 4000),
+        pair("udaddy", ("udaddy", *at, "-C", "20"), ("udaddy", "-b", "{address}", "-C", "20"), BY_COUNTERS, 2000),
+        pair(
+            "mckey -m 239.1.2.3",
+            ("mckey", "-m", "239.1.2.3", "-s", "-b", "{address}", "-C", "20"),
+            ("mckey", "-m", "239.1.2.3", "-b", "{address}", "-C", "20"),
+        ),
+        pair("rdma_client", ("rdma_client", *at, "-p", "{port}"), ("rdma_server", "-p", "{port}")),
+        pair("rdma_xclient", ("rdma_xclient", *at, "-p", "{port}"), ("rdma_xserver", "-p", "{port}")),
+        pair(
+            "rdma_xclient -c x",
+            ("rdma_xclient", *at, "-p", "{port}", "-c", "x"),
+            ("rdma_xserver", "-p", "{port}", "-c", "x"),
+        ),
+        pair("cmtime -c 20", ("cmtime", *at, "-c", "20", "-p", "{port}"), ("cmtime", "-c", "20", "-p", "{port}")),
+        StockProgram(
+            "rcopy",
+            package,
+            ("rcopy", "-p", "{port}", "{folder}/source", "{address}:{folder}/copy"),
+            ("rcopy", "-p", "{port}"),
+            data=BY_PROGRAM,
+            moved_bytes_min=1 << 20,
+            sent_file_bytes=1 << 20,
+        ),
+    ]
+    for program in ("rstream", "riostream"):
+        for mode in ("b", "n", "a"):
+            command = (program, "-p", "{port}", "-S", "65536", "-C", "50", "-T", mode, "-T", "v")
+            name = f"{program} -T {mode} -T v"
+            programs.append(pair(name, (*command, *at), command, BY_PROGRAM, 2 * 50 * 65536))
+    programs.append(pair("rstream -S all", ("rstream", "-p", "{port}", *at), ("rstream", "-p", "{port}")))
+    programs.append(pair("udpong", ("udpong", "-p", "{port}", "-C", "50", *at), ("udpong", "-p", "{port}", "-C", "50")))
+    return programs
+
+
+def _libfabric() -> list[StockProgram]:
+    package = "libfabric-bin"
+    programs = [
+        StockProgram(
+            "fi_info -p verbs", package, ("fi_info", "-p", "verbs"), data=NOTHING_MOVED, output="provider: verbs"
+        )
+    ]
+    for provider, endpoint in (("verbs", "msg"), ("verbs;ofi_rxm", "rdm")):
+        command = ("fi_pingpong", "-p", provider, "-e", endpoint, "-c", "-I", "20")
+        name = f"fi_pingpong -p '{provider}' -e {endpoint} -c"
+        client = (*command, "-P", "{port}", "{address}")
+        server = (*command, "-B", "{port}")
+        programs.append(
+            StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=2 * 20 * (1 << 20))
+        )
+    return programs
+
+
+def _ucx() -> list[StockProgram]:
+    package = "ucx-utils"
+    programs = [StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data=NOTHING_MOVED, output="rc_verbs")]
+    operations = 2000
+    for transport, tests in {
+        "rc_verbs": ("put_lat", "put_bw", "get", "am_lat", "am_bw", "fadd"),
+        "ud_verbs": ("am_lat", "am_bw"),
+    }.items():
+        for test in tests:
+            options = ("-n", str(operations), "-w", "100", "-s", "8", *(("-D", "zcopy") if test == "get" else ()))
+            command = ("ucx_perftest", "-p", "{port}", "-d", "{device}:1", "-x", transport, "-t", test, *options)
+            programs.append(
+                StockProgram(
+                    f"ucx_perftest -x {transport} -t {test}",
+                    package,
+                    (*command, "{address}"),
+                    ("ucx_perftest", "-p", "{port}"),
+                    moved_bytes_min=operations * 8,
+                )
+            )
+    for transport in ("rc_verbs", "ud_verbs"):
+        for test in ("tag_lat", "tag_bw", "ucp_put_bw", "ucp_get", "ucp_am_bw", "stream_bw"):
+            settings = ("env", f"UCX_TLS={transport},self", "UCX_NET_DEVICES={device}:1")
+            command = (*settings, "ucx_perftest", "-p", "{port}", "-t", test, "-n", str(operations), "-w", "100")
+            programs.append(
+                StockProgram(
+                    f"UCX_TLS={transport} ucx_perftest -t {test} -s 4096",
+                    package,
+                    (*command, "-s", "4096", "{address}"),
+                    (*settings, "ucx_perftest", "-p", "{port}"),
+                    moved_bytes_min=operations * 4096,
+                )
+            )
+    return programs

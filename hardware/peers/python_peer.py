@@ -1,0 +1,142 @@
+"""One side of a transfer of 1 MiB by a Python package: ``python_peer.py nixl|mooncake target|initiator FOLDER``.
+
+The target registers a buffer with a pattern and writes its address to FOLDER. The initiator reads the buffer, compares
+it with the pattern, writes the inverted bytes back and tells the target, which compares them. This program runs in an
+environment that has the packages and not gdrkit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTH_BYTES = 1 << 20
+_PAUSE_S = 0.02
+_TIMEOUT_S = 30.0
+
+
+class Nixl:
+    """NIXL, with its backend UCX."""
+
+    def __init__(self, role: str, buffer: Any) -> None:  # noqa: ANN401 - numpy does not name the type of its arrays.
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self._agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
+        region = (buffer.ctypes.data, LENGTH_BYTES, 0, "")
+        self._registration = self._agent.register_memory([region], "DRAM")
+        self._descriptors = self._agent.get_xfer_descs([region[:3]], "DRAM")
+        self._remote: Any = None
+        self._remote_descriptors: Any = None
+
+    def publish(self, folder: Path) -> None:
+        """Write what the initiator needs."""
+        _publish(folder / "descriptors", self._agent.get_serialized_descs(self._descriptors))
+        _publish(folder / "metadata", self._agent.get_agent_metadata())
+
+    def connect(self, folder: Path) -> None:
+        """Read what the target has written."""
+        self._remote = self._agent.add_remote_agent(_wait_for(folder / "metadata"))
+        self._remote_descriptors = self._agent.deserialize_descs(_wait_for(folder / "descriptors"))
+
+    def transfer(self, operation: str) -> None:
+        """Move the whole buffer; `operation` is READ or WRITE."""
+        agent = self._agent
+        handle = agent.initialize_xfer(operation, self._descriptors, self._remote_descriptors, self._remote)
+        state = agent.transfer(handle)
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        while state != "DONE":
+            if state == "ERR" or time.monotonic() > deadline_s:
+                sys.exit(f"{operation} ended in state {state}")
+            time.sleep(_PAUSE_S / 10)
+            state = agent.check_xfer_state(handle)
+        agent.release_xfer_handle(handle)
+
+    def close(self) -> None:
+        """Deregister the buffer."""
+        self._agent.deregister_memory(self._registration)
+
+
+class Mooncake:
+    """The transfer engine of Mooncake, with its protocol rdma."""
+
+    def __init__(self, role: str, buffer: Any) -> None:  # noqa: ANN401, ARG002 - as Nixl.
+        from mooncake.engine import TransferEngine
+
+        self._engine = TransferEngine()
+        self._address = buffer.ctypes.data
+        self._name, self._remote_address = "", 0
+        # With P2PHANDSHAKE the engines exchange their metadata over TCP and need no server.
+        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") != 0:
+            sys.exit("TransferEngine.initialize failed")
+        if self._engine.register_memory(self._address, LENGTH_BYTES) != 0:
+            sys.exit("TransferEngine.register_memory failed")
+
+    def publish(self, folder: Path) -> None:
+        """Write what the initiator needs."""
+        _publish(folder / "segment", f"127.0.0.1:{self._engine.get_rpc_port()} {self._address}".encode())
+
+    def connect(self, folder: Path) -> None:
+        """Read what the target has written."""
+        self._name, address = _wait_for(folder / "segment").decode().split()
+        self._remote_address = int(address)
+
+    def transfer(self, operation: str) -> None:
+        """Move the whole buffer; `operation` is READ or WRITE."""
+        engine = self._engine
+        function = engine.transfer_sync_read if operation == "READ" else engine.transfer_sync_write
+        if function(self._name, self._address, self._remote_address, LENGTH_BYTES) != 0:
+            sys.exit(f"{operation} failed")
+
+    def close(self) -> None:
+        """Deregister the buffer."""
+        self._engine.unregister_memory(self._address)
+
+
+def _pattern() -> Any:  # noqa: ANN401 - as Nixl.
+    return np.arange(LENGTH_BYTES, dtype=np.uint64).astype(np.uint8)
+
+
+def _wait_for(path: Path) -> bytes:
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            sys.exit(f"{path.name} was not written within {_TIMEOUT_S:g} s")
+        time.sleep(_PAUSE_S)
+    return path.read_bytes()
+
+
+def _publish(path: Path, content: bytes) -> None:
+    """Write the file so that a reader never sees a part of it."""
+    temporary = path.with_suffix(".part")
+    temporary.write_bytes(content)
+    temporary.rename(path)
+
+
+def main() -> None:
+    """Run one side."""
+    package, role, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    buffer = _pattern() if role == "target" else np.zeros(LENGTH_BYTES, dtype=np.uint8)
+    endpoint = Nixl(role, buffer) if package == "nixl" else Mooncake(role, buffer)
+    if role == "target":
+        endpoint.publish(folder)
+        _wait_for(folder / "written")
+        if not np.array_equal(buffer, 255 - _pattern()):
+            sys.exit("the written bytes are wrong")
+    else:
+        endpoint.connect(folder)
+        endpoint.transfer("READ")
+        if not np.array_equal(buffer, _pattern()):
+            sys.exit("the read bytes are wrong")
+        np.subtract(255, buffer, out=buffer)
+        endpoint.transfer("WRITE")
+        _publish(folder / "written", b"1")
+    endpoint.close()
+    print(f"{role}: data verified")  # noqa: T201 - the output of a program.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The Python packages of PyPI that `nox -s peers` runs: NIXL and Mooncake, each by python_peer.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hardware.peers.programs import BY_PROGRAM, StockProgram
+
+__all__ = ["python_programs"]
+
+_MOVED_BYTES = 2 << 20
+
+
+def python_programs(python: str) -> list[StockProgram]:
+    """Return the runs of NIXL and Mooncake by the interpreter `python`, whose environment has the packages."""
+    programs = []
+    script = str(Path(__file__).with_name("python_peer.py"))
+    for name, package, word in (
+        ("NIXL, backend UCX, two agents", "nixl", "nixl"),
+        ("Mooncake, protocol rdma", "mooncake-transfer-engine", "mooncake"),
+    ):
+        client, server = ((python, script, word, role, "{folder}") for role in ("initiator", "target"))
+        programs.append(StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=_MOVED_BYTES))
+    return programs

@@ -1,0 +1,100 @@
+"""rdma-core's own tests, which PyPI's source distribution of pyverbs contains, on the verbs twin.
+
+The tests are taken from the source distribution of exactly the version of pyverbs that the environment has installed.
+They run in one process, and each ends as passed, skipped (with the reason that the test gives), failed or in error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hardware.peers.twin_report import bytes_moved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hardware.peers.run import Target
+
+__all__ = ["RdmaCoreResults", "run_tests", "unpack_tests"]
+
+TIMEOUT_S = 900.0
+_CHILD = Path(__file__).with_name("rdma_core_child.py")
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaCoreResults:
+    """The results of rdma-core's tests.
+
+    Attributes
+    ----------
+    outcomes : mapping
+        For each test, ``pass``, ``fail``, ``error`` or ``skip: `` and the reason.
+    moved_bytes : int or None
+        Number of bytes that the twin moved. None if nothing counts them.
+    output : str
+        The end of what the tests printed.
+    """
+
+    outcomes: Mapping[str, str]
+    moved_bytes: int | None
+    output: str
+
+    def count(self, outcome: str) -> int:
+        """Return the number of tests with this outcome: ``pass``, ``fail``, ``error`` or ``skip``."""
+        return sum(text.partition(":")[0] == outcome for text in self.outcomes.values())
+
+
+def unpack_tests(archive: Path, folder: Path) -> Path:
+    """Unpack the tests in a source distribution of pyverbs into `folder`, and return the folder of their modules."""
+    with tarfile.open(archive) as opened:
+        members = [member for member in opened.getmembers() if "/rdma-core/tests/" in member.name and member.isfile()]
+        opened.extractall(folder, members=members, filter="data")
+    return next(folder.glob("*/rdma-core/tests"))
+
+
+def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCoreResults:
+    """Run the tests in the folder `tests` in a child process on `target`, and return the result of each.
+
+    `python` is the interpreter of an environment that has pyverbs of the same version as the tests. The results are
+    also kept in `folder`.
+    """
+    results, report = folder / "results.jsonl", folder / "rdma-core.json"
+    environ = dict(os.environ)
+    if target.launcher:
+        environ["PATH"] = f"{_make_link_program(folder, target.device)}{os.pathsep}{environ['PATH']}"
+    launcher = (*target.launcher, f"--report={report}", "--") if target.launcher else ()
+    command = [*launcher, python, str(_CHILD), str(tests), str(results), target.device, str(target.gid_index)]
+    try:
+        completed = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=tests, env=environ
+        )
+        output = completed.stdout + completed.stderr
+    except subprocess.TimeoutExpired:
+        output = f"the tests did not end within {TIMEOUT_S:g} s"
+    outcomes: dict[str, str] = {}
+    for line in results.read_text().splitlines() if results.exists() else []:
+        result = json.loads(line)
+        outcomes[result["test"]] = result["outcome"]
+    moved_bytes = bytes_moved(report) if target.counts_bytes else None
+    return RdmaCoreResults(outcomes, moved_bytes, output[-2000:])
+
+
+def _make_link_program(folder: Path, device: str) -> Path:
+    """Write a program `rdma` that answers ``rdma link show -j`` for the twin, and return its folder.
+
+    The tests ask iproute2's program of that name for the network interface of the device. It asks the kernel by
+    netlink, and the kernel does not know the twins. A twin is reached by the addresses of this machine, such as lo's.
+    """
+    programs = folder / "bin"
+    programs.mkdir()
+    row = {"ifname": device, "port": 1, "state": "ACTIVE", "netdev": "lo"}
+    program = programs / "rdma"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps([row])}'\n")
+    program.chmod(0o755)
+    return programs

@@ -1,0 +1,107 @@
+"""Run rdma-core's tests in this process: ``rdma_core_child.py TESTS RESULTS DEVICE GID_INDEX``.
+
+One line of JSON for each test is written to RESULTS as soon as the test has ended, so that a crash loses none. A test
+that did not end has the outcome ``started``. The tests get DEVICE, port 1 and GID_INDEX, as from the command line of
+rdma-core's run_tests.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+import types
+import unittest
+from pathlib import Path
+from typing import Any, TextIO
+
+# Modules about the devices of one vendor.
+VENDOR_MODULES = ("test_mlx5", "test_efa", "test_hns", "test_mana", "test_irdma")
+
+
+class _Recorder(unittest.TestResult):
+    """Writes the outcome of each test to a file."""
+
+    def __init__(self, file: TextIO) -> None:
+        super().__init__()
+        self._file = file
+
+    def _write(self, test: unittest.TestCase, outcome: str) -> None:
+        self._file.write(json.dumps({"test": test.id(), "outcome": outcome}) + "\n")
+        self._file.flush()
+
+    def startTest(self, test: unittest.TestCase) -> None:  # noqa: N802 - the name is unittest's.
+        super().startTest(test)
+        self._write(test, "started")
+
+    def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802 - the name is unittest's.
+        super().addSuccess(test)
+        self._write(test, "pass")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802 - the name is unittest's.
+        super().addSkip(test, reason)
+        self._write(test, f"skip: {reason}")
+
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: ANN401, N802 - unittest's signature.
+        super().addFailure(test, err)
+        self._write(test, f"fail: {err[1]}")
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: ANN401, N802 - unittest's signature.
+        super().addError(test, err)
+        self._write(test, f"error: {err[0].__name__}: {err[1]}")
+
+
+class _AbsentProvider(types.ModuleType):
+    """A module of pyverbs about the devices of one vendor. Each name in it is a class without members."""
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the name may be a class or a number.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _AbsentProviders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads an empty module for each of ``pyverbs.providers``.
+
+    The common code of the tests imports them. They are linked to the provider libraries of the same version of
+    rdma-core, which the distribution does not have.
+    """
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
+        is_provider = fullname.startswith("pyverbs.providers")
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_provider else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _AbsentProvider(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Do nothing: the module is empty."""
+
+
+def main() -> int:
+    """Run all tests and return 0, whatever their outcomes are."""
+    tests, results, device, gid_index = sys.argv[1:]
+    sys.path.insert(0, tests)
+    arguments: Any = importlib.import_module("args_parser").parser
+    arguments.args = {"dev": device, "port": 1, "gid": int(gid_index), "gpu": 0, "gtt": False, "list_tests": False}
+    arguments.args |= {"pci_dev": None, "verbosity": None}
+    sys.meta_path.insert(0, _AbsentProviders())
+    # The package's own __init__ imports every module, also those about the devices of one vendor, which need its
+    # provider library.
+    package = types.ModuleType("tests")
+    package.__path__ = [tests]
+    sys.modules["tests"] = package
+    names = [path.stem for path in sorted(Path(tests).glob("test_*.py")) if not path.stem.startswith(VENDOR_MODULES)]
+    suite = unittest.TestSuite()
+    with Path(results).open("w", encoding="utf-8") as file:
+        recorder = _Recorder(file)
+        for name in names:
+            suite.addTests(unittest.defaultTestLoader.loadTestsFromModule(importlib.import_module(f"tests.{name}")))
+        suite.run(recorder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Start a stock program, wait for its end, and decide whether it did what it is for over the RDMA device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hardware.peers.twin_report import bytes_moved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hardware.peers.programs import StockProgram
+
+__all__ = ["ProgramOutcome", "Target", "run_program"]
+
+# A program that has not ended after this time is killed.
+TIMEOUT_S = 60.0
+# A server that listens on no TCP port is given this time before its client starts.
+_SERVER_START_S = 2.0
+# A client that fails is started again for this time, while its server runs: the server may not have listened yet.
+_RETRY_S = 15.0
+_PAUSE_S = 0.1
+_END_TIMEOUT_S = 10.0
+# State of a listener (TCP_LISTEN) in /proc/net/tcp.
+_LISTEN_STATE = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The RDMA device on which programs run.
+
+    Attributes
+    ----------
+    device : str
+        Name of the RDMA device.
+    address : str
+        IP address that reaches the device, for librdmacm.
+    gid_index : int
+        Index of the RoCE GID that the programs use.
+    launcher : tuple of str
+        First words of each command, followed by ``--report FILE --`` if not empty. Empty: no twins.
+    timeout_s : float
+        Time limit of a program.
+    """
+
+    device: str
+    address: str
+    gid_index: int
+    launcher: tuple[str, ...] = ()
+    timeout_s: float = TIMEOUT_S
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether the number of bytes that a program moved is known: by the report of `gdrkit run`."""
+        return bool(self.launcher)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOutcome:
+    """The result of one run of a program.
+
+    Attributes
+    ----------
+    failure : str
+        One sentence that says what is wrong, or an empty string.
+    moved_bytes : int or None
+        Number of bytes that the twins of all processes moved. None if nothing counts them.
+    duration_s : float
+        Time from the start of the first process to the end of the last.
+    command : str
+        The command line of the client.
+    outputs : mapping
+        The last lines that each process printed.
+    """
+
+    failure: str
+    moved_bytes: int | None
+    duration_s: float
+    command: str
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Process:
+    """A process of a run, in a session of its own, with its output in a file."""
+
+    def __init__(self, role: str, command: Sequence[str], target: Target, folder: Path) -> None:
+        self.report = folder / f"{role}.json"
+        self._log = folder / f"{role}.log"
+        launcher = (*target.launcher, f"--report={self.report}", "--") if target.launcher else ()
+        with self._log.open("w") as log:
+            self.popen = subprocess.Popen(
+                [*launcher, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def wait_until(self, deadline_s: float) -> bool:
+        """Return whether the process ended before the deadline, a value of time.monotonic()."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(max(0.0, deadline_s - time.monotonic()))
+        return not self.is_running()
+
+    def end(self) -> None:
+        for number, timeout_s in ((signal.SIGTERM, _END_TIMEOUT_S), (signal.SIGKILL, _END_TIMEOUT_S)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(timeout_s)
+
+
+def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
+    """Run `program` on `target` and return what it showed. Every process has ended when the function returns."""
+    with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder_name:
+        folder = Path(folder_name)
+        words = {
+            "device": target.device,
+            "gid": str(target.gid_index),
+            "address": target.address,
+            "port": str(_free_port()),
+            "folder": folder_name,
+        }
+        content = _make_source(folder, program.sent_file_bytes)
+        began_s = time.monotonic()
+        processes, failure = _run_processes(program, target, folder, words)
+        duration_s = time.monotonic() - began_s
+        client = processes[-1]
+        moved_bytes = sum(bytes_moved(process.report) for process in processes) if target.counts_bytes else None
+        pattern = program.output.format_map(words) if "{" in program.output else program.output
+        if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
+            failure = f"the output does not contain {pattern!r}"
+        if not failure and program.sent_file_bytes and _read(folder / "copy") != content:
+            failure = "the copied file differs from its source"
+        if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
+            failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
+        command = shlex.join(word.format_map(words) for word in program.client)
+        outputs = {
+            name: _last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
+        }
+        return ProgramOutcome(failure, moved_bytes, duration_s, command, outputs if failure else {})
+
+
+def _run_processes(
+    program: StockProgram, target: Target, folder: Path, words: Mapping[str, str]
+) -> tuple[list[_Process], str]:
+    """Run the server and the client. Return the processes, the client last, and a sentence about a failure."""
+    deadline_s = time.monotonic() + target.timeout_s
+    server_command, client_command = (
+        [word.format_map(words) for word in command] for command in (program.server, program.client)
+    )
+    servers = [_Process("server", server_command, target, folder)] if program.server else []
+    client: _Process | None = None
+    try:
+        if servers:
+            _await_listener(servers[0], int(words["port"]))
+        retry_until_s = time.monotonic() + _RETRY_S
+        while True:
+            client = _Process("client", client_command, target, folder)
+            if not client.wait_until(deadline_s):
+                return [*servers, client], f"the client did not end within {target.timeout_s:g} s"
+            server_runs = bool(servers) and servers[0].is_running()
+            if client.popen.returncode == 0 or not server_runs or time.monotonic() > retry_until_s:
+                break
+            time.sleep(_PAUSE_S)
+        if client.popen.returncode != 0:
+            return [*servers, client], f"the client ended with exit code {client.popen.returncode}"
+        if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
+            # Some servers, such as those of rcopy and rdma_xserver, serve further clients until they are ended.
+            servers[0].end()
+        elif servers and servers[0].popen.returncode != 0:
+            return [*servers, client], f"the server ended with exit code {servers[0].popen.returncode}"
+        return [*servers, client], ""
+    finally:
+        for process in (*servers, *([client] if client is not None else [])):
+            process.end()
+
+
+def _await_listener(server: _Process, port: int) -> None:
+    deadline_s = time.monotonic() + _SERVER_START_S
+    while server.is_running() and time.monotonic() < deadline_s and not _is_listening(port):
+        time.sleep(_PAUSE_S / 4)
+
+
+def _is_listening(port: int) -> bool:
+    """Return whether the kernel lists a TCP listener on the port. A test connection would be taken for the client."""
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
+        if any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows):
+            return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def _make_source(folder: Path, length_bytes: int) -> bytes:
+    content = os.urandom(length_bytes)
+    if length_bytes:
+        (folder / "source").write_bytes(content)
+    return content
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _last_lines(text: str, count: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[-count:])

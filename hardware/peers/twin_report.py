@@ -1,0 +1,25 @@
+"""The report of `gdrkit run --report`: what the programs of one run did on the twins."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["bytes_moved", "read_report"]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return the report, or an empty one if `gdrkit run` did not write it because it was killed."""
+    if not path.exists():
+        return {}
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def bytes_moved(path: Path) -> int:
+    """Return the number of bytes that the queue pairs of the run moved over the verbs twin."""
+    verbs = read_report(path).get("apis", {}).get("verbs", {})
+    return int(verbs.get("moved_bytes", 0))

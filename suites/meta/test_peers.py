@@ -1,0 +1,88 @@
+"""`nox -s peers` passes a program only if it ended well, printed its result and moved its bytes over the twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.records import record_of
+
+from gdrkit.report import CaseReason, Verdict, append_record
+from hardware.peers.lab import Difference, compare
+from hardware.peers.programs import StockProgram, debian_programs
+from hardware.peers.rdma_core import RdmaCoreResults
+from hardware.peers.run import Target, run_program
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NO_TWINS = Target("rxe0", "127.0.0.1", 1, timeout_s=20)
+ON_TWINS = Target("twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60)
+
+
+def program(client: str, server: str = "", **fields: object) -> StockProgram:
+    """Return a program whose commands are shell scripts."""
+    described = StockProgram("a program", "a-package", ("sh", "-c", client), ("sh", "-c", server) if server else ())
+    return dataclasses.replace(described, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("described", "failure"),
+    [
+        (program("echo done", output="^done$"), ""),
+        (program("exit 3"), "the client ended with exit code 3"),
+        (program("true", "exit 4"), "the server ended with exit code 4"),
+        (program("echo wrong", output="^done$"), "the output does not contain '^done$'"),
+        (program("cp {folder}/source {folder}/copy", sent_file_bytes=1000), ""),
+        (program("true", sent_file_bytes=1000), "the copied file differs from its source"),
+    ],
+)
+def test_program_passes_only_with_code_output_and_data(described: StockProgram, failure: str) -> None:
+    assert run_program(described, NO_TWINS).failure == failure
+
+
+def test_program_that_hangs_is_killed() -> None:
+    outcome = run_program(program("sleep 1000"), dataclasses.replace(NO_TWINS, timeout_s=1))
+    assert outcome.failure == "the client did not end within 1 s"
+    assert outcome.duration_s < 15
+
+
+def test_client_is_started_again_while_its_server_runs() -> None:
+    described = program("test -e {folder}/listens", "sleep 3; touch {folder}/listens; sleep 30")
+    assert run_program(described, NO_TWINS).failure == ""
+
+
+def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
+    outcome = run_program(program("true", moved_bytes_min=1), ON_TWINS)
+    assert outcome.failure == "0 bytes moved over the twin, at least 1 were expected"
+
+
+def test_names_of_programs_are_unique() -> None:
+    names = [described.name for described in debian_programs()]
+    assert len(names) == len(set(names))
+
+
+def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> None:
+    twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
+    failed = record_of(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
+    tests = {"tests.a": "pass", "tests.b": "skip: unsupported"}
+    for path, record, outcomes in (
+        (twin, failed, tests),
+        (kernel, record_of(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
+    ):
+        append_record(path, record_of(case="peers::both"))
+        append_record(path, record)
+        append_record(path, record_of(case="peers::rdma-core's tests", evidence={"tests": outcomes}))
+    differences = compare(twin, kernel)
+    assert differences == [
+        Difference("kernel only", "a reason", "pass"),
+        Difference("tests.b", "skip: unsupported", "pass"),
+    ]
+    assert all(difference.is_defect_of_twin for difference in differences)
+
+
+def test_skipped_tests_are_counted_whatever_their_reason() -> None:
+    results = RdmaCoreResults({"a": "pass", "b": "skip: no device memory", "c": "error: X: y"}, 0, "")
+    assert [results.count(name) for name in ("pass", "skip", "fail", "error")] == [1, 1, 0, 1]
