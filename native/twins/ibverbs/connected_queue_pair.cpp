@@ -131,6 +131,14 @@ void ConnectedQueuePair::close() {
     drop_completions();
 }
 
+void ConnectedQueuePair::raise(ibv_event_type event) {
+    if (xrc_domain_ != nullptr) {
+        xrc_domain_->raise(qp_num_, event);
+    } else {
+        context_->raise(public_qp_, event, async_event_counter);
+    }
+}
+
 void ConnectedQueuePair::drop_completions() {
     for (const auto& queue : {send_queue_, receive_queue_}) {
         if (queue != nullptr) {
@@ -178,7 +186,7 @@ void ConnectedQueuePair::enter_error(const Lock& lock, const Connection* except)
 void ConnectedQueuePair::fail(const Lock& lock, ibv_event_type event, const Connection* except) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_RESET) {
         enter_error(lock, except);
-        context_->raise(public_qp_, event, async_event_counter);
+        raise(event);
     }
 }
 

@@ -150,6 +150,7 @@ private:
     void complete_receive(const Lock& lock, const ReceiveWork& work, SharedReceiveQueue* source, ibv_wc wc,
                           bool solicited);
     void drop_completions();
+    void raise(ibv_event_type event);
     void push_completions(const Lock& lock);
     void shut_down_connections(const Lock& lock, const Connection* except);
     [[nodiscard]] bool no_connection_serves() const;

@@ -21,6 +21,7 @@ void fill_operations(verbs_context* extended) {
     extended->query_port = query_port_extended;
     extended->query_device_ex = query_device_extended;
     extended->create_qp_ex = create_queue_pair_extended;
+    extended->open_qp = open_queue_pair;
     extended->create_srq_ex = create_srq_extended;
     extended->get_srq_num = get_srq_number;
     extended->open_xrcd = open_xrc_domain;

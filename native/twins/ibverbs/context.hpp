@@ -59,6 +59,7 @@ int request_notification(ibv_cq* cq, int solicited_only);
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr);
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);
 ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* init_attr);
+ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr);
 ibv_srq* create_srq_extended(ibv_context* context, ibv_srq_init_attr_ex* init_attr);
 int get_srq_number(ibv_srq* srq, std::uint32_t* number);
 int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr);

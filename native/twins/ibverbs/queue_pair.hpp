@@ -71,6 +71,8 @@ struct QueuePairHandle {
     // The extended structure begins with an ibv_qp.
     ibv_qp_ex abi{};
     std::shared_ptr<QueuePair> model;
+    // Counts the events of this structure. It is the counter of the model, except for ibv_open_qp.
+    std::shared_ptr<EventCounter> async_event_counter;
     ibv_xrcd* xrcd = nullptr;                // set for an XRC receive queue pair
     std::unique_ptr<RequestBuilder> builder; // set for an extended queue pair
 };

@@ -137,7 +137,11 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
         return fail_null(error);
     }
     qp->qp_num = handle->model->qp_num();
+    handle->async_event_counter = handle->model->async_event_counter;
     count_user(*handle, 1);
+    if (handle->xrcd != nullptr) {
+        xrcd_handle_of(handle->xrcd)->model->add_pair(handle->model, qp);
+    }
     track("ibv_qp", handle.release());
     return qp;
 }
@@ -146,7 +150,7 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
 
 void acknowledge_async(ibv_qp* qp) {
     ++qp->events_completed;
-    qp_handle_of(qp)->model->async_event_counter->acknowledge(1);
+    qp_handle_of(qp)->async_event_counter->acknowledge(1);
 }
 
 // Check the attributes as rdma-core's ibv_cmd_create_qp_ex does.
@@ -175,6 +179,42 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
             enable_extended_posts(qp_handle_of(qp), init_attr->send_ops_flags);
         }
     }
+    return qp;
+}
+
+// Check the attributes as rdma-core's ibv_cmd_open_qp and the kernel's ib_open_qp do.
+ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
+    if (const auto fault = injected_fault("ibv_open_qp")) {
+        return fail_null(*fault);
+    }
+    constexpr std::uint32_t required = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
+    if (open_attr->comp_mask >= IBV_QP_OPEN_ATTR_RESERVED) {
+        return fail_null(EOPNOTSUPP);
+    }
+    if (!is_alive("ibv_context", context_of(context)) || (open_attr->comp_mask & required) != required ||
+        open_attr->qp_type != IBV_QPT_XRC_RECV || !is_alive("ibv_xrcd", open_attr->xrcd) ||
+        open_attr->xrcd->context != context) {
+        return fail_null(EINVAL);
+    }
+    ibv_qp_init_attr_ex attr{};
+    attr.qp_type = IBV_QPT_XRC_RECV;
+    attr.qp_context = (open_attr->comp_mask & IBV_QP_OPEN_ATTR_CONTEXT) != 0 ? open_attr->qp_context : nullptr;
+    auto handle = std::make_unique<QueuePairHandle>();
+    ibv_qp* const qp = &handle->abi.qp_base;
+    fill_public_structure(qp, context, attr);
+    qp->qp_num = open_attr->qp_num;
+    handle->xrcd = open_attr->xrcd;
+    handle->async_event_counter = std::make_shared<EventCounter>();
+    handle->model = xrcd_handle_of(open_attr->xrcd)->model->open_pair(open_attr->qp_num, qp);
+    if (handle->model == nullptr) {
+        return fail_null(EINVAL);
+    }
+    ibv_qp_attr state{};
+    ibv_qp_init_attr unused{};
+    handle->model->query(&state, &unused);
+    qp->state = state.qp_state;
+    count_user(*handle, 1);
+    track("ibv_qp", handle.release());
     return qp;
 }
 
@@ -218,9 +258,12 @@ int ibv_destroy_qp(ibv_qp* qp) {
     if (model->is_in_multicast_group()) {
         return EBUSY;
     }
-    model->close();
-    context_of(qp->context)->drop_events(model->async_event_counter);
-    model->async_event_counter->wait_until_acknowledged();
+    // The pair of an XRC domain ends with its last structure.
+    if (handle->xrcd == nullptr || xrcd_handle_of(handle->xrcd)->model->remove_structure(qp)) {
+        model->close();
+    }
+    context_of(qp->context)->drop_events(handle->async_event_counter);
+    handle->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_qp", handle)) {
         return EINVAL;
     }

@@ -54,7 +54,7 @@ bool ConnectedQueuePair::run_send_turn(Lock* lock) {
         mark_idle(*lock);
         if (state_ == IBV_QPS_SQD && must_raise_drained_ && delayed_completions_.empty()) {
             must_raise_drained_ = false;
-            context_->raise(public_qp_, IBV_EVENT_SQ_DRAINED, async_event_counter);
+            raise(IBV_EVENT_SQ_DRAINED);
         }
         return false;
     }
@@ -196,7 +196,7 @@ bool ConnectedQueuePair::raise_last_wqe_event(const Lock&) {
         return false;
     }
     must_raise_last_wqe_ = false;
-    context_->raise(public_qp_, IBV_EVENT_QP_LAST_WQE_REACHED, async_event_counter);
+    raise(IBV_EVENT_QP_LAST_WQE_REACHED);
     return true;
 }
 

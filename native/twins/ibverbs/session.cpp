@@ -54,6 +54,7 @@ constexpr std::array points = {
     errno_point("ibv_modify_qp"),
     errno_point("ibv_modify_srq"),
     errno_point("ibv_open_device"),
+    errno_point("ibv_open_qp"),
     errno_point("ibv_open_xrcd"),
     errno_point("ibv_query_device"),
     errno_point("ibv_query_gid"),

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "ibverbs/handle.hpp"
+#include "ibverbs/queue_pair.hpp"
 #include "ibverbs/session.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -69,6 +70,45 @@ void XrcDomain::drop_completions(std::uint32_t qp_num) {
     std::lock_guard lock(mutex_);
     for (const auto& [number, queue] : queues_) {
         queue->completion_queue()->drop(qp_num);
+    }
+}
+
+void XrcDomain::add_pair(const std::shared_ptr<QueuePair>& pair, ibv_qp* structure) {
+    std::lock_guard lock(mutex_);
+    pairs_[pair->qp_num()] = {pair, {structure}};
+}
+
+std::shared_ptr<QueuePair> XrcDomain::open_pair(std::uint32_t qp_num, ibv_qp* structure) {
+    std::lock_guard lock(mutex_);
+    const auto pair = pairs_.find(qp_num);
+    if (pair == pairs_.end()) {
+        return nullptr;
+    }
+    pair->second.structures.push_back(structure);
+    return pair->second.model;
+}
+
+bool XrcDomain::remove_structure(const ibv_qp* structure) {
+    std::lock_guard lock(mutex_);
+    const auto pair = pairs_.find(structure->qp_num);
+    if (pair == pairs_.end()) {
+        return true;
+    }
+    std::erase(pair->second.structures, structure);
+    if (!pair->second.structures.empty()) {
+        return false;
+    }
+    pairs_.erase(pair);
+    return true;
+}
+
+void XrcDomain::raise(std::uint32_t qp_num, ibv_event_type type) {
+    std::lock_guard lock(mutex_);
+    const auto pair = pairs_.find(qp_num);
+    if (pair != pairs_.end()) {
+        for (ibv_qp* const structure : pair->second.structures) {
+            context_of(structure->context)->raise(structure, type, qp_handle_of(structure)->async_event_counter);
+        }
     }
 }
 

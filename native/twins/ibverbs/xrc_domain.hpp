@@ -1,5 +1,6 @@
 // XRC domains. The receive queue pairs of a domain deliver each message to the shared receive queue of the domain that
-// the message names. All opened domains of one file are one domain.
+// the message names. All opened domains of one file are one domain. A receive queue pair belongs to its domain: several
+// structures of clients (ibv_open_qp) can stand for it, and it ends with the last of them.
 #pragma once
 
 #include <atomic>
@@ -7,10 +8,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "ibverbs/shared_receive_queue.hpp"
 
 namespace gdrkit::twin::verbs {
+
+class QueuePair;
 
 class XrcDomain {
 public:
@@ -21,9 +25,24 @@ public:
     // Remove the completions of a queue pair that is reset or destroyed from the completion queues of all its queues.
     void drop_completions(std::uint32_t qp_num);
 
+    // Add a receive queue pair with its first structure.
+    void add_pair(const std::shared_ptr<QueuePair>& pair, ibv_qp* structure);
+    // Add a structure to the receive queue pair with this number, and return the pair; nullptr if there is none.
+    std::shared_ptr<QueuePair> open_pair(std::uint32_t qp_num, ibv_qp* structure);
+    // Remove a structure. Return whether it was the last one of its pair.
+    bool remove_structure(const ibv_qp* structure);
+    // Raise an asynchronous event for every structure of a pair.
+    void raise(std::uint32_t qp_num, ibv_event_type type);
+
 private:
+    struct ReceivePair {
+        std::shared_ptr<QueuePair> model;
+        std::vector<ibv_qp*> structures;
+    };
+
     std::mutex mutex_;
     std::map<std::uint32_t, std::shared_ptr<SharedReceiveQueue>> queues_;
+    std::map<std::uint32_t, ReceivePair> pairs_;
 };
 
 struct XrcDomainHandle {

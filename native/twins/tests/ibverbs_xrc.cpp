@@ -213,6 +213,32 @@ void test_one_file_is_one_domain() {
     CHECK(unlink(path) == 0);
 }
 
+// A receive queue pair that was opened twice ends with its last structure.
+void test_opened_queue_pair_outlives_first_structure() {
+    XrcPair pair;
+    ibv_context* const context = pair.receiver.context;
+    ibv_qp_open_attr attr{IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE, pair.sender.qp->qp_num,
+                          pair.xrcd, nullptr, IBV_QPT_XRC_RECV};
+    CHECK(ibv_open_qp(context, &attr) == nullptr && errno == EINVAL);
+    attr.qp_num = pair.receiver.qp->qp_num;
+    ibv_qp* const opened = ibv_open_qp(context, &attr);
+    CHECK(opened != nullptr && opened->qp_num == attr.qp_num && opened->state == IBV_QPS_RTS);
+    CHECK(ibv_destroy_qp(pair.receiver.qp) == 0);
+    pair.receiver.qp = opened;
+    const Buffer into(pair.receiver.pd, 8);
+    XrcPair::post_receive(pair.first, 5, into.sge(0, 8));
+    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(pair.first), {}) == 0);
+    pair.sender.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(pair.poll_queue().wr_id == 5);
+    // Each structure gets the events.
+    ibv_qp* const again = ibv_open_qp(context, &attr);
+    CHECK(again != nullptr);
+    CHECK(pair.post(request(2, IBV_WR_SEND), number_of(pair.first) ^ 0x8000, {}) == 0);
+    pair.sender.expect_completion(2, IBV_WC_REM_INV_REQ_ERR);
+    CHECK(next_event(context).element.qp == opened && next_event(context).element.qp == again);
+    CHECK(ibv_destroy_qp(again) == 0);
+}
+
 } // namespace
 
 int main() {
@@ -223,5 +249,6 @@ int main() {
     test_queue_pairs_have_one_direction();
     test_invalid_arguments();
     test_one_file_is_one_domain();
+    test_opened_queue_pair_outlives_first_structure();
     return 0;
 }
