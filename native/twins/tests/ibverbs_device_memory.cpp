@@ -36,7 +36,7 @@ void test_memory_of_a_device_is_limited() {
     ibv_dm* const dm = allocate(endpoint.context, attr.max_dm_size);
     CHECK(dm != nullptr);
     CHECK(allocate(endpoint.context, 4) == nullptr && errno == ENOMEM);
-    CHECK(ibv_close_device(endpoint.context) == EBUSY && ibv_free_dm(dm) == 0);
+    CHECK(ibv_free_dm(dm) == 0);
     ibv_alloc_dm_attr wrong{};
     wrong.length = 4;
     wrong.comp_mask = 1;
