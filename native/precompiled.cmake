@@ -21,8 +21,9 @@ function(gdrkit_precompile)
     get_target_property(sources ${target} SOURCES)
     get_target_property(options ${target} COMPILE_OPTIONS)
     get_target_property(optimized_at_link ${target} INTERPROCEDURAL_OPTIMIZATION)
-    # nanobind compiles its modules with options of its own.
-    if(NOT type MATCHES "^(STATIC_LIBRARY|SHARED_LIBRARY|EXECUTABLE)$" OR NOT sources MATCHES "\\.cpp" OR target MATCHES "^nanobind")
+    # nanobind compiles its modules with options of its own. A header that was compiled with exceptions cannot be used
+    # without them.
+    if(NOT type MATCHES "^(STATIC_LIBRARY|SHARED_LIBRARY|EXECUTABLE)$" OR NOT sources MATCHES "\\.cpp" OR target MATCHES "^nanobind" OR options MATCHES "-fno-exceptions")
       continue()
     elseif(optimized_at_link OR options MATCHES "-ftls-model")
       # The compiler accepts a precompiled header only with the options of the code generator that it was made with.
