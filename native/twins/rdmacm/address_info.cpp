@@ -122,15 +122,29 @@ int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo*
     if (node != nullptr || service != nullptr) {
         return look_up(node, service, hints, res);
     }
-    const bool is_passive = (hints->ai_flags & rai_passive) != 0;
-    const sockaddr* const address = is_passive ? hints->ai_src_addr : hints->ai_dst_addr;
-    const socklen_t length = is_passive ? hints->ai_src_len : hints->ai_dst_len;
-    if (address_length(address) == 0 || length < address_length(address)) {
-        errno = EINVAL;
-        return -1;
+    // Without names, the entry has the addresses of the hints.
+    auto* const entry = static_cast<rdma_addrinfo*>(std::calloc(1, sizeof(rdma_addrinfo)));
+    if (entry == nullptr) {
+        return EAI_MEMORY;
     }
-    *res = make_entry(hints, address, length, make_hints(hints).ai_socktype, nullptr);
-    return *res == nullptr ? EAI_MEMORY : 0;
+    entry->ai_flags = hints->ai_flags;
+    entry->ai_family = hints->ai_family;
+    fill_types(entry, hints, make_hints(hints).ai_socktype);
+    const auto copy = [](const sockaddr* source, socklen_t length, sockaddr** address, socklen_t* address_bytes) {
+        if (source == nullptr || length == 0) {
+            return true;
+        }
+        *address_bytes = length;
+        *address = copy_address(source, length);
+        return *address != nullptr;
+    };
+    if (!copy(hints->ai_src_addr, hints->ai_src_len, &entry->ai_src_addr, &entry->ai_src_len) ||
+        !copy(hints->ai_dst_addr, hints->ai_dst_len, &entry->ai_dst_addr, &entry->ai_dst_len)) {
+        rdma_freeaddrinfo(entry);
+        return EAI_MEMORY;
+    }
+    *res = entry;
+    return 0;
 }
 
 void rdma_freeaddrinfo(rdma_addrinfo* res) {

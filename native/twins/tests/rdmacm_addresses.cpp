@@ -133,6 +133,15 @@ void test_names_are_translated() {
     CHECK(rdma_getaddrinfo(nullptr, "7471", &hints, &info) == 0);
     CHECK(info->ai_qp_type == IBV_QPT_UD && info->ai_src_addr != nullptr && info->ai_dst_addr == nullptr);
     rdma_freeaddrinfo(info);
+    hints = {};
+    Endpoint4or6 source("127.0.0.1", 7471);
+    hints.ai_src_addr = source;
+    hints.ai_src_len = sizeof(sockaddr_in);
+    CHECK(rdma_getaddrinfo(nullptr, nullptr, &hints, &info) == 0); // the entry has the addresses of the hints
+    CHECK(info->ai_src_len == sizeof(sockaddr_in) && info->ai_dst_addr == nullptr);
+    CHECK(std::memcmp(info->ai_src_addr, hints.ai_src_addr, sizeof(sockaddr_in)) == 0);
+    rdma_freeaddrinfo(info);
+    hints = {};
     hints.ai_flags = rai_numeric_host;
     CHECK(rdma_getaddrinfo("not-a-number", "7471", &hints, &info) == EAI_NONAME);
 }
