@@ -36,6 +36,10 @@ void destroy_unreported_requests(Identifier* listener) {
     });
     for (Identifier* request : requests) {
         abandon(request);
+        if (request->pd_device != nullptr) {
+            release_default_pd(request->pd_device);
+        }
+        std::free(request->abi.route.path_rec);
         if (ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(request))) {
             delete request;
         }
@@ -82,6 +86,11 @@ void set_local(Identifier* id, const LocalPort& local) {
     id->local = local;
     id->abi.verbs = local.device->verbs;
     id->abi.port_num = 1;
+    if (id->abi.pd == nullptr) {
+        // The real library sets the protection domain as soon as it knows the device.
+        id->abi.pd = take_default_pd(local.device);
+        id->pd_device = id->abi.pd == nullptr ? nullptr : local.device;
+    }
     id->abi.route.addr.addr.ibaddr.sgid = local.gid();
     id->abi.route.addr.addr.ibaddr.pkey = 0xffff;
 }
@@ -136,9 +145,9 @@ int rdma_destroy_id(rdma_cm_id* id) {
         if (!ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
             return EINVAL;
         }
-        if (identifier->uses_default_pd) {
+        if (identifier->pd_device != nullptr) {
             std::lock_guard lock(manager_mutex());
-            release_default_pd(identifier->local->device);
+            release_default_pd(identifier->pd_device);
         }
         if (identifier->is_synchronous) {
             rdma_destroy_event_channel(id->channel);

@@ -65,7 +65,7 @@ struct Identifier {
     // Number of events that were taken and acknowledged.
     std::shared_ptr<verbs::EventCounter> counter = std::make_shared<verbs::EventCounter>();
     std::optional<LocalPort> local;
-    bool uses_default_pd = false;
+    CmDevice* pd_device = nullptr; // the device whose default protection domain the identifier uses
     ibv_gid remote_gid{};
     PortClaim claim;
     std::uint32_t psn = 0;

@@ -81,17 +81,11 @@ int make_queues(rdma_cm_id* id, std::uint32_t send_size, std::uint32_t receive_s
 // Return the protection domain for a queue pair or a receive queue of the identifier; nullptr with errno set on
 // failure.
 ibv_pd* choose_pd(Identifier* id, ibv_pd* given) {
-    if (given != nullptr || id->abi.pd != nullptr) {
-        ibv_pd* const pd = given != nullptr ? given : id->abi.pd;
-        if (pd->context != id->abi.verbs) {
-            errno = EINVAL;
-            return nullptr;
-        }
-        return pd;
+    ibv_pd* const pd = given != nullptr ? given : id->abi.pd;
+    if (pd == nullptr || pd->context != id->abi.verbs) {
+        errno = pd == nullptr ? ENOMEM : EINVAL;
+        return nullptr;
     }
-    std::lock_guard lock(manager_mutex());
-    ibv_pd* const pd = take_default_pd(id->local->device);
-    id->uses_default_pd = pd != nullptr;
     return pd;
 }
 

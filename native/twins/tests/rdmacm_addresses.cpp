@@ -24,7 +24,7 @@ int bind_errno(const EventChannel& channel, const char* address, std::uint16_t p
 void test_taken_port_is_refused_until_it_is_free() {
     const EventChannel channel;
     rdma_cm_id* const id = make_id(channel);
-    CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1", 0)) == 0 && id->verbs != nullptr);
+    CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1", 0)) == 0 && id->verbs != nullptr && id->pd != nullptr);
     const std::uint16_t port = ntohs(rdma_get_src_port(id));
     CHECK(port >= 1024);
     CHECK(bind_errno(channel, "127.0.0.1", port) == EADDRINUSE);
