@@ -123,6 +123,8 @@ def job_on_two_machines(output: Path) -> Iterator[MpiJob]:
             fabric = {
                 "GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24",
                 "GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16),
+                # Every completion is late, so that a job is still measuring when a case kills it.
+                "GDRKIT_TWINS_LATE_SHARE": "100",
             }
             with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
                 yield job

@@ -39,7 +39,6 @@ void destroy_unreported_requests(Identifier* listener) {
         if (request->pd_device != nullptr) {
             release_default_pd(request->pd_device);
         }
-        std::free(request->abi.route.path_rec);
         if (ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(request))) {
             delete request;
         }
@@ -152,7 +151,6 @@ int rdma_destroy_id(rdma_cm_id* id) {
         if (identifier->is_synchronous) {
             rdma_destroy_event_channel(id->channel);
         }
-        std::free(id->route.path_rec);
         delete identifier;
         return 0;
     });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -56,6 +57,12 @@ struct Multicast {
 };
 
 struct Identifier {
+    Identifier() = default;
+    Identifier(const Identifier&) = delete;
+    Identifier& operator=(const Identifier&) = delete;
+    // A request that the program never took is destroyed with its route too.
+    ~Identifier() { std::free(abi.route.path_rec); }
+
     rdma_cm_id abi{}; // first, because programs hold pointers to it
     // Points to this identifier until it is destroyed.
     std::shared_ptr<Identifier*> self = std::make_shared<Identifier*>(this);
