@@ -21,7 +21,7 @@ _DEBIAN_PROGRAMS = {
     "fi_pingpong": "libfabric-bin",
     "ucx_perftest": "ucx-utils",
 }
-_PYPI_REQUIREMENTS = ("mooncake-transfer-engine==0.3.13", "numpy")
+_PYPI_REQUIREMENTS = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy")
 # NIXL depends on PyTorch with five gigabytes of CUDA libraries, but imports it only for memory of PyTorch.
 _NIXL_REQUIREMENTS = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 # The folder of rdma-core's tests in the source distribution of pyverbs.

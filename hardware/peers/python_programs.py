@@ -17,7 +17,7 @@ def python_programs(python: str) -> list[StockProgram]:
     script = str(Path(__file__).with_name("python_peer.py"))
     for name, package, word in (
         ("NIXL, backend UCX, two agents", "nixl", "nixl"),
-        ("Mooncake, protocol rdma", "mooncake-transfer-engine", "mooncake"),
+        ("Mooncake, protocol rdma", "mooncake-transfer-engine-non-cuda", "mooncake"),
     ):
         client, server = ((python, script, word, role, "{folder}") for role in ("initiator", "target"))
         programs.append(StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=_MOVED_BYTES))

@@ -62,8 +62,9 @@ def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic
         assert pool.statistics().trimmed_blocks == statistics.idle_blocks
 
 
-def test_limits_free_the_longest_idle(allocator: AnyAllocator) -> None:
-    with MemoryPool(allocator, idle_bytes_max=2 * MIB, idle_ms_max=60_000) as pool:
+@needs(cuda.device())
+def test_limits_free_the_longest_idle(device: Device) -> None:
+    with MemoryPool(device, idle_bytes_max=2 * MIB, idle_ms_max=60_000) as pool:
         memories = [pool.allocate(length_bytes) for length_bytes in (MIB, 512 * KIB, MIB)]
         for pooled in memories:
             pooled.close()
@@ -75,7 +76,7 @@ def test_limits_free_the_longest_idle(allocator: AnyAllocator) -> None:
         assert raised.value.reason is Reason.BUSY
         (used,) = pool._in_use  # noqa: SLF001 - the case dropped the only reference.
         used.close()
-    with MemoryPool(allocator, idle_ms_max=0) as pool:
+    with MemoryPool(device, idle_ms_max=0) as pool:
         pool.allocate(1).close()
         pool.allocate(MIB).close()
         assert pool.statistics().idle_blocks <= 1
@@ -84,7 +85,7 @@ def test_limits_free_the_longest_idle(allocator: AnyAllocator) -> None:
 def test_leased_memory_is_not_freed_by_trimming(allocator: AnyAllocator, nic: Nic) -> None:
     with RegionCache([nic]) as cache, contextlib.ExitStack() as stack:
         pool = stack.enter_context(MemoryPool(allocator))
-        pooled = pool.allocate(MIB)
+        pooled = stack.enter_context(pool.allocate(MIB))
         lease = cache.lease(pooled.memory)
         pooled.close()
         with pytest.raises(UsageError) as raised:
@@ -94,7 +95,8 @@ def test_leased_memory_is_not_freed_by_trimming(allocator: AnyAllocator, nic: Ni
         lease.close()
 
 
-def test_threads_never_share_memory(allocator: AnyAllocator) -> None:
+@needs(cuda.device())
+def test_threads_never_share_memory(device: Device) -> None:
     addresses: set[int] = set()
     lock = threading.Lock()
 
@@ -107,7 +109,7 @@ def test_threads_never_share_memory(allocator: AnyAllocator) -> None:
                 with lock:
                     addresses.remove(pooled.memory.address)
 
-    with MemoryPool(allocator) as pool, ThreadPoolExecutor(8) as threads:
+    with MemoryPool(device) as pool, ThreadPoolExecutor(8) as threads:
         for result in [threads.submit(use, index) for index in range(8)]:
             result.result()
         assert pool.statistics().in_use_blocks == 0
@@ -126,8 +128,9 @@ def test_idle_memory_is_freed_if_the_device_is_full(device: Device) -> None:
         assert raised.value.reason is Reason.OUT_OF_MEMORY
 
 
-def test_closed_or_inherited_pool_is_refused(allocator: AnyAllocator) -> None:
-    with MemoryPool(allocator) as pool:
+@needs(cuda.device())
+def test_closed_or_inherited_pool_is_refused(device: Device) -> None:
+    with MemoryPool(device) as pool:
         pool.allocate(MIB).close()
         child = os.fork()
         if child == 0:
@@ -140,4 +143,4 @@ def test_closed_or_inherited_pool_is_refused(allocator: AnyAllocator) -> None:
     with pytest.raises(ClosedResource):
         pool.allocate(1)
     with pytest.raises(UsageError):
-        MemoryPool(allocator, idle_bytes_max=-1)
+        MemoryPool(device, idle_bytes_max=-1)
