@@ -41,7 +41,7 @@ def log_environment(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NcclLog:
-    """What one process wrote into its log.
+    """The lines that one process wrote into its log.
 
     Attributes
     ----------

@@ -97,7 +97,7 @@ def _ibverbs_utils() -> list[StockProgram]:
 
 def _perftest() -> list[StockProgram]:
     """Return every test of perftest with each type of connection that it has, by both ways of posting and by -R."""
-    # Of each test: the types of connection, and the length of a message.
+    # The types of connection that each test has.
     connections = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
     connections["atomic"] = ("RC", "XRC")
     programs = []
