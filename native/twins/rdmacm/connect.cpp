@@ -17,7 +17,8 @@ std::uint8_t limit(std::uint8_t requested, std::uint8_t device_limit) {
     return std::min(requested, device_limit); // 255 requests the largest number
 }
 
-// Return 0, or EINVAL if the parameters exceed the device or miss the number of the program's own queue pair.
+// Return 0, or EINVAL if the parameters exceed the limits of the device, or if there are none although the identifier
+// has no queue pair: they must then give the number of the program's own.
 int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (is_datagram(id)) {
         return 0;
@@ -262,7 +263,7 @@ int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t priva
 int rdma_establish(rdma_cm_id* id) {
     return entry("rdma_establish", [&] {
         Identifier* const identifier = id_of(id);
-        if (identifier == nullptr || id->qp != nullptr) { // with a queue pair the library has already done it
+        if (identifier == nullptr || id->qp != nullptr) { // rdma_get_cm_event establishes identifiers with a queue pair
             return EINVAL;
         }
         {
@@ -289,7 +290,7 @@ int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
             return EINVAL;
         }
         if (connection->phase == Phase::established) {
-            return EISCONN; // as the kernel's cm_establish
+            return EISCONN; // as cm_establish in the kernel
         }
         connection->phase = Phase::established;
         report(identifier, RDMA_CM_EVENT_ESTABLISHED);
@@ -314,7 +315,8 @@ int rdma_disconnect(rdma_cm_id* id) {
     });
 }
 
-// Options of vendors that both sides agree on (ECE). The twin has none: it accepts and reports empty ones.
+// Enhanced connection establishment (ECE): options of a vendor that the two sides negotiate. The twin has none. It
+// ignores those of the program and reports empty ones.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
     return entry("rdma_set_local_ece", [&] { return id_of(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }

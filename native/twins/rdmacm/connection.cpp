@@ -84,8 +84,8 @@ void report_disconnected(Connection* connection, int status) {
     }
 }
 
-// The peer's process or its identifier is gone. The connection manager of a killed process destroys its identifiers: it
-// rejects requests, and it disconnects connections.
+// Handle the end of file: the peer's process or its identifier is gone. The events are those of the kernel, which
+// destroys the identifiers of a killed process: it rejects their requests and disconnects their connections.
 void on_end(Connection* connection) {
     switch (connection->phase) {
     case Phase::waits_for_reply:
@@ -194,7 +194,7 @@ void on_request(Connection* connection, const wire::Message& request) {
         answer_automatically(connection, *listener);
         return;
     }
-    // A full backlog, or no memory: the kernel drops the identifier of the request, and so rejects it.
+    // If the backlog is full, or the identifier cannot be made, the kernel destroys it, which rejects the request.
     Identifier* const id = listener->backlog > 0 ? make_requested_identifier(*listener, request) : nullptr;
     if (id == nullptr) {
         const int reason = is_for_datagrams ? datagram_rejected : rejected_by_program;

@@ -44,12 +44,13 @@ void send_message(Connection* connection, const wire::Message& message);
 // long.
 std::optional<wire::Message> make_message(const Identifier& id, wire::Type type, const void* private_data = nullptr,
                                           std::size_t private_bytes = 0);
-// Begin the disconnection or reply to the peer's. Return whether there was a connection.
+// Send a disconnect request, or the reply to that of the peer. Return whether the identifier has or had an established
+// connection.
 bool disconnect(Identifier* id);
 // End the connection of an identifier that is destroyed.
 void abandon(Identifier* id);
 
-// Open the names at which requests for the listening identifier arrive. Return 0 or an errno.
+// Open the sockets at which requests for the listening identifier arrive. Return 0 or an errno.
 int open_listeners(Identifier* id);
 // Connect to the listener of the identifier's destination. Returns a socket or -errno: -ECONNREFUSED if no process
 // listens. The caller does not hold the lock of the manager.

@@ -95,7 +95,7 @@ int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
         int error =
             event->status != 0 ? std::abs(event->status) : (event->event == RDMA_CM_EVENT_CONNECT_REQUEST ? 0 : EINVAL);
         if (error == 0 && listener->endpoint_attributes != nullptr) {
-            // The queue pair of a request gets the attributes of the listener, unchanged for the next request.
+            // A copy, because rdma_create_qp changes the attributes, and the next request needs them unchanged.
             ibv_qp_init_attr attributes = *listener->endpoint_attributes;
             error = errno_of(rdma_create_qp(event->id, listen->pd, &attributes));
             if (error != 0) {

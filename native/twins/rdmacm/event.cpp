@@ -12,7 +12,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// The event of the program. It keeps its private data until it is acknowledged.
+// An event as the program gets it. It keeps its private data until the program acknowledges it.
 struct ProgramEvent {
     rdma_cm_event abi{}; // first, because programs hold pointers to it
     std::array<std::uint8_t, 256> private_data{};
@@ -33,7 +33,7 @@ void copy_parameters(const QueuedEvent& queued, ProgramEvent* event) {
     event->abi.param.conn.private_data_len = queued.private_bytes;
 }
 
-// Give a new identifier of a request to the program. Return false if the event shall not be seen.
+// Give the identifier of a request to the program. Return false if the program must not see the event.
 bool present_request(const QueuedEvent& queued, ProgramEvent* event) {
     Identifier* const listener = queued.id;
     event->abi.id = &queued.new_id->abi;
@@ -50,7 +50,7 @@ bool present_request(const QueuedEvent& queued, ProgramEvent* event) {
     return true;
 }
 
-// Attach the queue pair of the identifier to the group. A failure is an event of another type.
+// Attach the queue pair of the identifier to the group. On failure the event becomes RDMA_CM_EVENT_MULTICAST_ERROR.
 bool present_join(const QueuedEvent& queued, ProgramEvent* event) {
     void* context = nullptr;
     event->abi.status = attach_to_group(queued.id, queued.group, &context);
@@ -61,7 +61,7 @@ bool present_join(const QueuedEvent& queued, ProgramEvent* event) {
     return true;
 }
 
-// Carry out what librdmacm does before the program sees the event. Return false if the event shall not be seen.
+// Carry out what librdmacm does before the program sees the event. Return false if the program must not see the event.
 bool present(const QueuedEvent& queued, ProgramEvent* event) {
     Identifier* const id = queued.id;
     event->abi.event = queued.type;

@@ -60,7 +60,7 @@ struct Identifier {
     Identifier() = default;
     Identifier(const Identifier&) = delete;
     Identifier& operator=(const Identifier&) = delete;
-    // A request that the program never took is destroyed with its route too.
+    // Not in rdma_destroy_id, because the identifier of a request that the program never took has a route, too.
     ~Identifier() { std::free(abi.route.path_rec); }
 
     rdma_cm_id abi{}; // first, because programs hold pointers to it
@@ -69,7 +69,7 @@ struct Identifier {
     State state = State::idle;
     Channel* channel = nullptr;
     bool is_synchronous = false; // the identifier owns its channel, and each call waits for its event
-    // Number of events that were taken and acknowledged.
+    // Counts the events that the program took and those that it acknowledged.
     std::shared_ptr<verbs::EventCounter> counter = std::make_shared<verbs::EventCounter>();
     std::optional<LocalPort> local;
     CmDevice* pd_device = nullptr; // the device whose default protection domain the identifier uses
@@ -81,12 +81,12 @@ struct Identifier {
     bool reuse_address = false;
     bool ipv6_only = false;
     bool has_ipv6_only = false;
-    // A listener.
+    // Used by a listener.
     std::vector<std::pair<Fd, Token>> listeners;
     int backlog = 0;
     // If it is not 0, requests for datagrams are answered with this queue pair at once, and the program sees none.
     std::uint32_t automatic_qp_num = 0;
-    // A connection. `responder_resources` and `initiator_depth` are those of this side.
+    // Used by an identifier with a connection. `responder_resources` and `initiator_depth` are those of this side.
     std::shared_ptr<Connection> connection;
     std::uint8_t responder_resources = 0, initiator_depth = 0;
     std::uint8_t retry_count = 7, rnr_retry_count = 7;
@@ -101,8 +101,8 @@ struct Identifier {
     std::vector<Multicast> multicasts;
 };
 
-// Return the identifier of a public structure, or nullptr if it is none. An identifier that was destroyed ends the
-// process, with the stacks of its destruction and of this call.
+// Return the identifier of a public structure, or nullptr if the structure never was one. If the identifier was
+// destroyed, end the process and print the stacks of its destruction and of this call.
 Identifier* id_of(rdma_cm_id* id);
 Channel* channel_of(rdma_event_channel* channel);
 
@@ -118,8 +118,8 @@ void set_source(Identifier* id, const IpAddress& address, std::uint16_t port);
 void report(Identifier* id, QueuedEvent event);
 void report(Identifier* id, rdma_cm_event_type type, int status = 0);
 
-// Wait for the event of a call on a synchronous identifier, and keep it in `id->event`. Return 0, or the errno that the
-// event reports. Does nothing for an identifier with a channel of the program.
+// Wait for the event of a call on a synchronous identifier, and keep it in `id->event`. Return 0, or the errno or the
+// positive status that the event reports. Does nothing for an identifier with a channel of the program.
 int complete(Identifier* id);
 
 bool is_datagram(const Identifier& id);

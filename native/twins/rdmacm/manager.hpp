@@ -14,8 +14,8 @@ std::mutex& manager_mutex();
 
 using Token = std::uint64_t; // 0: none
 
-// Call `on_readable` in the thread of the manager, with the lock held, whenever the descriptor is readable or at its
-// end, until unwatch is called. The caller holds the lock, here and below.
+// Call `on_readable` in the thread of the manager, with the lock held, whenever the descriptor is readable, which
+// includes its end of file, until unwatch is called. The caller of this function and of those below holds the lock.
 Token watch(int fd, std::function<void()> on_readable);
 void unwatch(Token token);
 

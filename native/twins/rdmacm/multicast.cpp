@@ -17,7 +17,8 @@ constexpr std::uint32_t multicast_qp_num = 0xffffff;
 constexpr unsigned join_attr_address = 1, join_attr_flags = 2;
 constexpr unsigned flag_full_member = 0, flag_send_only_full_member = 1;
 
-// Return the group identifier as the kernel forms it on RoCE v2: an IPv6 address itself, an IPv4 address mapped.
+// Return the GID of the group as the kernel forms it on RoCE v2: an IPv6 address as it is, an IPv4 address in its
+// IPv4-mapped form, in which IpAddress stores it.
 ibv_gid group_gid(const IpAddress& address) {
     return address.bytes;
 }
@@ -28,7 +29,7 @@ int join(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* c
         return EINVAL;
     }
     if (flags == flag_send_only_full_member) {
-        return EOPNOTSUPP; // as the kernel for a port that no subnet manager serves
+        return EOPNOTSUPP; // as the kernel does for a port that no subnet manager serves
     }
     if (flags != flag_full_member) {
         return EINVAL;

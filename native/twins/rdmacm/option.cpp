@@ -1,4 +1,4 @@
-// Options of identifiers.
+// rdma_set_option: the options of identifiers, among them a route that the program gives.
 
 #include <cstdlib>
 #include <cstring>
@@ -50,7 +50,8 @@ int set_id_option(Identifier* id, int option, const void* value, std::size_t len
     }
 }
 
-// The program gives the route, as it has got it from a subnet administrator, instead of rdma_resolve_route.
+// Resolve the route with a path that the program got from a subnet administrator, instead of rdma_resolve_route. The
+// path must connect the identifier's two GIDs.
 int set_path(Identifier* id, const void* value, std::size_t length) {
     if (value == nullptr || length == 0 || length % sizeof(ibv_path_data) != 0 || id->state != State::addr_resolved) {
         return EINVAL;

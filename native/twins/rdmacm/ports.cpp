@@ -31,8 +31,8 @@ std::string port_text(rdma_port_space ps, std::uint16_t port) {
     return text;
 }
 
-// Return the FNV-1a hash of an address. Two addresses with one hash would only share their ports: a listener compares
-// the address in the request with its own.
+// Return the FNV-1a hash of an address. Two addresses with the same hash would only share their ports, because a
+// listener compares the address in the request with its own.
 std::string hash_text(const ibv_gid& address) {
     std::uint32_t hash = 0x811c9dc5U;
     for (const std::uint8_t byte : address.raw) {
@@ -95,8 +95,9 @@ std::vector<std::string> conflicting_addresses(const IpAddress& address, std::st
     return others;
 }
 
-// Claims of one port are made one after the other, in all processes, so that two of them do not see each other's
-// temporary names. A process that is stopped meanwhile delays the others by one second.
+// Lock a port against claims by other processes, because two concurrent claims would see each other's temporary names.
+// After one second the lock is not waited for any more: a process that is stopped while it holds the lock must not
+// block the others.
 Fd lock_port(rdma_port_space ps, std::uint16_t port) {
     const std::string name = "cmlock." + port_text(ps, port);
     for (int attempt = 0; attempt < 1000; ++attempt) {

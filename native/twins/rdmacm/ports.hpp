@@ -1,4 +1,5 @@
-// The ports of the port spaces, which all processes of a domain share, and the names of the sockets of listeners.
+// The ports of the port spaces, and the names of the sockets of listeners. The processes of one domain (those whose
+// twins reach each other, see model/config.hpp) share them.
 #pragma once
 
 #include "rdmacm/identifier.hpp"
@@ -8,7 +9,8 @@ namespace gdrkit::twin::rdmacm {
 // Claim a port for the identifier at this address; port 0 chooses a free one. Return 0, EADDRINUSE, or EACCES for a
 // port below 1024 that the user may not bind. The caller holds the lock.
 int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port);
-// Make the claim of an identifier that shares its port exclusive, because it begins to listen. Return 0 or EADDRINUSE.
+// Claim the port of an identifier that begins to listen, if claim_port() has left it shared (RDMA_OPTION_ID_REUSEADDR).
+// Return 0 or EADDRINUSE.
 int claim_exclusively(Identifier* id);
 
 // Return the names at which an identifier with this address listens: one for each GID at which its host is reached.
@@ -17,7 +19,10 @@ std::vector<std::string> listener_names(const Identifier& id);
 std::vector<std::string> names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
                                       std::uint16_t port);
 
+// Bind the identifier to the wildcard address of the family and a free port. Return 0 or an errno. The caller holds the
+// lock.
 int bind_to_any(Identifier* id, int family);
+// Store the path between the identifier's two addresses as its route. Return 0 or ENOMEM.
 int resolve_route_now(Identifier* id);
 
 } // namespace gdrkit::twin::rdmacm

@@ -194,7 +194,8 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
         }
         *mask |= IBV_QP_ACCESS_FLAGS;
         if (is_connected) {
-            // As the kernel's communication manager: peers may write, and read if reads were negotiated.
+            // As in the kernel's communication manager: the peer may write, and it may also use reads and atomics if
+            // their number was negotiated.
             attr->qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
             attr->qp_access_flags |=
                 id.responder_resources == 0 ? 0U : IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;

@@ -15,6 +15,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask);
 int make_ready(Identifier* id, std::uint8_t responder_resources, std::uint8_t initiator_depth);
 // Make the queue pair of the active side ready, and tell the peer. Return 0 or an errno.
 int establish_active_side(Identifier* id);
+// Move the queue pair, if there is one, to the error state, which flushes its work requests.
 void fail_queue_pair(Identifier* id);
 
 } // namespace gdrkit::twin::rdmacm

@@ -17,7 +17,7 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// A waiting thread looks again after this time, because another call may have taken its notification.
+// A waiting thread checks its condition again after this time, because another call may have taken its notification.
 inline constexpr int wake_up_interval_ms = 100;
 
 using SocketLock = std::unique_lock<std::mutex>;
@@ -78,14 +78,14 @@ protected:
     // Return the error that the next call or SO_ERROR reports, and forget it.
     int take_error();
     virtual bool is_connected() = 0;
-    // Take the completions and the events that have arrived. Call it with the lock.
+    // Take the completions and the events that have arrived. The caller holds the lock.
     virtual void progress() = 0;
     // Create the queue pair, with one completion queue and one channel for both directions, so that a thread waits at
     // one descriptor. Return 0 or an errno.
     int make_queues(ibv_qp_init_attr* attributes);
 
-    // Wait until the condition holds. Return 0, EAGAIN if the call must not block or the time is over, or EINTR. A time
-    // of -1 has no end.
+    // Wait until the condition holds. Return 0, EAGAIN if the call must not block or the timeout has passed, or EINTR.
+    // A timeout of -1 means no limit.
     template <typename Condition> int wait(SocketLock* lock, bool nonblocking, Condition is_met, int timeout_ms = -1) {
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
         for (;;) {
@@ -112,7 +112,7 @@ protected:
         lock->unlock();
         arm();
         lock->lock();
-        progress(); // for completions before the request for a notification
+        progress(); // takes the completions that came before arm(), of which there is no notification
         int error = 0;
         if (!is_met()) {
             lock->unlock();

@@ -19,7 +19,7 @@ constexpr std::size_t grh_bytes = 40; // before each received datagram, for the 
 constexpr std::size_t datagram_bytes = 4096;
 constexpr unsigned receive_slot_count = 128, send_slot_count = 32;
 constexpr std::size_t receive_slot_bytes = grh_bytes + datagram_bytes;
-constexpr std::uint64_t receive_mark = 1ULL << 32;
+constexpr std::uint64_t receive_mark = 1ULL << 32; // set in wr_id of a receive; the low 32 bits are the slot
 constexpr int resolve_timeout_ms = 2000;
 
 struct DatagramHeader {
@@ -92,7 +92,8 @@ DatagramSocket::~DatagramSocket() {
     }
 }
 
-// Bind, if the program has not done it, create the queue pair, and let the connection manager answer for it.
+// Bind, if the program has not done it, create the queue pair, and let the connection manager answer requests with its
+// number.
 int DatagramSocket::make_ready() {
     if (is_ready_) {
         return 0;
@@ -195,7 +196,8 @@ int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
     rdma_conn_param request{};
     const bool is_resolved = rdma_resolve_addr(id, nullptr, address, resolve_timeout_ms) == 0 &&
                              rdma_resolve_route(id, resolve_timeout_ms) == 0 && rdma_connect(id, &request) == 0;
-    const int error = is_resolved ? 0 : (errno == 1 ? ECONNREFUSED : errno); // 1 is a status: no listener
+    // rdma_connect sets errno to the status of the reply: 1 (IB_SIDR_UNSUPPORTED) means that there is no listener.
+    const int error = is_resolved ? 0 : (errno == 1 ? ECONNREFUSED : errno);
     if (is_resolved) {
         *parameters = id->event->param.ud;
     }
@@ -320,7 +322,7 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
 int DatagramSocket::close() {
     constexpr int close_timeout_ms = 1000;
     SocketLock lock(mutex_);
-    // The datagrams that were sent leave before the queue pair is destroyed.
+    // Wait until the sent datagrams have left, before the queue pair is destroyed.
     wait(
         &lock, false, [this] { return !is_ready_ || free_send_slots_.size() == send_slot_count; }, close_timeout_ms);
     return 0;

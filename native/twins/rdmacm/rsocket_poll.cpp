@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Another thread may take the notification of an rsocket, so a waiting call looks again after this time.
+// Another thread may take the notification of an rsocket, so a waiting call checks the events again after this time.
 constexpr int wake_up_interval_ms = 100;
 
 // The descriptors of one call, with the rsocket behind each one that is an rsocket.
@@ -98,7 +98,7 @@ int poll_until(PollSet* set, int timeout_ms) {
         int count = set->look();
         if (count == 0 && timeout_ms != 0) {
             set->arm();
-            count = set->look(); // what arrived before the request for a notification
+            count = set->look(); // finds what came before arm(), of which there is no notification
         }
         if (count != 0) {
             return count;

@@ -18,10 +18,12 @@ namespace {
 constexpr std::uint32_t greeting_magic = 0x52534b31;
 constexpr std::uint16_t greeting_version = 1;
 constexpr int resolve_timeout_ms = 2000;
-// Half of the data buffers are returned at least at once, so at most two such messages wait in the peer's buffers.
+// Only this many data buffers or more are returned in a message without data, so at most four such messages at a time
+// occupy buffers of the peer.
 constexpr unsigned credit_batch = data_slot_count / 4;
 constexpr int close_timeout_ms = 10'000;
-// Work requests that carry no buffer: control messages.
+// The wr_id of a send is its slot, or no_slot for a control message without payload. That of a receive is its slot with
+// this mark.
 constexpr std::uint64_t no_slot = UINT64_MAX;
 constexpr std::uint64_t receive_mark = 1ULL << 32;
 constexpr unsigned max_control_sends = 64;
@@ -359,7 +361,8 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_CONNECT_ERROR:
         return fail(event.status < 0 ? -event.status : ECONNREFUSED);
     case RDMA_CM_EVENT_DISCONNECTED:
-        // The queue pair fails now, so that the buffers with data that has arrived, and all others, are completed.
+        // rdma_disconnect moves the queue pair to the error state, so that every posted receive completes: is_at_end()
+        // waits for these completions, so that no data that has arrived is lost.
         is_disconnected_ = true;
         rdma_disconnect(id_);
         return;
@@ -378,7 +381,7 @@ void StreamSocket::take_events() {
             std::memcpy(data.data(), copy.param.conn.private_data, copy.param.conn.private_data_len);
             with_data.param.conn.private_data = data.data();
         }
-        rdma_ack_cm_event(event); // before rdma_disconnect, which a destroying thread may wait for
+        rdma_ack_cm_event(event); // at once, because rdma_destroy_id in another thread may wait for it
         on_connection_event(with_data);
     }
 }
@@ -552,7 +555,7 @@ int StreamSocket::close() {
             writes_ended_ = true;
             post_message(Kind::end_of_data, nullptr, 0);
         }
-        // The bytes that were sent arrive before the connection ends.
+        // Wait until the peer has received the bytes that were sent, before the connection ends.
         wait(
             &lock, false, [this] { return sends_in_flight_ == 0 || stage_ != Stage::connected || is_disconnected_; },
             close_timeout_ms);

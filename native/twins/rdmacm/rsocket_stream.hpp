@@ -9,7 +9,7 @@
 namespace gdrkit::twin::rdmacm {
 
 inline constexpr std::size_t slot_bytes = 32768;
-// Buffers for data, which the sender counts, and buffers for the other messages.
+// Receive buffers for data, of which the sender counts the free ones, and receive buffers for the other messages.
 inline constexpr unsigned data_slot_count = 32, control_slot_count = 16;
 inline constexpr unsigned receive_slot_count = data_slot_count + control_slot_count;
 inline constexpr unsigned send_slot_count = 32;
@@ -34,7 +34,7 @@ public:
 private:
     enum class Stage { unconnected, listening, connecting, connected, failed };
 
-    // A message of this size follows the connection request and the reply in their private data.
+    // The private data of the connection request and of the reply.
     struct Greeting {
         std::uint32_t magic;
         std::uint16_t version;
@@ -87,14 +87,14 @@ private:
     ibv_mr* receive_mr_ = nullptr;
     ibv_mr* send_mr_ = nullptr;
     unsigned posted_receives_ = 0;
-    unsigned credits_ = data_slot_count;
+    unsigned credits_ = data_slot_count; // free data buffers of the peer
     unsigned credits_to_return_ = 0;
     std::vector<unsigned> free_send_slots_;
     unsigned sends_in_flight_ = 0;
     std::deque<Received> received_;
     std::vector<LocalMapping> local_mappings_;
     std::vector<Mapping> peer_mappings_;
-    unsigned peer_mapping_count_ = 0; // that the peer has room for
+    unsigned peer_mapping_count_ = 0; // number of mappings that the peer can store
 };
 
 } // namespace gdrkit::twin::rdmacm
