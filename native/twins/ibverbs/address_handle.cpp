@@ -19,7 +19,7 @@ namespace {
 constexpr std::uint8_t roce_v1_next_header = 0x1b;
 
 // Return whether an address handle can have this path. As in the kernel (rdma_check_ah_attr, ib_resolve_eth_dmac), a
-// path on Ethernet needs a global route with a destination that exists.
+// path on Ethernet needs a global route to a GID that is not zero.
 bool is_valid_path(const ibv_ah_attr& path) {
     constexpr ibv_gid no_gid{};
     return path.port_num == 1 && path.is_global == 1 && path.grh.sgid_index < gid_count && path.sl < 16 &&
@@ -60,7 +60,8 @@ bool is_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
     return (sum & 0xffff) + (sum >> 16) == 0xffff;
 }
 
-// Fill the route back to the sender of a datagram with this network header. Return 0, or -1 with errno set.
+// Store in *route the route back to the sender of the datagram that has this network header. Return 0, or -1 with errno
+// set.
 int fill_route(const Device& device, const ibv_grh& grh, ibv_global_route* route) {
     iphdr ipv4{};
     ibv_gid local_gid = grh.dgid;

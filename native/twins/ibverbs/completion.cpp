@@ -117,8 +117,9 @@ int CompletionQueue::take(Completion* completion) {
 
 int CompletionQueue::resize(std::size_t capacity) {
     std::unique_lock lock(mutex_);
-    // Soft-RoCE carries out many requests in the call that posts them, so their completions are counted here. In the
-    // twin threads do this. Give them time before a smaller size is accepted, which could then overrun.
+    // Soft-RoCE carries out many requests in the call that posts them, so the check below counts their completions. In
+    // the twin, threads carry them out. Give these threads time, because their completions would overrun a smaller size
+    // that is accepted too early.
     for (int tries = 0; tries < 20 && capacity < capacity_ && completions_.size() <= capacity; ++tries) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,4 +1,4 @@
-// A connected queue pair is opened and closed, enters the error state, and pushes completions.
+// Opens and closes connected queue pairs, moves them to the error state, and pushes their completions.
 
 #include "ibverbs/connected_queue_pair.hpp"
 

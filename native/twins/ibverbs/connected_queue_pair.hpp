@@ -136,8 +136,8 @@ private:
 
     using Lock = std::unique_lock<std::mutex>;
 
-    // State (queue_pair.cpp, queue_pair_modify.cpp). A caller of a function with a Lock parameter must hold that lock,
-    // which is a lock of mutex_.
+    // State (connected_queue_pair.cpp, connected_queue_pair_modify.cpp). A caller of a function with a Lock parameter
+    // must hold that lock, which is a lock of mutex_.
     // Enter the state ERR and shut down all connections. `except` (may be null) is left open, so that its responder
     // thread can still send the response to the request that failed.
     void enter_error(const Lock& lock, const Connection* except);

@@ -1,4 +1,4 @@
-// A connected queue pair checks a list of work requests and appends them to its queues.
+// Posts work requests to a connected queue pair: checks them and appends them to its queues.
 
 #include "ibverbs/connected_queue_pair.hpp"
 

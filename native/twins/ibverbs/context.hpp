@@ -12,7 +12,7 @@ namespace gdrkit::twin::verbs {
 
 struct AsyncEvent {
     ibv_async_event abi{};
-    // Event counter of the queue pair or completion queue that the event is about.
+    // Event counter of the queue pair, shared receive queue or completion queue that the event is about.
     std::shared_ptr<EventCounter> counter;
 };
 
@@ -21,8 +21,8 @@ struct Context {
     verbs_context extended{};
     Device* device = nullptr;
     EventQueue<AsyncEvent> events;
-    // Number of live protection domains, completion queues and completion channels of the context. The memory
-    // of a closed context that has any is never freed.
+    // Number of live objects that were created in the context, for example protection domains and completion queues.
+    // If a context is closed while it has any, its memory is never freed.
     std::atomic<int> child_count{0};
 
     ibv_context* abi() { return &extended.context; }

@@ -1,4 +1,4 @@
-// A datagram queue pair is opened and closed, posts requests, queues completions, and joins multicast groups.
+// Opens and closes datagram queue pairs, posts requests, queues completions, and attaches pairs to multicast groups.
 
 #include "ibverbs/datagram_queue_pair.hpp"
 

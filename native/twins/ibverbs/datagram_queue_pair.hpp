@@ -1,9 +1,9 @@
-// An unreliable-datagram (UD) queue pair. One thread per pair, or a thread of the application while that one sleeps,
-// sends the posted requests, receives the datagrams of all other pairs, and delivers the completions after random
-// delays. Each pair has one datagram socket, and one more for each multicast group that it is attached to, so the
-// number of senders does not matter. The queue of a socket is bounded. A sender whose datagram finds the queue full
-// tries again for a while, because the receiving thread may just not have run, and then drops the datagram, as a
-// network would.
+// An unreliable-datagram (UD) queue pair. One thread per pair, or a thread of the application while the pair's thread
+// sleeps, sends the posted requests, receives the datagrams of all other pairs, and delivers the completions after
+// random delays. Each pair has one datagram socket, and one more for each multicast group that it is attached to, so
+// the number of senders does not matter. The queue of a socket is bounded. A sender whose datagram finds the queue full
+// tries again for a while, because the receiving thread may not have run yet, and then drops the datagram, as a network
+// would.
 #pragma once
 
 #include <poll.h>
@@ -129,7 +129,7 @@ private:
     int idle_waiter_count_ = 0;        // number of threads in wait_until_idle
     bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED after the completions
     bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
-    std::deque<DatagramWork> sends_;   // the first one may be started
+    std::deque<DatagramWork> sends_;   // the attempts to send the first one may have started
     std::deque<ReceiveWork> receives_;
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
@@ -152,7 +152,7 @@ private:
     bool is_asleep_ = false;
     bool is_turn_taken_ = false;
     Clock::time_point wake_time_{}; // when the thread wakes by itself
-    Clock::time_point polled_at_{}; // when a thread of the application has polled last
+    Clock::time_point polled_at_{}; // when a thread of the application last polled
     Fd wake_eventfd_;
     std::thread thread_;
 };

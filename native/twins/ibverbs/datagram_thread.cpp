@@ -32,7 +32,8 @@ void DatagramQueuePair::run() {
     }
 }
 
-// Do what there is to do. Return whether there was progress. Only one thread at a time does a turn.
+// Do one turn: flush, receive, send, deliver completions and raise events. Return whether there was progress. Only one
+// thread at a time does a turn.
 bool DatagramQueuePair::run_turn(Lock* lock) {
     is_turn_taken_ = true;
     bool has_progress = flush(*lock);
@@ -53,7 +54,7 @@ void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
         return;
     }
     run_turn(lock);
-    // The thread delivers what is delayed, and sends what a full queue has refused.
+    // The thread delivers the delayed completions, and sends the datagram that a full queue has refused.
     if (next_deadline() < wake_time_) {
         notify_change(*lock);
     }
@@ -117,7 +118,7 @@ bool DatagramQueuePair::flush(const Lock& lock) {
     return has_progress;
 }
 
-// Raise the events for which the completions had to come first.
+// Raise the events that must follow the completions, once these are delivered.
 void DatagramQueuePair::raise_events(const Lock&) {
     if (state_ == IBV_QPS_ERR && must_raise_last_wqe_ && delayed_receives_.empty()) {
         must_raise_last_wqe_ = false;

@@ -1,4 +1,4 @@
-// One datagram is sent or received: its payload is gathered or scattered, and its frame is checked.
+// Sends or receives one datagram: gathers or scatters its payload, and makes or checks its frame.
 
 #include <algorithm>
 #include <utility>
@@ -10,8 +10,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// The time for which the twin tries to send to a receiver whose queue is full. Its process has not run for so long, or
-// is stopped, so the datagram is lost.
+// The time for which the twin tries to send to a receiver whose queue is full. After it, the receiver's process is
+// taken to be stopped, and the datagram is dropped.
 constexpr std::chrono::milliseconds full_queue_timeout{1000};
 constexpr std::size_t max_stalled_names = 64;
 constexpr std::uint32_t controlled_qkey = 0x80000000U;
@@ -117,7 +117,7 @@ DatagramHeader DatagramQueuePair::header_of(const DatagramWork& work, const Addr
     header.qkey = (work.remote_qkey & controlled_qkey) != 0 ? own_qkey : work.remote_qkey;
     header.immediate = work.work.immediate;
     header.payload_bytes = static_cast<std::uint32_t>(work.work.length_bytes);
-    // The field has 32 bits, and the header 20. UCX sets all 32, and the kernel does not check them.
+    // The field of the route has 32 bits, that of the header 20. UCX sets all 32, and the kernel does not check them.
     header.flow_label = route.flow_label & 0xfffff;
     header.flags = (work.work.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
                    (work.work.is_solicited ? datagram_is_solicited : 0);

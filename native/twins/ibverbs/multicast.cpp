@@ -1,4 +1,4 @@
-// ibv_attach_mcast and ibv_detach_mcast. On Ethernet the LID of a group has no meaning and is ignored, as by the
+// ibv_attach_mcast and ibv_detach_mcast. On Ethernet the LID of a group has no meaning, and is ignored as in the
 // kernel.
 
 #include "ibverbs/datagram_queue_pair.hpp"

@@ -20,8 +20,8 @@ constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
-// Every implemented function that can fail, and the points of a completion (wc.*). The functions of the last group are
-// not exported symbols. Clients call them through the tables of function pointers in a context.
+// Every implemented function that can fail, and the points of a completion (wc.*). Clients call some of the functions
+// through the tables of function pointers in a context; these are not exported symbols.
 constexpr std::array points = {
     errno_point("_ibv_query_gid_ex"),
     errno_point("_ibv_query_gid_table"),

@@ -1,4 +1,4 @@
-// Receive requests are posted to a shared receive queue and taken from it.
+// Implements shared receive queues: posts, takes and returns receive requests, and changes the size and the limit.
 
 #include "ibverbs/shared_receive_queue.hpp"
 
@@ -43,8 +43,8 @@ std::optional<ReceiveWork> SharedReceiveQueue::take() {
     }
     ReceiveWork work = std::move(requests_.front());
     requests_.pop_front();
-    // Like Soft-RoCE, only a request that is taken raises the event. A limit that is set while fewer requests are left
-    // raises it at the next message.
+    // As in Soft-RoCE, only taking a request raises the event. If a limit is set while fewer requests are left, the
+    // next message raises it.
     if (requests_.size() < limit_) {
         limit_ = 0;
         domain_->context->raise(public_srq_, IBV_EVENT_SRQ_LIMIT_REACHED, async_event_counter);

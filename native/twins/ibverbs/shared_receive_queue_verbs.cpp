@@ -1,4 +1,5 @@
-// The public functions of shared receive queues: create, modify, query, destroy, and the operations of the tables.
+// The public functions of shared receive queues: create, modify, query, destroy, and those that clients call through
+// the function tables of a context.
 
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"

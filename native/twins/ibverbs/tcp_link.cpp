@@ -115,7 +115,7 @@ void TcpLink::run_receiver() {
     eventfd_write(wake_eventfd_.get(), 1);
 }
 
-// Receive the next response. Return false at the end of the connection, also if the response is none to a request.
+// Receive the next response. Return false at the end of the connection, or if the response belongs to no request.
 bool TcpLink::receive_response(std::uint32_t number) {
     wire::Response response{};
     if (!recv_all(socket_.get(), &response, sizeof response) || request_count() - number - 1 >= slot_count) {

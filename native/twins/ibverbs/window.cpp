@@ -140,6 +140,7 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
     {
         KeyTable& state = key_table();
         std::lock_guard lock(state.mutex);
+        // A window can get every key with its index, so no region may have one of these keys.
         const auto is_used = [&state](std::uint32_t index) {
             for (std::uint32_t tag = 0; tag <= 0xff; ++tag) {
                 if (state.remote.contains(index << 8 | tag)) {

@@ -1,8 +1,9 @@
 // Messages between two queue pairs. A connection starts with a ConnectRequest, the descriptors of the shared memory
 // (link.hpp) and a ConnectReply. From then on requests and responses are in the shared memory. The socket then carries
-// only wake-ups, and its end of file tells that the peer is gone. A message larger than a chunk is sent as several
-// requests. Both sides are of the same build and on the same machine, so the structures are sent as they are in memory.
-// The magic number and the checks of sizes detect clients of another type.
+// only wake-ups, and its end of file tells that the peer is gone. Between machines there is no shared memory, and the
+// socket carries the requests and responses (tcp_link.hpp). A message larger than a chunk is sent as several requests.
+// Both sides have the same version and byte order, so the structures are sent as they are in memory. The magic number
+// and the checks of sizes detect clients of another type.
 #pragma once
 
 #include <cstdint>

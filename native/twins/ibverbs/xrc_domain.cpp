@@ -1,4 +1,4 @@
-// XRC domains find their shared receive queues, and are opened and closed.
+// Opens and closes XRC domains, and keeps their shared receive queues and receive queue pairs.
 
 #include "ibverbs/xrc_domain.hpp"
 

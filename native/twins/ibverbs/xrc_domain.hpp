@@ -1,6 +1,6 @@
 // XRC domains. The receive queue pairs of a domain deliver each message to the shared receive queue of the domain that
 // the message names. All opened domains of one file are one domain. A receive queue pair belongs to its domain: several
-// structures of clients (ibv_open_qp) can stand for it, and it ends with the last of them.
+// ibv_qp structures of clients can stand for it (ibv_open_qp), and it ends with the last of them.
 #pragma once
 
 #include <atomic>

@@ -52,7 +52,7 @@ mode_t mode_argument(int flags, va_list arguments) {
 
 namespace {
 
-// The result of a function that this libc does not have.
+// fail<Function>() sets ENOSYS and returns the error result of a function that this libc does not have.
 template <typename Function> struct ResultOf;
 template <typename Result, typename... Arguments> struct ResultOf<Result(Arguments...)> { using Type = Result; };
 template <typename Result, typename... Arguments> struct ResultOf<Result(Arguments..., ...)> { using Type = Result; };

@@ -56,7 +56,7 @@ std::string first_line(const char* path, const char* fallback) {
     return std::getline(file, line) && !line.empty() ? line : fallback;
 }
 
-// A device, seen by lspci, belongs to this vendor and to this class. The vendor of the NICs is no assigned number.
+// A PCI function as lspci shows it. The vendor number of the NICs is not assigned to any vendor.
 struct PciFunction {
     std::string address;
     const char* vendor;
@@ -108,7 +108,7 @@ std::string guid_text(const void* guid) {
                   bytes[6], bytes[7]);
 }
 
-// The texts of the kernel (drivers/infiniband/core/sysfs.c).
+// Return the rate of the port in the form of the kernel's file (drivers/infiniband/core/sysfs.c).
 std::string rate_text(const ibv_port_attr& port) {
     const int lanes = port.active_width == 1 ? 1 : port.active_width == 2 ? 4 : port.active_width == 4 ? 8 : 12;
     struct Speed {
@@ -204,7 +204,7 @@ void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index
     write_file(folder / "board_id", "twin");
     write_file(folder / "hw_rev", format("%x", attributes.hw_ver));
     write_port(folder / "ports/1", context);
-    // The last part of the link is the PCI address. Programs read it there.
+    // Programs take the PCI address from the last part of this link's target.
     fs::create_symlink("../../../" + function.address, folder / "device");
     write_link(folder / "subsystem", tree / "sys/class/infiniband");
     write_link(tree / "sys/class/infiniband" / name, folder);
@@ -231,8 +231,8 @@ void write_tree(const fs::path& tree) {
         fs::create_directories(tree / folder);
     }
     write_file(tree / "sys/class/infiniband_verbs/abi_version", "6");
-    // librdmacm of rdma-core refuses a file that is no character device, which is better than a device that answers no
-    // command: UCX waits for events of it.
+    // Not a device node: rdma-core's librdmacm refuses a file that is not a character device at once. With a device
+    // that answers no command, UCX would wait for events.
     write_file(tree / "dev/infiniband/rdma_cm", "");
     const unsigned gpu_count = config().gpu_count;
     for (unsigned index = 0; index < std::max(static_cast<unsigned>(nic_count), gpu_count); ++index) {

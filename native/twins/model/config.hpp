@@ -13,6 +13,7 @@ namespace gdrkit::twin {
 enum class GaudiGeneration { gaudi, gaudi2, gaudi3 };
 
 struct Config {
+    // The domain stands for one machine: the twins of the processes of one user with the same domain reach each other.
     std::string domain = "default";
     // Addresses of the NICs on the TCP fabric, one for each NIC. If it is empty, queue pairs find each other only
     // within one network namespace.
