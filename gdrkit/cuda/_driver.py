@@ -275,7 +275,7 @@ def uninitialized_bytes(length_bytes: int) -> bytes:
 def bytes_at(address: int, length_bytes: int) -> Any:
     """Return a ctypes array of the host bytes at an address, for views. It does not own the bytes.
 
-    Code can keep a weak reference to the array.
+    A weak reference to the array shows whether a view still exists, because each view keeps the array alive.
     """
     return (ctypes.c_ubyte * length_bytes).from_address(address)
 

@@ -150,7 +150,7 @@ class PrimaryContext(Closeable):
         return MemoryInfo(free_bytes=free_bytes, total_bytes=total_bytes)
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the device is closed. Return a function that cancels this.
+        """Register `close` to be called before the device is closed, and return a function that cancels this.
 
         Objects that are created on the device, such as memory and streams, register their `close` here.
         """

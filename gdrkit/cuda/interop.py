@@ -55,7 +55,7 @@ class ForeignArray:
     stream : int or None
         The stream on which work on the array may be pending. None: there is no stream to wait for.
     release : callable
-        Tells the producer that the array is no longer used. It must be called once.
+        Function that tells the producer that the array is no longer used. It must be called once.
     """
 
     address: int

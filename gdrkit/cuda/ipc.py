@@ -53,7 +53,7 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
     handle : bytes
         The handle that :func:`export_handle` returned in that process.
     length_bytes : int or None
-        How many bytes to use. With None, the whole allocation. It may be larger than the size that the owner requested.
+        Number of bytes to use. None: the whole allocation, which may be larger than the size that the owner requested.
 
     Raises
     ------
@@ -92,8 +92,8 @@ def device_of_handle(handle: bytes) -> int:
         The driver opens the handle on none of the devices. For the causes, see :func:`open_handle`.
     UsageError
         MALFORMED: the handle does not have 64 bytes.
-    Unsupported
-        ENOTSUP: CUDA is not available in this process.
+    SetupMissing
+        CUDA is not available in this process.
     """
     _check_length(handle)
     count = _driver.call_int("cuDeviceGetCount")

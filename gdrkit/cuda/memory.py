@@ -50,7 +50,10 @@ class CudaMemory(MemoryResource):
             return pointer.buffer_id(self.address)
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (base, length_bytes, buffer id) of every chunk under the memory, in order."""
+        """Return (base, length_bytes, buffer id) of every chunk that contains a part of the memory, in order.
+
+        VMM memory has several chunks. Other memory normally has one: its allocation.
+        """
         self._check_open()
         with self.device.current():
             return pointer.allocation_key(self.address, self.length_bytes)
@@ -60,7 +63,7 @@ class CudaMemory(MemoryResource):
     presence = staticmethod(pointer.presence)
 
     def allocation(self) -> BorrowedMemory:
-        """Return all chunks under this memory, from the first byte of the first chunk to the last byte of the last.
+        """Return the chunks of :meth:`allocation_key` as one memory, from the first byte of the first to the last byte.
 
         Registering the returned memory registers every byte of these chunks. Closing it frees nothing.
         """

@@ -94,10 +94,10 @@ def address_range(address: int) -> AddressRange:
 
 
 def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int], ...]:
-    """Return (base, length_bytes, buffer id) of every chunk under the range. The device's context must be current.
+    """Return (base, length_bytes, buffer id) of every chunk that contains a part of the range, in order.
 
-    In VMM memory each chunk has its own id, and the driver reports one chunk per call. So this function iterates over
-    the range.
+    The device's context must be current. In VMM memory each chunk has its own id, and the driver reports one chunk per
+    call. So this function iterates over the range. Other memory normally has one chunk: its allocation.
 
     Raises
     ------

@@ -78,7 +78,8 @@ class VmmMemory(CudaMemory):
         Raises
         ------
         Unsupported
-            The device does not support virtual memory management, or not for memory that NICs can access.
+            The device does not support virtual memory management, or does not support it for memory that NICs can
+            access.
         ApiError
             cuMemCreate, cuMemAddressReserve, cuMemMap or cuMemSetAccess failed. Nothing stays allocated.
         """
