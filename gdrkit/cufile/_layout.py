@@ -100,7 +100,8 @@ _SINGLES_VECTOR = (
     "readv_lat_sum_us",
     "writev_lat_sum_us",
 )
-# The averages of the first level. The values are the names of the counters of its sum and of its operations.
+# The averages of the first level. Each value has the names of two counters: the sum, and the number of operations by
+# which libcufile divides it.
 AVERAGES: Mapping[str, tuple[str, str]] = {
     "read_lat_avg_us": ("read_lat_sum_us", "read_ops"),
     "write_lat_avg_us": ("write_lat_sum_us", "write_ops"),

@@ -210,8 +210,9 @@ class RegisteredBuffer:
 class BufferCache:
     """Registrations of memory with cuFile that are kept for later transfers. The methods are thread-safe.
 
-    Memory whose owner tells before it is freed stays registered until then. Other memory is registered only while a
-    transfer uses it, because freed memory that is still pinned would be lost until the process ends.
+    If the owner of the memory calls the cache before it frees the memory (:class:`OwnedMemory`), the memory stays
+    registered until then. Other memory is registered only while a transfer uses it, because freed memory that is still
+    pinned would be lost until the process ends.
 
     Parameters
     ----------
@@ -222,7 +223,7 @@ class BufferCache:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = forks.ForkSafeLock()
-        # By address of the first byte.
+        # The registrations by the address of their first byte.
         self._entries: dict[int, _CacheEntry] = {}
         # Memory that cuFile refused to register. It is tried again when other memory was deregistered.
         self._refused: weakref.WeakSet[Memory] = weakref.WeakSet()

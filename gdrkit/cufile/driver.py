@@ -113,7 +113,7 @@ class Driver:
         return int(_cufile.call("cuFileGetBARSizeInKB", "get_bar_size_in_kb", gpuIndex=device_index))
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` when the driver is closed, before it closes. Return a function that removes the callback."""
+        """Register `close` to be called before the driver is closed, and return a function that cancels this."""
         return self._open_objects.push(close)
 
     def check_open(self) -> None:

@@ -48,7 +48,8 @@ class Route(enum.Enum):
     """The route of bytes between a file and memory.
 
     libcufile moves bytes by PCI peer-to-peer (``P2P``), through the driver nvidia-fs (``NVFS``), or through host memory
-    (``POSIX``). ``ENGINE`` is the copy engine of gdrkit.gds, and ``RDMA`` a storage server.
+    (``POSIX``). ``ENGINE``: the copy engine of gdrkit.gds moved the bytes. ``RDMA``: a storage server moved them by
+    RDMA. ``UNKNOWN``: there is no evidence.
     """
 
     P2P = "p2p"
@@ -83,7 +84,8 @@ class Proof:
     state : RouteState
         Whether the direct route is proven.
     evidence : str
-        Source of the evidence: ``cufile statistics``, ``nvidia-fs counters``, or empty.
+        Source of the evidence: ``cufile statistics``, ``nvidia-fs counters``, or the failed call and its status if
+        libcufile refused to register the file. Empty if there is no evidence.
     moved : mapping
         Increase of each counter, by its name.
     causes : tuple of Obstacle
@@ -222,7 +224,7 @@ def proof_from_counters(
 
 
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
-    """Return the proof for a file that libcufile refused to register. It has no route, but the causes."""
+    """Return the proof for a file that libcufile refused to register. Its route is unknown, and it names the causes."""
     causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
     if not causes:
         causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
