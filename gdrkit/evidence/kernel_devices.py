@@ -5,7 +5,7 @@ disagreement. The sources are:
 
 - its PCI function below /sys/bus/pci, on a genuine sysfs, with the driver that is bound to it;
 - its character device below /dev, whose major number the kernel lists in /proc/devices, on a genuine procfs;
-- the reply of its driver to an ioctl on that device;
+- the reply of its driver to an ioctl: for a GPU on /dev/nvidiactl, for an RDMA device on its own character device;
 - for an RDMA device also the device list of the kernel over netlink.
 
 Source: include/uapi/linux/magic.h, include/uapi/rdma and drivers/infiniband/core/uverbs_ioctl.c of Linux; nv-ioctl.h of
