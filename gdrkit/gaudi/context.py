@@ -1,4 +1,4 @@
-"""The base of an open Gaudi device: its descriptor, its copies, and the memory that has an address on the device.
+"""The base of an open Gaudi device: its descriptor, copies to and from it, and the memory that has an address on it.
 
 The kernel allows one program at a time to open a device.
 """
@@ -31,8 +31,9 @@ class MappedRange:
     Attributes
     ----------
     export : callable or None
-        A function of offset and length that returns this part of the memory, in a dma-buf over the whole memory. None
-        if the memory cannot be exported.
+        A function that exports the whole memory as a dma-buf. Its arguments are the offset and the length of a part of
+        the memory, in bytes. The returned DmabufRange describes where this part is in the dma-buf. None if the memory
+        cannot be exported.
     """
 
     kind: MemoryKind
@@ -94,7 +95,7 @@ class GaudiContext(Closeable):
     def mapping_alignment_bytes(self, alignment_bytes_max: int) -> int:
         """Return a power of two, at most `alignment_bytes_max`, that divides the default page of device memory.
 
-        The page of a Gaudi 2 is no power of two, because the device has six stacks of memory.
+        The page of a Gaudi 2 is not a power of two, because the device has six stacks of memory.
         """
         return min(self.page_bytes & -self.page_bytes, alignment_bytes_max)
 
@@ -118,7 +119,7 @@ class GaudiContext(Closeable):
         return self._physical_allocator
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the device is closed. Return a function that cancels this call."""
+        """Register `close` to be called before the device is closed, and return a function that cancels this."""
         return self._releases.push(close)
 
     def mapped_ranges(self) -> tuple[MappedRange, ...]:

@@ -191,7 +191,7 @@ class GaudiMemory(MemoryResource):
         )
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (base, length_bytes, number) of the one allocation under the memory.
+        """Return (base, length_bytes, number) of the one allocation that contains the memory.
 
         A later allocation at the same address has another number.
         """
@@ -201,7 +201,7 @@ class GaudiMemory(MemoryResource):
     presence = staticmethod(_presence_check)
 
     def allocation(self) -> BorrowedMemory:
-        """Return a view of the whole allocation under this memory. A close of the view does not free the memory."""
+        """Return a view of the whole allocation that contains this memory. Closing the view frees nothing."""
         self._check_open()
         return BorrowedMemory(self._allocation, export=self._export)
 

@@ -116,7 +116,7 @@ class MemoryPool(Resource):
                 )
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the pool is closed. Return a function that cancels this call."""
+        """Register `close` to be called before the pool is closed, and return a function that cancels this."""
         return self._parts.push(close)
 
     def free_part(self, address: int, length_bytes: int) -> None:

@@ -26,7 +26,7 @@ __all__ = ["AddressInfo", "query"]
 _EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC  # the only flags that the library accepts
 # A mapping begins at a multiple of this, or of a smaller power of two that divides the default page of the device.
 _MAPPING_ALIGNMENT_BYTES = 2 * MIB
-# Limit of the export attempts that search the begin of a mapping.
+# Largest number of exports that gdrkit attempts in the search for the beginning of a mapping.
 _ATTEMPTS_MAX = 8192
 
 
@@ -43,8 +43,8 @@ class AddressInfo(Closeable):
     base, length_bytes : int
         Address and size in bytes of the whole allocation or mapping that contains the queried range.
     dmabuf : DmabufRange or None
-        The queried bytes, in a dma-buf over the whole memory. None if this memory cannot be exported. :meth:`close`
-        closes the dma-buf, unless the caller has taken its descriptor with ``take()``.
+        A dma-buf of the whole memory, with the offset of the queried bytes in it. None if this memory cannot be
+        exported. :meth:`close` closes the dma-buf, unless the caller has taken its descriptor with ``take()``.
     """
 
     kind: MemoryKind
