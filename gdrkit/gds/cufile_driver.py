@@ -45,10 +45,10 @@ class CufileOptions:
     batch_range_bytes_max : int
         Largest range that a batch transfers, in bytes. Larger ranges are transferred by single calls.
     batch_ranges_min : int
-        Number of ranges from which on a batch is used.
+        Smallest number of ranges for which a batch is used.
     batch_entries_max : int
         Largest number of transfers in a batch. With more than 64, cuFile 1.15 may never return from a batch that goes
-        through host memory (see ``posix_pool_slab_count``).
+        through host memory (see ``posix_pool_slab_count`` of cufile.json).
     registers_memory : bool
         Whether memory is registered with cuFile before a transfer.
     """

@@ -148,7 +148,7 @@ class CufilePath:
     def execute(self, jobs: Sequence[CufileJob]) -> None:
         """Run jobs of one direction, and store the route that the counters showed. The thread of the queue calls this.
 
-        It runs every transfer of :mod:`gdrkit.gds` by cuFile, blocking or not, with one range or with many.
+        This method runs every transfer of :mod:`gdrkit.gds` by cuFile, blocking or not, with one range or with many.
         """
         uses_batch = self._should_use_batch(jobs)
         monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
@@ -317,14 +317,14 @@ class _PartSource:
 
 
 class _BatchTransfers:
-    """The transfers of one batch that were submitted, and the rests of transfers that moved fewer bytes."""
+    """The submitted transfers of one batch, and the rests of transfers that moved fewer bytes than requested."""
 
     def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered: _RegisteredRanges) -> None:
         self._batch = batch
         self._file = file
         self._registered = registered
         self._rests: deque[tuple[CufileJob, CufilePart]] = deque()
-        # By id of the request.
+        # The submitted transfers by the id() of their requests.
         self._submitted: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
         self._is_cancelled = False
 

@@ -65,7 +65,7 @@ class Destination:
     old: os.stat_result | None
 
     def is_same_file(self, info: os.stat_result) -> bool:
-        """Return whether this is the stat result of the file that has the name now."""
+        """Return whether `info` is the stat result of the file that has the name now."""
         return self.old is not None and os.path.samestat(self.old, info)
 
 
@@ -98,8 +98,8 @@ def new_file(
     """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
     If the file replaces no other file, it gets the permission bits of the source without those of the umask. Otherwise
-    it gets the permission bits of the replaced file and, if this process may change owners, its owner; until it has the
-    name, only its owner can open it. Set-user-id, set-group-id and sticky bits are never copied.
+    it gets the permission bits of the replaced file and, if this process may change owners, the owner of that file.
+    Until then, only the owner of the new file can open it. Set-user-id, set-group-id and sticky bits are never copied.
 
     Parameters
     ----------
