@@ -50,7 +50,7 @@ class Case:
     unmet : tuple of CaseReason
         The needs that are not met, with reasons. It is empty until the needs were checked.
     refusal : tuple of RefusalCause or None
-        The causes of the refusal that the profile expects, or None if the profile does not expect one for all unmet
+        The causes of the refusal that the profile expects, or None if it does not expect the same refusal for all unmet
         needs.
     refused : tuple of ObservedRefusal
         The expected refusal after it has occurred, else empty.

@@ -1,6 +1,6 @@
 """The pytest fixtures of the harness: facts, NICs, devices, peer processes, seed and evidence.
 
-A fixture closes the objects that it opened after the case, before the leak check.
+After the case and before the leak check, a fixture closes the objects that it has opened.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def facts(request: pytest.FixtureRequest) -> Facts:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """The seed of this case. Each case has another seed, which depends only on the case and on ``--seed``."""
+    """The seed of this case. Each case has its own seed, which depends only on the case and on ``--seed``."""
     return request.config.stash[SESSION].case_seed(request.node.nodeid)
 
 

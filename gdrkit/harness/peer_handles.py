@@ -20,7 +20,7 @@ __all__ = ["PeerBuffer", "PeerNic", "PeerQueuePair", "PeerRegion", "ReadResult"]
 
 _ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 _TIMEOUT_MS = 10_000.0
-# While the peer waits for a completion, the case waits for the reply of the peer, longer by this time.
+# The case waits this much longer for the reply of the peer than the peer waits for a completion.
 _REPLY_MARGIN_S = 20.0
 
 

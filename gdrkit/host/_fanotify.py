@@ -25,7 +25,7 @@ _FAN_OPEN, _FAN_Q_OVERFLOW = 0x20, 0x4000
 _INFO_TYPE_DFID_NAME = 2
 # struct fanotify_event_metadata: event_len, vers, reserved, metadata_len, mask, fd, pid.
 _METADATA = struct.Struct("=IBBHQii")
-# struct fanotify_event_info_fid: info_type, pad, len, fsid, and the begin of struct file_handle: bytes, type.
+# struct fanotify_event_info_fid: info_type, pad, len, fsid, and the first fields of struct file_handle: bytes, type.
 _INFO = struct.Struct("=BBHQIi")
 _FILE_HANDLE = struct.Struct("=Ii")
 _READ_BYTES = 1 << 16

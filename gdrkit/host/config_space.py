@@ -31,7 +31,8 @@ _ATS_ENABLE = 0x8000
 _DEVICE_CONTROL_OFFSET = 8
 _RELAXED_ORDERING = 0x10
 _SMALLEST_READ_REQUEST_BYTES = 128
-# Such a header instead of an extended capability ends the list: there is none, or the device does not respond.
+# A header with one of these values ends the list of extended capabilities: 0 if the list is empty, all ones if the
+# device does not respond.
 _EMPTY_HEADERS = (0, 0xFFFF_FFFF)
 
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Limits", "process_limits", "raise_open_files_limit"]
 
-# Some containers have a hard limit of a thousand million, for which other programs reserve memory.
+# Largest soft limit that gdrkit sets. Some containers have a hard limit of 10**9, and a child process that has a table
+# entry for each possible descriptor would need gigabytes of memory.
 _OPEN_FILES_MAX = 1 << 20
 
 # The capabilities (linux/capability.h) on which pinning, raw devices, users and namespaces depend.

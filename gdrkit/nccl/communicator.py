@@ -174,7 +174,7 @@ class Communicator(Resource):
         Raises
         ------
         UsageError
-            The length is no multiple of the size of an element, or a memory is smaller.
+            The length is not a multiple of the size of an element, or the source or the target is smaller.
         ApiError
             NCCL failed.
         """
@@ -228,7 +228,7 @@ class Communicator(Resource):
                 _nccl.call("ncclCommDestroy", self._communicator, rank=self.rank)
 
     def add_registration(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the communicator is destroyed. Return a function that removes the callback."""
+        """Register `close` to be called before the communicator is destroyed. Return a function that cancels this."""
         return self._registrations.push(close)
 
 

@@ -75,7 +75,7 @@ class _WithoutTwin:
 
 
 def without_twin(api: Api) -> Need:
-    """Return the need that `api` does not run on its software twin, for cases with programs that cannot use it."""
+    """Return the need that `api` does not run on its software twin, for cases whose programs cannot use the twin."""
     return _WithoutTwin(api.value)
 
 
