@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildQuery"]
 
 _OUTPUT_CHARACTERS_MAX = 400
-# Longest time without a processor that does not count as time of the query.
+# Time in which the child had no processor does not count as time of the query, up to this limit.
 _STARVED_MAX_S = 100.0
 
 

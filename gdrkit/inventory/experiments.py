@@ -2,7 +2,7 @@
 
 The module runs as ``python -m gdrkit.inventory.experiments NAME DESCRIPTOR`` in a child process with a time limit. An
 experiment allocates a little memory, registers it, transfers bytes over each NIC in loopback, and releases everything.
-It returns its observations in words, by the step of the experiment. The rules of the doctor decide what they mean.
+It returns one text for each of its steps, which says what was observed. The rules of the doctor decide what that means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["EXPERIMENTS", "main"]
 _TRANSFER_BYTES = 64 * KIB
 _COPY_BYTES = 64 * MIB
 _FLUSH_ROUNDS = 50
-# Copies before the links are read, so that an idle GPU has time to raise the speed of its link.
+# Number of copies before the links are read, so that an idle GPU has time to raise the speed of its link.
 _COPIES_MIN = 20
 # Seed of the patterns that are transferred. Any value would do.
 _SEED = 0x6D6F76

@@ -230,7 +230,7 @@ class Facts:
     accelerators : tuple of PciDevice
         Accelerators of Habana Labs on the PCI bus, with or without a driver.
     gaudi : facts or None
-        Result of the query of hl-thunk. It is made if the machine has such a library or a device of Habana Labs.
+        Result of the query of hl-thunk. The machine is queried if it has this library or a device of Habana Labs.
     unreadable : tuple of Unreadable
         Files that exist and could not be read.
     virtual_machine : str or None

@@ -18,7 +18,7 @@ class Observation:
     name : str
         Name of the experiment.
     seen : mapping
-        The observation in words, by the step of the experiment.
+        For each step of the experiment, a text that says what was observed.
     failure : ApiFailure or None
         The call that failed. Its reason is ``timeout`` if the child process did not end in time.
     """

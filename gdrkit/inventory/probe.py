@@ -63,7 +63,7 @@ def probe(
         Environment of the child processes that query the APIs. The facts are valid only for processes with this
         environment. None means the environment of this process.
     query_apis : bool
-        Whether to start the children that query CUDA, verbs and registration.
+        Whether to start the child processes that query the APIs.
     timeout_s : float
         Time limit of each query, in seconds. A driver that hangs becomes a failure with reason ``timeout``.
     """
@@ -140,7 +140,7 @@ class _ApiResults:
 
 
 class _ApiQueries:
-    """The child processes that query the APIs. At its end the block kills the children that still run."""
+    """The child processes that query the APIs; a context manager, which kills children that still run at its end."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment

@@ -1,4 +1,4 @@
-"""Rules about files that do not go directly into GPU memory: the kernel and the configuration of cuFile.
+"""Rules about why cuFile does not read files directly into GPU memory: kernel drivers, and the configuration of cuFile.
 
 cuFile can transfer directly by nvidia-fs or by P2PDMA. If one of them is missing, that is a fault only if the other is
 missing too.
