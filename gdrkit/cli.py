@@ -33,7 +33,7 @@ _EXIT_NOT_FOUND, _EXIT_NOT_EXECUTABLE = 127, 126
 _EXIT_INTERRUPTED = 130
 # The shortest --budget of `gdrkit check`, in seconds: an idle machine needs about half of it to start the cases.
 _BUDGET_S_MIN = 10.0
-# The list of exit codes in the help text of `gdrkit qualify`.
+# The list of exit codes in the help texts of `gdrkit qualify` and `gdrkit check`.
 _EXIT_CODES = "\n".join(f"  {int(code)} {code.meaning}" for code in ExitCode)
 
 

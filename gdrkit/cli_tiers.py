@@ -152,7 +152,7 @@ def migrate(
 @click.option(
     "--watch",
     type=click.Choice(["preferred", "required", "never"]),
-    help="Whether to count files that other programs open, which needs root. Default: preferred.",
+    help="Whether a file also counts as used when another program opens it, which needs root. Default: preferred.",
 )
 @_with_tier_options
 def run(
@@ -166,9 +166,9 @@ def run(
 ) -> int:
     """Move files by policy in the background, until SIGTERM or SIGINT.
 
-    The command also counts the files that other programs open. It ends within two seconds after a signal, and can be
-    killed at any time without loss of data. With --json, it prints one JSON object for each event. `gdrkit tiers
-    migrate --dry-run` lists the files that the next pass would move.
+    A file also counts as used when another program opens it (see --watch). The command ends within two seconds after a
+    signal, and can be killed at any time without loss of data. With --json, it prints one JSON object for each event.
+    `gdrkit tiers migrate --dry-run` lists the files that the next pass would move.
     """
     from gdrkit.tiers.configuration import override_run
     from gdrkit.tiers.runs import run_until_signalled

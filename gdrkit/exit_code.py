@@ -14,7 +14,10 @@ __all__ = ["ExitCode"]
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of the commands. :attr:`meaning` describes what they mean for ``gdrkit qualify``."""
+    """The exit codes of the commands. :attr:`meaning` describes what they mean for ``gdrkit qualify``.
+
+    For commands that prove nothing, such as ``gdrkit compare``, PROVEN (0) means success.
+    """
 
     PROVEN = 0
     FAILED = 1

@@ -70,7 +70,8 @@ _COMPLETION_FAULT_POINTS = tuple(
 )
 _CUFILE_IO_FAULT_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_FAULT_POINT = "cufile.route"
-# The lowest status of points at which it is not 1. An asynchronous cuFile transfer can complete with 0 bytes moved.
+# The lowest status that a rule can set, for points where it is not 1. An asynchronous cuFile transfer can complete with
+# 0 bytes moved.
 _STATUS_MIN_BY_POINT = {"cufile.async_io": 0}
 # The first route has the code 1, the second 2, and so on.
 _ROUTES = ("p2p", "nvfs", "posix")

@@ -4,7 +4,7 @@ A software twin is a drop-in library that emulates the hardware. This is the onl
 It finds them in the installed package ``gdrkit_twins`` and makes the environment of the child:
 
 - LD_LIBRARY_PATH begins with their folders.
-- LD_AUDIT names a library that replaces copies of a real library, which a program opens by its path or by RPATH.
+- LD_AUDIT names a library that makes the loader open a twin if a program opens the real library by its path or RPATH.
 - LD_PRELOAD names a library by which the program finds the devices of the verbs twin in /sys and /dev.
 
 The program in the child is not changed. The dynamic loader reads these variables only at the start of a process, so a

@@ -58,7 +58,8 @@ def from_json_data(expected_type: type[_T], value: object, *, where: str = "") -
     value : object
         The data, as :func:`json.loads` returned it.
     where : str
-        The name of the value, with which an error message begins. The name of the type if empty.
+        The name of the value, with which an error message begins. If it is empty, the message begins with the name of
+        the type.
 
     Raises
     ------
