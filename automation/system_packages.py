@@ -1,8 +1,8 @@
 """Installation of the Debian packages that the nox sessions need, by apt.
 
 New packages are installed, and installed packages may be updated within the same Debian or Ubuntu release. No package
-is removed, and no package of another vendor is replaced. If a vendor's RDMA stack is installed, apt is not called. The
-missing packages are printed instead.
+is removed, and no package of another vendor is replaced. If a vendor's RDMA stack is installed, apt is not called: nox
+prints the missing packages and exits with code 3, or continues without packages that only some cases need.
 """
 
 from __future__ import annotations
@@ -166,7 +166,10 @@ def is_release_update(change: str) -> bool:
 
 
 def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
-    """Install packages that only some cases need. If apt must not be called or fails, print the consequence."""
+    """Install packages that only some cases need. If the installation fails, print the consequence and return.
+
+    Without apt-get, and beside a vendor's RDMA stack, do nothing.
+    """
     if not shutil.which("apt-get") or find_vendor_stack():
         return
     try:
