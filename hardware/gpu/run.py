@@ -90,13 +90,13 @@ PARTS: dict[str, Part] = {
     "storage": Part(("suites/bench/test_storage_speed.py",), limit_s=540, is_measuring=True),
     "nccl": Part(("hardware/throughput/test_nccl.py",), limit_s=300, is_measuring=True, is_optional=True),
 }
-# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
-# The commands that describe the machine, by the file of the profile's folder that has their output.
+# The commands that describe the machine. The key is the name of the file for the output, in the folder of the profile.
 DOCUMENTS = {
     "facts.json": ("facts", "--json"),
     "topology.json": ("topology", "--json"),
     "doctor.json": ("doctor", "--json", "--read-only", "--any"),
 }
+# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAILED, SETUP_MISSING = 1, 3
 # The time that a part has to print its stacks after SIGABRT, in seconds.

@@ -29,7 +29,7 @@ FAILED, SETUP_MISSING = 1, 3
 
 
 def main() -> int:
-    """Exit code 0: every program did what it is for, over the device; 1: a program did not; 3: the lab cannot run."""
+    """Exit code 0: every program passed; 1: one failed, or passed only on the kernel (--lab); 3: the lab cannot run."""
     options = _parse_options()
     if options.records is None:
         options.records = _BUILD_FOLDER / "records.jsonl"
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def _run_programs(options: argparse.Namespace) -> int:
-    """Run all programs, print the table, write the records, and return how many did not do what they are for."""
+    """Run all programs, print the table, write the records, and return how many failed."""
     launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
     target = Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
     substrate = "kernel_software" if options.here else "twin"
@@ -72,7 +72,7 @@ def _run_programs(options: argparse.Namespace) -> int:
         failures_count += record.verdict is not Verdict.PASS
         rows.append(row)
     _say("\n" + format_table(rows))
-    _say(f"{len(rows) - failures_count} of {len(rows)} programs did what they are for over {substrate}")
+    _say(f"{len(rows) - failures_count} of {len(rows)} programs passed on {substrate}")
     return failures_count
 
 

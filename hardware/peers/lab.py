@@ -32,14 +32,14 @@ _PASS = Verdict.PASS.value
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A program, or a test of rdma-core, that has not the same outcome on the twin and on the kernel.
+    """A program, or a test of rdma-core, that passes on the twin but not on the kernel, or the reverse.
 
     Attributes
     ----------
     name : str
         The program or the test.
     twin, kernel : str
-        The outcome there: ``pass``, or why not.
+        The outcome on the twin and on the kernel: ``pass``, or the reason why it did not pass.
     """
 
     name: str
@@ -79,7 +79,10 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
 
 
 def compare(twin: Path, kernel: Path) -> list[Difference]:
-    """Return every program and every test of rdma-core whose outcome differs, in the order of the twin's records."""
+    """Return every program and every test of rdma-core that passes in only one of two records files.
+
+    They are in the order of the twin's records. One that is missing in either file is left out.
+    """
     twin_outcomes, kernel_outcomes = _outcomes(read_records(twin)), _outcomes(read_records(kernel))
     common = [name for name in twin_outcomes if name in kernel_outcomes]
     differences = [Difference(name, twin_outcomes[name], kernel_outcomes[name]) for name in common]

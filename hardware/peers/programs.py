@@ -96,8 +96,8 @@ def _ibverbs_utils() -> list[StockProgram]:
 
 
 def _perftest() -> list[StockProgram]:
-    """Return every test of perftest with each type of connection that it has, by both ways of posting and by -R."""
-    # The types of connection that each test has.
+    """Return every test of perftest, once for each type of connection and for some other options."""
+    # The types of connection that each test supports.
     connections = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
     connections["atomic"] = ("RC", "XRC")
     programs = []

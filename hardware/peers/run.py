@@ -1,4 +1,7 @@
-"""Start a stock program, wait for its end, and decide whether it did what it is for over the RDMA device."""
+"""Start a stock program, wait for its end, and decide whether it passed.
+
+A program passes if it and its server succeed, its output and the data are right, and enough bytes moved over the twin.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,8 @@ class Target:
     gid_index : int
         Index of the RoCE GID that the programs use.
     launcher : tuple of str
-        First words of each command, followed by ``--report FILE --`` if not empty. Empty: no twins.
+        First words of each command, such as ``gdrkit run --software``. ``--report=FILE --`` follows them. Empty: no
+        twins.
     timeout_s : float
         Time limit of a program.
     """
@@ -62,7 +66,7 @@ class Target:
 
     @property
     def counts_bytes(self) -> bool:
-        """Whether the number of bytes that a program moved is known: by the report of `gdrkit run`."""
+        """Whether the number of bytes that a program moved is known. Only the report of the launcher contains it."""
         return bool(self.launcher)
 
 
@@ -81,7 +85,8 @@ class ProgramOutcome:
     command : str
         The command line of the client.
     outputs : mapping
-        The last lines that each process printed.
+        The last lines that each process printed; empty if the run passed. The key ``first`` is the server, and ``last``
+        is the client. For a program that runs alone, the key is ``first``.
     """
 
     failure: str
@@ -130,7 +135,7 @@ class _Process:
 
 
 def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
-    """Run `program` on `target` and return what it showed. Every process has ended when the function returns."""
+    """Run `program` on `target` and return the outcome. Every process has ended when the function returns."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder_name:
         folder = Path(folder_name)
         words = {
@@ -163,7 +168,7 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
 def _run_processes(
     program: StockProgram, target: Target, folder: Path, words: Mapping[str, str]
 ) -> tuple[list[_Process], str]:
-    """Run the server and the client. Return the processes, the client last, and a sentence about a failure."""
+    """Run the server and the client. Return the processes, the client last, and the failure or an empty string."""
     deadline_s = time.monotonic() + target.timeout_s
     server_command, client_command = (
         [word.format_map(words) for word in command] for command in (program.server, program.client)
