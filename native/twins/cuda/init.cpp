@@ -1,4 +1,5 @@
-// cuInit, the driver version, and the check that a process may use the driver.
+// Loads the fault plan and applies it to each call (entry.hpp), checks that cuInit was called, and implements cuInit,
+// cuDriverGetVersion and cuFlushGPUDirectRDMAWrites.
 #include <unistd.h>
 
 #include <atomic>
@@ -33,7 +34,8 @@ constexpr FaultPoint fault_points[] = {
 
 constexpr std::string_view fault_prefixes[] = {"cu"};
 
-// Return the error text of the environment variables or the fault plan; empty if both are valid.
+// At the first call, read the environment and the fault plan, and record that the process uses the twin. Return their
+// error text; empty if both are valid.
 const std::string& configuration_error() {
     static const auto* const error = [] {
         const std::string& config_error = config().error;

@@ -1,4 +1,4 @@
-// Device memory is exported as dma-bufs by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
+// Exports device memory as dma-bufs, by the rules of the kernel driver (export_dmabuf_from_addr in memory.c).
 #include <fcntl.h>
 
 #include "hlthunk/device.hpp"

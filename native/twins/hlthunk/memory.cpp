@@ -1,4 +1,4 @@
-// Device memory is allocated, mapped, unmapped and freed by the rules of the kernel driver (memory.c).
+// Allocates, maps, unmaps and frees device memory, and maps host memory, by the rules of the kernel driver (memory.c).
 #include <bit>
 
 #include "hlthunk/device.hpp"

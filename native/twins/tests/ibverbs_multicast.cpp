@@ -96,8 +96,8 @@ void test_datagrams_move_between_processes() {
     CHECK(ibv_destroy_ah(ah) == 0);
 }
 
-// A receiver that is stopped delays one datagram, and no datagram to others. A killed one is a destination that does
-// not exist.
+// A stopped receiver delays one datagram to itself, and none to other receivers. Datagrams to a killed receiver are
+// lost at once, as those to an unknown queue pair.
 void test_stopped_receiver_does_not_block_others() {
     DatagramEndpoint endpoint(0, test_qkey, 256), other(0);
     const Echo echo(gid_of_context(endpoint.context));

@@ -78,15 +78,15 @@ void test_window_limits_range_and_access() {
         const unsigned access = kind == 2 ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
         const std::uint32_t rkey = pair.bind(mw, pair.range(64, 64, access));
         const std::uint64_t begin = pair.target.at(64);
-        if (kind == 0) {
+        if (kind == 0) { // the write ends behind the window
             CHECK(pair.write(begin, rkey, 65) == IBV_WC_REM_ACCESS_ERR);
-        } else if (kind == 1) {
+        } else if (kind == 1) { // the write begins before the window
             CHECK(pair.write(begin - 1, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
-        } else if (kind == 2) {
+        } else if (kind == 2) { // the window permits only reads
             CHECK(pair.write(begin, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
         } else {
             CHECK(pair.write(begin, rkey, 64) == IBV_WC_SUCCESS);
-            // The window exists for the queue pair that bound it, and its old key has no meaning.
+            // Another key with the index of the window is refused.
             CHECK(pair.write(begin, rkey ^ 1, 8) == IBV_WC_REM_ACCESS_ERR);
         }
         CHECK(pair.target.bytes[63] == 0 && pair.target.bytes[128] == 0);
@@ -134,15 +134,15 @@ void test_invalid_bindings_fail() {
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
         std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
         ibv_mw_bind_info info = pair.range(0, 64);
-        if (kind == 0) {
+        if (kind == 0) { // the region does not permit windows
             info = {plain.mr, plain.at(), 64, window_access};
-        } else if (kind == 1) {
+        } else if (kind == 1) { // the window permits writes, the region does not
             info = {read_only.mr, read_only.at(), 64, IBV_ACCESS_REMOTE_WRITE};
-        } else if (kind == 2) {
+        } else if (kind == 2) { // the range ends behind the region
             info = pair.range(4090, 7);
         } else if (kind == 3) {
             info.length = 0;
-        } else if (kind == 4) {
+        } else if (kind == 4) { // a key with the index of another window
             rkey ^= 1U << 8;
         } else {
             pair.bind(mw, info); // a bound window of type 2 must be invalidated first

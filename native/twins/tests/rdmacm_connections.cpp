@@ -96,7 +96,7 @@ void test_port_without_listener_rejects() {
     CHECK(rdma_destroy_id(id) == 0);
 }
 
-// TEST-NET-1 is an address of no host, so no connection manager answers there.
+// No host has an address of TEST-NET-1 (RFC 5737), so no connection manager answers there.
 void test_unknown_host_is_unreachable() {
     const EventChannel channel;
     rdma_cm_id* const id = make_id(channel);
@@ -152,7 +152,7 @@ void test_disconnect_is_seen_by_both_sides() {
     pair.establish();
     CHECK(rdma_disconnect(pair.client) == 0 && state_of(pair.client) == IBV_QPS_ERR);
     pair.server_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
-    // The side that asked sees the event once the other side has disconnected, too.
+    // The side that called rdma_disconnect gets the event only when the other side has disconnected, too.
     CHECK(!pair.client_channel.is_readable(50) && state_of(pair.server) == IBV_QPS_RTS);
     CHECK(rdma_disconnect(pair.server) == 0);
     pair.client_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
@@ -203,7 +203,8 @@ void test_migrated_identifier_takes_its_events_along() {
     CHECK(rdma_destroy_id(id) == 0);
 }
 
-// A program that makes its queue pair itself gets the reply as an event, and says when it is connected.
+// A program that makes its queue pair itself gets the reply as an event, and calls rdma_establish once it has connected
+// the queue pair.
 void test_own_queue_pair_is_established_by_the_program() {
     const EventChannel server_channel, client_channel;
     rdma_cm_id* const listener = make_id(server_channel);

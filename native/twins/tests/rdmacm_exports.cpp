@@ -15,7 +15,8 @@ using namespace gdrkit::twin;
 // The type with which every function can be called: unimplemented functions ignore their arguments.
 using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
-// Return the names of the versions, which the linker defines as symbols, and of the functions.
+// Return the names of the exported functions. The linker defines the names of symbol versions as symbols too; they and
+// the twin's control interface are left out.
 std::set<std::string> functions_of(const char* library) {
     std::set<std::string> names = exported_symbols(library);
     std::erase_if(names,

@@ -16,7 +16,7 @@ namespace {
 
 constexpr char is_listening = 'l', is_established = 'e';
 
-// The server process: listens, and if it shall accept, connects one client. Then it waits to be killed.
+// Body of the server process: it listens and, if `accepts` is set, accepts one client. Then it waits to be killed.
 int run_server(int socket, bool accepts) {
     const EventChannel channel;
     rdma_cm_id* const listener = make_id(channel);
@@ -103,6 +103,7 @@ void test_killed_listener_rejects_and_frees_its_port() {
     CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(other) == 0);
 }
 
+// Return the name of the socket on which the identifier listens, as listener_names() in rdmacm/ports.cpp forms it.
 std::string name_of_listener(rdma_cm_id* id) {
     std::string name = "cm.";
     char digits[16];
