@@ -1,6 +1,7 @@
-"""Software twins: drop-in libraries that emulate the hardware behind libibverbs, libcuda, libcufile and libhl-thunk.
+"""Software twins: drop-in libraries that emulate the hardware behind five libraries for RDMA and accelerators.
 
-Each library is in a separate folder below ``lib/`` in this package, so that a program can use one without the others.
+They are libibverbs, librdmacm, libcuda, libcufile and libhl-thunk, in separate folders below ``lib/`` in this package,
+so that a program can use one without the others; only librdmacm shares a folder, that of libibverbs, which it needs.
 ``LD_LIBRARY_PATH`` selects them; ``gdrkit run --software`` sets it. Importing this package loads no library.
 """
 

@@ -49,7 +49,7 @@ void test_copies_from_user_command_buffer(int fd) {
     in.num_chunks_execute = 0;
     CHECK(hl("hlthunk_command_submission", fd, &in, &out) == -EINVAL);
 
-    // Memory that the program unmaps before the copy runs is not accessible to the device.
+    // A copy to a device address that is not mapped aborts the submission, and the driver resets the device.
     staging->packet = {8, linear_dma_header, bytes_address, device + (u64{1} << 40)};
     const u64 aborted_sequence = submit_mapped(fd, &staging->packet, host_address);
     CHECK(wait(fd, aborted_sequence, &status) == -EIO && status == wait_aborted);

@@ -368,7 +368,7 @@ void test_fifo_reuses_memory() {
     std::deque<int> expected;
     std::mt19937 random(5);
     for (int number = 0; number < 20000; ++number) {
-        // Long phases of growing and of emptying.
+        // The queue mostly grows for 1000 rounds, then mostly shrinks for 1000 rounds, and so on.
         const bool grows = random() % 100 < (number / 1000 % 2 == 0 ? 70U : 30U);
         if (grows || expected.empty()) {
             const bool at_end = random() % 4 != 0;
