@@ -1,6 +1,6 @@
 """Direct access of one device to the memory of another.
 
-Without peer access the driver stages a copy between two devices through the host, and the copy succeeds all the same.
+Without peer access the driver stages a copy between two devices through the host, and the copy still succeeds.
 """
 
 from __future__ import annotations

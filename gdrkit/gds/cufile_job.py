@@ -87,9 +87,10 @@ class CufileJob:
         self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
         self.moved_bytes = 0
         self.failure: Failure | None = None
-        # The ranges of the transfer: for each one the joined range that contains it, its offset there, and its length.
+        # For each range of the transfer: the index of the joined range that contains it, its offset in the joined
+        # range, and its length.
         self._requested: list[tuple[int, int, int]] = []
-        # The joined ranges: offset in the file, device address, length.
+        # For each joined range: its offset in the file, its device address, and its length.
         self._ranges: list[tuple[int, int, int]] = []
         self._join(extents)
         self._lock = threading.Lock()

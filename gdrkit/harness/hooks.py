@@ -54,8 +54,8 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
         declare a need or use a fixture of the harness.
     """
     if strict:
-        # On twins, every completion is delayed at random, and not only a small share, so that a case that relies on an
-        # order that hardware does not promise fails soon. Peer processes inherit the variable.
+        # On twins, every completion is delayed at random, not only a small share. A case that relies on an order that
+        # hardware does not promise then fails soon. Peer processes inherit the variable.
         os.environ.setdefault("GDRKIT_TWINS_LATE_SHARE", "100")
     try:
         config.stash[SESSION] = Session(config, strict=strict)

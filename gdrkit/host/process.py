@@ -102,7 +102,7 @@ def starved_s(process_id: int, tree: HostTree | None = None) -> float:
 
 
 def _exists(process_id: int) -> bool | None:
-    """Return False if there is no such process, and None if there is one, because it can have another start time."""
+    """Return False if no process has this id, and None if one has, because it may be a later process."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

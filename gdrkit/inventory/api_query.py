@@ -163,7 +163,7 @@ def _supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[s
 
 
 def _nic_facts(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
-    """Open one device, query it, and add to `nodes` the character devices that this process has open meanwhile."""
+    """Open one NIC and query it. Add to `nodes` the character devices that this process has open at that time."""
     from gdrkit import verbs
 
     dmabuf: bool | None = None

@@ -1,4 +1,4 @@
-"""The doctor: applies every rule to one machine and lists the parts of direct transfers that are missing there."""
+"""The doctor, which applies every rule to a machine and lists what the machine lacks for direct transfers."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _find_image(cache: Path) -> Path:
 
 
 def _backports_options(cache: Path) -> list[str]:
-    """Return options of apt with which it knows only the backports of this release, after downloading their lists."""
+    """Download the package lists of this release's backports. Return options with which apt uses only these lists."""
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     targets = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
     rows = subprocess.run(targets, capture_output=True, text=True, check=False).stdout.split("\n")

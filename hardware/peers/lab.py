@@ -1,4 +1,4 @@
-"""The same programs on the Soft-RoCE device of a real kernel, in the virtual machine of the lab, and the comparison."""
+"""Runs of the stock programs on Soft-RoCE in the virtual machine of the lab, and their comparison with the twins."""
 
 from __future__ import annotations
 

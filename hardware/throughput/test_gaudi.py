@@ -35,7 +35,7 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 64)]
 def check_and_destroy(
     memory: DeviceMemory, initiator: Initiator, direction: Direction, staging: bytearray, seed: int
 ) -> None:
-    """Check the target of the transfer, and destroy its bytes, so that the next method has to transfer them itself."""
+    """Check the target of the transfer and clear it, so that the next check shows what the next method moved."""
     zeros = bytes(len(staging))
     if direction is Direction.WRITE:
         pattern.check(memory.read(), seed=seed)

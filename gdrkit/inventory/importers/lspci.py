@@ -155,7 +155,7 @@ def _links(block: _Block) -> dict[str, str]:
 
 
 def _identity(first_line: str) -> tuple[int, int, int]:
-    """Return the ids of vendor and device, and the class code, of a first line; 0 for a name that is not known here."""
+    """Return the vendor id, device id and class code in the first line of a block, or 0 for an unknown name."""
     numeric_identity = _NUMERIC_IDENTITY.match(first_line)
     if numeric_identity:
         return int(numeric_identity[2], 16), int(numeric_identity[3], 16), int(numeric_identity[1], 16) << 8
