@@ -120,7 +120,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
         return 0
     if not machine.has_gpu_or_nic:
         return int(ExitCode.NOTHING_PROVEN)
-    return int(ExitCode.FAILED if diagnosis.of(Verdict.FAIL) else ExitCode.PROVEN)
+    return int(ExitCode.FAILED) if diagnosis.of(Verdict.FAIL) else 0
 
 
 @click.command(epilog="\b\nExamples:\n  gdrkit explain\n  gdrkit explain acs-redirect")

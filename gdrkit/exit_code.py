@@ -16,7 +16,7 @@ __all__ = ["ExitCode"]
 class ExitCode(enum.IntEnum):
     """The exit codes of the commands. :attr:`meaning` describes what they mean for ``gdrkit qualify``.
 
-    For commands that prove nothing, such as ``gdrkit compare``, PROVEN (0) means success.
+    A command that proves nothing, such as ``gdrkit compare``, ends with 0 if it finds no problem.
     """
 
     PROVEN = 0

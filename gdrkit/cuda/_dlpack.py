@@ -179,8 +179,10 @@ def export(
     managed.deleter = ctypes.cast(_DELETER, ctypes.c_void_p)
     if is_versioned:
         managed.major, managed.minor = 1, 0
-    address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, on_release)
+    structure_address = ctypes.addressof(managed)
+    _exported[structure_address] = (managed, shape, on_release)
     return _new_capsule(
-        address, ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p), ctypes.cast(_CAPSULE_DESTRUCTOR, ctypes.c_void_p)
+        structure_address,
+        ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p),
+        ctypes.cast(_CAPSULE_DESTRUCTOR, ctypes.c_void_p),
     )

@@ -51,7 +51,7 @@ class EngineOptions:
         Size of one staging buffer and largest size of a chunk, in bytes.
     first_chunk_bytes : int
         Size of the first and of the last chunks of a transfer, in bytes. Between them the chunks are larger, up to
-        `chunk_bytes`. If both sizes are equal, all chunks have this size.
+        `chunk_bytes`. If it equals `chunk_bytes`, all chunks have this size.
     coalesced_bytes : int
         Size of a coalesced copy to a device, which all threads fill together, in bytes. Only long transfers use
         coalesced copies. A value of at most `chunk_bytes` turns them off.

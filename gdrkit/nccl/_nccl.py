@@ -180,7 +180,7 @@ def allocate(length_bytes: int) -> int:
     return address.value or 0
 
 
-def call(name: str, /, *arguments: object, **shown: object) -> None:
+def call(name: str, /, *arguments: object, **error_arguments: object) -> None:
     """Call a function of NCCL.
 
     Parameters
@@ -189,8 +189,8 @@ def call(name: str, /, *arguments: object, **shown: object) -> None:
         Name of the function.
     *arguments : object
         Its arguments.
-    **shown : object
-        Arguments for the error.
+    **error_arguments : object
+        Names and values of the arguments that an error contains.
 
     Raises
     ------
@@ -210,16 +210,16 @@ def call(name: str, /, *arguments: object, **shown: object) -> None:
             operation=name,
             status=None,
             status_name="no such function",
-            arguments=shown,
+            arguments=error_arguments,
             reason=Reason.NOT_SUPPORTED,
             what_to_do=f"install NCCL {_SINCE.get(name, '2.0')} or newer",
         ) from error
     function.argtypes, function.restype = FUNCTIONS[name], c_int
     if status := function(*arguments):
-        raise error_of(name, status, shown)
+        raise error_of(name, status, error_arguments)
 
 
-def error_of(name: str, status: int, shown: Mapping[str, object]) -> ApiError:
+def error_of(name: str, status: int, error_arguments: Mapping[str, object]) -> ApiError:
     """Return the exception for an ncclResult_t. Its ``detail`` is the last message of NCCL."""
     last_error = load().ncclGetLastError
     last_error.argtypes, last_error.restype = (c_void_p,), ctypes.c_char_p
@@ -229,7 +229,7 @@ def error_of(name: str, status: int, shown: Mapping[str, object]) -> ApiError:
         operation=name,
         status=status,
         status_name=status_name,
-        arguments=shown,
+        arguments=error_arguments,
         reason=_REASONS.get(status_name, Reason.OTHER),
         what_to_do=_LOG_ADVICE,
         detail=(last_error(None) or b"").decode(errors="replace").strip(),

@@ -102,13 +102,13 @@ def _perftest() -> list[StockProgram]:
     connections["atomic"] = ("RC", "XRC")
     programs = []
     for test, types in connections.items():
-        for figure in ("bw", "lat"):
-            program = f"ib_{test}_{figure}"
+        for quantity in ("bw", "lat"):
+            program = f"ib_{test}_{quantity}"
             option_texts = [f"-c {connection}" for connection in types]
             option_texts += ["--use_old_post_send", "-R"]
             if test == "send":
                 option_texts += ["--use-srq", "-e", "-c UD -R"]
-            if figure == "bw":
+            if quantity == "bw":
                 option_texts += ["-q 8 -b", "-l 16"]
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
             elif test in {"write", "send"}:
@@ -139,7 +139,7 @@ def _perftest_run(program: str, text: str) -> StockProgram:
 
 def _rdmacm_utils() -> list[StockProgram]:
     package = "rdmacm-utils"
-    at = ("-s", "{address}")
+    at = ("-s", "{address}")  # The option by which a client names the address of its server.
 
     def pair(
         name: str, client: tuple[str, ...], server: tuple[str, ...], data: str = BY_COUNTERS, moved_bytes_min: int = 1

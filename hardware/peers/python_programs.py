@@ -15,10 +15,10 @@ def python_programs(python: str) -> list[StockProgram]:
     """Return the runs of NIXL and Mooncake by the interpreter `python`, whose environment has the packages."""
     programs = []
     script = str(Path(__file__).with_name("python_peer.py"))
-    for name, package, word in (
+    for name, package, argument in (
         ("NIXL, backend UCX, two agents", "nixl", "nixl"),
         ("Mooncake, protocol rdma", "mooncake-transfer-engine-non-cuda", "mooncake"),
     ):
-        client, server = ((python, script, word, role, "{folder}") for role in ("initiator", "target"))
+        client, server = ((python, script, argument, role, "{folder}") for role in ("initiator", "target"))
         programs.append(StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=_MOVED_BYTES))
     return programs

@@ -138,7 +138,7 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
     """Run `program` on `target` and return the outcome. Every process has ended when the function returns."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder_name:
         folder = Path(folder_name)
-        words = {
+        placeholders = {
             "device": target.device,
             "gid": str(target.gid_index),
             "address": target.address,
@@ -147,18 +147,18 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
         }
         content = _make_source(folder, program.sent_file_bytes)
         began_s = time.monotonic()
-        processes, failure = _run_processes(program, target, folder, words)
+        processes, failure = _run_processes(program, target, folder, placeholders)
         duration_s = time.monotonic() - began_s
         client = processes[-1]
         moved_bytes = sum(bytes_moved(process.report) for process in processes) if target.counts_bytes else None
-        pattern = program.output.format_map(words) if "{" in program.output else program.output
+        pattern = program.output.format_map(placeholders) if "{" in program.output else program.output
         if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
             failure = f"the output does not contain {pattern!r}"
         if not failure and program.sent_file_bytes and _read(folder / "copy") != content:
             failure = "the copied file differs from its source"
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
-        command = shlex.join(word.format_map(words) for word in program.client)
+        command = shlex.join(word.format_map(placeholders) for word in program.client)
         outputs = {
             name: _last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
@@ -166,18 +166,18 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
 
 
 def _run_processes(
-    program: StockProgram, target: Target, folder: Path, words: Mapping[str, str]
+    program: StockProgram, target: Target, folder: Path, placeholders: Mapping[str, str]
 ) -> tuple[list[_Process], str]:
     """Run the server and the client. Return the processes, the client last, and the failure or an empty string."""
     deadline_s = time.monotonic() + target.timeout_s
     server_command, client_command = (
-        [word.format_map(words) for word in command] for command in (program.server, program.client)
+        [word.format_map(placeholders) for word in command] for command in (program.server, program.client)
     )
     servers = [_Process("server", server_command, target, folder)] if program.server else []
     client: _Process | None = None
     try:
         if servers:
-            _await_listener(servers[0], int(words["port"]))
+            _await_listener(servers[0], int(placeholders["port"]))
         retry_until_s = time.monotonic() + _RETRY_S
         while True:
             client = _Process("client", client_command, target, folder)
