@@ -45,7 +45,8 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     interpreter = shutil.which(python if "/" in python else f"python{python}")
     if interpreter is None or python_version(interpreter) < (3, 11):
         stop(f"--python must name an installed Python, 3.11 or newer, not {python}")
-    # A program on the PATH may be a shim that chooses the interpreter by the current folder, so Python is asked itself.
+    # A program on the PATH may be a shim that chooses the interpreter by the current folder. So the interpreter itself
+    # prints its path.
     executable = output_of([interpreter, "-c", "import sys; print(sys.executable)"])
     install([*missing_build_packages(executable), *missing_pyverbs_packages()])
     tools = ensure_environment("bundle", python=executable, requirements=BUILD_REQUIREMENTS)

@@ -13,7 +13,7 @@ from automation.system_packages import install, missing_build_packages, missing_
 
 __all__ = ["prepare_peers"]
 
-# A program of each Debian package with programs that the session runs, and the package.
+# The Debian packages whose programs the session runs. The key is a program that shows whether its package is installed.
 _DEBIAN_PROGRAMS = {
     "ibv_rc_pingpong": "ibverbs-utils",
     "ib_write_bw": "perftest",

@@ -104,7 +104,7 @@ class SharedDriver:
             _shared_drivers.remove(self)
 
     def _run_next_jobs(self) -> None:
-        """Run the first job of the queue, together with later jobs of the same file and direction."""
+        """Run the first job of the queue, together with later jobs of the same file, direction and :meth:`_is_small`."""
         with self._queue_lock:
             if not self._queue:
                 return  # An earlier call has run the job.

@@ -214,7 +214,7 @@ class Engine:
     def close(self) -> None:
         """Complete the queued jobs, then end the threads and free the memory. A second close does nothing.
 
-        In a child of fork, a close of an engine of the parent does nothing.
+        In a forked child, closing an engine of the parent does nothing.
         """
         if self._is_inherited:
             return
@@ -222,7 +222,7 @@ class Engine:
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Abandon the engine in the child of a fork, so that the child creates another one at the first use.
+        """Abandon the engine in a forked child, so that the child creates another one at the first use.
 
         Threads do not survive a fork. The memory and the streams belong to the parent, so the child must not release
         them.

@@ -150,14 +150,14 @@ class TransferSet:
             return transfers
 
     def after_fork_in_child(self) -> None:
-        """Remove all transfers in a child of fork, because only the parent has their threads. Keep their memory."""
+        """Remove all transfers in a forked child, because only the parent has their threads. Keep their memory."""
         _transfers_of_parent.extend(self._transfers)
         self._transfers.clear()
 
 
 # All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
 _transfers_in_progress = TransferSet()
-# In a child of fork: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
+# In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
 _transfers_of_parent: list[Transfer] = []
 # Number of transfers in progress that each new transfer polls. Each new transfer adds only one, so with two polls all
 # transfers are polled again and again.

@@ -183,7 +183,7 @@ def _open_folder(parent_fd: int, name: str, path: Path, *, create: bool) -> int:
         status = os.fstat(fd)
         _check_folder(status, path)
         if status.st_mode & _ACCESS_BY_OTHERS:
-            # Other users could read the folder and not write to it, so every file in it is of this user.
+            # Other users could read the folder but not write to it, so every file in it belongs to this user.
             os.fchmod(fd, _FOLDER_MODE)
     except BaseException:
         os.close(fd)

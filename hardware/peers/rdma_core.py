@@ -1,7 +1,7 @@
-"""rdma-core's own tests, which PyPI's source distribution of pyverbs contains, on the verbs twin.
+"""Runs of rdma-core's own tests on the verbs twin. The source distribution of pyverbs on PyPI contains the tests.
 
-The tests are taken from the source distribution of exactly the version of pyverbs that the environment has installed.
-They run in one process, and each ends as passed, skipped (with the reason that the test gives), failed or in error.
+The tests have exactly the version of the pyverbs that is installed in the environment. They run in one process, and
+each ends as passed, skipped (with the reason that the test gives), failed or in error.
 """
 
 from __future__ import annotations
