@@ -104,7 +104,7 @@ class SharedDriver:
             _shared_drivers.remove(self)
 
     def _run_next_jobs(self) -> None:
-        """Run the first job of the queue, together with later jobs of the same file, direction and :meth:`_is_small`."""
+        """Run the first job of the queue, together with later jobs of the same file, direction and class of size."""
         with self._queue_lock:
             if not self._queue:
                 return  # An earlier call has run the job.
@@ -129,7 +129,7 @@ class SharedDriver:
             job.future.set_result(None)
 
     def _is_small(self, job: CufileJob) -> bool:
-        """Return whether a batch may transfer the job."""
+        """Return whether the job is of the class of small ones, which a batch may transfer."""
         return job.largest_range_bytes <= self.options.batch_range_bytes_max
 
 
