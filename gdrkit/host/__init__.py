@@ -12,7 +12,7 @@ from gdrkit.host._libc import die_with_parent, file_system_type, rename_new
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
 from gdrkit.host.container import container_hints, virtual_machine
 from gdrkit.host.distance import Distance, pci_distance, pci_path
-from gdrkit.host.identity import HostIdentity, host_identity
+from gdrkit.host.identity import DMI_NAMES, HostIdentity, dmi_strings, host_identity
 from gdrkit.host.infiniband import PortFacts, RdmaDevice, rdma_devices
 from gdrkit.host.kernel import KernelFacts, kernel_facts, nvidia_driver_version
 from gdrkit.host.libraries import cached_libraries, find_libraries, find_library
@@ -36,6 +36,7 @@ from gdrkit.host.process import ProcessIdentity, is_running, process_identity, s
 from gdrkit.host.tree import DiskFiles, Files, HostTree, Unreadable
 
 __all__ = [
+    "DMI_NAMES",
     "AcsControl",
     "BlockDevice",
     "BorrowedHostMemory",
@@ -69,6 +70,7 @@ __all__ = [
     "config_space",
     "container_hints",
     "die_with_parent",
+    "dmi_strings",
     "file_system_type",
     "find_libraries",
     "find_library",

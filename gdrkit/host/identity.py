@@ -1,4 +1,4 @@
-"""Identity of a host, which a report about many hosts uses to tell them apart.
+"""Identity and model of a host. A report about many hosts uses the identity to tell them apart.
 
 Two machines that were installed from one image may have the same name and machine ID; see :mod:`gdrkit.report.fleet`.
 """
@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gdrkit.host.tree import HostTree
 
-__all__ = ["HostIdentity", "host_identity"]
+__all__ = ["DMI_NAMES", "HostIdentity", "dmi_strings", "host_identity"]
+
+# The strings of DMI that every user may read and that tell the model of a machine or the cloud that it is in. OCI
+# writes its name into the asset tag of the chassis.
+DMI_NAMES = ("sys_vendor", "product_name", "chassis_asset_tag")
 
 _SALT = "gdrkit host identity"
 _DIGEST_DIGITS = 16
@@ -40,3 +44,9 @@ def host_identity(tree: HostTree) -> HostIdentity:
     machine_id = tree.text("/etc/machine-id")
     digest = hashlib.sha256(f"{_SALT}:{machine_id}".encode()).hexdigest()[:_DIGEST_DIGITS] if machine_id else None
     return HostIdentity(name=tree.text("/proc/sys/kernel/hostname") or "", digest=digest)
+
+
+def dmi_strings(tree: HostTree) -> dict[str, str]:
+    """Return the strings of :data:`DMI_NAMES` that the firmware of the machine states, by their names in sysfs."""
+    texts = {name: tree.text(f"/sys/class/dmi/id/{name}") for name in DMI_NAMES}
+    return {name: text for name, text in texts.items() if text}

@@ -24,6 +24,7 @@ from gdrkit.inventory.facts import (
     VerbsFacts,
 )
 from gdrkit.inventory.limits import Limit, device_limit, path_limit
+from gdrkit.inventory.links import ExpectedLink, link_shortfalls
 from gdrkit.inventory.machine import Machine, captured_machine, this_machine
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
@@ -50,6 +51,7 @@ __all__ = [
     "CudaFacts",
     "CufileFacts",
     "Diagnosis",
+    "ExpectedLink",
     "ExpectedNumber",
     "ExpectedRefusal",
     "Facts",
@@ -75,6 +77,7 @@ __all__ = [
     "choose_profile",
     "device_limit",
     "diagnose",
+    "link_shortfalls",
     "load_profile",
     "load_profiles",
     "parse_capture",

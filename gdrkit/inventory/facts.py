@@ -7,7 +7,7 @@ do.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import serialization
@@ -247,6 +247,8 @@ class Facts:
         None if there is no such library, or if its query failed (``nvml_failure``).
     evidence : KernelEvidence or None
         Reports of the kernel about devices by ioctl and netlink; None if the kernel was not queried, as for a capture.
+    dmi : mapping
+        Vendor, product and asset tag that the firmware states, by their names in sysfs (``product_name``).
     """
 
     schema_version: int
@@ -278,6 +280,7 @@ class Facts:
     gaudi: GaudiFacts | None = None
     gaudi_failure: ApiFailure | None = None
     evidence: KernelEvidence | None = None
+    dmi: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the facts as indented JSON."""

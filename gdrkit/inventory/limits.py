@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory.facts import Facts
     from gdrkit.inventory.topology import Topology
 
-__all__ = ["Limit", "device_limit", "path_limit"]
+__all__ = ["PCIE_SPEEDS_GT_PER_S", "Limit", "device_limit", "path_limit"]
 
 _LINK = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GT/s(?: PCIe)? x(\d{1,9})")
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
@@ -24,7 +24,7 @@ _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) Gb/sec")
 # bits of data. From 8 GT/s on, 130 bits carry 128. From 64 GT/s on, a flit of 256 bytes carries 236.
 _LONG_CODE_GT_PER_S, _FLIT_GT_PER_S = 8.0, 64.0
 # PCIe speeds by the generation numbers that NVML uses.
-_SPEEDS_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+PCIE_SPEEDS_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def _best_link(address: str, facts: Facts) -> str:
     The trained speed is not used, because an idle GPU trains its link for a lower speed than a busy one.
     """
     for link in facts.nvml.gpus if facts.nvml else ():
-        speed = _SPEEDS_GT_PER_S.get(link.link_generation_max or 0)
+        speed = PCIE_SPEEDS_GT_PER_S.get(link.link_generation_max or 0)
         if link.pci_bus_id.lower() == address.lower() and speed and link.link_width_max:
             return f"{speed} GT/s PCIe x{link.link_width_max}"
     return ""

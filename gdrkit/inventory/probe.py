@@ -106,6 +106,7 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         routes=(),
         routes_failure=None,
         virtual_machine=host.virtual_machine(tree),
+        dmi=host.dmi_strings(tree),
         config=_config_facts(tree),
         nvme=host.nvme_controllers(tree),
         mounts=tuple(mount for mount in host.mounts(tree) if not mount.device.startswith("0:")),

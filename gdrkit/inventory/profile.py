@@ -8,13 +8,15 @@ foresee fails the run. A run without any case can therefore not pass.
 from __future__ import annotations
 
 import errno as _errno
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError, errno_name
+from gdrkit.host import DMI_NAMES
 from gdrkit.install_paths import install_paths
+from gdrkit.inventory.links import LINK_QUANTITIES, ExpectedLink
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -146,17 +148,21 @@ class Match:
         Pattern that the names of all GPUs must match. The machine must have at least one GPU.
     gaudi : str or None
         Pattern that the generations of all Gaudi devices must match. The machine must have at least one.
+    dmi : mapping
+        Patterns of the strings in :attr:`Facts.dmi`, by their name, e.g. ``product_name``.
     """
 
     gpu_count: int | None = None
     gpu_name: str | None = None
     nic_count: int | None = None
     gaudi: str | None = None
+    dmi: dict[str, str] = field(default_factory=dict)
 
     @property
     def conditions(self) -> int:
         """Number of conditions. If two profiles fit, the profile with more conditions is preferred."""
-        return sum(value is not None for value in (self.gpu_count, self.gpu_name, self.nic_count, self.gaudi))
+        conditions = (self.gpu_count, self.gpu_name, self.nic_count, self.gaudi)
+        return sum(value is not None for value in conditions) + len(self.dmi)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,8 @@ class Profile:
         Name of its file, without the suffix.
     about : str
         Description in one sentence.
+    extends : str
+        Name of the profile whose absences, refusals, routes, links and numbers this profile has too, or empty.
     substrate : mapping
         For each API the allowed substrates (``hardware``, ``kernel_software``, ``twin``). An API that is not named may
         run on any substrate.
@@ -182,6 +190,8 @@ class Profile:
         Registrations that must be refused.
     routes : tuple of RequiredRoute
         Routes that must be direct.
+    links : tuple of ExpectedLink
+        Expected links.
     expected : tuple of ExpectedNumber
         Expected values of measured numbers.
     """
@@ -189,12 +199,14 @@ class Profile:
     schema_version: int
     name: str
     about: str
+    extends: str = ""
     substrate: dict[str, tuple[str, ...]] = field(default_factory=dict)
     match: Match = field(default_factory=Match)
     cases_min: int = 1
     foreseen: tuple[ForeseenAbsence, ...] = ()
     refused: tuple[ExpectedRefusal, ...] = ()
     routes: tuple[RequiredRoute, ...] = ()
+    links: tuple[ExpectedLink, ...] = ()
     expected: tuple[ExpectedNumber, ...] = ()
 
     def foresees(self, need: str, reason: str) -> bool:
@@ -230,6 +242,11 @@ class Profile:
             generations and all(fnmatchcase(generation, pattern) for generation in generations)
         ):
             reasons.append(f"there is no {pattern}, or not every Gaudi is one")
+        reasons += [
+            f"{name} of DMI is {facts.dmi.get(name, 'unknown')}, not {pattern}"
+            for name, pattern in self.match.dmi.items()
+            if not fnmatchcase(facts.dmi.get(name, ""), pattern)
+        ]
         return tuple(reasons)
 
 
@@ -241,9 +258,13 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
     UsageError
         There is no profile of that name, or its file is malformed.
     """
+    return _load_profile(name, install_paths().profiles if folder is None else folder, ())
+
+
+def _load_profile(name: str, folder: Path, extended_by: tuple[str, ...]) -> Profile:
+    """Read the profile `name`, which the profiles in `extended_by` extend."""
     import tomllib
 
-    folder = install_paths().profiles if folder is None else folder
     path = folder / f"{name}.toml"
     profile_names = sorted(file.stem for file in folder.glob("*.toml"))
     if name not in profile_names:
@@ -257,7 +278,20 @@ def load_profile(name: str, *, folder: Path | None = None) -> Profile:
         raise UsageError(message, reason=Reason.MALFORMED) from error
     profile = serialization.from_json_data(Profile, {**data, "name": name}, where=f"profile {name}")
     _check_profile(profile)
-    return profile
+    if not profile.extends:
+        return profile
+    if profile.extends in (*extended_by, name):
+        message = f"profile {name}: extends must not lead back to {profile.extends!r}"
+        raise UsageError(message, reason=Reason.MALFORMED)
+    base = _load_profile(profile.extends, folder, (*extended_by, name))
+    return replace(
+        profile,
+        foreseen=base.foreseen + profile.foreseen,
+        refused=base.refused + profile.refused,
+        routes=base.routes + profile.routes,
+        links=base.links + profile.links,
+        expected=base.expected + profile.expected,
+    )
 
 
 def load_profiles(*, folder: Path | None = None) -> tuple[Profile, ...]:
@@ -296,6 +330,12 @@ def _check_profile(profile: Profile) -> None:
     problems += [f"{cause.errno!r} is not the name of an errno" for cause in causes if not _is_errno(cause.errno)]
     problems += [f"the refusal of {entry.need} has no cause" for entry in profile.refused if not entry.causes]
     problems += [problem for entry in profile.expected if (problem := _number_problem(entry))]
+    problems += [problem for link in profile.links if (problem := _link_problem(link))]
+    problems += [
+        f"match.dmi must be one of {', '.join(DMI_NAMES)}, not {name!r}"
+        for name in profile.match.dmi
+        if name not in DMI_NAMES
+    ]
     if problems:
         message = f"profile {profile.name}: " + "; ".join(problems)
         raise UsageError(message, reason=Reason.MALFORMED)
@@ -311,6 +351,15 @@ def _number_problem(entry: ExpectedNumber) -> str:
     if entry.better not in {"more", "less"}:
         return f"{name}: better must be 'more' or 'less', not {entry.better!r}"
     return "" if entry.source else f"{name} has no source"
+
+
+def _link_problem(link: ExpectedLink) -> str:
+    """Return what is wrong with an expected link, or an empty text."""
+    if link.quantity not in LINK_QUANTITIES:
+        return f"quantity must be one of {', '.join(LINK_QUANTITIES)}, not {link.quantity!r}"
+    if link.at_least <= 0 or link.count < 1:
+        return f"link {link.quantity} has a number that is out of range"
+    return "" if link.source else f"link {link.quantity} has no source"
 
 
 def _is_errno(name: str) -> bool:

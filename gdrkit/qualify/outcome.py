@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import Reason
 from gdrkit.exit_code import ExitCode
+from gdrkit.inventory import link_shortfalls
 from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteOutcome, is_required, route_statuses, unmet_requirements
 
@@ -100,7 +101,21 @@ def decide(
         )
     if incomplete_outcome is None and software_asked:
         return Outcome(code=ExitCode.PROVEN, verdict="The code passed on software twins")
-    return incomplete_outcome or _decide_on_hardware(statuses, required)
+    return incomplete_outcome or _decide_on_links(facts, profile, required) or _decide_on_hardware(statuses, required)
+
+
+def _decide_on_links(facts: Facts, profile: Profile, required: tuple[str, ...]) -> Outcome | None:
+    """Return a failed outcome if the machine lacks a link that the profile expects, else None."""
+    shortfalls = link_shortfalls(profile.links, facts)
+    if not shortfalls:
+        return None
+    return Outcome(
+        code=ExitCode.FAILED,
+        verdict=f"The links are not those of profile {profile.name}",
+        causes=shortfalls[:_CAUSES_MAX],
+        to_do=("look for the slow or missing link with nvidia-smi nvlink -s, lspci -vv (LnkSta) and ibstat",),
+        required=required,
+    )
 
 
 def _decide_on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ...]) -> Outcome:

@@ -10,7 +10,8 @@ from support.records import DRIVER, EVIDENCE, NIC, TWIN, facts_of, facts_of_hard
 
 from gdrkit.errors import Reason
 from gdrkit.evidence import DeviceNode, KernelEvidence
-from gdrkit.inventory import ApiFailure, ForeseenAbsence, Profile
+from gdrkit.host import PortFacts
+from gdrkit.inventory import ApiFailure, ExpectedLink, ForeseenAbsence, Profile
 from gdrkit.inventory.profile import RequiredRoute
 from gdrkit.qualify import ExitCode, decide
 from gdrkit.report import (
@@ -334,3 +335,16 @@ def test_missing_set_up_has_the_advice_of_its_failure() -> None:
 def test_selected_cases_need_not_reach_the_minimum() -> None:
     assert decide(facts_of(), BARE_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code is ExitCode.PROVEN
     assert decide(facts_of(), BARE_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
+
+
+def test_slow_link_fails_a_machine_with_proven_routes() -> None:
+    port = PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand")
+    facts = dataclasses.replace(HARDWARE_FACTS, rdma_devices=(dataclasses.replace(NIC, ports=(port,)),))
+    links = (ExpectedLink("nic_gbit_per_s", 400, 1, "https://example.com"),)
+    profile = dataclasses.replace(ANY_PROFILE, links=links)
+    assert decide(facts, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
+    faster = dataclasses.replace(profile, links=(dataclasses.replace(links[0], at_least=800),))
+    outcome = decide(facts, faster, [PROVEN_RECORD], software_asked=False)
+    assert (outcome.code, outcome.verdict) == (ExitCode.FAILED, "The links are not those of profile any")
+    assert outcome.causes[0].startswith("nic_gbit_per_s: 0 of 1 have 800 (mlx5_0 port 1 has 400)")
+    assert outcome.to_do

@@ -1,0 +1,111 @@
+"""Comparison of the links of a machine with those that its profile expects: PCIe, NVLink and the ports of the NICs.
+
+A link that trained below its expected speed still works, so no case fails because of it. All functions here are pure.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdrkit.inventory.limits import PCIE_SPEEDS_GT_PER_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from gdrkit.inventory.facts import Facts
+
+__all__ = ["LINK_QUANTITIES", "ExpectedLink", "link_shortfalls"]
+
+_NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
+_NAMES_MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLink:
+    """The expected value of a property of the links of a machine.
+
+    Attributes
+    ----------
+    quantity : str
+        ``gpu_pcie_generation``, ``gpu_pcie_lanes``, ``gpu_nvlinks`` (active NVLinks of a GPU) or ``nic_gbit_per_s``
+        (signalling rate of an active port).
+    at_least : float
+        Smallest accepted value.
+    count : int
+        Number of GPUs or ports that must have this value. Other NICs of the machine may be slower.
+    source : str
+        Measurement or publication of the value and the count.
+    """
+
+    quantity: str
+    at_least: float
+    count: int
+    source: str
+
+
+def link_shortfalls(links: Iterable[ExpectedLink], facts: Facts) -> tuple[str, ...]:
+    """Return a sentence for each expected link that the machine does not have.
+
+    A quantity that is unknown for every device is not compared, for example NVLinks without NVML.
+    """
+    texts = []
+    for link in links:
+        values = [(name, value) for name, value in LINK_QUANTITIES[link.quantity](facts) if value is not None]
+        slower_devices = [f"{name} has {value:g}" for name, value in values if value < link.at_least]
+        found_count = len(values) - len(slower_devices)
+        if values and found_count < link.count:
+            others = f" ({_shorten(slower_devices)})" if slower_devices else ""
+            texts.append(
+                f"{link.quantity}: {found_count} of {link.count} have {link.at_least:g}{others}; source: {link.source}"
+            )
+    return tuple(texts)
+
+
+def _shorten(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
+    return ", ".join(texts[:_NAMES_MAX]) + more
+
+
+def _pcie_generations(facts: Facts) -> list[tuple[str, float | None]]:
+    # The greatest generation of both ends is compared, because an idle GPU trains its link for a lower speed.
+    if facts.nvml is not None:
+        return [(gpu.pci_bus_id, gpu.link_generation_max) for gpu in facts.nvml.gpus]
+    generations = {speed: generation for generation, speed in PCIE_SPEEDS_GT_PER_S.items()}
+    return [
+        (gpu.address, generations.get(_first_number(gpu.link_speed_max or gpu.link_speed) or 0.0)) for gpu in facts.gpus
+    ]
+
+
+def _pcie_lanes(facts: Facts) -> list[tuple[str, float | None]]:
+    if facts.nvml is not None:
+        return [(gpu.pci_bus_id, gpu.link_width) for gpu in facts.nvml.gpus]
+    return [(gpu.address, _first_number(gpu.link_width)) for gpu in facts.gpus]
+
+
+def _nvlinks(facts: Facts) -> list[tuple[str, float | None]]:
+    gpus = facts.nvml.gpus if facts.nvml else ()
+    return [(gpu.pci_bus_id, gpu.health.active_nvlinks if gpu.health else None) for gpu in gpus]
+
+
+def _port_rates(facts: Facts) -> list[tuple[str, float | None]]:
+    return [
+        (f"{device.name} port {port.number}", _first_number(port.rate) if port.state == "ACTIVE" else 0.0)
+        for device in facts.rdma_devices
+        for port in device.ports
+    ]
+
+
+def _first_number(text: str | None) -> float | None:
+    match = _NUMBER.match(text or "")
+    return float(match[0]) if match else None
+
+
+# The functions that return the value of each device, or None if it is unknown.
+LINK_QUANTITIES: dict[str, Callable[[Facts], list[tuple[str, float | None]]]] = {
+    "gpu_nvlinks": _nvlinks,
+    "gpu_pcie_generation": _pcie_generations,
+    "gpu_pcie_lanes": _pcie_lanes,
+    "nic_gbit_per_s": _port_rates,
+}

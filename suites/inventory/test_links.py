@@ -1,0 +1,198 @@
+"""Links of a machine are compared with those that its profile expects: PCIe, NVLink and the ports of the NICs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.harness.needs import host, needs
+from gdrkit.host import GpuHealth, GpuLink, HostTree, NvmlFacts, PortFacts, RdmaDevice, dmi_strings
+from gdrkit.inventory import (
+    CudaDeviceFacts,
+    CudaFacts,
+    ExpectedLink,
+    Facts,
+    captured_machine,
+    choose_profile,
+    link_shortfalls,
+    load_profile,
+    load_profiles,
+    probe,
+    read_capture,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PUBLIC_PROFILES = ["aws-p5", "azure-ndv5", "dgx-h100", "dgx-h200", "gb200", "hgx-h100", "hgx-h200", "oci-h100"]
+HARDWARE = {"cuda": "hardware", "verbs": "hardware"}
+GPU_COUNT = 8
+
+
+def gpu_link(index: int, *, nvlinks: int = 18, lanes: int = 16) -> GpuLink:
+    health = GpuHealth(None, None, None, None, None, None, None, None, active_nvlinks=nvlinks)
+    return GpuLink(f"0000:{index:02x}:00.0", 1, 5, lanes, 16, 0, None, None, {}, health)
+
+
+def nic(index: int, *, rate: str = "400 Gb/sec (4X NDR)", state: str = "ACTIVE") -> RdmaDevice:
+    port = PortFacts(number=1, state=state, physical_state="LinkUp", rate=rate, link_layer="InfiniBand")
+    return RdmaDevice(f"mlx5_{index}", "mlx5_core", True, None, None, None, None, (port,))  # noqa: FBT003 - has_device.
+
+
+@pytest.fixture
+def dgx(tmp_path: Path) -> Facts:
+    """Facts about a DGX H100, whose two slower ports are those of the storage network."""
+    facts = probe(HostTree(tmp_path / "empty"), query_apis=False)
+    cuda_devices = tuple(
+        CudaDeviceFacts(index, "NVIDIA H100 80GB HBM3", "", f"0000:{index:02x}:00.0", {}) for index in range(GPU_COUNT)
+    )
+    nics = [*(nic(index) for index in range(8)), nic(8, rate="200 Gb/sec (4X HDR)"), nic(9, state="DOWN")]
+    return replace(
+        facts,
+        cuda=CudaFacts("13.0", cuda_devices, ()),
+        nvml=NvmlFacts("580.159.04", tuple(map(gpu_link, range(GPU_COUNT)))),
+        rdma_devices=tuple(nics),
+        dmi={"sys_vendor": "NVIDIA", "product_name": "DGXH100"},
+    )
+
+
+def with_gpu(facts: Facts, gpu: GpuLink) -> Facts:
+    """Return facts in which this GPU replaces the one of the same address."""
+    assert facts.nvml is not None
+    gpus = tuple(gpu if other.pci_bus_id == gpu.pci_bus_id else other for other in facts.nvml.gpus)
+    return replace(facts, nvml=replace(facts.nvml, gpus=gpus))
+
+
+def test_dgx_is_recognized_and_has_its_links(dgx: Facts) -> None:
+    profile = choose_profile(load_profiles(), dgx, HARDWARE)
+    assert profile.name == "dgx-h100"
+    assert {link.quantity for link in profile.links} == {
+        "gpu_nvlinks",
+        "gpu_pcie_generation",
+        "gpu_pcie_lanes",
+        "nic_gbit_per_s",
+    }
+    assert link_shortfalls(profile.links, dgx) == ()
+
+
+def test_degraded_gpu_links_are_named(dgx: Facts) -> None:
+    degraded = with_gpu(with_gpu(dgx, gpu_link(3, nvlinks=17)), gpu_link(5, lanes=8))
+    nvlinks, lanes = link_shortfalls(load_profile("hgx-h100").links, degraded)
+    assert nvlinks.startswith("gpu_nvlinks: 7 of 8 have 18 (0000:03:00.0 has 17); source: https://")
+    assert lanes.startswith("gpu_pcie_lanes: 7 of 8 have 16 (0000:05:00.0 has 8); source: https://")
+
+
+@pytest.mark.parametrize(("change", "text"), [({"state": "DOWN"}, "mlx5_0 port 1 has 0"), ({"rate": "100"}, "has 100")])
+def test_slow_or_inactive_port_is_named(dgx: Facts, change: dict[str, str], text: str) -> None:
+    degraded = replace(dgx, rdma_devices=(nic(0, **change), *dgx.rdma_devices[1:]))
+    (shortfall,) = link_shortfalls(load_profile("dgx-h100").links, degraded)
+    assert shortfall.startswith("nic_gbit_per_s: 7 of 8 have 400")
+    assert text in shortfall
+
+
+def test_missing_nic_is_a_shortfall(dgx: Facts) -> None:
+    (shortfall,) = link_shortfalls(load_profile("dgx-h100").links, replace(dgx, rdma_devices=tuple(map(nic, range(7)))))
+    assert shortfall.startswith("nic_gbit_per_s: 7 of 8 have 400; source: ")
+
+
+def test_unknown_links_are_not_compared(tmp_path: Path) -> None:
+    facts = probe(HostTree(tmp_path), query_apis=False)
+    assert link_shortfalls(load_profile("dgx-h100").links, facts) == ()
+
+
+@pytest.mark.parametrize(
+    ("dmi", "name"),
+    [
+        ({"sys_vendor": "Dell Inc.", "product_name": "PowerEdge XE9680"}, "hgx-h100"),
+        ({"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"}, "aws-p5"),
+        ({"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine"}, "azure-ndv5"),
+        ({"chassis_asset_tag": "OracleCloud.com"}, "oci-h100"),
+    ],
+)
+def test_profile_is_chosen_by_the_firmware_strings(dgx: Facts, dmi: dict[str, str], name: str) -> None:
+    assert choose_profile(load_profiles(), replace(dgx, dmi=dmi), HARDWARE).name == name
+
+
+def test_firmware_strings_are_read_from_sysfs(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/class/dmi/id"
+    folder.mkdir(parents=True)
+    (folder / "product_name").write_text("DGXH100\n")
+    assert dmi_strings(HostTree(tmp_path)) == {"product_name": "DGXH100"}
+    assert probe(HostTree(tmp_path), query_apis=False).dmi == {"product_name": "DGXH100"}
+
+
+@pytest.mark.parametrize("name", PUBLIC_PROFILES)
+def test_every_number_of_a_public_profile_has_a_url(name: str) -> None:
+    profile, inherited = load_profile(name), load_profile("any").expected
+    own_numbers = [number for number in profile.expected if number not in inherited]
+    assert profile.links
+    assert own_numbers
+    sources = [entry.source for entry in (*profile.links, *own_numbers)]
+    assert [source for source in sources if not source.startswith("https://")] == []
+
+
+@needs(host.captures)
+def test_topology_of_oci_has_the_links_of_its_profile(captures: Path) -> None:
+    facts = captured_machine(read_capture(captures / "oci-hpc" / "H100-topology.xml")).facts
+    links = [link for link in load_profile("oci-h100").links if link.quantity.startswith("gpu_pcie")]
+    assert len(facts.gpus) == GPU_COUNT
+    assert len(links) == 2
+    assert link_shortfalls(links, facts) == ()
+    # One GPU less, or a faster link than the captured one, is a shortfall.
+    assert len(link_shortfalls(links, replace(facts, gpus=facts.gpus[1:]))) == 2
+    assert len(link_shortfalls([replace(links[0], at_least=6)], facts)) == 1
+
+
+@needs(host.captures)
+def test_infiniband_tree_has_the_ports_of_an_hgx(captures: Path) -> None:
+    facts = captured_machine(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0")).facts
+    (ports,) = (link for link in load_profile("dgx-h100").links if link.quantity == "nic_gbit_per_s")
+    assert link_shortfalls([ports], facts) == ()
+    assert "8 of 9 have 400 (mlx5_bond_0 port 1 has 200)" in link_shortfalls([replace(ports, count=9)], facts)[0]
+
+
+PROFILE_START = "schema_version = 1\nabout = 'a machine'\n"
+LINK = "[[links]]\nquantity = '{}'\nat_least = {}\ncount = {}\nsource = '{}'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (LINK.format("gpu_fans", 1, 1, "x"), "quantity must be one of gpu_nvlinks, .*, not 'gpu_fans'"),
+        (LINK.format("gpu_nvlinks", 0, 1, "x"), "out of range"),
+        (LINK.format("gpu_nvlinks", 1, 0, "x"), "out of range"),
+        (LINK.format("gpu_nvlinks", 1, 1, ""), "no source"),
+        ("[match.dmi]\nserial = '1'", "match.dmi must be one of sys_vendor, .*, not 'serial'"),
+        ("extends = 'a'", "extends must not lead back to 'a'"),
+        ("extends = 'b'", "extends must not lead back to 'a'"),
+        ("extends = 'c'", "the profile must be one of a, b, not 'c'"),
+    ],
+)
+def test_malformed_links_and_extends_are_refused(tmp_path: Path, text: str, error: str) -> None:
+    (tmp_path / "a.toml").write_text(PROFILE_START + text)
+    (tmp_path / "b.toml").write_text(PROFILE_START + "extends = 'a'")
+    with pytest.raises(UsageError, match=error) as caught:
+        load_profile("a", folder=tmp_path)
+    assert caught.value.reason is Reason.MALFORMED or "'c'" in error
+
+
+def test_extended_profile_adds_to_the_entries_of_its_base(tmp_path: Path) -> None:
+    base_link = ExpectedLink("gpu_nvlinks", 18, 8, "x")
+    (tmp_path / "base.toml").write_text(
+        PROFILE_START
+        + "[match]\ngpu_count = 8\n[[routes]]\nenough = 'device'\n"
+        + LINK.format("gpu_nvlinks", 18, 8, "x")
+    )
+    (tmp_path / "own.toml").write_text(
+        PROFILE_START
+        + "extends = 'base'\n[[foreseen]]\nneed = 'a'\nreason = 'b'\n"
+        + LINK.format("nic_gbit_per_s", 9, 1, "y")
+    )
+    profile = load_profile("own", folder=tmp_path)
+    assert profile.links == (base_link, ExpectedLink("nic_gbit_per_s", 9, 1, "y"))
+    assert (len(profile.routes), len(profile.foreseen)) == (1, 1)
+    # Conditions belong to one machine, so they are not inherited.
+    assert profile.match.gpu_count is None
