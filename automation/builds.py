@@ -14,6 +14,7 @@ from automation.commands import ROOT, call, prepend_to_path, prepend_to_pythonpa
 from automation.environments import ENVIRONMENTS, digest, ensure_environment, lock_environments
 from automation.machine import find_interpreter, has_pyverbs, python_version
 from automation.system_packages import LAB_PROGRAMS, install, missing_build_packages, missing_pyverbs_packages
+from gdrkit.remedies import system_install
 
 __all__ = [
     "BENCH_PROGRAMS",
@@ -109,7 +110,7 @@ def ensure_axe() -> Path:
         installed = json.loads((axe / "package.json").read_text())["version"] if axe.exists() else None
         if installed != AXE_PACKAGE.rpartition("@")[2]:
             if not shutil.which("npm"):
-                stop("npm is needed to install axe-core. Debian: apt-get install npm")
+                stop(f"npm is needed to install axe-core: {system_install('npm')}")
             require(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(tools), AXE_PACKAGE])
     return axe / "axe.min.js"
 

@@ -24,6 +24,7 @@ from automation.commands import ROOT, call, output_of, prepend_to_path, require,
 from automation.environments import BUILD_CONSTRAINTS, ensure_environment, lock_environments
 from automation.machine import python_version
 from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+from gdrkit.remedies import system_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +111,7 @@ def _collect_programs(output: Path) -> None:
     (output / "lib").mkdir()
     library = next(iter(re.findall(r"librdmacm\.so\.1 .*=> (\S+)", output_of(["/sbin/ldconfig", "-p"]))), None)
     if library is None:
-        stop("librdmacm.so.1 is not installed, and pyverbs does not load without it: apt-get install librdmacm1")
+        stop(f"librdmacm.so.1 is not installed, and pyverbs does not load without it: {system_install('librdmacm1')}")
     shutil.copy(os.path.realpath(library), output / "lib" / "librdmacm.so.1")
     shutil.copy(ROOT / "hardware" / "gpu" / "run.py", output / "gpu.py")
 

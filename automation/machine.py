@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from automation.commands import stop
+from gdrkit.remedies import package_manager, system_install
 
 __all__ = [
     "SYSTEM_PYTHON",
@@ -60,10 +61,10 @@ def path_with_sbin() -> str:
 def find_interpreter() -> tuple[str, bool]:
     """Return the path of the Python that runs the suites, and whether pip must build pyverbs for it.
 
-    Debian and Ubuntu have a package of pyverbs for the system's Python. So the system's Python is used if it is new
+    The distributions have a package of pyverbs for the system's Python. So the system's Python is used if it is new
     enough. Otherwise another Python that is new enough is used, and pip builds pyverbs from PyPI for it.
     """
-    if python_version(SYSTEM_PYTHON) >= PYTHON_VERSION_MIN and (has_pyverbs() or shutil.which("apt-get")):
+    if python_version(SYSTEM_PYTHON) >= PYTHON_VERSION_MIN and (has_pyverbs() or _has_package_manager()):
         return SYSTEM_PYTHON, False
     other_pythons = filter(None, map(shutil.which, ("python3.13", "python3.12", "python3.11")))
     # If nox runs in a virtual environment, realpath returns the Python from which that was created. So nox selects the
@@ -73,7 +74,7 @@ def find_interpreter() -> tuple[str, bool]:
         (python for python in (base_python, *other_pythons) if python_version(python) >= PYTHON_VERSION_MIN), None
     )
     if candidate is None:
-        stop("gdrkit needs Python 3.11 or newer, and this machine has none. Debian 12: apt-get install python3")
+        stop(f"gdrkit needs Python 3.11 or newer, and this machine has none: {system_install('python3')}")
     return candidate, True
 
 
@@ -89,3 +90,8 @@ def has_pyverbs() -> bool:
     """Return whether the system's Python has pyverbs. It is not imported, because that would load libibverbs."""
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('pyverbs') is None)"
     return subprocess.call([SYSTEM_PYTHON, "-I", "-c", program], stderr=subprocess.DEVNULL) == 0
+
+
+def _has_package_manager() -> bool:
+    """Return whether the package manager of the distribution is installed. It can install pyverbs."""
+    return shutil.which(package_manager()) is not None

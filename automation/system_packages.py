@@ -1,8 +1,9 @@
-"""Installation of the Debian packages that the nox sessions need, by apt.
+"""Installation of the distribution's packages that the nox sessions need, by apt or dnf.
 
-New packages are installed, and installed packages may be updated within the same Debian or Ubuntu release. No package
-is removed, and no package of another vendor is replaced. If a vendor's RDMA stack is installed, apt is not called: nox
-prints the missing packages and exits with code 3, or continues without packages that only some cases need.
+New packages are installed, and installed packages may be updated within the same release. No package is removed, and no
+package of another vendor is replaced. If a vendor's RDMA stack is installed, the package manager is not called: nox
+prints the missing packages and exits with code 3, or continues without packages that only some cases need. Packages
+have their Debian names here; `gdrkit.remedies` has those of dnf.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automation.commands import call, output_of, say, stop
-from automation.machine import path_with_sbin
+from automation.machine import SYSTEM_PYTHON, path_with_sbin, python_version
+from gdrkit.remedies import OS_RELEASE, package_manager, package_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
     "LAB_PROGRAMS",
+    "Change",
+    "apt_changes",
+    "dnf_changes",
     "find_vendor_stack",
     "install",
     "install_filesystem_tools",
@@ -29,8 +35,6 @@ __all__ = [
     "install_mpi",
     "install_perftest",
     "install_strace",
-    "is_release_update",
-    "is_replacement",
     "missing_build_packages",
     "missing_pyverbs_packages",
 ]
@@ -45,6 +49,33 @@ LAB_PROGRAMS = {
     "ip": "iproute2",
 }
 RDMA_OR_GPU_PACKAGE = re.compile(r"ibverbs|rdma|ibumad|mlx|mlnx|ofed|doca|nvidia|cuda|cufile")
+# The vendors of the distributions, as dpkg and rpm state them for a package.
+DISTRIBUTORS = re.compile(r"debian|ubuntu|red ?hat|rocky|alma|centos|fedora|oracle america", re.IGNORECASE)
+# The repositories of the distributions, as dnf names them.
+DNF_RELEASE_REPOSITORY = re.compile(r"baseos|appstream|crb|extras|epel|rhel-|ol\d+_|fedora|updates")
+_DNF_COLUMNS = 6  # Name, architecture, version, repository, and a size of two words.
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of an installed system, as the package manager announces it in a dry run.
+
+    Attributes
+    ----------
+    package : str
+        Name of the package.
+    replaces : bool
+        Whether a version of the package is installed already, or the package is removed.
+    is_allowed : bool
+        Whether it adds a package, or updates one within the release. Packages of RDMA and GPUs are never updated.
+    text : str
+        The change in the words of the package manager.
+    """
+
+    package: str
+    replaces: bool
+    is_allowed: bool
+    text: str
 
 
 def missing_build_packages(python: str) -> list[str]:
@@ -53,48 +84,55 @@ def missing_build_packages(python: str) -> list[str]:
     if not Path("/usr/include/infiniband/verbs.h").exists():
         missing.append("libibverbs-dev")
     headers = Path(output_of([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h")
-    return missing if headers.exists() else [*missing, "python3-dev"]
+    if headers.exists():
+        return missing
+    # The package python3-dev has the headers of the system's Python alone.
+    is_system_python = python_version(python) == python_version(SYSTEM_PYTHON)
+    version = "3" if is_system_python else ".".join(map(str, python_version(python)))
+    return [*missing, f"python{version}-dev"]
 
 
 def missing_pyverbs_packages() -> list[str]:
     """Return the missing packages that a build of pyverbs needs in addition to those of the native build."""
     missing = [] if shutil.which("pkg-config") else ["pkgconf"]
-    return missing + [name for name in ("libnl-3-dev", "libnl-route-3-dev") if not _is_installed(name)]
+    headers = {"libnl-3-dev": "netlink/netlink.h", "libnl-route-3-dev": "netlink/route/link.h"}
+    return missing + [name for name, file in headers.items() if not Path("/usr/include/libnl3", file).exists()]
 
 
-def install(packages: Sequence[str]) -> None:
-    """Install packages by apt. If apt must not be called, print what to install and exit from nox with code 3."""
+def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
+    """Install packages by the package manager of the distribution that the file `os_release` names.
+
+    The parameter `packages` has the names of Debian. If the package manager must not be called, print what to install
+    and exit from nox with code 3.
+    """
     if not packages:
         return
-    apt_command = ["apt-get", "install", "-y", "--no-remove", "--no-install-recommends", *packages]
-    say("missing on this system: " + " ".join(packages))
+    manager = package_manager(os_release)
+    names = package_names(*packages, manager=manager)
+    say("missing on this system: " + " ".join(names))
     vendor = find_vendor_stack()
     if vendor:
-        say(f"This machine has a vendor's RDMA stack ({vendor}). apt might replace parts of it, so apt is not called.")
-        stop("Install the missing packages from the vendor's repository, then try again: " + " ".join(packages))
-    if not shutil.which("apt-get"):
-        stop("apt-get is not installed. Install these Debian packages, then try again: " + " ".join(packages))
-    if os.geteuid() != 0:
-        stop("Run this line, then try again:  sudo " + " ".join(apt_command))
-    changes = _simulate(apt_command)
-    if changes is None:
-        say("apt does not know these packages yet: apt-get update")
-        call(["apt-get", "update", "-q"], shown_words=3)
-        changes = _simulate(apt_command)
-    if changes is None:
-        stop("apt cannot install these packages; this line shows why:  " + " ".join(apt_command))
-    replacements = [change for change in changes if is_replacement(change)]
-    forbidden_replacements = [change for change in replacements if not is_release_update(change)]
-    if forbidden_replacements:
-        stop(
-            "apt would replace these installed packages, so nothing was installed. Replace them yourself if you agree: "
-            + "; ".join(forbidden_replacements)
+        say(
+            f"This machine has a vendor's RDMA stack ({vendor}). {manager} might replace parts of it and is not called."
         )
-    if replacements:
-        say("apt updates, within this release: " + " ".join(change.split()[1] for change in replacements))
-    say("apt installs: " + " ".join(change.split()[1] for change in changes))
-    if call([*apt_command, "-qq", "-o", "Dpkg::Use-Pty=0"], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
-        stop("apt-get failed; its output is above.")
+        stop("Install the missing packages from the vendor's repository, then try again: " + " ".join(names))
+    if not shutil.which(manager):
+        stop(f"{manager} is not installed. Install these packages, then try again: " + " ".join(names))
+    command = _install_command(manager, names)
+    if os.geteuid() != 0:
+        stop("Run this line, then try again:  sudo " + " ".join(command))
+    changes = _simulate(manager, command)
+    if changes is None:
+        refresh = [manager, "update", "-q"] if manager == "apt-get" else [manager, "makecache", "-q"]
+        say(f"{manager} does not know these packages yet: {' '.join(refresh)}")
+        call(refresh, shown_words=3)
+        changes = _simulate(manager, command)
+    if changes is None:
+        stop(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
+    _check_changes(manager, changes)
+    quiet = ["-qq", "-o", "Dpkg::Use-Pty=0"] if manager == "apt-get" else ["-q"]
+    if call([*command, *quiet], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
+        stop(f"{manager} failed; its output is above.")
 
 
 def install_fuse() -> None:
@@ -140,37 +178,88 @@ def find_vendor_stack() -> str | None:
         if name != "libibverbs.so.1":
             continue
         path = os.path.realpath(path.rpartition("=> ")[2])
-        package = output_of(["dpkg-query", "-S", path]).partition(":")[0]
-        if not package:
+        owner = _owner_of(path)
+        if not owner:
             return f"{path} belongs to no package"
-        version_and_maintainer = output_of(["dpkg-query", "-W", "-f", "${Version} ${Maintainer}", package])
-        if "mlnx" in version_and_maintainer or not (
-            "debian" in version_and_maintainer.lower() or "ubuntu" in version_and_maintainer.lower()
-        ):
-            return f"{package} {version_and_maintainer}"
+        if "mlnx" in owner or not DISTRIBUTORS.search(owner):
+            return owner
     return None
 
 
-def is_replacement(change: str) -> bool:
-    """Return whether a line of ``apt-get -s`` replaces a package: ``Inst name [old version] (new version ...)``."""
-    return "[" in change.partition("(")[0]
+def apt_changes(output: str) -> list[Change]:
+    """Return the changes that ``apt-get install -s`` announces: ``Inst name [old version] (new version ...)``."""
+    changes = []
+    for row in output.splitlines():
+        if row.startswith("Inst "):
+            name, (before, _, new_version) = row.split()[1], row.partition("(")
+            replaces = "[" in before
+            is_of_release = re.search(r" (Debian|Debian-Security|Ubuntu):", new_version) is not None
+            is_update = is_of_release and not RDMA_OR_GPU_PACKAGE.search(name)
+            changes.append(Change(name, replaces, not replaces or is_update, row.removeprefix("Inst ")))
+    return changes
 
 
-def is_release_update(change: str) -> bool:
-    """Return whether a replacement is an update from the distribution, and the package is not one of RDMA or CUDA."""
-    name, new_version = change.split()[1], change.partition("(")[2]
-    return (
-        RDMA_OR_GPU_PACKAGE.search(name) is None
-        and re.search(r" (Debian|Debian-Security|Ubuntu):", new_version) is not None
-    )
+def dnf_changes(output: str) -> list[Change]:
+    """Return the changes that ``dnf install --assumeno`` announces, in the table of its transaction."""
+    changes, section, words = [], "", []
+    for row in output.splitlines():
+        if row.startswith("Transaction Summary"):
+            break
+        if not row.startswith(" "):
+            section, words = row.rstrip(":").lower(), []
+            continue
+        if row.split()[:1] == ["replacing"]:
+            changes.append(Change(row.split()[1], replaces=True, is_allowed=False, text=row.strip()))
+            continue
+        # dnf breaks a row behind a long name, so the columns are counted.
+        words += row.split()
+        if len(words) >= _DNF_COLUMNS and words[0] != "Package":
+            name, replaces = words[0], not section.startswith("installing")
+            is_update = section.startswith("upgrading") and not RDMA_OR_GPU_PACKAGE.search(name)
+            is_allowed = not replaces or (is_update and DNF_RELEASE_REPOSITORY.search(words[3]) is not None)
+            changes.append(Change(name, replaces, is_allowed, f"{section}: {' '.join(words[:4])}"))
+            words = []
+    return changes
+
+
+def _check_changes(manager: str, changes: Sequence[Change]) -> None:
+    """Print the changes. Exit from nox with code 3 if one of them is not allowed."""
+    forbidden_changes = [change.text for change in changes if not change.is_allowed]
+    if forbidden_changes:
+        stop(
+            f"{manager} would replace these installed packages, so nothing was installed. Replace them yourself if you "
+            "agree: " + "; ".join(forbidden_changes)
+        )
+    updates = [change.package for change in changes if change.replaces]
+    if updates:
+        say(f"{manager} updates, within this release: " + " ".join(updates))
+    say(f"{manager} installs: " + " ".join(change.package for change in changes))
+
+
+def _install_command(manager: str, names: Sequence[str]) -> list[str]:
+    if manager == "dnf":
+        return ["dnf", "install", "-y", "--setopt=install_weak_deps=False", *names]
+    return ["apt-get", "install", "-y", "--no-remove", "--no-install-recommends", *names]
+
+
+def _simulate(manager: str, command: Sequence[str]) -> list[Change] | None:
+    """Return the changes that the package manager announces in a dry run, or None if the dry run fails."""
+    if manager == "apt-get":
+        result = subprocess.run([*command, "-s"], capture_output=True, text=True, check=False)
+        return apt_changes(result.stdout) if result.returncode == 0 else None
+    arguments = [word for word in command if word != "-y"]
+    result = subprocess.run([*arguments, "--assumeno"], capture_output=True, text=True, check=False)
+    # dnf ends with 1 if it would change anything, because --assumeno refuses that.
+    is_resolved = result.returncode == 0 or "Transaction Summary" in result.stdout
+    return dnf_changes(result.stdout) if is_resolved else None
 
 
 def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
     """Install packages that only some cases need. If the installation fails, print the consequence and return.
 
-    Without apt-get, and beside a vendor's RDMA stack, do nothing.
+    Without the package manager of the distribution, and beside a vendor's RDMA stack, do nothing.
     """
-    if not shutil.which("apt-get") or find_vendor_stack():
+    if not shutil.which(package_manager()) or find_vendor_stack():
         return
     try:
         install(packages)
@@ -178,11 +267,10 @@ def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
         say(f"Continuing without {' '.join(packages)}: {consequence}.")
 
 
-def _simulate(apt_command: Sequence[str]) -> list[str] | None:
-    """Return the ``Inst`` lines that apt prints for this command in a dry run, or None if the dry run fails."""
-    result = subprocess.run([*apt_command, "-s"], capture_output=True, text=True, check=False)
-    return [row for row in result.stdout.splitlines() if row.startswith("Inst ")] if result.returncode == 0 else None
-
-
-def _is_installed(package: str) -> bool:
-    return output_of(["dpkg-query", "-W", "-f", "${Status}", package]).endswith(" installed")
+def _owner_of(path: str) -> str:
+    """Return name, version and vendor of the package that owns a file, or an empty text."""
+    if shutil.which("dpkg-query"):
+        package = output_of(["dpkg-query", "-S", path]).partition(":")[0]
+        return package and f"{package} {output_of(['dpkg-query', '-W', '-f', '${Version} ${Maintainer}', package])}"
+    owner = output_of(["rpm", "-qf", "--qf", "%{NAME} %{VERSION}-%{RELEASE} %{VENDOR}", path])
+    return "" if "not owned" in owner else owner

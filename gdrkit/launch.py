@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from gdrkit import __version__
 from gdrkit.errors import Api, Reason, SetupMissing, UsageError
 from gdrkit.faultplan import read_plan
 from gdrkit.host import HostTree, habana_accelerators, nvidia_gpus, rdma_devices
@@ -326,7 +327,7 @@ def _twins_missing(library: str, detail: str) -> SetupMissing:
         status_name="nothing",
         arguments={"library": library},
         reason=Reason.LIBRARY_MISSING,
-        what_to_do="pip install 'gdrkit[software]'",
+        what_to_do=f"pip install the wheel of gdrkit_twins {__version__}, which `nox -s wheels` builds in a checkout",
         detail=detail,
     )
 

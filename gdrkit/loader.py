@@ -39,9 +39,7 @@ __all__ = [
 ]
 
 NEEDS_LIBIBVERBS = "install libibverbs (rdma-core), and a gdrkit whose native parts were built"
-_BUILD_NATIVE = (
-    "in a checkout, run `nox -s native`; elsewhere install gdrkit again with a C++20 compiler and libibverbs-dev there"
-)
+_BUILD_NATIVE = "in a checkout, run `nox -s native`; elsewhere install a wheel of gdrkit for this Python and processor"
 
 # Parts of the loader's messages (glibc, elf/dl-load.c and elf/dl-version.c), and the errno for each of them. The first
 # part that occurs in a message decides.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import loader
 from gdrkit.cufile import _layout, _results
 from gdrkit.errors import Api, SetupMissing
+from gdrkit.remedies import pip_install
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,6 @@ _BATCH_MODE = 1  # CUFILE_BATCH
 _TEXT_BYTES = 4096  # Buffer size for a text parameter.
 _STATISTICS_FUNCTIONS = {1: "get_stats_l1", 2: "get_stats_l2", 3: "get_stats_l3"}
 _ADVICE = "install libcufile (of the CUDA toolkit, or pip install nvidia-cufile), or put its folder on LD_LIBRARY_PATH"
-_BINDINGS_ADVICE = "pip install 'gdrkit[cufile]'"
 # The bindings raise "9 is not a valid OpError" for errno 9.
 _ERRNO_TEXT = re.compile(r"^(\d+) is not a valid OpError")
 
@@ -79,7 +79,7 @@ def load() -> Any:
         bindings = importlib.import_module(_MODULE)
     except ImportError as error:
         raise loader.setup_missing(
-            operation=f"import {_MODULE}", text=str(error), what_to_do=_BINDINGS_ADVICE, default_errno=errno.ENOENT
+            operation=f"import {_MODULE}", text=str(error), what_to_do=pip_install("cufile"), default_errno=errno.ENOENT
         ) from error
     try:
         bindings.get_version()

@@ -24,6 +24,7 @@ from gdrkit.qualify.child import CommonFields, SuiteRunner
 from gdrkit.qualify.interrupt import exit_on_signals
 from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import CasePlan, fitting_sessions
+from gdrkit.remedies import pip_install
 from gdrkit.report import Run, RunFolder, read_records
 from gdrkit.report.render import render
 from gdrkit.report.run import SCHEMA_VERSION, banner
@@ -249,7 +250,7 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
 def _check_installation() -> None:
     """Raise SetupMissing if pytest or the suites are not installed."""
     if importlib.util.find_spec("pytest") is None:
-        operation, what_to_do = "import pytest", "pip install 'gdrkit[qualify]'"
+        operation, what_to_do = "import pytest", pip_install("qualify")
         raise _missing_installation(operation, what_to_do)
     if not (install_paths().suites / "pytest.ini").is_file():
         operation, what_to_do = "find the suites", "install gdrkit from a wheel or run it from a checkout"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import forks, loader
 from gdrkit.errors import ApiError, SetupMissing
+from gdrkit.remedies import system_install
 from gdrkit.verbs import _errors, _layout
 from gdrkit.verbs._rows import DeviceRow, GidRow, NativeRegion, PortAttributes, WorkCompletion
 
@@ -54,7 +55,6 @@ __all__ = [
 _LIBRARY = "libibverbs.so.1"
 _IMPORT = "import pyverbs"
 _SYSTEM_PACKAGES = "/usr/lib/python3/dist-packages"
-_INSTALL_ADVICE = "apt install python3-pyverbs, or pip install pyverbs of the same version as the installed rdma-core"
 _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp", "wr")
 
 _QPT_RC = 2  # IBV_QPT_RC
@@ -93,13 +93,21 @@ def _modules() -> Any:
     return modules_or_error
 
 
+def _install_advice() -> str:
+    # pip cannot build pyverbs without a limit on the version of Cython, so its name alone would be no advice.
+    return (
+        f"{system_install('python3-pyverbs')}; for another Python than the system's, install the wheel of pyverbs that "
+        "`nox -s wheels` builds in a checkout"
+    )
+
+
 @functools.cache
 def _import_modules() -> Any:
     """Import pyverbs. Return a namespace of its modules, or the SetupMissing error if the import failed."""
     for soname in (_LIBRARY, "librdmacm.so.1"):
         loader.check_library(soname, operation=f"dlopen {soname}")
     try:
-        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_INSTALL_ADVICE)
+        loader.import_package("pyverbs", extension="device", folder=_SYSTEM_PACKAGES, what_to_do=_install_advice())
         with loader.preserve_root_logger():
             return SimpleNamespace(**{name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES})
     except ImportError as error:
@@ -107,7 +115,7 @@ def _import_modules() -> Any:
         # hides the first one. The ImportError itself is not kept, because its traceback would keep the variables of all
         # callers alive.
         return loader.setup_missing(
-            operation=_IMPORT, text=str(error), what_to_do=_INSTALL_ADVICE, default_errno=errno.ENOENT
+            operation=_IMPORT, text=str(error), what_to_do=_install_advice(), default_errno=errno.ENOENT
         )
 
 

@@ -11,7 +11,7 @@ __all__ = ["IMPORTS_WITHIN_A_LEVEL", "IMPORT_CIRCLES", "IMPORT_LEVELS", "REAL_AP
 
 # The packages and modules of gdrkit/ by level, level 0 first. A package imports only from lower levels.
 IMPORT_LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"__init__", "errors", "exit_code", "install_paths", "text", "units", "verdict"}),
+    frozenset({"__init__", "errors", "exit_code", "install_paths", "remedies", "text", "units", "verdict"}),
     frozenset(
         {"buffers", "children", "faultplan", "forks", "handles", "loader", "pattern", "scm_rights", "serialization"}
     ),

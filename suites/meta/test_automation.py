@@ -1,10 +1,12 @@
-"""The package `automation`, which prepares machines for the nox sessions: apt, interpreters, environment stamps."""
+"""The package `automation`, which prepares machines for the nox sessions: packages, interpreters and stamps."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from automation import commands, environments, machine, system_packages
 from automation.gdrkit_commands import suite_folders
 from automation.side_by_side import Part, call_side_by_side
+from gdrkit import remedies
 
 ROOT = Path(__file__).resolve().parents[2]
 # Lines that `apt-get --simulate install` prints: a new package, an update, and replacements from other archives.
@@ -19,6 +22,39 @@ ADDED = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
 UPDATED = "Inst libc6 [2.36-9] (2.36-10 Debian:12.4/stable [amd64])"
 FOREIGN = "Inst libibverbs1 [2307mlnx47-1] (44.0-2 Debian:12.4/stable [amd64])"
 THIRD_PARTY = "Inst libc6 [2.36-9] (2.40-1 example.com:stable [amd64])"
+# The transaction that `dnf install --assumeno` prints.
+DNF_OUTPUT = """\
+Last metadata expiration check: 0:00:01 ago.
+Dependencies resolved.
+================================================================================
+ Package                 Arch      Version               Repository        Size
+================================================================================
+Installing:
+ xfsprogs                x86_64    6.4.0-4.el9           baseos           1.0 M
+     replacing  mlnx-tools.noarch 24.10-0
+ python3.12-a-module-with-a-long-name
+                         x86_64    3.12.5-2.el9_5        appstream        344 k
+Upgrading:
+ glibc                   x86_64    2.34-125.el9_5.1      baseos           2.0 M
+ libibverbs              x86_64    51.0-1.el9_5          baseos           446 k
+ kernel-headers          x86_64    6.12-1                elrepo           1.0 M
+Installing dependencies:
+ inih                    x86_64    49-6.el9              baseos            18 k
+Removing dependent packages:
+ openmpi                 x86_64    4.1.7a1-1             @System          8.0 M
+
+Transaction Summary
+================================================================================
+Install  3 Packages
+"""
+DNF_ADDITION = """\
+Installing:
+ xfsprogs                x86_64    6.4.0-4.el9           baseos           1.0 M
+Upgrading:
+ glibc                   x86_64    2.34-125.el9_5.1      baseos           2.0 M
+
+Transaction Summary
+"""
 
 
 def write_program(folder: Path, name: str, text: str) -> None:
@@ -27,22 +63,37 @@ def write_program(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def install_with(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Call system_packages.install in a process whose PATH is `folder` alone."""
-    call = "from automation import system_packages; system_packages.install(['xfsprogs'])"
+def install_with(folder: Path, distribution: str = "debian") -> subprocess.CompletedProcess[str]:
+    """Install a package and a compiler in a process whose PATH is `folder` alone, as on this distribution."""
+    (folder / "os-release").write_text(f'NAME="A Linux"\nID="{distribution}"\n')
+    arguments = f"['xfsprogs', 'g++'], os_release=pathlib.Path({str(folder / 'os-release')!r})"
+    call = f"import pathlib; from automation import system_packages; system_packages.install({arguments})"
     environ = {**os.environ, "PATH": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", call]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_added_package_is_not_a_replacement() -> None:
-    assert not system_packages.is_replacement(ADDED)
-    assert system_packages.is_replacement(UPDATED)
+@pytest.mark.parametrize(
+    ("row", "replaces", "is_allowed"),
+    [(ADDED, False, True), (UPDATED, True, True), (FOREIGN, True, False), (THIRD_PARTY, True, False)],
+)
+def test_apt_may_update_within_the_release_only(row: str, *, replaces: bool, is_allowed: bool) -> None:
+    (change,) = system_packages.apt_changes(f"Reading package lists...\n{row}\nConf xfsprogs\n")
+    assert (change.replaces, change.is_allowed) == (replaces, is_allowed)
+    assert change.text == row.removeprefix("Inst ")
 
 
-@pytest.mark.parametrize(("change", "allowed"), [(UPDATED, True), (FOREIGN, False), (THIRD_PARTY, False)])
-def test_replacement_is_allowed_within_the_release_only(change: str, allowed: bool) -> None:  # noqa: FBT001 - a parameter of the case
-    assert system_packages.is_release_update(change) is allowed
+def test_dnf_may_update_within_the_release_only() -> None:
+    changes = {change.package: change for change in system_packages.dnf_changes(DNF_OUTPUT)}
+    assert [name for name, change in changes.items() if not change.replaces] == [
+        "xfsprogs",
+        "python3.12-a-module-with-a-long-name",
+        "inih",
+    ]
+    assert changes["glibc"].replaces
+    forbidden = [name for name, change in changes.items() if not change.is_allowed]
+    assert forbidden == ["mlnx-tools", "libibverbs", "kernel-headers", "openmpi"]
+    assert changes["libibverbs"].text == "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos"
 
 
 def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
@@ -65,10 +116,77 @@ def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> N
         assert FOREIGN in result.stdout
 
 
-def test_machine_without_apt_is_told_what_to_install(tmp_path: Path) -> None:
-    result = install_with(tmp_path)
+@pytest.mark.parametrize(
+    ("distribution", "text"),
+    [
+        ("debian", "apt-get is not installed."),
+        ("rocky", "dnf is not installed."),
+        ("arch", "apt-get is not installed."),
+    ],
+)
+def test_machine_without_manager_is_told_what_to_install(tmp_path: Path, distribution: str, text: str) -> None:
+    # The RDMA libraries, if this machine has any, come from the distribution.
+    query = "rpm" if distribution == "rocky" else "dpkg-query"
+    write_program(tmp_path, query, "echo libibverbs 51.0-1 Rocky, Debian")
+    result = install_with(tmp_path, distribution)
     assert result.returncode == 3
-    assert "xfsprogs" in result.stdout
+    assert text in result.stdout
+    assert result.stdout.strip().endswith("xfsprogs gcc-c++" if distribution == "rocky" else "xfsprogs g++")
+
+
+@pytest.mark.parametrize(("update", "code"), [("glibc", 0), ("libibverbs", 3)])
+def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, code: int) -> None:
+    called = tmp_path / "called"
+    rows = DNF_OUTPUT.replace("\n", "\\n") if update == "libibverbs" else DNF_ADDITION.replace("\n", "\\n")
+    write_program(tmp_path, "rpm", "echo libibverbs 51.0-1 Rocky Enterprise Software Foundation")
+    write_program(
+        tmp_path, "dnf", f'case "$*" in *--assumeno*) printf \'{rows}\'; exit 1;; *) echo "$*" >{called};; esac'
+    )
+    result = install_with(tmp_path, "rocky")
+    if os.geteuid() != 0:
+        assert "sudo dnf install -y --setopt=install_weak_deps=False xfsprogs gcc-c++" in result.stdout
+        return
+    assert result.returncode == code, result.stdout
+    if code:
+        assert not called.exists()
+        assert "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos" in result.stdout
+    else:
+        assert "dnf updates, within this release: glibc\ndnf installs: xfsprogs glibc\n" in result.stdout
+        assert called.read_text() == "install -y --setopt=install_weak_deps=False xfsprogs gcc-c++ -q\n"
+
+
+@pytest.mark.parametrize(
+    ("os_release", "command"),
+    [
+        ('ID="rhel"\n', "dnf install gcc-c++ rdma-core-devel python3.12-devel fuse3 fuse3-libs"),
+        (
+            'NAME="X"\nID=x\nID_LIKE="rhel centos fedora"\n',
+            "dnf install gcc-c++ rdma-core-devel python3.12-devel fuse3 fuse3-libs",
+        ),
+        ("ID=ubuntu\nID_LIKE=debian\n", "apt-get install g++ libibverbs-dev python3.12-dev fuse3"),
+    ],
+)
+def test_remedy_has_the_names_of_the_distribution(tmp_path: Path, os_release: str, command: str) -> None:
+    (tmp_path / "os-release").write_text(os_release)
+    packages = ("g++", "libibverbs-dev", "python3.12-dev", "fuse3")
+    assert remedies.system_install(*packages, os_release=tmp_path / "os-release") == command
+    assert remedies.system_install("g++", os_release=tmp_path / "missing") == "apt-get install g++"
+
+
+def test_remedy_names_the_packages_of_an_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("mpi", "fuse", "cufile", "qualify"):
+        command = remedies.pip_install(extra)
+        assert command.startswith("pip install '")
+        # The metadata may state the limits of a version in another order.
+        names = [re.split(r"[<>=]", requirement)[0] for requirement in extras[extra]]
+        assert re.findall(r"'([\w-]+)", command) == names
+
+
+def test_no_remedy_names_a_package_that_no_index_has() -> None:
+    pattern = re.compile(r"pip install [^`\n]*gdrkit(\[|-twins)")
+    sources = (ROOT / "gdrkit").rglob("*.py")
+    assert [str(path) for path in sources if pattern.search(path.read_text())] == []
 
 
 def test_program_that_is_not_python_has_version_zero(tmp_path: Path) -> None:

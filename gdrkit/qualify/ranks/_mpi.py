@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 
 from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit.remedies import pip_install, system_install
 
 __all__ = ["exchange_texts"]
 
@@ -30,7 +31,7 @@ def exchange_texts(text: str) -> tuple[int, list[str]]:
             status=None,
             status_name=type(error).__name__,
             reason=Reason.LIBRARY_MISSING,
-            what_to_do="pip install 'gdrkit[mpi]', and install an MPI library, e.g. apt-get install openmpi-bin",
+            what_to_do=f"{pip_install('mpi')}, and install an MPI library, e.g. {system_install('openmpi-bin')}",
             detail=str(error),
         ) from error
     communicator = mpi.COMM_WORLD

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, Unsupported, UsageError, errno_name
 from gdrkit.loader import setup_missing
+from gdrkit.remedies import pip_install, system_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Caller", "FuseSession", "caller", "copy_in", "copy_out", "missing_dependency"]
 
-_INSTALL = "pip install 'gdrkit[fuse]', and install the package fuse3"
 _LIBRARY_NAME_VARIABLE = "FUSE_LIBRARY_NAME"
 _MOUNT_TIMEOUT_S = 20
 # How often the constructor of a mount checks whether libfuse has failed.
@@ -47,10 +47,14 @@ _CALLBACK_NAMES = (
 def missing_dependency() -> str | None:
     """Return which of mfusepy and libfuse3 is missing and what to do, or None. No library is opened."""
     if importlib.util.find_spec("mfusepy") is None:
-        return "the Python module mfusepy is not installed: pip install 'gdrkit[fuse]'"
+        return f"the Python module mfusepy is not installed: {pip_install('fuse')}"
     if ctypes.util.find_library("fuse3") is None:
-        return "libfuse3 is not installed: install the package fuse3"
+        return f"libfuse3 is not installed: {system_install('fuse3')}"
     return None
+
+
+def _install_advice() -> str:
+    return f"{pip_install('fuse')}, and {system_install('fuse3')}"
 
 
 class Caller(NamedTuple):
@@ -115,7 +119,8 @@ class FuseSession:
             raise setup_missing(
                 operation=f"fuse_mount {mount}",
                 text="libfuse printed the cause on standard error",
-                what_to_do="allow this user to mount: run as root with /dev/fuse, or install fuse3 (fusermount3)",
+                what_to_do="allow this user to mount: run as root with /dev/fuse, or install fusermount3: "
+                f"{system_install('fuse3')}",
                 default_errno=errno.EPERM,
                 api=Api.FUSE,
             ) from self._failure
@@ -253,11 +258,14 @@ def _import_mfusepy() -> Any:
             import mfusepy
         except ModuleNotFoundError as error:
             raise setup_missing(
-                operation="import mfusepy", text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT
+                operation="import mfusepy", text=str(error), what_to_do=_install_advice(), default_errno=errno.ENOENT
             ) from error
         except (OSError, AttributeError) as error:
             raise setup_missing(
-                operation="dlopen libfuse3.so.3", text=str(error), what_to_do=_INSTALL, default_errno=errno.ENOENT
+                operation="dlopen libfuse3.so.3",
+                text=str(error),
+                what_to_do=_install_advice(),
+                default_errno=errno.ENOENT,
             ) from error
     if mfusepy.fuse_version_major != _LIBFUSE_MAJOR:
         raise Unsupported(
@@ -266,6 +274,6 @@ def _import_mfusepy() -> Any:
             status=None,
             status_name=f"libfuse {mfusepy.fuse_version_major}",
             reason=Reason.LIBRARY_WRONG_ABI,
-            what_to_do=_INSTALL,
+            what_to_do=_install_advice(),
         )
     return mfusepy

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError, errno_name
 from gdrkit.handles import Handle
+from gdrkit.remedies import system_install
 from gdrkit.usrbio.fuse._mfusepy import FuseSession, missing_dependency
 from gdrkit.usrbio.fuse.operations import Operations
 from gdrkit.usrbio.fuse.virtual_folder import VirtualFolder
@@ -49,7 +50,7 @@ def _obstacle() -> tuple[int, str] | None:
     if not os.access(_DEVICE, os.R_OK | os.W_OK):
         return errno.EACCES, "/dev/fuse cannot be opened: give this user read and write access to it"
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
-        return errno.EPERM, "only root can mount without fusermount3: install the package fuse3"
+        return errno.EPERM, f"only root can mount without fusermount3: {system_install('fuse3')}"
     return None
 
 

@@ -1,0 +1,78 @@
+"""Commands that install what is missing, with names of packages that exist in the package manager of this machine.
+
+The nox sessions use the table too, before any package is installed. So this module needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["DNF_NAMES", "OS_RELEASE", "package_manager", "package_names", "pip_install", "system_install"]
+
+OS_RELEASE = Path("/etc/os-release")
+# The package of RHEL and Rocky Linux for each package of Debian that has another name there. Those of chromium and
+# busybox are in EPEL, and those of the headers of libnl and of Open MPI in CRB or AppStream.
+DNF_NAMES = {
+    "busybox-static": "busybox",
+    "fuse3": "fuse3 fuse3-libs",
+    "g++": "gcc-c++",
+    "ibverbs-utils": "libibverbs-utils",
+    "iproute2": "iproute",
+    "libfabric-bin": "libfabric",
+    "libibverbs-dev": "rdma-core-devel",
+    "libnl-3-dev": "libnl3-devel",
+    "libnl-route-3-dev": "libnl3-devel",
+    "librdmacm1": "librdmacm",
+    "openmpi-bin": "openmpi",
+    "pkgconf": "pkgconf-pkg-config",
+    # The python3 of RHEL 9 is 3.9.
+    "python3": "python3.12",
+    "qemu-system-x86": "qemu-kvm",
+    "rdmacm-utils": "librdmacm-utils",
+    "ucx-utils": "ucx",
+}
+_DNF_DISTRIBUTIONS = frozenset({"almalinux", "centos", "fedora", "ol", "rhel", "rocky"})
+_PYTHON_HEADERS = re.compile(r"(python3(?:\.\d+)?)-dev")
+_FIELD = re.compile(r"""^(ID|ID_LIKE)=["']?([^"'\n]*)""", re.MULTILINE)
+_EXTRA = re.compile(r"""^(.*?)\s*;.*\bextra\s*==\s*["']([\w-]+)["']""")
+
+
+def package_manager(os_release: Path = OS_RELEASE) -> str:
+    """Return ``dnf`` on RHEL, Rocky Linux and other distributions of that family, and ``apt-get`` elsewhere."""
+    try:
+        text = os_release.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "apt-get"
+    names = {name for _, value in _FIELD.findall(text) for name in value.split()}
+    return "dnf" if names & _DNF_DISTRIBUTIONS else "apt-get"
+
+
+def package_names(*debian_names: str, manager: str) -> tuple[str, ...]:
+    """Return the names that these packages of Debian have for `manager`, each once."""
+    if manager != "dnf":
+        return tuple(dict.fromkeys(debian_names))
+    texts = (DNF_NAMES.get(name, _PYTHON_HEADERS.sub(r"\1-devel", name)) for name in debian_names)
+    return tuple(dict.fromkeys(name for text in texts for name in text.split()))
+
+
+def system_install(*debian_names: str, os_release: Path = OS_RELEASE) -> str:
+    """Return the command that installs these packages of Debian, or those of the same contents on this machine."""
+    manager = package_manager(os_release)
+    return f"{manager} install {' '.join(package_names(*debian_names, manager=manager))}"
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs the packages of an extra of gdrkit, e.g. ``mpi``.
+
+    No index has gdrkit itself, so the command names the packages that the extra requires.
+    """
+    from importlib import metadata  # Importing it takes longer than the rest of this module.
+
+    try:
+        requirements = metadata.requires("gdrkit") or ()
+    except metadata.PackageNotFoundError:
+        requirements = ()
+    matches = [match for text in requirements if (match := _EXTRA.match(text)) and match[2] == extra]
+    packages = " ".join(f"'{match[1]}'" for match in matches)
+    return f"pip install {packages}" if packages else f"pip install the packages of the extra {extra} of gdrkit"
