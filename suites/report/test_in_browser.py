@@ -6,19 +6,22 @@ the environment variable GDRKIT_PICTURES names.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.hosts import host_facts, host_records, write_run
 
 from gdrkit.harness.needs import host, needs
 from gdrkit.install_paths import install_paths
+from gdrkit.report import RunFolder, RunState
 from gdrkit.report.fleet import render_fleet
 from gdrkit.report.render import render
+from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +35,17 @@ BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SAMPLE_REPORT = install_paths().root / "docs" / "sample-report" / "index.html"
 # Height of the page of a large run with everything folded, in CSS pixels at a width of 1280.
 HEIGHT_MAX_PX = 6000
+# The fields of the run of a host in each state.
+RUN_OF_STATE: dict[RunState, dict[str, Any]] = {
+    RunState.QUALIFIED: {},
+    RunState.SOFTWARE_ONLY: {"software_asked": True, "substrate": {"verbs": "twin", "cuda": "twin"}},
+    RunState.PARTIAL: {"selection": "-k write"},
+    RunState.INTERRUPTED: {"is_interrupted": True},
+    RunState.FAILED: {"exit_code": 1, "causes": ("GPU 1 <- NIC mlx5_0 by dmabuf: registered by a copy",)},
+    RunState.WRONG_USAGE: {"exit_code": 2},
+    RunState.SETUP_MISSING: {"exit_code": 3, "to_do": ("install the NVIDIA driver",)},
+    RunState.NOTHING_PROVEN: {"exit_code": 4},
+}
 # JavaScript that returns the elements that are wider than the window. Elements in a part that can scroll are left out.
 OVERFLOW_SCRIPT = """
 () => [...document.querySelectorAll('body *')].filter(element => {
@@ -87,25 +101,39 @@ def find_violations(page: Page) -> list[str]:
 
 
 def make_page(name: str, folder: Path) -> Path:
-    """Create the page `name` (one_route, 64_routes, fleet or sample), and return its path."""
+    """Create the page `name` (bare, one_route, 64_routes, fleet or sample), and return its path."""
     if name == "sample":
         return SAMPLE_REPORT
     if name == "fleet":
-        for number in range(12):
-            facts = host_facts(gpus=2, nics=1 + number % 2)
-            slow = 0.8 if number == 7 else 1.0
-            render(
-                write_run(folder / f"run{number}", facts, list(host_records(facts, factor=slow)), host=f"node{number}")
-            )
-        return Path(render_fleet(folder).index)
-    count = 1 if name == "one_route" else 8
+        return make_fleet_page(folder)
+    count = {"bare": 0, "one_route": 1}.get(name, 8)
     facts = host_facts(gpus=count, nics=count)
-    return render(write_run(folder / "run", facts, list(host_records(facts)))).index
+    records = [record for record in host_records(facts) if count or record.verdict is Verdict.NOT_RUN]
+    path = write_run(folder / "run", facts, records)
+    if name == "bare":
+        bare_run = {"exit_code": 4, "verdict": "Nothing was proven on hardware", "substrate": {}}
+        RunFolder(path).write_run(dataclasses.replace(RunFolder(path).read_run(), **bare_run))  # type: ignore[arg-type]
+    return render(path).index
+
+
+def make_fleet_page(folder: Path) -> Path:
+    """Create the page of a fleet with one host in each state. One host is slower, and one has fewer NICs."""
+    for number, (state, changes) in enumerate(RUN_OF_STATE.items()):
+        facts = host_facts(gpus=2, nics=1 if number == 3 else 2)
+        slow = 0.8 if state is RunState.PARTIAL else 1.0
+        path = write_run(folder / f"run{number}", facts, list(host_records(facts, factor=slow)), host=f"node{number}")
+        run = RunFolder(path).read_run()
+        run = dataclasses.replace(run, exit_code=0, verdict=f"The run is {state.value}")
+        RunFolder(path).write_run(dataclasses.replace(run, **changes))
+        render(path)
+    fleet = render_fleet(folder)
+    assert {host.state for host in fleet.hosts} == {state.value for state in RunState}
+    return Path(fleet.index)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS_PX)
-@pytest.mark.parametrize("name", ["one_route", "64_routes", "fleet", "sample"])
+@pytest.mark.parametrize("name", ["bare", "one_route", "64_routes", "fleet", "sample"])
 def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name: str, width: int, scheme: str) -> None:
     page, messages = open_page(browser, make_page(name, tmp_path), width=width, is_dark=scheme == "dark")
     pictures = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
