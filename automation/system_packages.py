@@ -201,7 +201,8 @@ def apt_changes(output: str) -> list[Change]:
 
 def dnf_changes(output: str) -> list[Change]:
     """Return the changes that ``dnf install --assumeno`` announces, in the table of its transaction."""
-    changes, section, words = [], "", []
+    changes: list[Change] = []
+    section, words = "", list[str]()
     for row in output.splitlines():
         if row.startswith("Transaction Summary"):
             break

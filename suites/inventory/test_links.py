@@ -130,7 +130,7 @@ def test_every_number_of_a_public_profile_has_a_url(name: str) -> None:
     own_numbers = [number for number in profile.expected if number not in inherited]
     assert profile.links
     assert own_numbers
-    sources = [entry.source for entry in (*profile.links, *own_numbers)]
+    sources = [*(link.source for link in profile.links), *(number.source for number in own_numbers)]
     assert [source for source in sources if not source.startswith("https://")] == []
 
 

@@ -92,7 +92,7 @@ def test_dnf_may_update_within_the_release_only() -> None:
     ]
     assert changes["glibc"].replaces
     forbidden = [name for name, change in changes.items() if not change.is_allowed]
-    assert forbidden == ["mlnx-tools", "libibverbs", "kernel-headers", "openmpi"]
+    assert forbidden == ["mlnx-tools.noarch", "libibverbs", "kernel-headers", "openmpi"]
     assert changes["libibverbs"].text == "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos"
 
 
@@ -113,7 +113,7 @@ def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> N
     result = install_with(tmp_path)
     assert (result.returncode, called.exists()) == (3, False)
     if os.geteuid() == 0:
-        assert FOREIGN in result.stdout
+        assert FOREIGN.removeprefix("Inst ") in result.stdout
 
 
 @pytest.mark.parametrize(
