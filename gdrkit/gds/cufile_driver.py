@@ -104,7 +104,10 @@ class SharedDriver:
             _shared_drivers.remove(self)
 
     def _run_next_jobs(self) -> None:
-        """Run the first job of the queue, together with later jobs of the same file, direction and class of size."""
+        """Run the first job of the queue, together with later jobs of the same file and direction.
+
+        Small jobs (see :meth:`_is_small`) and large jobs do not run together.
+        """
         with self._queue_lock:
             if not self._queue:
                 return  # An earlier call has run the job.
@@ -129,7 +132,7 @@ class SharedDriver:
             job.future.set_result(None)
 
     def _is_small(self, job: CufileJob) -> bool:
-        """Return whether the job is of the class of small ones, which a batch may transfer."""
+        """Return whether the job is so small that a batch may transfer it."""
         return job.largest_range_bytes <= self.options.batch_range_bytes_max
 
 
