@@ -15,218 +15,35 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import cuda, cufile, evidence, host, pattern, serialization
+from support.cufile_calls import (
+    CALLS,
+    FILE_BYTES,
+    HOST_TREE,
+    RANGE_BYTES,
+    Setup,
+    batch_requests,
+    error_json,
+    proof_json,
+    value_or_error,
+)
+
+from gdrkit import cuda, cufile, evidence, serialization
 from gdrkit.cufile import parameters
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.inventory.facts import identifying_libraries
-from gdrkit.units import KIB, MIB
+from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["SCENARIOS", "main"]
 
-_FILE_BYTES = 1 * MIB
-_RANGE_BYTES = 64 * KIB
-# libcufile 1.15 sometimes completes an asynchronous write with 0 bytes. So it is tried again, at most 5 times in all.
-_ASYNC_WRITES_MAX = 5
-_HOST_TREE = host.HostTree()
-
-
-def _proof_json(proof: cufile.Proof) -> dict[str, Any]:
-    return {
-        "route": proof.route.value,
-        "state": proof.state.value,
-        "evidence": proof.evidence,
-        "moved": dict(proof.moved),
-        "causes": [cause.cause.value for cause in proof.causes],
-        "why": proof.why,
-    }
-
-
-def _error_json(error: GdrkitError) -> dict[str, Any]:
-    fields: dict[str, Any] = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
-    if isinstance(error, ApiError):
-        fields |= {"api": error.api.value, "operation": error.operation, "status": error.status, "errno": error.errno}
-    return fields
-
-
-class _Setup:
-    """The objects of a scenario: a device with memory, an open driver with statistics, and a file of known bytes.
-
-    Attributes
-    ----------
-    empty_write_count : int
-        Number of asynchronous writes that completed with 0 bytes before the last one.
-    """
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        for name, value in arguments.get("flags", {}).items():
-            parameters.set_flag(parameters.Flag[name], value)
-        self.path = Path(arguments["path"])
-        self.seed = int(arguments["seed"])
-        flags = os.O_RDWR | (os.O_DIRECT if arguments.get("direct", True) else 0)
-        self.fd = os.open(self.path, flags)
-        self.device = cuda.Device(0)
-        self.memory = self.device.allocate(_FILE_BYTES)
-        # The parent process has a time limit for this process.
-        self.driver = cufile.Driver(timeout_s=None)
-        if arguments.get("level", 3):
-            self.driver.statistics.start(cufile.Level(arguments.get("level", 3)))
-        self.monitor = cufile.RouteMonitor(self.driver, _HOST_TREE)
-        self.empty_write_count = 0
-
-    def close(self) -> None:
-        self.driver.close()
-        self.memory.close()
-        self.device.close()
-        os.close(self.fd)
-
-    def has_file_data(self, length_bytes: int, *, offset_bytes: int = 0, file_offset_bytes: int = 0) -> bool:
-        """Return whether the memory holds the bytes of the file from `file_offset_bytes` on."""
-        contents = self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        return contents == pattern.payload(length_bytes, seed=self.seed, offset_bytes=file_offset_bytes)
-
-    def clear(self) -> None:
-        self.memory.fill(0)
-
-    def is_written(self, length_bytes: int) -> bool:
-        """Return whether the file begins with the data of :meth:`fill_for_writing`."""
-        return self.path.read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=self.seed + 1)
-
-    def is_unchanged(self) -> bool:
-        """Return whether the file has its original contents."""
-        return self.path.read_bytes() == pattern.payload(_FILE_BYTES, seed=self.seed)
-
-    def fill_for_writing(self) -> None:
-        """Fill the memory with data that differs from the contents of the file."""
-        self.memory.write(pattern.payload(_FILE_BYTES, seed=self.seed + 1), offset_bytes=0)
-
-    def restore(self) -> None:
-        """Write the original contents to the file."""
-        self.path.write_bytes(pattern.payload(_FILE_BYTES, seed=self.seed))
-
-
-# Each of these functions makes one call. It returns the number of transferred bytes, and whether the data is right.
-def _read(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    moved_bytes = handle.read(setup.memory)
-    return moved_bytes, setup.has_file_data(_FILE_BYTES)
-
-
-def _read_registered(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    with cufile.RegisteredBuffer(setup.driver, setup.memory):
-        return _read(setup, handle)
-
-
-def _write(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    setup.fill_for_writing()
-    moved_bytes = handle.write(setup.memory)
-    return moved_bytes, setup.is_written(_FILE_BYTES)
-
-
-def _readv(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    ranges = [
-        cufile.BufferRange(setup.memory, _FILE_BYTES - _RANGE_BYTES, _RANGE_BYTES),
-        cufile.BufferRange(setup.memory, 0, _RANGE_BYTES),
-    ]
-    moved_bytes = handle.readv(ranges)
-    is_first_right = setup.has_file_data(_RANGE_BYTES, offset_bytes=_FILE_BYTES - _RANGE_BYTES)
-    return moved_bytes, is_first_right and setup.has_file_data(_RANGE_BYTES, file_offset_bytes=_RANGE_BYTES)
-
-
-def _writev(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    setup.fill_for_writing()
-    moved_bytes = handle.writev(
-        [
-            cufile.BufferRange(setup.memory, 0, _RANGE_BYTES),
-            cufile.BufferRange(setup.memory, _RANGE_BYTES, _RANGE_BYTES),
-        ]
-    )
-    return moved_bytes, setup.is_written(2 * _RANGE_BYTES)
-
-
-def _read_async(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    with setup.device.stream() as stream:
-        pending = handle.read_async(stream, setup.memory)
-        stream.synchronize()
-        return pending.bytes(), setup.has_file_data(_FILE_BYTES)
-
-
-def _read_async_registered(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    with (
-        setup.device.stream() as stream,
-        cufile.RegisteredStream(setup.driver, stream.handle, flags=cufile.StreamFlags.ALL),
-    ):
-        pending = handle.read_async(stream, setup.memory)
-        stream.synchronize()
-        return pending.bytes(), setup.has_file_data(_FILE_BYTES)
-
-
-def _write_async(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    """Write asynchronously, and again while a write completes with 0 bytes. Count these writes in `setup`."""
-    setup.fill_for_writing()
-    with setup.device.stream() as stream:
-        for setup.empty_write_count in range(_ASYNC_WRITES_MAX):
-            pending = handle.write_async(stream, setup.memory)
-            stream.synchronize()
-            moved_bytes = pending.bytes()
-            if moved_bytes or not setup.is_unchanged():
-                return moved_bytes, setup.is_written(_FILE_BYTES)
-    return 0, False
-
-
-def _batch(setup: _Setup, handle: cufile.FileHandle, opcode: cufile.Opcode) -> int:
-    count = _FILE_BYTES // _RANGE_BYTES
-    with cufile.IoBatch(setup.driver, count) as batch:
-        batch.submit(
-            [
-                cufile.BatchRequest(
-                    opcode,
-                    handle,
-                    cufile.BufferRange(setup.memory, index * _RANGE_BYTES, _RANGE_BYTES),
-                    index * _RANGE_BYTES,
-                )
-                for index in range(count)
-            ]
-        )
-        events: list[cufile.BatchEvent] = []
-        while batch.outstanding:
-            events += batch.status(count_min=1, timeout_s=10)
-    for event in events:
-        if event.error is not None:
-            raise event.error
-    return sum(event.bytes for event in events)
-
-
-def _batch_read(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    return _batch(setup, handle, cufile.Opcode.READ), setup.has_file_data(_FILE_BYTES)
-
-
-def _batch_write(setup: _Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    setup.fill_for_writing()
-    return _batch(setup, handle, cufile.Opcode.WRITE), setup.is_written(_FILE_BYTES)
-
-
-_CALLS: dict[str, Callable[[_Setup, cufile.FileHandle], tuple[int, bool]]] = {
-    "read": _read,
-    "read_registered": _read_registered,
-    "write": _write,
-    "readv": _readv,
-    "writev": _writev,
-    "read_async": _read_async,
-    "read_async_registered": _read_async_registered,
-    "write_async": _write_async,
-    "batch_read": _batch_read,
-    "batch_write": _batch_write,
-}
-
 
 def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
     """Make each named call once. Return its number of bytes, whether the data is right, and the proof of its route."""
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     results: list[dict[str, Any]] = []
     for name in arguments["calls"]:
         setup.restore()
@@ -235,11 +52,11 @@ def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
         with cufile.FileHandle(setup.driver, setup.fd) as handle:
             try:
                 with setup.monitor.watch(setup.fd):
-                    moved_bytes, is_expected = _CALLS[name](setup, handle)
+                    moved_bytes, is_expected = CALLS[name](setup, handle)
             except GdrkitError as error:
-                results.append({"failure": _error_json(error)})
+                results.append({"failure": error_json(error)})
             else:
-                proof = _proof_json(setup.monitor.proof)
+                proof = proof_json(setup.monitor.proof)
                 results.append(
                     {
                         "bytes": moved_bytes,
@@ -255,15 +72,15 @@ def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read once. Return the proof of the route, or the error if cuFileHandleRegister or cuFileRead failed."""
-    setup = _Setup(arguments)
-    length_bytes = int(arguments.get("length_bytes", _FILE_BYTES))
+    setup = Setup(arguments)
+    length_bytes = int(arguments.get("length_bytes", FILE_BYTES))
     result: dict[str, Any] = {}
     try:
         handle = cufile.FileHandle(setup.driver, setup.fd)
     except ApiError as error:
         result = {
-            "failure": _error_json(error),
-            "proof": _proof_json(cufile.failed_registration_proof(_HOST_TREE, setup.fd, error)),
+            "failure": error_json(error),
+            "proof": proof_json(cufile.failed_registration_proof(HOST_TREE, setup.fd, error)),
         }
     else:
         with handle:
@@ -273,79 +90,64 @@ def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
                 result = {
                     "bytes": moved_bytes,
                     "is_expected": setup.has_file_data(length_bytes),
-                    "proof": _proof_json(setup.monitor.proof),
+                    "proof": proof_json(setup.monitor.proof),
                 }
                 setup.monitor.proof.require_direct()
             except cufile.DirectPathError as error:
-                result["fell_back"] = _error_json(error)
+                result["fell_back"] = error_json(error)
             except ApiError as error:
-                result = {"failure": _error_json(error)}
+                result = {"failure": error_json(error)}
     setup.close()
     return result
 
 
-def _value_or_error(call: Callable[[], object]) -> dict[str, Any]:
-    """Return the value of a call, or its error, as JSON data.
-
-    If the value has a method `close`, it is closed, and the name of its type is returned instead.
-    """
-    try:
-        value = call()
-    except GdrkitError as error:
-        return {"failure": _error_json(error)}
-    if hasattr(value, "close"):
-        value.close()
-        return {"value": type(value).__name__}
-    return {"value": serialization.to_json_data(value)}
-
-
 def bad_input(arguments: dict[str, Any]) -> dict[str, Any]:
     """Make calls with invalid arguments, and a valid one after them."""
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     memory, driver = setup.memory, setup.driver
     folder_fd = os.open(setup.path.parent, os.O_RDONLY)
     # No open descriptor of this process has this number.
     closed_fd = 999_999
     with cufile.FileHandle(driver, setup.fd) as handle:
         results: dict[str, dict[str, Any]] = {
-            "negative_offset": _value_or_error(lambda: handle.read(memory, file_offset_bytes=-1)),
-            "overflowing_offset": _value_or_error(lambda: handle.read(memory, file_offset_bytes=(1 << 63) - 1)),
-            "negative_length": _value_or_error(lambda: handle.read(memory, length_bytes=-1)),
-            "beyond_memory": _value_or_error(lambda: handle.read(memory, offset_bytes=1, length_bytes=_FILE_BYTES)),
-            "beyond_end": _value_or_error(lambda: handle.read(memory, file_offset_bytes=2 * _FILE_BYTES)),
-            "over_the_end": _value_or_error(lambda: handle.read(memory, file_offset_bytes=_FILE_BYTES - _RANGE_BYTES)),
-            "nothing": _value_or_error(lambda: handle.read(memory, length_bytes=0)),
-            "directory": _value_or_error(lambda: cufile.FileHandle(driver, folder_fd)),
-            "closed_descriptor": _value_or_error(lambda: cufile.FileHandle(driver, closed_fd)),
-            "twice": _value_or_error(lambda: cufile.FileHandle(driver, setup.fd)),
-            "no_batch": _value_or_error(lambda: cufile.IoBatch(driver, 0)),
-            "large_batch": _value_or_error(lambda: cufile.IoBatch(driver, 100_000)),
-            "no_stream": _value_or_error(lambda: cufile.RegisteredStream(driver, 0x1234560))
+            "negative_offset": value_or_error(lambda: handle.read(memory, file_offset_bytes=-1)),
+            "overflowing_offset": value_or_error(lambda: handle.read(memory, file_offset_bytes=(1 << 63) - 1)),
+            "negative_length": value_or_error(lambda: handle.read(memory, length_bytes=-1)),
+            "beyond_memory": value_or_error(lambda: handle.read(memory, offset_bytes=1, length_bytes=FILE_BYTES)),
+            "beyond_end": value_or_error(lambda: handle.read(memory, file_offset_bytes=2 * FILE_BYTES)),
+            "over_the_end": value_or_error(lambda: handle.read(memory, file_offset_bytes=FILE_BYTES - RANGE_BYTES)),
+            "nothing": value_or_error(lambda: handle.read(memory, length_bytes=0)),
+            "directory": value_or_error(lambda: cufile.FileHandle(driver, folder_fd)),
+            "closed_descriptor": value_or_error(lambda: cufile.FileHandle(driver, closed_fd)),
+            "twice": value_or_error(lambda: cufile.FileHandle(driver, setup.fd)),
+            "no_batch": value_or_error(lambda: cufile.IoBatch(driver, 0)),
+            "large_batch": value_or_error(lambda: cufile.IoBatch(driver, 100_000)),
+            "no_stream": value_or_error(lambda: cufile.RegisteredStream(driver, 0x1234560))
             if arguments.get("twin")
             else {},
-            "parameter_while_open": _value_or_error(
+            "parameter_while_open": value_or_error(
                 lambda: parameters.set_flag(parameters.Flag.ALLOW_COMPAT_MODE, True)  # noqa: FBT003
             ),
-            "level": _value_or_error(lambda: driver.statistics.start(cufile.Level.OFF)),
+            "level": value_or_error(lambda: driver.statistics.start(cufile.Level.OFF)),
         }
         with cufile.RegisteredBuffer(driver, memory):
-            results["registered_twice"] = _value_or_error(lambda: cufile.RegisteredBuffer(driver, memory))
+            results["registered_twice"] = value_or_error(lambda: cufile.RegisteredBuffer(driver, memory))
         driver.statistics.start()
-        results["still_works"] = _value_or_error(lambda: (handle.read(memory), setup.has_file_data(_FILE_BYTES)))
+        results["still_works"] = value_or_error(lambda: (handle.read(memory), setup.has_file_data(FILE_BYTES)))
         closed_handle = handle
-    results["closed_handle"] = _value_or_error(lambda: closed_handle.read(memory))
+    results["closed_handle"] = value_or_error(lambda: closed_handle.read(memory))
     os.close(folder_fd)
     setup.close()
-    results["closed_driver"] = _value_or_error(driver.properties)
+    results["closed_driver"] = value_or_error(driver.properties)
     return results
 
 
 def read_only_file(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the error of a write to a file that is open for reading only."""
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     fd = os.open(setup.path, os.O_RDONLY | os.O_DIRECT)
     with cufile.FileHandle(setup.driver, fd) as handle:
-        result = _value_or_error(lambda: handle.write(setup.memory))
+        result = value_or_error(lambda: handle.write(setup.memory))
     os.close(fd)
     setup.close()
     return result
@@ -353,18 +155,18 @@ def read_only_file(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def staged_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query and set parameters of cuFile before and after the driver is opened."""
-    flags = {flag.name: _value_or_error(functools.partial(parameters.flag, flag)) for flag in parameters.Flag}
+    flags = {flag.name: value_or_error(functools.partial(parameters.flag, flag)) for flag in parameters.Flag}
     result = {
         "flags": flags,
-        "set_closed": _value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 32)),
+        "set_closed": value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 32)),
         "batch_staged": parameters.size(parameters.Size.IO_BATCHSIZE),
         "batch_limits": parameters.limits(parameters.Size.IO_BATCHSIZE),
-        "negative": _value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, -1)),
-        "log_level": _value_or_error(lambda: parameters.text(parameters.Text.LOGGING_LEVEL)),
+        "negative": value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, -1)),
+        "log_level": value_or_error(lambda: parameters.text(parameters.Text.LOGGING_LEVEL)),
     }
     with cufile.Driver(timeout_s=None) as driver:
         result["batch_open"] = driver.properties().max_batch_io
-        result["set_open"] = _value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 16))
+        result["set_open"] = value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 16))
         result["use_count"] = driver.use_count()
     return result
 
@@ -404,7 +206,7 @@ class _StreamWithoutContext:
 
 def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
     """Make calls in a thread that has no current CUDA context."""
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     memory = _MemoryWithoutContext(setup.memory.address, setup.memory.length_bytes)
 
     def read_async() -> int:
@@ -414,36 +216,34 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
 
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
         result = {
-            "read": _value_or_error(lambda: (handle.read(memory), setup.has_file_data(_FILE_BYTES))),
-            "batch": _value_or_error(lambda: _batch(setup, handle, cufile.Opcode.READ)),
-            "register": _value_or_error(lambda: cufile.RegisteredBuffer(setup.driver, memory)),
-            "register_stream": _value_or_error(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
-            "read_async": _value_or_error(read_async),
+            "read": value_or_error(lambda: (handle.read(memory), setup.has_file_data(FILE_BYTES))),
+            "batch": value_or_error(lambda: CALLS["batch_read"](setup, handle)[0]),
+            "register": value_or_error(lambda: cufile.RegisteredBuffer(setup.driver, memory)),
+            "register_stream": value_or_error(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
+            "read_async": value_or_error(read_async),
         }
         # `setup.memory` makes its context current for the call, in this same thread.
         with cufile.RegisteredBuffer(setup.driver, setup.memory):
-            result["registered"] = _value_or_error(
-                lambda: (handle.read(setup.memory), setup.has_file_data(_FILE_BYTES))
-            )
+            result["registered"] = value_or_error(lambda: (handle.read(setup.memory), setup.has_file_data(FILE_BYTES)))
     setup.close()
     return result
 
 
 def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query an asynchronous read before and after its stream executes it."""
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
         pending = handle.read_async(stream, setup.memory)
         result: dict[str, Any] = {
             "done": pending.done,
-            "bytes": _value_or_error(pending.bytes),
-            "close": _value_or_error(handle.close),
+            "bytes": value_or_error(pending.bytes),
+            "close": value_or_error(handle.close),
         }
         stream.synchronize()
         result |= {
             "done_later": pending.done,
             "bytes_later": pending.bytes(),
-            "is_expected": setup.has_file_data(_FILE_BYTES),
+            "is_expected": setup.has_file_data(FILE_BYTES),
         }
     setup.close()
     return result
@@ -453,24 +253,14 @@ def driver_opens(arguments: dict[str, Any]) -> dict[str, Any]:
     """Set the flags of the arguments, and open the driver."""
     for name, value in arguments["flags"].items():
         parameters.set_flag(parameters.Flag[name], value)
-    return _value_or_error(lambda: cufile.Driver(timeout_s=None))
+    return value_or_error(lambda: cufile.Driver(timeout_s=None))
 
 
 def batch_stall(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query and cancel a batch of four reads. The fault plan of the case keeps the second read from starting."""
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, cufile.IoBatch(setup.driver, 8) as batch:
-        batch.submit(
-            [
-                cufile.BatchRequest(
-                    cufile.Opcode.READ,
-                    handle,
-                    cufile.BufferRange(setup.memory, index * _RANGE_BYTES, _RANGE_BYTES),
-                    index * _RANGE_BYTES,
-                )
-                for index in range(4)
-            ]
-        )
+        batch.submit(batch_requests(setup, handle, cufile.Opcode.READ, 4))
         first_events = batch.status(count_min=1)
         stalled_events = batch.status(count_min=1, timeout_s=0.05)
         batch.cancel()
@@ -480,7 +270,7 @@ def batch_stall(arguments: dict[str, Any]) -> dict[str, Any]:
             "stalled": [event.status.name for event in stalled_events],
             "canceled": [event.status.name for event in canceled_events],
             "outstanding": batch.outstanding,
-            "is_expected": setup.has_file_data(_RANGE_BYTES),
+            "is_expected": setup.has_file_data(RANGE_BYTES),
         }
     setup.close()
     return result
@@ -490,7 +280,7 @@ def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read and write by kvikio in each compatibility mode of the arguments."""
     from gdrkit.cufile import _kvikio
 
-    setup = _Setup(arguments)
+    setup = Setup(arguments)
     results: dict[str, Any] = {}
     for mode in arguments["modes"]:
         setup.restore()
@@ -500,13 +290,13 @@ def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
                 moved_bytes = file.read(setup.memory).bytes()
             results[mode] = {
                 "read": moved_bytes,
-                "is_expected": setup.has_file_data(_FILE_BYTES),
-                "proof": _proof_json(setup.monitor.proof),
+                "is_expected": setup.has_file_data(FILE_BYTES),
+                "proof": proof_json(setup.monitor.proof),
             }
             setup.fill_for_writing()
             with _kvikio.KvikioFile(setup.path, "r+") as file:
-                results[mode] |= {"write": file.write(setup.memory).bytes(), "written": setup.is_written(_FILE_BYTES)}
-    results["missing"] = _value_or_error(lambda: _kvikio.KvikioFile(setup.path.parent / "missing"))
+                results[mode] |= {"write": file.write(setup.memory).bytes(), "written": setup.is_written(FILE_BYTES)}
+    results["missing"] = value_or_error(lambda: _kvikio.KvikioFile(setup.path.parent / "missing"))
     results["version"] = _kvikio.kvikio_version()
     setup.close()
     return results

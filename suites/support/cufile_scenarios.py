@@ -6,7 +6,6 @@ A scenario uses a file of known bytes on a real disk.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from support import cufile_child, udev
+from support.python_child import suites_environ
 
 from gdrkit import serialization
 from gdrkit.evidence import LoadedLibrary
@@ -95,7 +95,7 @@ class ScenarioRunner:
                 # By default, libcufile writes its log to the current folder.
                 env={
                     "CUFILE_LOGFILE_PATH": f"{tempfile.gettempdir()}/cufile.log",
-                    **os.environ,
+                    **suites_environ(),
                     **self.environ,
                     **faults,
                 },

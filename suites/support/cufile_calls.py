@@ -1,0 +1,236 @@
+"""Setup of a scenario of :mod:`support.cufile_child`, its cuFile calls by name, and their results as JSON data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import cuda, cufile, host, pattern, serialization
+from gdrkit.cufile import parameters
+from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "CALLS",
+    "FILE_BYTES",
+    "HOST_TREE",
+    "RANGE_BYTES",
+    "Setup",
+    "batch_requests",
+    "error_json",
+    "proof_json",
+    "value_or_error",
+]
+
+FILE_BYTES = 1 * MIB
+RANGE_BYTES = 64 * KIB
+HOST_TREE = host.HostTree()
+# libcufile 1.15 sometimes completes an asynchronous write with 0 bytes. So it is tried again, at most 5 times in all.
+_ASYNC_WRITES_MAX = 5
+
+
+def proof_json(proof: cufile.Proof) -> dict[str, Any]:
+    return {
+        "route": proof.route.value,
+        "state": proof.state.value,
+        "evidence": proof.evidence,
+        "moved": dict(proof.moved),
+        "causes": [cause.cause.value for cause in proof.causes],
+        "why": proof.why,
+    }
+
+
+def error_json(error: GdrkitError) -> dict[str, Any]:
+    fields: dict[str, Any] = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
+    if isinstance(error, ApiError):
+        fields |= {"api": error.api.value, "operation": error.operation, "status": error.status, "errno": error.errno}
+    return fields
+
+
+def value_or_error(call: Callable[[], object]) -> dict[str, Any]:
+    """Return the value of a call, or its error, as JSON data.
+
+    If the value has a method `close`, it is closed, and the name of its type is returned instead.
+    """
+    try:
+        value = call()
+    except GdrkitError as error:
+        return {"failure": error_json(error)}
+    if hasattr(value, "close"):
+        value.close()
+        return {"value": type(value).__name__}
+    return {"value": serialization.to_json_data(value)}
+
+
+class Setup:
+    """The objects of a scenario: a device with memory, an open driver with statistics, and a file of known bytes.
+
+    Attributes
+    ----------
+    empty_write_count : int
+        Number of asynchronous writes that completed with 0 bytes before the last one.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        for name, value in arguments.get("flags", {}).items():
+            parameters.set_flag(parameters.Flag[name], value)
+        self.path = Path(arguments["path"])
+        self.seed = int(arguments["seed"])
+        flags = os.O_RDWR | (os.O_DIRECT if arguments.get("direct", True) else 0)
+        self.fd = os.open(self.path, flags)
+        self.device = cuda.Device(0)
+        self.memory = self.device.allocate(FILE_BYTES)
+        # The parent process has a time limit for this process.
+        self.driver = cufile.Driver(timeout_s=None)
+        if arguments.get("level", 3):
+            self.driver.statistics.start(cufile.Level(arguments.get("level", 3)))
+        self.monitor = cufile.RouteMonitor(self.driver, HOST_TREE)
+        self.empty_write_count = 0
+
+    def close(self) -> None:
+        self.driver.close()
+        self.memory.close()
+        self.device.close()
+        os.close(self.fd)
+
+    def has_file_data(self, length_bytes: int, *, offset_bytes: int = 0, file_offset_bytes: int = 0) -> bool:
+        """Return whether the memory holds the bytes of the file from `file_offset_bytes` on."""
+        contents = self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return contents == pattern.payload(length_bytes, seed=self.seed, offset_bytes=file_offset_bytes)
+
+    def clear(self) -> None:
+        self.memory.fill(0)
+
+    def is_written(self, length_bytes: int) -> bool:
+        """Return whether the file begins with the data of :meth:`fill_for_writing`."""
+        return self.path.read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=self.seed + 1)
+
+    def is_unchanged(self) -> bool:
+        """Return whether the file has its original contents."""
+        return self.path.read_bytes() == pattern.payload(FILE_BYTES, seed=self.seed)
+
+    def fill_for_writing(self) -> None:
+        """Fill the memory with data that differs from the contents of the file."""
+        self.memory.write(pattern.payload(FILE_BYTES, seed=self.seed + 1), offset_bytes=0)
+
+    def restore(self) -> None:
+        """Write the original contents to the file."""
+        self.path.write_bytes(pattern.payload(FILE_BYTES, seed=self.seed))
+
+
+# Each of these functions makes one call. It returns the number of transferred bytes, and whether the data is right.
+def _read(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    moved_bytes = handle.read(setup.memory)
+    return moved_bytes, setup.has_file_data(FILE_BYTES)
+
+
+def _read_registered(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    with cufile.RegisteredBuffer(setup.driver, setup.memory):
+        return _read(setup, handle)
+
+
+def _write(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    setup.fill_for_writing()
+    moved_bytes = handle.write(setup.memory)
+    return moved_bytes, setup.is_written(FILE_BYTES)
+
+
+def _readv(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    ranges = [
+        cufile.BufferRange(setup.memory, FILE_BYTES - RANGE_BYTES, RANGE_BYTES),
+        cufile.BufferRange(setup.memory, 0, RANGE_BYTES),
+    ]
+    moved_bytes = handle.readv(ranges)
+    is_first_right = setup.has_file_data(RANGE_BYTES, offset_bytes=FILE_BYTES - RANGE_BYTES)
+    return moved_bytes, is_first_right and setup.has_file_data(RANGE_BYTES, file_offset_bytes=RANGE_BYTES)
+
+
+def _writev(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    setup.fill_for_writing()
+    moved_bytes = handle.writev(
+        [
+            cufile.BufferRange(setup.memory, 0, RANGE_BYTES),
+            cufile.BufferRange(setup.memory, RANGE_BYTES, RANGE_BYTES),
+        ]
+    )
+    return moved_bytes, setup.is_written(2 * RANGE_BYTES)
+
+
+def _read_async(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    with setup.device.stream() as stream:
+        pending = handle.read_async(stream, setup.memory)
+        stream.synchronize()
+        return pending.bytes(), setup.has_file_data(FILE_BYTES)
+
+
+def _read_async_registered(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    with (
+        setup.device.stream() as stream,
+        cufile.RegisteredStream(setup.driver, stream.handle, flags=cufile.StreamFlags.ALL),
+    ):
+        pending = handle.read_async(stream, setup.memory)
+        stream.synchronize()
+        return pending.bytes(), setup.has_file_data(FILE_BYTES)
+
+
+def _write_async(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    """Write asynchronously, and again while a write completes with 0 bytes. Count these writes in `setup`."""
+    setup.fill_for_writing()
+    with setup.device.stream() as stream:
+        for setup.empty_write_count in range(_ASYNC_WRITES_MAX):
+            pending = handle.write_async(stream, setup.memory)
+            stream.synchronize()
+            moved_bytes = pending.bytes()
+            if moved_bytes or not setup.is_unchanged():
+                return moved_bytes, setup.is_written(FILE_BYTES)
+    return 0, False
+
+
+def batch_requests(
+    setup: Setup, handle: cufile.FileHandle, opcode: cufile.Opcode, count: int
+) -> list[cufile.BatchRequest]:
+    """Return `count` transfers that follow each other in the file and in the memory."""
+    return [
+        cufile.BatchRequest(opcode, handle, cufile.BufferRange(setup.memory, offset, RANGE_BYTES), offset)
+        for offset in range(0, count * RANGE_BYTES, RANGE_BYTES)
+    ]
+
+
+def _batch(setup: Setup, handle: cufile.FileHandle, opcode: cufile.Opcode) -> int:
+    count = FILE_BYTES // RANGE_BYTES
+    with cufile.IoBatch(setup.driver, count) as batch:
+        batch.submit(batch_requests(setup, handle, opcode, count))
+        events: list[cufile.BatchEvent] = []
+        while batch.outstanding:
+            events += batch.status(count_min=1, timeout_s=10)
+    for event in events:
+        if event.error is not None:
+            raise event.error
+    return sum(event.bytes for event in events)
+
+
+def _batch_read(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    return _batch(setup, handle, cufile.Opcode.READ), setup.has_file_data(FILE_BYTES)
+
+
+def _batch_write(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    setup.fill_for_writing()
+    return _batch(setup, handle, cufile.Opcode.WRITE), setup.is_written(FILE_BYTES)
+
+
+CALLS: dict[str, Callable[[Setup, cufile.FileHandle], tuple[int, bool]]] = {
+    "read": _read,
+    "read_registered": _read_registered,
+    "write": _write,
+    "readv": _readv,
+    "writev": _writev,
+    "read_async": _read_async,
+    "read_async_registered": _read_async_registered,
+    "write_async": _write_async,
+    "batch_read": _batch_read,
+    "batch_write": _batch_write,
+}
