@@ -57,13 +57,13 @@ Buffer remove_registration(std::uint64_t base) {
 
 } // namespace
 
-void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
+bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location) {
     Buffers& state = buffers();
     std::lock_guard lock(state.mutex);
     const auto found = state.registered.find(base);
     if (found == state.registered.end()) {
-        return;
+        return false;
     }
     if (found->second.location.buffer_id != location.buffer_id) {
         throw CufileError{cuda_pointer_invalid};
@@ -71,6 +71,7 @@ void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_
     if (offset_bytes > found->second.length_bytes || length_bytes > found->second.length_bytes - offset_bytes) {
         throw CufileError{invalid_mapping_range};
     }
+    return true;
 }
 
 void drop_buffers() {

@@ -8,9 +8,9 @@
 
 namespace gdrkit::twin::cufile {
 
-// Check a transfer range against the buffer registered at `base`, if there is one. Throws CufileError:
+// Check a transfer range against the buffer registered at `base`, and return whether there is one. Throws CufileError:
 // invalid_mapping_range if the range exceeds the buffer, cuda_pointer_invalid if the buffer's memory was freed.
-void check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
+bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location);
 // Drop all registrations; called when the driver is closed.
 void drop_buffers();

@@ -1,8 +1,11 @@
 // cuFileReadAsync and cuFileWriteAsync: transfers in the order of a CUDA stream.
+#include <algorithm>
 #include <cerrno>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "cufile/cuda.hpp"
@@ -21,9 +24,17 @@ namespace {
 // Type of registered streams in the ledger of live handles (model/ledger.hpp).
 constexpr std::string_view ledger_kind = "cufile_stream";
 
+// A transfer from its call until its end.
+struct UnfinishedTransfer {
+    Stream stream = 0;
+    const void* buffer = nullptr;
+    TransferRange range;
+};
+
 struct Streams {
     std::mutex mutex;
     std::map<Stream, unsigned> flags_by_stream; // registered streams only
+    std::list<UnfinishedTransfer> unfinished;   // oldest first
 };
 
 Streams& streams() {
@@ -38,28 +49,57 @@ unsigned registered_flags_of(Stream stream) {
     return registration == state.flags_by_stream.end() ? 0 : registration->second;
 }
 
+// Keeps a transfer in the list of unfinished transfers.
+class UnfinishedEntry {
+public:
+    explicit UnfinishedEntry(const UnfinishedTransfer& transfer) {
+        Streams& state = streams();
+        std::lock_guard lock(state.mutex);
+        const auto other = std::ranges::find_if(state.unfinished, [&](const UnfinishedTransfer& unfinished) {
+            return unfinished.buffer == transfer.buffer && unfinished.stream != transfer.stream;
+        });
+        if (other != state.unfinished.end()) {
+            concurrent_ = other->range;
+        }
+        entry_ = state.unfinished.insert(state.unfinished.end(), transfer);
+    }
+    UnfinishedEntry(const UnfinishedEntry&) = delete;
+    UnfinishedEntry& operator=(const UnfinishedEntry&) = delete;
+    ~UnfinishedEntry() {
+        Streams& state = streams();
+        std::lock_guard lock(state.mutex);
+        state.unfinished.erase(entry_);
+    }
+
+    // Return the oldest transfer of another stream with the same memory that was unfinished when this one was queued.
+    [[nodiscard]] const std::optional<TransferRange>& concurrent() const { return concurrent_; }
+
+private:
+    std::list<UnfinishedTransfer>::iterator entry_;
+    std::optional<TransferRange> concurrent_;
+};
+
 // A queued transfer. Arguments that the stream's flags do not declare as fixed are read when the transfer starts.
 struct QueuedTransfer {
     OperationInProgress operation_in_progress; // keeps the cuFile driver from being closed before the transfer is done
+    std::optional<UnfinishedEntry> unfinished;
     bool is_write = false;
-    FileHandle file = nullptr;
     void* buffer = nullptr;
     const std::size_t* length_bytes = nullptr;
     const off_t* file_offset = nullptr;
     const off_t* buffer_offset = nullptr;
     ssize_t* result = nullptr;
-    std::size_t fixed_length_bytes = 0;
-    off_t fixed_file_offset = 0, fixed_buffer_offset = 0;
-    std::size_t max_length_bytes = 0;
+    TransferRange submitted; // the values at the call
 };
 
 ssize_t run_queued(const QueuedTransfer& queued) {
     if (const auto code = injected_fault("cufile.async_io")) {
         return -*code;
     }
-    const Transfer transfer{CallType::stream,     queued.is_write,     queued.file,          queued.buffer,
-                            *queued.length_bytes, *queued.file_offset, *queued.buffer_offset};
-    return transfer.length_bytes > queued.max_length_bytes ? -invalid_value : execute_transfer(transfer);
+    const Transfer transfer{
+        CallType::stream,     queued.is_write,     queued.submitted.file, queued.buffer,
+        *queued.length_bytes, *queued.file_offset, *queued.buffer_offset, queued.unfinished->concurrent()};
+    return transfer.length_bytes > queued.submitted.length_bytes ? -invalid_value : execute_transfer(transfer);
 }
 
 // Host function of the stream. A host function must not call the CUDA driver. So another thread carries out the
@@ -92,16 +132,14 @@ Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buf
         const unsigned flags = registered_flags_of(stream);
         auto queued = std::make_unique<QueuedTransfer>();
         queued->is_write = is_write;
-        queued->file = file;
         queued->buffer = buffer;
         queued->result = result;
-        queued->fixed_length_bytes = *length_bytes;
-        queued->fixed_file_offset = *file_offset;
-        queued->fixed_buffer_offset = *buffer_offset;
-        queued->max_length_bytes = *length_bytes;
-        queued->length_bytes = (flags & fixed_file_size) != 0 ? &queued->fixed_length_bytes : length_bytes;
-        queued->file_offset = (flags & fixed_file_offset) != 0 ? &queued->fixed_file_offset : file_offset;
-        queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &queued->fixed_buffer_offset : buffer_offset;
+        queued->submitted = {file, *length_bytes, *file_offset, *buffer_offset};
+        queued->unfinished.emplace(UnfinishedTransfer{stream, buffer, queued->submitted});
+        const TransferRange& fixed = queued->submitted;
+        queued->length_bytes = (flags & fixed_file_size) != 0 ? &fixed.length_bytes : length_bytes;
+        queued->file_offset = (flags & fixed_file_offset) != 0 ? &fixed.file_offset : file_offset;
+        queued->buffer_offset = (flags & fixed_buffer_offset) != 0 ? &fixed.buffer_offset : buffer_offset;
         launch_host_function(location, stream, run_in_stream, queued.get());
         static_cast<void>(queued.release());
     });

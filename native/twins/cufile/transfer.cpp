@@ -117,6 +117,24 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
     });
 }
 
+// In compat mode, the real library (1.15) mixes up the bytes of transfers of several streams that use one registration
+// at the same time. Move the bytes of the concurrent transfer instead of those of this one.
+void mix_up(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
+    Transfer wrong = transfer;
+    wrong.length_bytes = std::min(moved_bytes, transfer.concurrent->length_bytes);
+    try {
+        if (transfer.is_write) {
+            wrong.buffer_offset = transfer.concurrent->buffer_offset;
+            transfer_device_memory(wrong, file, location);
+        } else if (const FileRef other_file = find_file(transfer.concurrent->file)) {
+            wrong.file_offset = transfer.concurrent->file_offset;
+            transfer_device_memory(wrong, *other_file, location);
+        }
+    } catch (const CufileError&) {
+        // The concurrent transfer is invalid, so it fails itself and has no bytes.
+    }
+}
+
 ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     check_arguments(transfer);
     const FileRef file = find_file(transfer.file);
@@ -128,7 +146,7 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     const auto offset = static_cast<std::uint64_t>(transfer.buffer_offset);
     const MemoryLocation location = location_of(base);
     record->device = location.device_ordinal;
-    check_registered(base, offset, transfer.length_bytes, location);
+    const bool is_registered = check_registered(base, offset, transfer.length_bytes, location);
     if (location.is_device) {
         check_allocated(base + offset, transfer.length_bytes);
     }
@@ -138,10 +156,18 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     if (transfer.length_bytes == 0) {
         return 0;
     }
+    const bool is_compat_in_stream = transfer.call_type == CallType::stream && choice.route == Route::posix;
+    if (is_compat_in_stream && !is_registered && offset != 0) {
+        errno = EIO; // observed with 1.15. The offset is documented for registered memory only.
+        return -1;
+    }
     const ssize_t result =
         location.is_device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
     if (result > 0) {
         record_bytes(static_cast<std::uint64_t>(result));
+        if (is_compat_in_stream && is_registered && location.is_device && transfer.concurrent) {
+            mix_up(transfer, *file, location, static_cast<std::size_t>(result));
+        }
     }
     return result;
 }

@@ -5,11 +5,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "cufile/cufile_abi.hpp"
 #include "cufile/statistics.hpp"
 
 namespace gdrkit::twin::cufile {
+
+// The ranges of a transfer in its file and in its memory.
+struct TransferRange {
+    FileHandle file = nullptr;
+    std::size_t length_bytes = 0;
+    off_t file_offset = 0;
+    off_t buffer_offset = 0;
+};
 
 struct Transfer {
     CallType call_type = CallType::single;
@@ -19,6 +28,8 @@ struct Transfer {
     std::size_t length_bytes = 0;
     off_t file_offset = 0;
     off_t buffer_offset = 0;
+    // A transfer of another stream into the same memory, which was in progress when this one was queued.
+    std::optional<TransferRange> concurrent = std::nullopt;
 };
 
 // Carry out a transfer and count it. Return the number of bytes, or -1 with errno set if the file operation failed.

@@ -148,6 +148,88 @@ void test_failure_is_in_result() {
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
+std::vector<unsigned char> page_of(const std::vector<unsigned char>& bytes, std::size_t page) {
+    const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(page * page_bytes);
+    return {begin, begin + page_bytes};
+}
+
+// Start two transfers of different pages, each in a stream of its own, and end the second before the first. Both use
+// the pages of the file and of the memory that `first` and `second` describe.
+void run_both(const char* symbol, const TestFile& test_file, AsyncArguments* first, AsyncArguments* second) {
+    const u64 first_stream = make_stream(), second_stream = make_stream();
+    Gate gate(first_stream);
+    CHECK(start_async(symbol, test_file, first_stream, first) == success);
+    CHECK(start_async(symbol, test_file, second_stream, second) == success);
+    synchronize(second_stream);
+    gate.open();
+    synchronize(first_stream);
+    CHECK(first->result == page_bytes && second->result == page_bytes);
+    CHECK(cuda::cu("cuStreamDestroy_v2", first_stream) == cuda::success);
+    CHECK(cuda::cu("cuStreamDestroy_v2", second_stream) == cuda::success);
+}
+
+void test_streams_mix_up_the_bytes_of_one_registration() {
+    const TestFile test_file;
+    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(pointer(test_file.memory)),
+                  TestFile::length_bytes, 0);
+    AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
+    run_both("cuFileReadAsync", test_file, &first, &second);
+    CHECK(page_of(test_file.device_content(), 0) == page_of(test_file.bytes, 4));
+    CHECK(page_of(test_file.device_content(), 1) == page_of(test_file.bytes, 4));
+    // One after the other, both are right.
+    const u64 stream = make_stream();
+    for (AsyncArguments* arguments : {&first, &second}) {
+        CHECK(start_async("cuFileReadAsync", test_file, stream, arguments) == success);
+    }
+    synchronize(stream);
+    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    CHECK(page_of(test_file.device_content(), 0) == page_of(test_file.bytes, 4));
+    CHECK(page_of(test_file.device_content(), 1) == page_of(test_file.bytes, 5));
+    AsyncArguments first_write{page_bytes, 8 * page_bytes, 0}, second_write{page_bytes, 9 * page_bytes, page_bytes};
+    run_both("cuFileWriteAsync", test_file, &first_write, &second_write);
+    CHECK(page_of(test_file.file_content(), 8) == page_of(test_file.bytes, 4));
+    CHECK(page_of(test_file.file_content(), 9) == page_of(test_file.bytes, 4));
+    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(test_file.memory)));
+}
+
+void test_streams_with_a_direct_path_keep_their_bytes() {
+    const TestFile test_file;
+    EXPECT_STATUS(success, "cuFileBufRegister", static_cast<const void*>(pointer(test_file.memory)),
+                  TestFile::length_bytes, 0);
+    set_fault_plan("cufile.route call=* route=p2p");
+    AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
+    run_both("cuFileReadAsync", test_file, &first, &second);
+    CHECK(page_of(test_file.device_content(), 0) == page_of(test_file.bytes, 4));
+    CHECK(page_of(test_file.device_content(), 1) == page_of(test_file.bytes, 5));
+    EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(test_file.memory)));
+}
+
+void test_offset_in_unregistered_memory_is_eio() {
+    const TestFile test_file;
+    const u64 stream = make_stream();
+    for (const char* symbol : {"cuFileReadAsync", "cuFileWriteAsync"}) {
+        AsyncArguments arguments{page_bytes, 0, page_bytes};
+        CHECK(start_async(symbol, test_file, stream, &arguments) == success);
+        synchronize(stream);
+        CHECK(arguments.result == -EIO);
+        // With a direct path it works.
+        set_fault_plan("cufile.route call=* route=nvfs");
+        CHECK(start_async(symbol, test_file, stream, &arguments) == success);
+        synchronize(stream);
+        CHECK(arguments.result == page_bytes);
+        set_fault_plan("");
+    }
+    // So does a pointer to the part.
+    AsyncArguments arguments;
+    CHECK(call_control("cuFileReadAsync", test_file.file, pointer(test_file.memory + 2 * page_bytes),
+                       &arguments.length_bytes, &arguments.file_offset, &arguments.buffer_offset, &arguments.result,
+                       stream) == success);
+    synchronize(stream);
+    CHECK(arguments.result == page_bytes);
+    CHECK(page_of(test_file.device_content(), 2) == page_of(test_file.bytes, 0));
+    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+}
+
 } // namespace
 
 int main() {
@@ -157,4 +239,7 @@ int main() {
     test_result_is_zero_until_done();
     test_result_is_enomem_without_context();
     test_failure_is_in_result();
+    test_streams_mix_up_the_bytes_of_one_registration();
+    test_streams_with_a_direct_path_keep_their_bytes();
+    test_offset_in_unregistered_memory_is_eio();
 }
