@@ -16,9 +16,10 @@ The import of this package loads no library; the first call of a function does. 
 from __future__ import annotations
 
 from gdrkit.cufile.batch import BatchEvent, BatchRequest, BatchStatus, IoBatch, Opcode
-from gdrkit.cufile.buffer import BufferCache, BufferRange, Memory, OwnedMemory, RegisteredBuffer
+from gdrkit.cufile.buffer import BufferCache, BufferRange, RegisteredBuffer
 from gdrkit.cufile.driver import Driver, Properties, library_version
 from gdrkit.cufile.handle import FileHandle
+from gdrkit.cufile.interfaces import CudaStream, Memory, OwnedMemory
 from gdrkit.cufile.nvidia_fs import NvidiaFs, read_nvidia_fs
 from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
 from gdrkit.cufile.probe import ProbeResult, probe
@@ -32,7 +33,7 @@ from gdrkit.cufile.proof import (
     proof_from_counters,
 )
 from gdrkit.cufile.statistics import GpuCounters, Level, Statistics, StatisticsSnapshot
-from gdrkit.cufile.stream import CudaStream, PendingTransfer, RegisteredStream, StreamFlags
+from gdrkit.cufile.stream import PendingTransfer, RegisteredStream, StreamFlags
 
 __all__ = [
     "BatchEvent",

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from gdrkit.cufile.buffer import Memory, TransferRange
+    from gdrkit.cufile.buffer import TransferRange
+    from gdrkit.cufile.interfaces import Memory
 
 __all__ = ["KvikioFile", "KvikioSettings", "KvikioTransfer", "apply_settings", "kvikio_version", "prefers_compat_mode"]
 

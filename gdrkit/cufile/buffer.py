@@ -1,4 +1,4 @@
-"""Memory for transfers by cuFile: its interface, ranges of it, its registration, and a cache of registrations.
+"""Memory for transfers by cuFile: ranges of it, its registration, and a cache of registrations.
 
 cuFile finds a registration by the first byte of the registered memory. A transfer therefore passes this address and an
 offset; with any other address, cuFile copies through its own pinned buffers.
@@ -9,68 +9,34 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gdrkit import forks
 from gdrkit.cufile import _cufile
+from gdrkit.cufile.interfaces import OwnedMemory
 from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from gdrkit.cufile.driver import Driver
+    from gdrkit.cufile.interfaces import CudaStream, Memory
 
 __all__ = [
     "BufferCache",
     "BufferRange",
-    "Memory",
-    "OwnedMemory",
     "RegisteredBuffer",
     "TransferRange",
     "checked_length",
+    "find_registration",
 ]
 
+# The registrations of this process by the address of the first byte, as libcufile has them.
+_registrations: dict[int, RegisteredBuffer] = {}
 # The largest value of off_t and ssize_t.
 _OFFSET_MAX = (1 << 63) - 1
-
-
-class Memory(Protocol):
-    """The interface of memory that cuFile can use: device or host memory at an address."""
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte."""
-
-    @property
-    def length_bytes(self) -> int:
-        """Size in bytes."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was freed."""
-
-    def current(self) -> AbstractContextManager[object]:
-        """Make the CUDA context of device memory current in this thread during a block. Host memory needs no context.
-
-        cuFile interprets addresses in the current context of the calling thread. Without a current context, cuFile
-        refuses to register memory (CU_FILE_CUDA_DRIVER_ERROR, 5011), fails transfers on streams with ENOMEM, and leaves
-        deregistered memory pinned (observed with 1.15 and 1.20).
-        """
-
-
-@runtime_checkable
-class OwnedMemory(Memory, Protocol):
-    """Memory that its owner frees only after it has called the actions of ``before_release``."""
-
-    @property
-    def owned(self) -> bool:
-        """Whether closing the memory frees it. If not, other code frees it, without notice."""
-
-    def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
-        """Register `action` to run before the memory is freed, and return a function that removes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +139,18 @@ class RegisteredBuffer:
 
     def __init__(self, driver: Driver, memory: Memory) -> None:
         driver.check_open()
-        length_bytes = checked_length(memory, offset_bytes=0, length_bytes=None)
+        self._length_bytes = checked_length(memory, offset_bytes=0, length_bytes=None)
         self.memory = memory
+        self._driver = driver
         self._address = memory.address
+        # The stream that got the newest asynchronous transfer of this memory.
+        self._stream: CudaStream | None = None
+        self._lock = forks.ForkSafeLock()
         with memory.current():
-            _cufile.call("cuFileBufRegister", "buf_register", bufPtr_base=memory.address, length=length_bytes, flags=0)
+            _cufile.call(
+                "cuFileBufRegister", "buf_register", bufPtr_base=self._address, length=self._length_bytes, flags=0
+            )
+        _registrations[self._address] = self
         # Counts this buffer in :func:`gdrkit.handles.live` until it is closed.
         self._handle = Handle("cufile.buffer")
         self._remove_close_callback = driver.on_close(self.close)
@@ -188,6 +161,37 @@ class RegisteredBuffer:
         """Whether the memory was deregistered."""
         return self._closed
 
+    @contextlib.contextmanager
+    def use_stream(self, stream: CudaStream, operation: str) -> Iterator[None]:
+        """Allow one stream at a time to transfer this memory. The block queues a transfer on `stream`.
+
+        In compat mode, libcufile 1.15 mixes up the bytes of several streams with one registration. The route of a
+        transfer is not known before it ends, so several streams may be used only if compat mode is not allowed.
+
+        Raises
+        ------
+        UsageError
+            ``BUSY``: the work of another stream is not done.
+        """
+        # The lock is held during the block. Otherwise another thread could find this stream without work.
+        with self._lock:
+            other = self._stream
+            if other is not None and (other.closed or other.handle == stream.handle or other.query()):
+                other = None
+            if other is not None and self._driver.properties().allows_compat:
+                message = (
+                    f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
+                    f"({self._length_bytes} bytes), because stream {other.handle:#x} has not finished its work with "
+                    "this memory, and libcufile mixes up the bytes of several streams in compat mode"
+                )
+                what_to_do = (
+                    f"queue all transfers of this memory on one stream, or synchronize stream {other.handle:#x} first; "
+                    "if every transfer must be direct, set allow_compat_mode to false in cufile.json"
+                )
+                raise UsageError(message, reason=Reason.BUSY, what_to_do=what_to_do)
+            self._stream = stream
+            yield
+
     def close(self) -> None:
         """Deregister the memory; a second close does nothing."""
         if self._closed:
@@ -195,6 +199,7 @@ class RegisteredBuffer:
         with self.memory.current():
             _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
         self._closed = True
+        _registrations.pop(self._address, None)
         self._remove_close_callback()
         self._handle.release()
 
@@ -205,6 +210,11 @@ class RegisteredBuffer:
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def find_registration(address: int) -> RegisteredBuffer | None:
+    """Return the registration of the memory whose first byte has this address, or None."""
+    return _registrations.get(address)
 
 
 class BufferCache:

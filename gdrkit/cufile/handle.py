@@ -6,10 +6,11 @@ full disk.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.cufile import _cufile, _layout, _results
-from gdrkit.cufile.buffer import BufferRange
+from gdrkit.cufile.buffer import BufferRange, find_registration
 from gdrkit.cufile.stream import PendingTransfer
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
@@ -18,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from gdrkit.cufile.buffer import Memory
     from gdrkit.cufile.driver import Driver
-    from gdrkit.cufile.stream import CudaStream
+    from gdrkit.cufile.interfaces import CudaStream, Memory
 
 __all__ = ["FileHandle"]
 
@@ -117,7 +117,17 @@ class FileHandle:
         offset_bytes: int = 0,
         length_bytes: int | None = None,
     ) -> PendingTransfer:
-        """Queue a read on a CUDA stream; see :meth:`read`."""
+        """Queue a read on a CUDA stream; see :meth:`read`.
+
+        Transfers of memory that is registered with cuFile must be on one stream, because libcufile 1.15 in compat mode
+        mixes up the bytes of several streams.
+
+        Raises
+        ------
+        UsageError
+            ``BUSY``: the memory is registered, and another stream has not finished its work with it. A driver that does
+            not allow compat mode has no such limit.
+        """
         part = BufferRange(memory, offset_bytes, length_bytes)
         return self._queue("cuFileReadAsync", "read_async", stream, part, file_offset_bytes)
 
@@ -187,15 +197,21 @@ class FileHandle:
     def _queue(
         self, operation: str, function: str, stream: CudaStream, part: BufferRange, file_offset_bytes: int
     ) -> PendingTransfer:
-        pending = PendingTransfer(operation, stream, part.at(file_offset_bytes), on_end=self._pending.discard)
-        # The transfer is added before the call, because the stream may execute it at once.
-        self._pending.add(pending)
-        try:
-            with stream.current():
-                _cufile.call(operation, function, fh=self.number, **pending.call_arguments(), stream=stream.handle)
-        except BaseException:
-            self._pending.discard(pending)
-            raise
+        transfer = part.at(file_offset_bytes)
+        if find_registration(transfer.address) is None:
+            # cuFile documents the offset for registered memory only. In compat mode, libcufile 1.15 fails with EIO.
+            transfer = transfer._replace(address=transfer.address + transfer.offset_bytes, offset_bytes=0)
+        registration = find_registration(transfer.address)
+        pending = PendingTransfer(operation, stream, transfer, on_end=self._pending.discard)
+        with contextlib.nullcontext() if registration is None else registration.use_stream(stream, operation):
+            # The transfer is added before the call, because the stream may execute it at once.
+            self._pending.add(pending)
+            try:
+                with stream.current():
+                    _cufile.call(operation, function, fh=self.number, **pending.call_arguments(), stream=stream.handle)
+            except BaseException:
+                self._pending.discard(pending)
+                raise
         return pending
 
     def __enter__(self) -> Self:

@@ -1,12 +1,9 @@
-"""Reads and writes by cuFile that a CUDA stream executes in order.
-
-The caller provides the stream object, because this package does not import gdrkit.cuda.
-"""
+"""Reads and writes by cuFile that a CUDA stream executes in order."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from gdrkit.cufile import _cufile, _results
 from gdrkit.errors import Reason, UsageError
@@ -14,31 +11,13 @@ from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from gdrkit.cufile.buffer import TransferRange
     from gdrkit.cufile.driver import Driver
+    from gdrkit.cufile.interfaces import CudaStream
 
-__all__ = ["CudaStream", "PendingTransfer", "RegisteredStream", "StreamFlags"]
-
-
-class CudaStream(Protocol):
-    """The interface of a CUDA stream: that of the streams of gdrkit.cuda."""
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle of the stream."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the stream was destroyed, after all of its work was done."""
-
-    def query(self) -> bool:
-        """Return whether all work of the stream is done."""
-
-    def current(self) -> AbstractContextManager[object]:
-        """Make the context of the stream current in this thread during a block."""
+__all__ = ["PendingTransfer", "RegisteredStream", "StreamFlags"]
 
 
 class StreamFlags(enum.IntFlag):

@@ -125,3 +125,38 @@ def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunn
     assert not result["done"]
     assert {result[call]["failure"]["reason"] for call in ("bytes", "close")} == {"busy"}
     assert (result["done_later"], result["bytes_later"], result["is_expected"]) == (True, MIB, True)
+
+
+# On a twin, each read is in progress while the next ones are queued.
+SLOW_READS = "cufile.async_io call=* delay_us=200000"
+
+
+@pytest.mark.parametrize("is_registered", [True, False], ids=["registered", "not_registered"])
+def test_streams_with_one_memory_read_right_bytes(
+    scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, *, is_registered: bool
+) -> None:
+    """libcufile 1.15 in compat mode was observed to mix up the bytes of several streams with one registration."""
+    result = scenarios.with_faults(tmp_path, SLOW_READS).run("several_streams", is_registered=is_registered)
+    evidence["answer"] = result
+    assert result["bytes"] == [MIB // 4] * 4
+    assert result["is_expected"]
+
+
+@needs(software(Api.CUFILE))
+def test_second_stream_of_a_registration_is_refused(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    result = scenarios.with_faults(tmp_path, SLOW_READS).run("several_streams", is_registered=True)
+    assert [refusal["reason"] for refusal in result["refusals"]] == ["busy"] * 3
+    streams = result["streams"]
+    for refusal, busy, refused in zip(result["refusals"], streams, streams[1:], strict=False):
+        assert f"cuFileReadAsync on stream {refused:#x}" in refusal["message"]
+        assert f"registered at {result['address']:#x} ({MIB} bytes)" in refusal["message"]
+        assert f"stream {busy:#x} has not finished" in refusal["message"]
+        assert f"synchronize stream {busy:#x} first" in refusal["message"]
+
+
+@needs(software(Api.CUFILE))
+def test_streams_without_compat_mode_are_not_refused(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    """If compat mode is not allowed, every transfer is direct or fails, so that no bytes can be mixed up."""
+    direct = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", SLOW_READS)
+    result = direct.run("several_streams", is_registered=True, flags={"ALLOW_COMPAT_MODE": False})
+    assert (result["refusals"], result["is_expected"]) == ([], True)

@@ -31,7 +31,7 @@ from support.cufile_calls import (
 
 from gdrkit import cuda, cufile, evidence, serialization
 from gdrkit.cufile import parameters
-from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.errors import ApiError, GdrkitError, UsageError
 from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.units import KIB
 
@@ -249,6 +249,44 @@ def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read each quarter of the file on a stream of its own, and wait only if gdrkit refuses a stream."""
+    setup = Setup(arguments)
+    part_bytes = FILE_BYTES // 4
+    refusals: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        handle = stack.enter_context(cufile.FileHandle(setup.driver, setup.fd))
+        if arguments["is_registered"]:
+            stack.enter_context(cufile.RegisteredBuffer(setup.driver, setup.memory))
+        streams = [stack.enter_context(setup.device.stream()) for _ in range(4)]
+
+        def queue_read(index: int) -> cufile.PendingTransfer:
+            offset = index * part_bytes
+            return handle.read_async(
+                streams[index], setup.memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=part_bytes
+            )
+
+        pending = []
+        for index in range(4):
+            try:
+                pending.append(queue_read(index))
+            except UsageError as error:
+                refusals.append(error_json(error))
+                streams[index - 1].synchronize()
+                pending.append(queue_read(index))
+        for stream in streams:
+            stream.synchronize()
+        result = {
+            "bytes": [transfer.bytes() for transfer in pending],
+            "is_expected": setup.has_file_data(FILE_BYTES),
+            "refusals": refusals,
+            "address": setup.memory.address,
+            "streams": [stream.handle for stream in streams],
+        }
+    setup.close()
+    return result
+
+
 def driver_opens(arguments: dict[str, Any]) -> dict[str, Any]:
     """Set the flags of the arguments, and open the driver."""
     for name, value in arguments["flags"].items():
@@ -321,6 +359,7 @@ SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         staged_parameters,
         without_context,
         pending_read,
+        several_streams,
         driver_opens,
         batch_stall,
         by_kvikio,
