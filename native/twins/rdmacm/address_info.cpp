@@ -49,14 +49,14 @@ void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_typ
 bool fill_addresses(rdma_addrinfo* entry, const rdma_addrinfo* hints, const sockaddr* address, socklen_t length) {
     const bool is_passive = (entry->ai_flags & rai_passive) != 0;
     (is_passive ? entry->ai_src_len : entry->ai_dst_len) = length;
-    sockaddr*& found = is_passive ? entry->ai_src_addr : entry->ai_dst_addr;
-    found = copy_address(address, length);
+    sockaddr*& resolved = is_passive ? entry->ai_src_addr : entry->ai_dst_addr;
+    resolved = copy_address(address, length);
     if (!is_passive && hints != nullptr && hints->ai_src_len != 0 && hints->ai_src_addr != nullptr) {
         entry->ai_src_len = hints->ai_src_len;
         entry->ai_src_addr = copy_address(hints->ai_src_addr, hints->ai_src_len);
-        return found != nullptr && entry->ai_src_addr != nullptr;
+        return resolved != nullptr && entry->ai_src_addr != nullptr;
     }
-    return found != nullptr;
+    return resolved != nullptr;
 }
 
 // Make one entry, or return nullptr if no memory is left.

@@ -80,7 +80,6 @@ struct Identifier {
     std::uint8_t ack_timeout = 0; // 0: not set
     bool reuse_address = false;
     bool ipv6_only = false;
-    bool has_ipv6_only = false;
     // Used by a listener.
     std::vector<std::pair<Fd, Token>> listeners;
     int backlog = 0;

@@ -13,9 +13,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Another thread may take the notification of an rsocket, so a waiting call checks the events again after this time.
-constexpr int wake_up_interval_ms = 100;
-
 // The descriptors of one call, with the rsocket behind each one that is an rsocket.
 class PollSet {
 public:
@@ -28,7 +25,7 @@ public:
     }
 
     // Store the events that are true now. Return the number of descriptors with events, or -1 with errno set.
-    int look() {
+    int update_events() {
         std::vector<pollfd> others = others_of(descriptors_);
         if (!others.empty() && poll(others.data(), others.size(), 0) < 0) {
             return -1;
@@ -95,10 +92,10 @@ private:
 int poll_until(PollSet* set, int timeout_ms) {
     const auto deadline = Clock::now() + std::chrono::milliseconds(std::max(timeout_ms, 0));
     for (;;) {
-        int count = set->look();
+        int count = set->update_events();
         if (count == 0 && timeout_ms != 0) {
             set->arm();
-            count = set->look(); // finds what came before arm(), of which there is no notification
+            count = set->update_events(); // finds what came before arm(), of which there is no notification
         }
         if (count != 0) {
             return count;
@@ -146,11 +143,11 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
         return -1;
     }
     int count = 0;
-    const auto keep = [&](const pollfd& descriptor, fd_set* set, short asked, int wanted) {
-        if ((descriptor.events & asked) == 0) {
+    const auto keep = [&](const pollfd& descriptor, fd_set* set, short requested, int ready) {
+        if ((descriptor.events & requested) == 0) {
             return;
         }
-        if ((descriptor.revents & wanted) != 0) {
+        if ((descriptor.revents & ready) != 0) {
             ++count;
         } else {
             FD_CLR(descriptor.fd, set);

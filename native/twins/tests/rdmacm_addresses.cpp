@@ -16,7 +16,7 @@ int bind_errno(const EventChannel& channel, const char* address, std::uint16_t p
     int value = ipv6_only ? 1 : 0;
     CHECK(rdma_set_option(id, option_level_id, option_afonly, &value, sizeof value) == 0);
     errno = 0;
-    const int error = rdma_bind_addr(id, Endpoint4or6(address, port)) == 0 ? 0 : errno;
+    const int error = rdma_bind_addr(id, IpEndpoint(address, port)) == 0 ? 0 : errno;
     CHECK(rdma_destroy_id(id) == 0);
     return error;
 }
@@ -24,7 +24,7 @@ int bind_errno(const EventChannel& channel, const char* address, std::uint16_t p
 void test_taken_port_is_refused_until_it_is_free() {
     const EventChannel channel;
     rdma_cm_id* const id = make_id(channel);
-    CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1", 0)) == 0 && id->verbs != nullptr && id->pd != nullptr);
+    CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1", 0)) == 0 && id->verbs != nullptr && id->pd != nullptr);
     const std::uint16_t port = ntohs(rdma_get_src_port(id));
     CHECK(port >= 1024);
     CHECK(bind_errno(channel, "127.0.0.1", port) == EADDRINUSE);
@@ -44,7 +44,7 @@ void test_shared_port_is_exclusive_for_a_listener() {
     for (rdma_cm_id*& id : ids) {
         id = make_id(channel);
         CHECK(rdma_set_option(id, option_level_id, option_reuseaddr, &value, sizeof value) == 0);
-        CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1", 21000)) == 0);
+        CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1", 21000)) == 0);
     }
     CHECK(rdma_listen(ids[0], 1) == 0);
     CHECK_FAILS(rdma_listen(ids[1], 1), EADDRINUSE);
@@ -134,7 +134,7 @@ void test_names_are_translated() {
     CHECK(info->ai_qp_type == IBV_QPT_UD && info->ai_src_addr != nullptr && info->ai_dst_addr == nullptr);
     rdma_freeaddrinfo(info);
     hints = {};
-    Endpoint4or6 source("127.0.0.1", 7471);
+    IpEndpoint source("127.0.0.1", 7471);
     hints.ai_src_addr = source;
     hints.ai_src_len = sizeof(sockaddr_in);
     CHECK(rdma_getaddrinfo(nullptr, nullptr, &hints, &info) == 0); // the entry has the addresses of the hints

@@ -100,7 +100,7 @@ void test_port_without_listener_rejects() {
 void test_unknown_host_is_unreachable() {
     const EventChannel channel;
     rdma_cm_id* const id = make_id(channel);
-    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6("192.0.2.1", 7471), 1000) == 0);
+    CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint("192.0.2.1", 7471), 1000) == 0);
     rdma_cm_event* event = nullptr;
     CHECK(rdma_get_cm_event(channel.channel, &event) == 0);
     const bool has_route = event->event == RDMA_CM_EVENT_ADDR_RESOLVED;
@@ -173,7 +173,7 @@ void test_destroyed_identifier_disconnects_its_peer() {
 void test_destroy_waits_for_acknowledgement() {
     const EventChannel channel;
     rdma_cm_id* const id = make_id(channel);
-    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6("127.0.0.1", 1), 1000) == 0);
+    CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint("127.0.0.1", 1), 1000) == 0);
     rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_ADDR_RESOLVED);
     std::atomic<bool> is_destroyed{false};
     std::thread destroyer([&] {
@@ -196,7 +196,7 @@ void test_nonblocking_channel_without_event_fails() {
 void test_migrated_identifier_takes_its_events_along() {
     const EventChannel first, second;
     rdma_cm_id* const id = make_id(first);
-    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6("127.0.0.1", 1), 1000) == 0);
+    CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint("127.0.0.1", 1), 1000) == 0);
     CHECK(first.is_readable(0) && rdma_migrate_id(id, second.channel) == 0);
     CHECK(!first.is_readable(0) && id->channel == second.channel);
     second.expect(RDMA_CM_EVENT_ADDR_RESOLVED);
@@ -246,8 +246,8 @@ void test_calls_in_the_wrong_state_fail() {
     CHECK_FAILS(rdma_create_qp(id, nullptr, &attributes), EINVAL);
     listen_on_address(id, "127.0.0.1");
     CHECK_FAILS(rdma_listen(id, 1), EINVAL);
-    CHECK_FAILS(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")), EINVAL);
-    CHECK_FAILS(rdma_resolve_addr(id, nullptr, Endpoint4or6("127.0.0.1", 1), 1000), EINVAL);
+    CHECK_FAILS(rdma_bind_addr(id, IpEndpoint("127.0.0.1")), EINVAL);
+    CHECK_FAILS(rdma_resolve_addr(id, nullptr, IpEndpoint("127.0.0.1", 1), 1000), EINVAL);
     CHECK(rdma_destroy_id(id) == 0);
     CHECK_FAILS(rdma_create_id(channel.channel, nullptr, nullptr, static_cast<rdma_port_space>(1)), EINVAL);
 }

@@ -112,12 +112,12 @@ void test_group_member_gets_messages_until_it_leaves() {
     rdma_cm_id* ids[2];
     for (rdma_cm_id*& id : ids) {
         id = make_id(channel, RDMA_PS_UDP);
-        CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")) == 0);
+        CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1")) == 0);
         make_datagram_queue(id);
     }
-    Endpoint4or6 group("239.1.2.3");
+    IpEndpoint group("239.1.2.3");
     int context = 0;
-    CHECK_FAILS(rdma_join_multicast(ids[0], Endpoint4or6("127.0.0.1"), nullptr), EINVAL);
+    CHECK_FAILS(rdma_join_multicast(ids[0], IpEndpoint("127.0.0.1"), nullptr), EINVAL);
     CHECK(rdma_join_multicast(ids[0], group, &context) == 0);
     rdma_cm_event* const event = channel.take(RDMA_CM_EVENT_MULTICAST_JOIN);
     CHECK(event->id == ids[0] && event->param.ud.private_data == &context && event->param.ud.qp_num == 0xffffff);
@@ -139,8 +139,8 @@ void test_planned_failure_is_reported_once() {
     const EventChannel channel;
     rdma_cm_id* const id = make_id(channel);
     CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_bind_addr call=1 errno=ENOMEM\n") == 0);
-    CHECK_FAILS(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")), ENOMEM);
-    CHECK(rdma_bind_addr(id, Endpoint4or6("127.0.0.1")) == 0);
+    CHECK_FAILS(rdma_bind_addr(id, IpEndpoint("127.0.0.1")), ENOMEM);
+    CHECK(rdma_bind_addr(id, IpEndpoint("127.0.0.1")) == 0);
     CHECK(gdrkit_twin_faults("gdrkit-faults 1\nrdma_event_str call=1 errno=ENOMEM\n") == EINVAL);
     CHECK(rdma_destroy_id(id) == 0);
 }

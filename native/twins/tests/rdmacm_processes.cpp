@@ -93,12 +93,12 @@ void test_killed_listener_rejects_and_frees_its_port() {
     resolve(channel, id, "127.0.0.1", server.port);
     make_queue_pair(id);
     rdma_cm_id* const other = make_id(channel);
-    CHECK_FAILS(rdma_bind_addr(other, Endpoint4or6("127.0.0.1", server.port)), EADDRINUSE);
+    CHECK_FAILS(rdma_bind_addr(other, IpEndpoint("127.0.0.1", server.port)), EADDRINUSE);
     CHECK(rdma_connect(id, nullptr) == 0);
     CHECK(!channel.is_readable(50));
     server.kill_now();
     channel.expect(RDMA_CM_EVENT_REJECTED, 28);
-    CHECK(rdma_bind_addr(other, Endpoint4or6("127.0.0.1", server.port)) == 0);
+    CHECK(rdma_bind_addr(other, IpEndpoint("127.0.0.1", server.port)) == 0);
     rdma_destroy_qp(id);
     CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(other) == 0);
 }

@@ -23,7 +23,7 @@ struct Streams {
         for (const int socket : {listener, client}) {
             CHECK(rsetsockopt(socket, 0x10000, 3, &io_mapping_count, sizeof io_mapping_count) == 0);
         }
-        Endpoint4or6 address("127.0.0.1");
+        IpEndpoint address("127.0.0.1");
         CHECK(rbind(listener, address, sizeof(sockaddr_in)) == 0 && rlisten(listener, 4) == 0);
         socklen_t length = sizeof address.storage;
         CHECK(rgetsockname(listener, address, &length) == 0 && length == sizeof(sockaddr_in));
@@ -165,7 +165,7 @@ void test_poll_waits_for_rsockets_and_other_descriptors() {
 
 void test_refused_connection_fails() {
     const int socket = rsocket(AF_INET, SOCK_STREAM, 0);
-    Endpoint4or6 address("127.0.0.1", 7171);
+    IpEndpoint address("127.0.0.1", 7171);
     CHECK_FAILS(rconnect(socket, address, sizeof(sockaddr_in)), ECONNREFUSED);
     CHECK(rclose(socket) == 0);
     const int other = rsocket(AF_INET, SOCK_STREAM, 0);
@@ -199,7 +199,7 @@ void test_mapped_buffer_gets_writes_before_later_data() {
 
 void test_datagrams_have_their_sender() {
     const int receiver = rsocket(AF_INET, SOCK_DGRAM, 0), sender = rsocket(AF_INET, SOCK_DGRAM, 0);
-    Endpoint4or6 address("127.0.0.1", 7272), source("127.0.0.1", 7273);
+    IpEndpoint address("127.0.0.1", 7272), source("127.0.0.1", 7273);
     CHECK(rbind(receiver, address, sizeof(sockaddr_in)) == 0 && rbind(sender, source, sizeof(sockaddr_in)) == 0);
     char bytes[16] = {};
     CHECK_FAILS(rrecv(receiver, bytes, sizeof bytes, MSG_DONTWAIT), EAGAIN);
@@ -215,7 +215,7 @@ void test_datagrams_have_their_sender() {
     CHECK(rsend(receiver, "back", 4, 0) == 4 && rrecv(sender, bytes, sizeof bytes, 0) == 4);
     const std::vector<char> too_long(5000);
     CHECK_FAILS(rsend(receiver, too_long.data(), too_long.size(), 0), EMSGSIZE);
-    Endpoint4or6 unused("127.0.0.1", 7274);
+    IpEndpoint unused("127.0.0.1", 7274);
     CHECK_FAILS(rsendto(sender, "x", 1, 0, unused, sizeof(sockaddr_in)), ECONNREFUSED);
     CHECK(rclose(sender) == 0 && rclose(receiver) == 0);
 }

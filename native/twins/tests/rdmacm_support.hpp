@@ -15,9 +15,9 @@ namespace gdrkit::twin::tests {
 using namespace gdrkit::twin::rdmacm;
 
 // An IPv4 or IPv6 address with a port.
-struct Endpoint4or6 {
+struct IpEndpoint {
     sockaddr_storage storage{};
-    explicit Endpoint4or6(const char* text, std::uint16_t port = 0) {
+    explicit IpEndpoint(const char* text, std::uint16_t port = 0) {
         auto& ipv4 = reinterpret_cast<sockaddr_in&>(storage);
         auto& ipv6 = reinterpret_cast<sockaddr_in6&>(storage);
         if (inet_pton(AF_INET, text, &ipv4.sin_addr) == 1) {
@@ -73,7 +73,7 @@ inline rdma_cm_id* make_id(const EventChannel& channel, rdma_port_space ps = RDM
 }
 
 inline std::uint16_t listen_on_address(rdma_cm_id* id, const char* address, std::uint16_t port = 0, int backlog = 8) {
-    CHECK(rdma_bind_addr(id, Endpoint4or6(address, port)) == 0);
+    CHECK(rdma_bind_addr(id, IpEndpoint(address, port)) == 0);
     CHECK(rdma_listen(id, backlog) == 0);
     return ntohs(rdma_get_src_port(id));
 }
@@ -88,7 +88,7 @@ inline ibv_qp_init_attr small_queues(ibv_qp_type type = IBV_QPT_RC) {
 
 // Resolve the address and the route of an identifier.
 inline void resolve(const EventChannel& channel, rdma_cm_id* id, const char* address, std::uint16_t port) {
-    CHECK(rdma_resolve_addr(id, nullptr, Endpoint4or6(address, port), 1000) == 0);
+    CHECK(rdma_resolve_addr(id, nullptr, IpEndpoint(address, port), 1000) == 0);
     channel.expect(RDMA_CM_EVENT_ADDR_RESOLVED);
     CHECK(id->verbs != nullptr && id->port_num == 1);
     CHECK(rdma_resolve_route(id, 1000) == 0);
