@@ -66,7 +66,7 @@ class UsrbioError(ApiError, OSError):
 
 
 class UsrbioUnsupported(UsrbioError, Unsupported):
-    """The client library does not support an operation, or lacks its function."""
+    """The client library does not support an operation, or does not have the function for it."""
 
 
 def native() -> NativeModule:

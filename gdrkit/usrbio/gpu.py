@@ -80,7 +80,7 @@ def make_gpu_iovec(
     Unsupported
         The client library or this machine does not support device memory.
     UsrbioError
-        ENODEV: there is no such device. ENOMEM: the device is out of memory. Else with the errno of the agent.
+        ENODEV: there is no such device. ENOMEM: the device is out of memory. Other errors have the errno of the agent.
     """
     if memory is None:
         if length_bytes is None:

@@ -118,7 +118,7 @@ def hardlink(target: str | os.PathLike[str], link_name: str | os.PathLike[str]) 
     Raises
     ------
     UsrbioError
-        EXDEV: the paths are not below the same mount point. Else with the errno of the file system.
+        EXDEV: the paths are not below the same mount point. Other errors have the errno of the file system.
     """
     native().hardlink(os.fspath(target), os.fspath(link_name))
 
@@ -297,7 +297,7 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
     Raises
     ------
     OSError
-        EINVAL: the file is not below a mount point of 3FS or of an agent. Else with the errno of a read.
+        EINVAL: the file is not below a mount point of 3FS or of an agent. Other errors have the errno of a read.
     """
     mount_point = hf3fs_mount_point or extract_mount_point(fn)
     if mount_point is None:

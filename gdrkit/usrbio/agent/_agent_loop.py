@@ -23,8 +23,9 @@ class AgentLoop(Protocol):
     """One native thread that reads the rings of all clients and sends their operations to the storage server.
 
     Every call waits until the thread has executed it. Other Python threads run meanwhile. Errors are OSError: EEXIST if
-    the object to add exists, ENOENT if it does not exist, EINVAL if the memory cannot be a ring, ESHUTDOWN after
-    :meth:`stop`. The remove methods return False if operations are still in flight after `timeout_ms`.
+    the object to add exists already, ENOENT if the object to use or remove does not exist, EINVAL if the memory cannot
+    be a ring, ESHUTDOWN after :meth:`stop`. The remove methods return False if operations are still in flight after
+    `timeout_ms`.
     """
 
     def add_client(self, client: int) -> None:
@@ -117,7 +118,8 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
     outstanding_max : int
         Limit of the operations in flight.
     silence_ms : int
-        How long a server with operations may send no result, in milliseconds. Then the loop reports ``silent``.
+        How long the server may send no result while it has operations, in milliseconds. After that time, the loop
+        reports ``silent``.
 
     Raises
     ------

@@ -31,9 +31,11 @@ class Borrowers:
         User of the owner. Clients of other users cannot borrow the buffer.
     target : str
         Target of the publication's link. A borrower must pass an equal target.
-    serve, remove : callable
-        Called with the number of a client. `add_to_client` adds the buffer to the client. `remove_from_client` waits
-        for the client's operations in flight on the buffer, and then removes the buffer from the client.
+    add_to_client : callable
+        Called with the number of a client. It adds the buffer to the client in the agent's native loop.
+    remove_from_client : callable
+        Called with the number of a client. It waits for the client's operations in flight on the buffer, and then
+        removes the buffer from the client.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Borrowers:
             EACCES: the buffer belongs to another user. EINVAL: the buffer has another target. ENOENT: the owner has
             unpublished it.
         OSError
-            The loop refused the buffer.
+            `add_to_client` failed: the agent's native loop refused the buffer.
         """
         if uid != self._uid:
             raise AgentError(errno.EACCES, f"the buffer belongs to user {self._uid}, not to user {uid}")
@@ -85,7 +87,9 @@ class Borrowers:
             self._counts[client] = self._counts.get(client, 0) + 1
 
     def return_buffer(self, client: int, *, all_at_once: bool = False) -> bool:
-        """Decrement the count of a client, or with `all_at_once` set it to 0. At 0, remove the buffer from the client.
+        """Decrement the count of a client. If the count is then 0, remove the buffer from the client.
+
+        With `all_at_once`, the count becomes 0 at once.
 
         Return whether the count was above 0.
 

@@ -158,7 +158,7 @@ class Client:
             return self._remove_publication(name, kept=self._kept if keep else None)
 
     def drop_kept(self, descriptor: int) -> None:
-        """End the kept registration of a dma-buf. This method borrows the descriptor.
+        """End the kept registration of a dma-buf. The caller still owns the descriptor.
 
         Raises
         ------
@@ -250,7 +250,7 @@ class Client:
         ------
         AgentError
             EINVAL: `flags` is not 0, or a range ends before it begins. EBADF: the descriptor is not open for writing.
-            Else with the errno of the server.
+            Other errors have the errno of the server.
         """
         access = self._file_access(descriptor)
         try:
@@ -279,7 +279,7 @@ class Client:
         ------
         AgentError
             EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single path component, or a
-            descriptor is of another type. ESTALE: the file was renamed meanwhile. Else with the errno of the server.
+            descriptor is of another type. ESTALE: the file was renamed meanwhile. Other errors have the errno of the server.
         """
         try:
             if not name or "/" in name or name in {".", ".."}:

@@ -33,7 +33,7 @@ __all__ = ["ServerConnection"]
 _THREAD_TIMEOUT_S = 120.0
 # Pauses between two attempts to begin a session.
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
-# Limit of the wait of a request for the next session.
+# Longest time that a request waits for the next session.
 _RENEWAL_TIMEOUT_S = 10.0
 # Largest number of sessions that one request tries.
 _ATTEMPTS_MAX = 1000
@@ -85,8 +85,8 @@ class ServerConnection:
         # A session that has ended and is not yet closed. Operations of this session may still be in flight.
         self._ending_session: AgentSession | None = None
         self._session_changed = threading.Condition()
-        # Whether requests can use `_session`, or fail with EREMOTEIO if it is None. False while requests wait: after
-        # the end of a session, until the next session begins or it is clear that they need not wait for it.
+        # If true, requests use `_session`, or fail with EREMOTEIO if it is None. If false, requests wait: a session has
+        # ended, and it is not yet known whether they get the next session or fail.
         self._is_session_decided = True
         self._is_server_hanging = False
         # Number of the data connection that the loop uses. Events of earlier connections are ignored.
@@ -178,7 +178,10 @@ class ServerConnection:
         self._decide_session(session)
 
     def _end_session(self) -> None:
-        """Close the session, which fails its queue pairs, then end its operations. After an error, call it again."""
+        """Close the session, which puts its queue pairs into the error state, then end its operations.
+
+        After an error, call this method again.
+        """
         self._withdraw_session()
         if self._ending_session is not None:
             if self._is_server_hanging:

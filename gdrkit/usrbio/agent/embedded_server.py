@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 def main(store: str, socket: str) -> int:
     """Serve until the other end of standard input is closed, and return the exit code."""
-    # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM of the thread.
+    # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM that it sends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()
     return serve(Path(store), listen=f"unix:{socket}", nic_names=(), chunk_bytes=None)

@@ -137,7 +137,7 @@ class RegisteredFile:
         Raises
         ------
         AgentError
-            The server replied with this errno. ESTALE: the path now belongs to another file.
+            The error has the errno of the server's reply. ESTALE: the path now belongs to another file.
         """
         is_new_permission = not all(
             any(getattr(opened_access, permission) for opened_access, handle, _ in self._open_handles if handle)
@@ -208,7 +208,7 @@ def open_at_server(access: FileAccess, session: AgentSession) -> int:
     Raises
     ------
     AgentError
-        The server replied with this errno. ESTALE: the path now belongs to another file.
+        The error has the errno of the server's reply. ESTALE: the path now belongs to another file.
     """
     reply = access.open(session)
     if reply.stat.inode != access.inode:

@@ -99,7 +99,7 @@ class KeptRegistrations:
             return True
 
     def drop(self, descriptor: int) -> None:
-        """End every kept registration of a dma-buf. This method borrows the descriptor.
+        """End every kept registration of a dma-buf. The caller still owns the descriptor.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The agent's socket: the listener, and the service of each connection.
+"""The agent's socket: the listener that accepts clients, and the threads that execute the requests of the clients.
 
 Each connection has a thread, because registering memory takes long and must not delay other clients. When a connection
 ends, the agent releases everything that the client obtained through it. The agent serves only processes of its own

@@ -69,7 +69,8 @@ class PublishedDeviceMemory:
     address : int
         Address of the mapping, or 0 if the memory is not mapped.
     length_bytes : int
-        Size of the memory in bytes: that in the handle, which may be more than that in the link, or that in the link.
+        Size of the memory in bytes: the size in the share handle, which may exceed the size in the link. Without a
+        handle, it is the size in the link.
     pci_bus_id : str or None
         PCI address of the GPU, or None if this process cannot open the GPU.
     mapping_error : GdrkitError or None
@@ -78,7 +79,7 @@ class PublishedDeviceMemory:
     Raises
     ------
     AgentError
-        EINVAL: the sizes of target and handle do not fit.
+        EINVAL: the share handle has fewer bytes than the target, or it has more bytes and is not that of a dma-buf.
     GdrkitError
         See :func:`~gdrkit.registration.import_dmabuf`.
     """
@@ -236,7 +237,7 @@ class Nics:
     all : tuple of Nic
         The open NICs.
     registrations : int
-        Number of registrations of memory with all NICs that this object has made.
+        How often this object has registered memory. A registration with all NICs counts once.
 
     Raises
     ------

@@ -85,7 +85,7 @@ class SharedFile:
         Raises
         ------
         AgentError
-            EEXIST: a file with this name exists. Else with the errno of link(2).
+            EEXIST: a file with this name exists. Other errors have the errno of link(2).
         """
         if not self.is_unnamed:
             return
@@ -122,7 +122,7 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
     ------
     AgentError
         EINVAL: the target is not a regular file directly in /dev/shm, or the file is empty. EACCES: the file belongs to
-        another user. Else with the errno of open(2).
+        another user. Other errors have the errno of open(2).
     """
     folder, _, name = target.rpartition("/")
     if folder != str(_SHM_FOLDER) or name in {"", ".", ".."}:
@@ -143,13 +143,15 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
 
 
 def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
-    """Return shared memory that a client created without a name and sent as a descriptor. It owns the descriptor.
+    """Return shared memory that a client created without a name and sent as a descriptor.
+
+    The returned object owns the descriptor. If this function raises AgentError, it has closed the descriptor.
 
     Raises
     ------
     AgentError
         EINVAL: the descriptor is not writable memory of /dev/shm without a name, or the target is not a name of an iov.
-        EACCES: the memory belongs to another user. The descriptor is closed.
+        EACCES: the memory belongs to another user.
     """
     status = os.fstat(descriptor)
     folder, _, name = target.rpartition("/")
@@ -189,7 +191,7 @@ class LinkFolder:
         Raises
         ------
         AgentError
-            EEXIST: the name exists with another target. Else with the errno of symlink(2) or link(2).
+            EEXIST: the name exists with another target. Other errors have the errno of symlink(2) or link(2).
         """
         self._write_record(name, owner, shared)
         try:

@@ -59,7 +59,7 @@ class ServerEndpoint(Protocol):
 
 
 class RemoteServer:
-    """A storage server that another process runs."""
+    """A storage server that the agent reaches by TCP. The agent neither starts nor ends it."""
 
     takes_descriptors = False
 
@@ -176,7 +176,7 @@ class EmbeddedServer:
         self._socket_path.unlink(missing_ok=True)
 
     def _acquire_lock(self) -> int:
-        """Return a descriptor with the lock, which a child inherits and holds until it has ended."""
+        """Wait for the lock and return its descriptor. A child inherits the lock and holds it until it has ended."""
         fd = self._mount.open(SERVER_LOCK, os.O_RDWR | os.O_CREAT)
         deadline_s = time.monotonic() + _END_TIMEOUT_S
         while True:

@@ -59,7 +59,7 @@ class AgentSession(StorageSession):
         Raises
         ------
         AgentError
-            The server replied with this errno. EREMOTEIO: the connection failed, and the session has ended.
+            The error has the errno of the server's reply. EREMOTEIO: the connection failed, and the session has ended.
         """
         try:
             return self.request(request, reply_type, descriptors=descriptors)

@@ -63,7 +63,7 @@ class LinkClients:
         Raises
         ------
         OSError
-            ENOENT: the name is not published. Else with the errno of the agent.
+            ENOENT: the name is not published. Other errors have the errno of the agent.
         """
         with self._lock:
             clients = [client for client, _ in self._clients.values()]
