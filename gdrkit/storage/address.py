@@ -33,7 +33,13 @@ class ServerAddress:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the address for ``unix:PATH``, ``HOST:PORT`` or ``[IPV6]:PORT``."""
+        """Return the address for ``unix:PATH``, ``HOST:PORT`` or ``[IPV6]:PORT``.
+
+        Raises
+        ------
+        UsageError
+            MALFORMED: the text has another form.
+        """
         if text.startswith("unix:") and len(text) > len("unix:"):
             return cls(path=Path(text.removeprefix("unix:")))
         match = _HOST_AND_PORT.fullmatch(text)

@@ -41,7 +41,7 @@ class Batch:
     forbid_holes : bool
         Whether a read that meets a hole fails.
     checksum : bool
-        Whether the bytes of a write are checksummed. The bytes of a read always are.
+        Whether a write has checksums. A read into host memory always has them, a read into device memory never.
 
     Attributes
     ----------

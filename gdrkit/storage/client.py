@@ -59,6 +59,10 @@ class StorageClient:
     ------
     ApiError
         The service failed: EACCES (wrong token), EPROTONOSUPPORT (other version) or EREMOTEIO (no server).
+    UsageError
+        MALFORMED: `address` has another form. NO_DEVICE: `nics` is None, and no NIC has an active port.
+    SetupMissing
+        libibverbs is not installed.
     """
 
     def __init__(
@@ -210,7 +214,7 @@ class StorageClient:
         Raises
         ------
         ApiError
-            The server replied with this errno. EREMOTEIO: the server is gone.
+            The error has the errno of the server's reply. EREMOTEIO: the server is gone.
         """
         with self._lock:
             self._check_open()

@@ -79,7 +79,8 @@ class ControlConnection:
         Raises
         ------
         UsageError, BrokenResource
-            See :meth:`receive`. BrokenResource also if the peer ended the connection before the frame.
+            See :meth:`receive`. This method raises BrokenResource also if the peer ended the connection before the
+            frame.
         """
         try:
             frame = self._read_frame(frame_type)

@@ -69,7 +69,7 @@ class IOBuffer:
     def __init__(
         self, registration: _SharedRegistration, *, offset_bytes: int, length_bytes: int, is_subrange: bool
     ) -> None:
-        """Callers use :meth:`of_host` and :meth:`of_device` instead."""
+        """Create a buffer. Callers use :meth:`of_host`, :meth:`of_device` or :meth:`of_pool` instead."""
         self.length_bytes = length_bytes
         self._registration = registration
         self._offset_bytes = offset_bytes

@@ -93,8 +93,8 @@ class Listener:
 
     Parameters
     ----------
-    listener : socket.socket
-        A listening socket, which this object owns. The peer of a unix socket must be this user or root.
+    listening_socket : socket.socket
+        The socket, which this object owns. The peer of a unix socket must be this user or root.
     admit : callable
         Called with a connection, its first request and the sequence of that request. It owns the connection from then
         on, unless it raises ConnectionRefused or a GdrkitError.

@@ -60,6 +60,13 @@ class StorageServer:
         must be this user or root.
     nic_names : sequence of str
         Names of the NICs of the server, which sessions use in turn. Empty: all NICs with an active port.
+
+    Raises
+    ------
+    OSError
+        A NIC cannot be opened, or the server cannot listen on `address`.
+    SetupMissing
+        libibverbs is not installed.
     """
 
     def __init__(self, store: FileStore, address: ServerAddress, *, nic_names: Sequence[str] = ()) -> None:

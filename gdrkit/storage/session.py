@@ -114,7 +114,7 @@ class StorageSession:
         Raises
         ------
         ApiError
-            The server replied with this errno. EREMOTEIO: the connection failed, and the session has ended.
+            The error has the errno of the server's reply. EREMOTEIO: the connection failed, and the session has ended.
         """
         operation = operation_of(request)
         with self._lock:

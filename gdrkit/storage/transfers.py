@@ -125,7 +125,8 @@ class Transfers:
             while len(self._received) >= HEADER_BYTES:
                 header = parse_header(bytes(self._received[:HEADER_BYTES]))
                 frame_end = HEADER_BYTES + header.length
-                # An incomplete reply waits for its other bytes. parse_results() refuses a frame of another type.
+                # An incomplete reply must wait for its other bytes. A frame of another type need not wait:
+                # parse_results() refuses it.
                 if header.type is FrameType.IO_REPLY and len(self._received) < frame_end:
                     break
                 results += parse_results(header, bytes(self._received[HEADER_BYTES:frame_end]))

@@ -71,7 +71,8 @@ _OPERATION = struct.Struct("<QQQQQIHBBIIQ")
 _RESULT = struct.Struct("<QqIIII")
 _HOLE = struct.Struct("<QQ")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
-# Largest payload of an io reply, with 64 hole extents per result. A server with more extents sends several replies.
+# Largest payload of an io reply: the size of 1024 results with 64 hole extents each. A single result may have up to
+# HOLES_MAX extents. If the results do not fit into one reply, the server sends several replies.
 _REPLY_BYTES_MAX = OPERATIONS_MAX * (_RESULT.size + 64 * _HOLE.size)
 
 
