@@ -118,6 +118,11 @@ class Configuration:
         Longest time to wait for a lock of the catalogue that another process holds, in milliseconds.
     run : RunSettings
         The parameters of ``gdrkit tiers run``.
+
+    Raises
+    ------
+    UsageError
+        A value is invalid. The message names it.
     """
 
     tiers: tuple[Tier, ...]

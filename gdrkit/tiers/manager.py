@@ -73,6 +73,8 @@ class TierManager:
         A tier or the catalogue cannot be opened.
     SetupMissing
         None of the tiers is available.
+    UsageError
+        The folder of a tier belongs to another tier.
     """
 
     def __init__(self, configuration: Configuration, *, clock: Callable[[], float] = time.time) -> None:

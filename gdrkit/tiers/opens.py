@@ -33,7 +33,8 @@ __all__ = ["OpenWatcher"]
 _FOLDERS_MAX = 1 << 16
 # Time in which the kernel must report an open of this process, in seconds.
 _PROOF_TIMEOUT_S = 5.0
-# Number of reads after the end was requested. On a busy file system, the queue of reports may never become empty.
+# Largest number of reads of the kernel's queue of reports after close() was called. On a busy file system, the queue
+# may never become empty.
 _LAST_READS_MAX = 64
 _RESERVED = frozenset({OWN_FOLDER, LOST_AND_FOUND})
 _UNSUPPORTED_ERRNOS = frozenset({errno.ENODEV, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EACCES})

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["migrate_by_policy", "migrate_named", "print_plan", "run_until_signalled"]
 
-# Time in which a background run ends after a signal, in seconds. Then the process ends without it.
+# Longest time that a background run may take to end after a signal, in seconds. After that time, the process ends at
+# once, in the middle of the run.
 _STOP_TIMEOUT_S = 1.5
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 

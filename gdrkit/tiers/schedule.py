@@ -84,6 +84,11 @@ class RunSettings:
         Times of day at which no file is moved.
     watch : str
         Whether opens by other programs are counted: ``preferred`` (if possible), ``required`` or ``never``.
+
+    Raises
+    ------
+    UsageError
+        A value is invalid. The message names it.
     """
 
     interval_s: float = 600.0
@@ -110,8 +115,8 @@ class RunSettings:
 class Pace:
     """The rate limit of the copies of a background run.
 
-    A chunk is copied when all earlier chunks are paid. Time in which nothing is copied is not saved for later, so there
-    are no bursts.
+    A chunk is *paid* when the time has passed that its bytes may take at the limit. The next chunk is copied when all
+    earlier chunks are paid. Time in which nothing is copied is not saved for later, so there are no bursts.
 
     Parameters
     ----------
