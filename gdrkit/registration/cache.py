@@ -59,6 +59,11 @@ class RegionCache:
     bytes_max : int
         Limit of the registered memory in bytes, above 0. An allocation larger than that is registered for its lease
         only.
+
+    Raises
+    ------
+    UsageError
+        A limit is not above 0, or `nics` is not a sequence of at least one Nic, each once.
     """
 
     def __init__(

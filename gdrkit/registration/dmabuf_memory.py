@@ -1,4 +1,4 @@
-"""Memory of any exporter, by a dma-buf of it.
+"""Memory that any exporter shares as a dma-buf.
 
 ROCm, Level Zero, an FPGA driver, the dma-heaps of the kernel and udmabuf export their memory as dma-bufs. gdrkit has no
 code for them: the program that uses their library passes the descriptor. ``docs/add-a-device.md`` shows how.
@@ -40,12 +40,12 @@ class DmabufMemory(MemoryResource):
     Parameters
     ----------
     dmabuf : DmabufRange
-        The memory. This object owns the range from now on.
+        The memory. This object owns the range from now on, also if the constructor raises.
 
     Attributes
     ----------
     address : int
-        A number that identifies the first byte among all dma-bufs. It is no address of a process or a device.
+        A number that identifies the first byte among all dma-bufs. It is not an address in a process or on a device.
     """
 
     def __init__(self, dmabuf: DmabufRange) -> None:

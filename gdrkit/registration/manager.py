@@ -107,6 +107,11 @@ class GdrManager:
         is reported in this state.
     placement : Placement
         The distances between GPUs and NICs.
+
+    Raises
+    ------
+    UsageError
+        NO_DEVICE: there is no NIC with one of `nic_names`. Without a reason: a limit of the caches is not above 0.
     """
 
     def __init__(

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryPool", "MemoryPoolStatistics", "PooledMemory", "block_bytes"]
 
-# Blocks above this size also have one and a half of a power of two.
+# Above this size, there are also blocks of one and a half times a power of two.
 _HALF_STEPS_ABOVE_BYTES = MIB
 
 
 def block_bytes(length_bytes: int) -> int:
     """Return the size of the allocation for memory of this length, in bytes.
 
-    It is a power of two from 64 KiB on, above 1 MiB also one and a half of a power of two. The client library of usrbio
-    has the same sizes.
+    The size is a power of two of at least 64 KiB. Above 1 MiB, it can also be one and a half times a power of two. The
+    client library of usrbio uses the same sizes.
     """
     rounded_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
     power = 1 << (rounded_bytes - 1).bit_length()
@@ -79,7 +79,7 @@ class PooledMemory(Closeable):
     """
 
     def __init__(self, memory: DeviceBuffer, length_bytes: int, return_to_pool: Callable[[PooledMemory], None]) -> None:
-        """Callers use :meth:`MemoryPool.allocate` instead."""
+        """Create the memory of one request. Callers use :meth:`MemoryPool.allocate` instead."""
         self.memory = memory
         self.length_bytes = length_bytes
         self._return_to_pool = return_to_pool
@@ -102,6 +102,11 @@ class MemoryPool(Closeable):
         Limit of the bytes that are not in use. Above it, the memory that is idle for the longest time is freed.
     idle_ms_max : float
         Time after which idle memory is freed, in milliseconds. It is checked at each call of the pool.
+
+    Raises
+    ------
+    UsageError
+        A limit is negative.
     """
 
     def __init__(self, allocator: Allocator, *, idle_bytes_max: int = 256 * MIB, idle_ms_max: float = 10_000.0) -> None:

@@ -48,7 +48,7 @@ class RegistrationRoute(enum.Enum):
 class Registration:
     """Memory that some NICs can access; made by :func:`register`.
 
-    It must be closed before the memory is freed. :meth:`DeviceBuffer.close` of memory of gdrkit does that itself.
+    It must be closed before the memory is freed. If gdrkit owns the memory, :meth:`DeviceBuffer.close` closes it first.
 
     Attributes
     ----------

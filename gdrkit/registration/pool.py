@@ -189,8 +189,10 @@ class BufferPool:
     Raises
     ------
     RegistrationFailed, ApiError
-        See :func:`~gdrkit.registration.register`. ApiError also if cuMemAlloc fails. Nothing stays allocated or
-        registered.
+        The allocation failed (ApiError), or the registration did; see :func:`~gdrkit.registration.register`. Nothing
+        stays allocated or registered.
+    UsageError
+        `buffer_bytes` or `count` is not above 0, or `nics` is not a sequence of at least one Nic, each once.
     """
 
     def __init__(

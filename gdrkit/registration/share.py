@@ -88,7 +88,7 @@ def export_memory(
     Parameters
     ----------
     memory : DeviceBuffer
-        Memory of CUDA. It may begin inside an allocation. Or memory of any exporter, by its dma-buf.
+        CUDA memory, which may begin inside an allocation, or a :class:`~gdrkit.registration.DmabufMemory`.
     kind : ShareKind
         The export method. :func:`~gdrkit.registration.exports.export_methods` lists the methods of a kind of memory.
     offset_bytes, length_bytes : int
@@ -182,7 +182,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     device : Device
         The device that has the memory; see :func:`device_of`.
     handle_message : HandleMessage
-        A handle message of the kind IPC or VMM. It is borrowed, and can be closed afterwards.
+        A handle message of the kind IPC or VMM. The caller still owns it, and can close it afterwards.
 
     Raises
     ------
@@ -192,7 +192,8 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
         The driver refused the handle: the owner is this process, or has freed the memory, or a descriptor is not of a
         chunk.
     UsageError
-        NO_DEVICE: the memory is on another device. MALFORMED: the sizes of the handle and of the driver differ.
+        The handle is of the kind dma-buf. NO_DEVICE: the memory is on another device. MALFORMED: the sizes of the
+        handle and of the driver differ.
     """
     handle = handle_message.handle
     if handle.kind is ShareKind.DMABUF:
@@ -228,7 +229,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     Parameters
     ----------
     handle_message : HandleMessage
-        A handle message of the kind dma-buf. It is borrowed: the range gets a duplicate of the descriptor.
+        A handle message of the kind dma-buf. The caller still owns it: the range gets a duplicate of the descriptor.
 
     Raises
     ------
