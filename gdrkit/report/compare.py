@@ -96,7 +96,7 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     before, after : Contents
         The earlier and the later run.
     noise_percent : float
-        A change of a number up to this is noise, in percent, even if the rounds of the number differ less.
+        A change of a number by at most this many percent is noise, even if the rounds of the number differ less.
     """
     earlier, later = _group_by_case(before), _group_by_case(after)
     changes = [

@@ -170,7 +170,10 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
 
 
 def _urgency(host: Host) -> int:
-    """Return 0 for an unreadable host, 1 for a failed run, 2 for a run that proves only a part, 3 if qualified."""
+    """Return the rank of a host in the report, the most urgent first.
+
+    It is 0 for an unreadable host, 1 for a failed run, 2 for a run that proves only a part, and 3 for a qualified host.
+    """
     incomplete = {RunState.NOTHING_PROVEN.value, RunState.PARTIAL.value, RunState.SOFTWARE_ONLY.value}
     if host.error:
         return 0

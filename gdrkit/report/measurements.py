@@ -48,7 +48,7 @@ class Measurement:
     range_text : str
         The lowest and the highest round. Empty if the record does not have them.
     bounds : tuple of Bound
-        The limit of the link, and the values that the profile expects.
+        The bounds with which the case compared the value. Without any, the limit of the links if it is known.
     case : str
         The case that measured the value.
     """

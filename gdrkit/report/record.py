@@ -40,7 +40,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# The key in ``evidence`` of a case that failed in the way that the profile expects of a machine without the need.
+# The key in ``evidence`` of a case that failed as the profile expects it of a machine that does not meet the need.
 REFUSED = "refused"
 
 
@@ -164,7 +164,7 @@ class Record:
     profile, facts_digest : str
         The name of the profile of the run, and the digest of the facts about the machine.
     substrate : mapping
-        The substrate of each loaded API, over all processes of the case.
+        The substrate of each loaded API: the weakest one among the processes of the case.
     libraries : tuple of SeenLibrary
         The libraries that were loaded in those processes.
     seed : int

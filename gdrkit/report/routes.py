@@ -107,7 +107,7 @@ def route_name(device_index: int, nic: str, way: str) -> str:
 
 
 def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
-    """Return the state of every route between a GPU and a NIC that the facts or records contain, in order of both."""
+    """Return the state of every route from a GPU to a NIC in the facts or records, sorted by GPU and NIC."""
     claims: dict[tuple[int, str, str], list[tuple[Record, ClaimedRoute]]] = {}
     for record in records:
         for route in record.routes:
@@ -127,7 +127,7 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
 
 
 def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, ...]:
-    """Return the state of every route between a GPU and a mount that the facts or records contain, in order of both.
+    """Return the state of every route from a GPU to a mount in the facts or records, sorted by GPU and mount.
 
     A pair of GPU and mount has one status for each route that a case observed, or a single status without a route name
     if no case tested the pair.
