@@ -34,7 +34,7 @@ __all__ = ["CommonFields", "SuiteRunner"]
 _POLL_INTERVAL_S = 0.1
 # A child that writes no record for this time is killed.
 _STALL_TIMEOUT_S = 180.0
-# So much of the end of pytest's log is put into an error or a record.
+# An error or a record contains this many characters from the end of pytest's log.
 _LOG_TAIL_CHARACTERS = 3000
 # The exit code of pytest for a usage error.
 _PYTEST_USAGE_ERROR = 4

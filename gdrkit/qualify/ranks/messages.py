@@ -34,7 +34,7 @@ class MessageSocket:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._buffer = bytearray()
-        # The leading bytes of `_buffer` that contain no end of a line.
+        # Number of the leading bytes of `_buffer` that were searched and contain no end of a line.
         self._searched_bytes = 0
 
     def fileno(self) -> int:
