@@ -72,7 +72,7 @@ class NicContext(Closeable):
         return self._domain
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:
-        """Call `close` before the device is closed. Return a function that cancels this."""
+        """Register `close` to be called before the device is closed. Return a function that cancels this."""
         self._check_open()
         return self._releases.push(close)
 

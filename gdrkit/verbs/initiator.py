@@ -92,6 +92,8 @@ class Initiator:
         A verb failed.
     SetupMissing
         The native parts of gdrkit were not built, or libibverbs is missing.
+    UsageError
+        A number is out of range.
     """
 
     def __init__(self, nic_name: str, *, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128) -> None:

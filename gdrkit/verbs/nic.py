@@ -122,7 +122,9 @@ class Nic(NicContext):
         Raises
         ------
         SetupMissing, ApiError
-            See :meth:`register_host`. EFAULT: a part of the memory is not mapped and writable.
+            See :meth:`register_host`. EFAULT: a part of the memory is not mapped, or not writable.
+        UsageError
+            `address` or `length_bytes` is not above 0.
         """
         if address <= 0 or length_bytes <= 0:
             message = f"address and length_bytes must be above 0, not {address:#x} and {length_bytes}"
@@ -139,6 +141,8 @@ class Nic(NicContext):
         ------
         Unsupported
             EFAULT, PEER_MEMORY_UNSUPPORTED: no kernel driver knows the address as device memory.
+        UsageError
+            `address` or `length_bytes` is not above 0.
         """
         if address <= 0 or length_bytes <= 0:
             message = f"address and length_bytes must be above 0, not {address:#x} and {length_bytes}"
@@ -154,7 +158,7 @@ class Nic(NicContext):
         Parameters
         ----------
         source : DmabufRange
-            The range. It is borrowed, and may be closed once the region exists: the region keeps the dma-buf alive.
+            The range. The caller may close it once the region exists: the region keeps the dma-buf alive.
         access : Access
             Access rights of the keys. REMOTE_WRITE also needs LOCAL_WRITE.
 

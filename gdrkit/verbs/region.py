@@ -41,7 +41,7 @@ class Region(Resource):
     memory : memoryview or None
         The bytes of a host buffer. None for dma-bufs and for memory that was registered by its address.
 
-    `keeper` is an object that keeps a host buffer at its address while the region exists.
+    The constructor's `keeper` is an object that keeps a host buffer at its address while the region exists.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Values that two peers exchange before they connect: the address of a queue pair, and ranges of remote memory.
 
-Both values are sent as JSON between processes. Received data is parsed strictly: all keys must be present, no others,
-with the right types and in range.
+Both values are sent as JSON between processes. Received data is parsed strictly: all keys and no others must be
+present, and each value must have the right type and be in range.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class RemoteRange(_PeerValue):
         The key of its region.
     length_bytes : int
         Size of the range in bytes.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: a value is not an int, or is out of range.
     """
 
     address: int
@@ -103,6 +108,11 @@ class Endpoint(_PeerValue):
         LID of its port; 0 on Ethernet.
     mtu_bytes : int
         Largest packet of its port in bytes: 256, 512, 1024, 2048 or 4096.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: a value has another type or is out of range.
     """
 
     qp_number: int
