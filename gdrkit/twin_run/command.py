@@ -46,7 +46,7 @@ def run_on_twins(
     command : sequence of str
         The program and its arguments.
     required : frozenset of Api
-        If the command ends with exit code 0 and has not used these APIs, the exit code is 125.
+        If the command ends with exit code 0 and has not used all of these APIs, the exit code is 125.
     quiet : bool
         Print no report.
     report_file : Path or None
@@ -57,7 +57,8 @@ def run_on_twins(
     ApiError
         The command cannot be started: ENOENT (not found), EACCES (not executable) or another errno of execvp.
     SetupMissing, UsageError
-        See :func:`gdrkit.launch.environment`. A required API does not run on a twin.
+        See :func:`gdrkit.launch.environment`. UsageError: there is no command, or a required API does not run on a
+        twin.
     """
     if not command:
         message = "no command was given"

@@ -1,8 +1,9 @@
 """Folder with the state of a domain: the device files that programs see, and the port counters.
 
-All ``gdrkit run`` of one user with the same domain share the folder, because a domain is like one machine. Each holds a
-shared lock on it while its command runs. The last one removes the folder. After a SIGKILL of ``gdrkit run`` the folder
-remains, and the next ``gdrkit run`` of the user removes it, because no process holds its lock.
+All processes ``gdrkit run`` of one user with the same domain share the folder, because a domain is like one machine.
+Each of them holds a shared lock on the folder while its command runs. The last one removes the folder. After a SIGKILL
+of ``gdrkit run`` the folder remains, and the next ``gdrkit run`` of the user removes it, because no process holds its
+lock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the processes of a run that have a real library of an API mapped, instead of the twin.
+"""Search for the processes of a run that have mapped a real library of an API instead of its twin.
 
 The loader replaces the libraries by the twins only in processes that have the environment of ``gdrkit run``. A program
 that clears the environment, a program with the set-user-ID bit, and a C library other than glibc escape.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["report_document", "report_lines", "used_apis"]
 
-# The object without which a program does not use an API: (one, several).
+# The object that a program must create to use an API, in the singular and in the plural.
 _OBJECT_OF_API = {
     Api.VERBS: ("queue pair", "queue pairs"),
     Api.CUDA: ("memory allocation", "memory allocations"),
@@ -25,7 +25,7 @@ _PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
 
 
 def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
-    """Return the APIs that a process used: it created an object. To list devices is not a use."""
+    """Return the APIs of which a process created an object. A process that only lists devices does not use an API."""
     return frozenset(use.api for use in uses if use.objects_count > 0)
 
 

@@ -1,5 +1,4 @@
-"""Starts a command and waits for it, so that signals, the terminal and the exit code are as if the command had replaced
-this process.
+"""Supervision of a command: start it, forward signals to it, and end as it ended, as if it had replaced this process.
 
 The command is in the process group of this process and has its standard streams. So the terminal sends its signals
 (Ctrl-C, Ctrl-Z, window size) to both; this process leaves them to the command. A signal that another process sends to
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["exit_like", "supervise"]
 
-# The kernel cannot block these two.
+# SIGKILL and SIGSTOP cannot be blocked.
 _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 # si_code of a signal that the kernel sends, such as the signals of the terminal (asm-generic/siginfo.h).
 _SI_KERNEL = 0x80
-# If such a signal stops the command, the shell has stopped the job, and this process is part of the job.
+# If one of these signals stops the command, the terminal has stopped the whole job, of which this process is a part.
 _JOB_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 _OBSERVE_FIRST_S, _OBSERVE_LATEST_S = 0.02, 2.0
 _EXEC_FAILED = 127
@@ -43,7 +42,8 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], observe: C
     environment : mapping
         The environment of the command.
     observe : callable
-        Is called with the process ID of the command while it runs: first after 20 ms, later every 2 s.
+        Called with the process ID of the command while it runs: first after 20 ms, then at intervals that double up to
+        2 s.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def exit_like(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if os.WIFSIGNALED(status):
-        # The core file of the command is the one to keep.
+        # This process must not write a core file over that of the command.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
