@@ -279,7 +279,8 @@ class Client:
         ------
         AgentError
             EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single path component, or a
-            descriptor is of another type. ESTALE: the file was renamed meanwhile. Other errors have the errno of the server.
+            descriptor is of another type. ESTALE: the file was renamed meanwhile. Other errors have the errno of the
+            server.
         """
         try:
             if not name or "/" in name or name in {".", ".."}:
