@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin::cufile {
 
-// Check a transfer range against the buffer registered at `base`, and return whether there is one. Throws CufileError:
+// Return whether a buffer is registered at `base`, and check the range of a transfer against it. Throws CufileError:
 // invalid_mapping_range if the range exceeds the buffer, cuda_pointer_invalid if the buffer's memory was freed.
 bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_t length_bytes,
                       const MemoryLocation& location);

@@ -118,7 +118,7 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
 }
 
 // In compat mode, the real library (1.15) mixes up the bytes of transfers of several streams that use one registration
-// at the same time. Move the bytes of the concurrent transfer instead of those of this one.
+// at the same time. Overwrite what this transfer has stored with the bytes that the concurrent transfer moves.
 void mix_up(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong = transfer;
     wrong.length_bytes = std::min(moved_bytes, transfer.concurrent->length_bytes);

@@ -28,7 +28,7 @@ struct Transfer {
     std::size_t length_bytes = 0;
     off_t file_offset = 0;
     off_t buffer_offset = 0;
-    // A transfer of another stream into the same memory, which was in progress when this one was queued.
+    // A transfer of another stream with the same memory, which was unfinished when this one was queued.
     std::optional<TransferRange> concurrent = std::nullopt;
 };
 

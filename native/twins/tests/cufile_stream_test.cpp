@@ -219,7 +219,7 @@ void test_offset_in_unregistered_memory_is_eio() {
         CHECK(arguments.result == page_bytes);
         set_fault_plan("");
     }
-    // So does a pointer to the part.
+    // A pointer to the part itself, without an offset, works also in compat mode.
     AsyncArguments arguments;
     CHECK(call_control("cuFileReadAsync", test_file.file, pointer(test_file.memory + 2 * page_bytes),
                        &arguments.length_bytes, &arguments.file_offset, &arguments.buffer_offset, &arguments.result,
