@@ -49,8 +49,9 @@ std::uint64_t Job::next_chunk_bytes() const {
     return std::clamp(bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
-// Returns the size of the next coalesced copy, or 0 if too little is left for one. All workers together fill it faster
-// than the device copies it.
+// Returns the size of the next coalesced copy, or 0 if there is none: for writes, for host memory, and near the
+// beginning and the end of a job. It may be half of what was taken or is left, more than a chunk, because all workers
+// fill it together, faster than the device copies it.
 std::uint64_t Job::next_coalesced_bytes() const {
     if (direction_ == Direction::write || device_ == host_memory) {
         return 0;
@@ -186,8 +187,8 @@ void Job::take_small_extents(Chunk& chunk) {
     while (next_extent_ < extents_.size() && next_offset_ == 0 && chunk.parts.size() < parts_max &&
            chunk.bytes + extents_[next_extent_].length <= bytes_max) {
         const Extent& extent = extents_[next_extent_];
-        // A part without slack would be read through the page cache. A file that is not open yet reports the alignment
-        // of most disks.
+        // A part without slack would be read through the page cache. The slack is an estimate: a file that is not open
+        // yet reports the alignment of most disks.
         const std::uint64_t slack = needs_slack ? 2 * files_[extent.file_index]->alignment_bytes() : 0;
         if (slack > slack_left && !chunk.parts.empty()) {
             break;

@@ -13,9 +13,9 @@ namespace gdrkit::usrbio {
 
 class GpuBlock;
 
-// Returns the size of the block for an iov of `size_bytes`: a power of two from 64 KiB on, above 1 MiB also one and a
-// half of a power of two. So sizes that differ a little share blocks, and large iovs waste at most a third of their
-// block.
+// Returns the size of the block for an iov of `size_bytes`: a power of two of at least 64 KiB or, above 1 MiB, also one
+// and a half times a power of two. So iovs whose sizes differ a little can use the same block, and large iovs waste at
+// most a third of their block.
 std::size_t pool_block_bytes(std::size_t size_bytes) noexcept;
 
 // Returns whether an iov of `size_bytes` may come from the pool: the limit of idle bytes admits its block.
@@ -25,14 +25,14 @@ bool may_use_pool(std::size_t size_bytes) noexcept;
 // Returns null if there is none.
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
 
-// Clears a block and keeps it for later iovs. `agent` keeps its registration. Frees the longest idle blocks above the
-// limit.
+// Clears a block and keeps it for later iovs. `agent` keeps its registration. If the limit of idle bytes is exceeded,
+// frees the blocks that have been idle longest.
 void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept;
 
 // Counts an iov whose memory could not be kept for the next one.
 void count_refused_block() noexcept;
 
-// Frees the longest idle blocks until at most `bytes_max` are idle, and returns how many it freed.
+// Frees the blocks that have been idle longest, until at most `bytes_max` are idle. Returns the number of blocks freed.
 std::size_t trim_pool(std::size_t bytes_max) noexcept;
 
 // Sets the limit of idle bytes (0: no pool) and the time after which an idle block is freed.

@@ -8,7 +8,8 @@
 namespace gdrkit::usrbio {
 
 // Publishes the memory of `gpu` under the UUID `id`. Returns 0, the -errno of the agent or of symlink(2) (such as
-// -EEXIST), or -ENOTSUP: the memory has no IPC handle, and there is no dma-buf or no agent that accepts one.
+// -EEXIST), or -ENOTSUP if the memory has no IPC handle, and either the mount has no agent or the driver exports no
+// dma-buf of the memory.
 int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]);
 
 // Sets `uuid` to the UUID of the device. Returns 0, or -ENODEV if the driver does not report a UUID.
@@ -19,8 +20,8 @@ int query_device_uuid(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid);
 int find_publication(const char* mount, const std::uint8_t id[16], std::string* name);
 
 // Finds in the mount of `gpu` the publication of the memory that `gpu` has mapped from another process. Sets `id` to
-// the UUID of the publication and borrows it. Returns 0 and an `id` of zeros if the memory is not published in this
-// mount, or the -errno of BorrowedPublication::begin().
+// the UUID of the publication and borrows it. `offset_bytes` is the offset of the memory in its allocation. Returns 0
+// and an `id` of zeros if the memory is not published in this mount, or the -errno of BorrowedPublication::begin().
 int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[16]);
 
 } // namespace gdrkit::usrbio

@@ -1,7 +1,7 @@
 // The log of the library, which goes to stderr. The environment variable HF3FS_USRBIO_LIB_LOG sets the level.
 //
-// error: a call failed. warning: it works, but not as well as it could. info: what was created, published, registered
-// and ended, and by which route. debug: each operation, each submission and each completion.
+// error: a call failed. warning: a call works, but not as well as it could. info: what was created, published,
+// registered and ended, and by which route. debug: each operation, each submission and each completion.
 #pragma once
 
 namespace gdrkit::usrbio {
@@ -11,7 +11,8 @@ enum class LogLevel { debug, info, warning, error, off };
 // Returns the level that the environment variable sets.
 LogLevel configured_log_level() noexcept;
 
-// hf3fs_prep_io calls this for each operation, so it is inline. No level is `off`, so that `off` disables all.
+// hf3fs_prep_io calls this for each operation, so it is inline. No line has the level `off`, so this level disables the
+// whole log.
 inline bool log_enabled(LogLevel level) noexcept {
     static const LogLevel level_min = configured_log_level();
     return level >= level_min;

@@ -57,13 +57,17 @@ HF3FS_API int hf3fs_gdr_device_count(void);
  * Allocates `size` bytes on the device and publishes them under a new random id, which it stores in iov->id. Memory of
  * the pool (see below) is filled with zeros; other memory is not cleared. It is allocated in whole pages of 64 KiB,
  * with CU_POINTER_ATTRIBUTE_SYNC_MEMOPS set, in the primary context of the device, which stays retained until the iov
- * is destroyed. block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no
- * such limit. The memory is registered as one region with every block_size. Errors -EINVAL      iov or mount is null,
- * the mount is empty or has 256 characters or more, or size is 0. -ENODEV      The device does not exist, or its
- * context cannot be retained. -ENOMEM      The device does not have enough free memory. -ENOTSUP     Also: this device
- * can export neither a dma-buf nor an IPC handle to the server of the mount. -EIO         The driver failed. other The
- * error of the agent or of symlink(2): -ENOENT (the mount has no 3fs-virt/iovs), -EACCES, -EREMOTEIO (the agent has
- * ended), the error of a NIC ...
+ * is destroyed.
+ *   block_size   Stored in iov->block_size: no operation of hf3fs_prep_io may cross a multiple of it. 0: no such limit.
+ *                The memory is registered as one region with every block_size.
+ * Errors
+ *   -EINVAL      iov or mount is null, the mount is empty or has 256 characters or more, or size is 0.
+ *   -ENODEV      The device does not exist, or its context cannot be retained.
+ *   -ENOMEM      The device does not have enough free memory.
+ *   -ENOTSUP     Also: this device can export neither a dma-buf nor an IPC handle to the server of the mount.
+ *   -EIO         The driver failed.
+ *   other        The error of the agent or of symlink(2): -ENOENT (the mount has no 3fs-virt/iovs), -EACCES,
+ *                -EREMOTEIO (the agent has ended), the error of a NIC ...
  */
 HF3FS_API int hf3fs_iovcreate_gpu(struct hf3fs_iov* iov, const char* hf3fs_mount_point, size_t size, size_t block_size,
                                   int gpu_device_id);

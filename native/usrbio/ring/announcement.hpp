@@ -50,8 +50,8 @@ public:
 
 private:
     // A sleep that ended with one awaited post adds 1; work that arrived in another way subtracts 4. The announcement
-    // becomes permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes, or if more than
-    // one outcome in five is another.
+    // becomes permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or if
+    // such outcomes are more than one in five for some time.
     static constexpr std::uint32_t score_max = 16;
     static constexpr std::uint32_t score_permanent_min = 8;
     static constexpr std::uint32_t score_penalty = 4;
