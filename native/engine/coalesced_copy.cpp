@@ -1,3 +1,4 @@
+// Coalesced copies to a device: how workers claim slices, submit a full copy, and release its buffer.
 #include "engine/coalesced_copy.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The CUDA stream of one thread, and the primary contexts of the devices.
 #include "engine/copy_stream.hpp"
 
 #include <algorithm>

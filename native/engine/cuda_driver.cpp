@@ -1,3 +1,4 @@
+// Loads libcuda.so.1 when the engine first needs it, and converts the results of its functions to exceptions.
 #include "engine/cuda_driver.hpp"
 
 #include <atomic>

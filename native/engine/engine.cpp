@@ -1,3 +1,4 @@
+// The threads of the copy engine, the queue of its jobs, and small transfers on the calling thread.
 #include "engine/engine.hpp"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// The two descriptors of a file of a job, the alignment of direct I/O, and the size and residency of the file.
 #include "engine/file.hpp"
 
 #include <fcntl.h>

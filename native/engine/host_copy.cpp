@@ -1,3 +1,4 @@
+// Copies between a file and host memory, through the page cache or with O_DIRECT.
 #include "engine/host_copy.hpp"
 
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// How a job is divided into chunks that workers take, and how its progress, its failure and its end are recorded.
 #include "engine/job.hpp"
 
 #include <unistd.h>

@@ -1,3 +1,4 @@
+// NUMA nodes, from the files of sysfs and by mbind(2).
 #include "engine/numa.hpp"
 
 #include <sys/syscall.h>

@@ -1,3 +1,4 @@
+// Mapping and pinning of the staging memory of the copy engine.
 #include "engine/staging.hpp"
 
 #include <sys/mman.h>

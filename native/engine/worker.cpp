@@ -1,3 +1,4 @@
+// The thread of a worker: takes chunks, moves their bytes through the buffers of its slab, and reports their end.
 #include "engine/worker.hpp"
 
 #include <algorithm>
