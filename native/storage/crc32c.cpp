@@ -1,3 +1,4 @@
+// CRC32C in three ways: by tables, by the CRC instruction, and by carry-less multiplication ("folding").
 #include "storage/crc32c.hpp"
 
 #include <array>

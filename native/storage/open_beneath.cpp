@@ -1,3 +1,4 @@
+// Opens a file below a folder by openat2(2), or step by step on kernels without it.
 #include "storage/open_beneath.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// The checks of received frames: their headers, checksums, operations and results.
 #include "storage/parser.hpp"
 
 #include <cstring>

@@ -1,3 +1,4 @@
+// The RDMA devices of a storage server, and how a session posts transfers to its queue pairs and polls them.
 #include "storage/queue_pairs.hpp"
 
 #include <algorithm>

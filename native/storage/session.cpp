@@ -1,3 +1,5 @@
+// The part of Session that receives requests and sends replies: its thread, its files and its end. segments.cpp moves
+// the bytes of the operations.
 #include "storage/session.hpp"
 
 #include <poll.h>

@@ -1,3 +1,4 @@
+// The files of a storage server and reads that verify their checksums ("sums"). store_changes.cpp changes files.
 #include "storage/store_file.hpp"
 
 #include <fcntl.h>

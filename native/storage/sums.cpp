@@ -1,3 +1,4 @@
+// The sums file of one inode: its layout and mapping, and when its sums are discarded as outdated.
 #include "storage/sums.hpp"
 
 #include <fcntl.h>
