@@ -1,3 +1,4 @@
+// Opens an RDMA device, and chooses its port and the GID of its connections.
 #include "verbs/device.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// An RDMA initiator: bursts over all queue pairs for the throughput, and single operations for the latency.
 #include "verbs/initiator.hpp"
 
 #include <sched.h>

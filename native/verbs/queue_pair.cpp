@@ -1,3 +1,4 @@
+// Creates completion queues and queue pairs, connects them, and posts transfers.
 #include "verbs/queue_pair.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// Maps and registers staging memory for RDMA, and hands out its buffers.
 #include "verbs/staging.hpp"
 
 #include <sys/mman.h>
