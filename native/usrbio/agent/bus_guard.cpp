@@ -1,3 +1,4 @@
+// The SIGBUS handler of the agent, and the table of the ranges that it guards.
 #include "usrbio/agent/bus_guard.hpp"
 
 #include <csignal>

@@ -1,3 +1,4 @@
+// The agent's end of a data connection: sends frames of operations, and checks frames of results.
 #include "usrbio/agent/connection.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,5 @@
+// The part of class Loop that runs its thread, adds and removes its objects, and sleeps. loop_io.cpp handles operations
+// and results.
 #include "usrbio/agent/loop.hpp"
 
 #include <malloc.h>

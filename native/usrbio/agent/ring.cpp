@@ -1,3 +1,4 @@
+// The mapping of a ring in the agent, guarded against an application that truncates it.
 #include "usrbio/agent/ring.hpp"
 
 #include <sys/mman.h>

@@ -1,3 +1,4 @@
+// The threads that wait for the submit semaphores and wake the agent's loop by an eventfd.
 #include "usrbio/agent/watcher.hpp"
 
 #include <unistd.h>

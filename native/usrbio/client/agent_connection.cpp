@@ -1,3 +1,4 @@
+// The socket to the agent of a mount: requests and replies, and the thread that wakes waiters when the agent ends.
 #include "usrbio/client/agent_connection.hpp"
 
 #include "common/errno_text.hpp"

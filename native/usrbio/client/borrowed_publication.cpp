@@ -1,3 +1,4 @@
+// Borrows a publication of another process from the agent, and returns it.
 #include "usrbio/client/borrowed_publication.hpp"
 
 #include "common/errno_text.hpp"

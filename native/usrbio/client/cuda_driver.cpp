@@ -1,3 +1,4 @@
+// Loads libcuda.so.1, unless the library was built without ENABLE_GDR, and converts its results to errno values.
 #include "usrbio/client/cuda_driver.hpp"
 
 #include <cerrno>

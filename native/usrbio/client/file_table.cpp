@@ -1,3 +1,4 @@
+// Changes of the table of registered files. Look-ups are inline in the header.
 #include "usrbio/client/file_table.hpp"
 
 #include <new>

@@ -1,3 +1,4 @@
+// The end of a GPU iov: withdraws the publication, then frees the memory, closes its mapping or leaves it to the pool.
 #include "usrbio/client/gpu_backing.hpp"
 
 #include <unistd.h>

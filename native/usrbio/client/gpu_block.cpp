@@ -1,3 +1,4 @@
+// Creation, clearing and release of a block of the GPU pool.
 #include "usrbio/client/gpu_block.hpp"
 
 #include <unistd.h>

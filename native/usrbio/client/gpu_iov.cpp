@@ -1,3 +1,5 @@
+// Creation, opening, wrapping, export and import of GPU iovs. The C functions in gpu_api.cpp call the functions of this
+// file.
 #include "usrbio/client/gpu_iov.hpp"
 
 #include <algorithm>

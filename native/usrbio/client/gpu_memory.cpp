@@ -1,3 +1,4 @@
+// Calls of the CUDA driver for GPU iovs: contexts, checks of memory, IPC handles and dma-bufs.
 #include "usrbio/client/gpu_memory.hpp"
 
 #include <algorithm>

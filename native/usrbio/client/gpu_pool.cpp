@@ -1,3 +1,5 @@
+// The idle blocks of the GPU pool, its limits and statistics, and the thread that frees blocks that are idle for too
+// long.
 #include "usrbio/client/gpu_pool.hpp"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Publication of GPU iovs through the agent or by a link alone, and the search for publications of other processes.
 #include "usrbio/client/gpu_publish.hpp"
 
 #include <sys/stat.h>

@@ -1,3 +1,4 @@
+// Formats and strictly parses the name and the target of the link of a GPU iov.
 #include "usrbio/client/gpu_target.hpp"
 
 #include <algorithm>

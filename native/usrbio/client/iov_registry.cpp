@@ -1,3 +1,4 @@
+// The table in which the functions of the library look up an iov by its handle.
 #include "usrbio/client/iov_registry.hpp"
 
 #include "usrbio/client/library_mutex.hpp"

@@ -1,3 +1,4 @@
+// The mutex of the library's tables, and the handlers that keep it usable after fork().
 #include "usrbio/client/library_mutex.hpp"
 
 #include <pthread.h>

@@ -1,3 +1,4 @@
+// Reads the log level from the environment, and writes lines to stderr.
 #include "usrbio/client/log.hpp"
 
 #include <unistd.h>

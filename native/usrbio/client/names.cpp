@@ -1,3 +1,4 @@
+// Formats the names of links and of shared memory, and makes random UUIDs.
 #include "usrbio/client/names.hpp"
 
 #include <sys/random.h>

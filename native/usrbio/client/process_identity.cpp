@@ -1,3 +1,4 @@
+// Reads the identity of a process from /proc.
 #include "usrbio/client/process_identity.hpp"
 
 #include <signal.h>

@@ -1,3 +1,4 @@
+// Publishes memory and rings through the agent or by a link alone, and withdraws them.
 #include "usrbio/client/publication.hpp"
 
 #include "common/errno_text.hpp"

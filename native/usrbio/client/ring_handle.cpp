@@ -1,3 +1,4 @@
+// The set of all ring handles of the process, and the watch that wakes a waiting ring when its agent ends.
 #include "usrbio/client/ring_handle.hpp"
 
 #include "usrbio/client/library_mutex.hpp"

@@ -1,3 +1,4 @@
+// SHA-256 (FIPS 180-4), one block of 64 bytes at a time.
 #include "usrbio/client/sha256.hpp"
 
 #include <algorithm>

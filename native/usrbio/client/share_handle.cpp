@@ -1,3 +1,4 @@
+// Packs, parses and checks the two formats of handles of device memory.
 #include "usrbio/client/share_handle.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Creates, opens and maps POSIX shared memory, with or without a name, and binds it to a NUMA node.
 #include "usrbio/client/shared_memory.hpp"
 
 #include "common/errno_text.hpp"

@@ -1,3 +1,4 @@
+// Calls the Python functions that make the errors of this module, and raises their results.
 #include "hf3fs_errors.hpp"
 
 namespace gdrkit::usrbio {

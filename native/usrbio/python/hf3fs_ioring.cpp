@@ -1,3 +1,4 @@
+// The Python class ioring: prepares, submits and awaits operations, and keeps their memory alive until they complete.
 #include "hf3fs_ioring.hpp"
 
 #include "hf3fs_errors.hpp"

@@ -1,3 +1,4 @@
+// The Python class iovec and the functions that create, open, wrap and import iovecs in host and device memory.
 #include "hf3fs_iovec.hpp"
 
 #include "hf3fs_errors.hpp"

@@ -1,3 +1,4 @@
+// Loads the client library and looks up its functions.
 #include "hf3fs_library.hpp"
 
 #include <dlfcn.h>

@@ -1,3 +1,4 @@
+// The agent's side of a ring. Every value that the application wrote is copied once and then checked.
 #include "usrbio/ring/agent_side.hpp"
 
 #include <algorithm>

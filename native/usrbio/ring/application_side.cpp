@@ -1,3 +1,5 @@
+// The parts of the application's side of a ring that are not inline: attaching, and reading the tail that the agent
+// wrote.
 #include "usrbio/ring/application_side.hpp"
 
 #include <new>

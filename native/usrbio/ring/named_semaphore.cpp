@@ -1,3 +1,4 @@
+// A submit semaphore, whose memory only the kernel reads and writes (FUTEX_WAIT, FUTEX_WAKE_OP).
 #include "usrbio/ring/named_semaphore.hpp"
 
 #include <fcntl.h>

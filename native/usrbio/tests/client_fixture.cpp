@@ -1,3 +1,4 @@
+// Wrappers of shm_open and linkat, which record the names of the shared memory that a test creates.
 #include "client_fixture.hpp"
 
 using namespace gdrkit::usrbio::test;

@@ -1,3 +1,4 @@
+// A mount in a temporary folder, and a minimal agent that serves it on threads of the test.
 #include "test_mount.hpp"
 
 #include "tests/check.hpp"
