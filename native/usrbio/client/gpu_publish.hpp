@@ -1,5 +1,5 @@
-// Publication of GPU iovs. The agent of a mount gets a dma-buf and creates a symbolic link. Without an agent (with a
-// daemon of 3FS), this library creates only the link.
+// Publication of GPU iovs. The agent of a mount gets a dma-buf and creates a symbolic link. A daemon of 3FS has no
+// socket of an agent; in its mounts this library creates the link itself and nothing else.
 #pragma once
 
 #include "usrbio/client/gpu_backing.hpp"
