@@ -175,6 +175,7 @@ def check_native(tree: Path, preset: str) -> int:
 def _install_twins(run: Path) -> None:
     """Build the wheel of the twins and install it, if their sources have changed."""
     sources = [path for path in _source_files(TWINS) if "tests" not in path.relative_to(TWINS).parts]
+    sources += _source_files(NATIVE / "common")
     stamp = run.parent / "twins-made-from"
     expected_digest = digest([], sources)
     tools = ensure_build_tools()

@@ -13,7 +13,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "model/sha256.hpp"
+#include "model/hmac.hpp"
 
 namespace gdrkit::twin {
 namespace {
@@ -35,7 +35,7 @@ static_assert(sizeof(ServerHello) == 40);
 
 struct ClientProof {
     Nonce nonce;
-    Sha256Digest digest;
+    HmacDigest digest;
 };
 static_assert(sizeof(ClientProof) == 64);
 
@@ -44,7 +44,7 @@ bool draw_nonce(Nonce* nonce) {
 }
 
 // The digests of client and server differ, so that neither can answer with the other's digest.
-Sha256Digest make_digest(std::string_view role, const Nonce& server_nonce, const Nonce& client_nonce) {
+HmacDigest make_digest(std::string_view role, const Nonce& server_nonce, const Nonce& client_nonce) {
     return hmac_sha256(config().fabric_secret, {role, bytes_of(server_nonce), bytes_of(client_nonce)});
 }
 
@@ -71,7 +71,7 @@ void set_peer_timeout(int socket, std::chrono::milliseconds timeout) {
 bool authenticate_to_server(int socket) {
     ServerHello hello{};
     ClientProof proof{};
-    Sha256Digest server_digest{};
+    HmacDigest server_digest{};
     if (!recv_all(socket, &hello, sizeof hello) || hello.magic != hello_magic || hello.version != hello_version ||
         !draw_nonce(&proof.nonce)) {
         return false;
@@ -132,7 +132,7 @@ bool authenticate_client(int socket) {
         !is_equal_digest(proof.digest, make_digest("client", hello.nonce, proof.nonce))) {
         return false;
     }
-    const Sha256Digest server_digest = make_digest("server", hello.nonce, proof.nonce);
+    const HmacDigest server_digest = make_digest("server", hello.nonce, proof.nonce);
     if (!send_all(socket, &server_digest, sizeof server_digest)) {
         return false;
     }

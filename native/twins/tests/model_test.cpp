@@ -21,6 +21,7 @@
 #include "model/dmabuf.hpp"
 #include "model/fault.hpp"
 #include "model/fifo.hpp"
+#include "model/hmac.hpp"
 #include "model/ledger.hpp"
 #include "model/sockets.hpp"
 #include "tests/check.hpp"
@@ -404,6 +405,25 @@ void test_share_of_delays() {
     CHECK(config().late_share_percent == 10 && delay_count > draw_count / 20 && delay_count < draw_count / 5);
 }
 
+void test_hmac_has_the_digests_of_rfc_4231() {
+    const auto hex_hmac = [](std::string_view key, std::initializer_list<std::string_view> parts) {
+        std::string hex;
+        for (const std::uint8_t byte : hmac_sha256(key, parts)) {
+            char digits[3];
+            std::snprintf(digits, sizeof digits, "%02x", byte);
+            hex += digits;
+        }
+        return hex;
+    };
+    CHECK(hex_hmac("Jefe", {"what do ya want ", "for nothing?"}) ==
+          "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+    // A key that is longer than a block is hashed.
+    CHECK(hex_hmac(std::string(131, '\xaa'), {"Test Using Larger Than Block-Size Key - Hash Key First"}) ==
+          "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+    CHECK(is_equal_digest(hmac_sha256("a", {"b"}), hmac_sha256("a", {"b"})));
+    CHECK(!is_equal_digest(hmac_sha256("a", {"b"}), hmac_sha256("a", {"c"})));
+}
+
 int main() {
     CHECK(setenv("GDRKIT_TWINS_LATE_SHARE", "10", 1) == 0);
     // Run the child processes first: they must start without the threads and the configuration of this process.
@@ -427,5 +447,6 @@ int main() {
     test_overflowing_extents_are_refused();
     test_fifo_reuses_memory();
     test_share_of_delays();
+    test_hmac_has_the_digests_of_rfc_4231();
     return 0;
 }

@@ -6,7 +6,7 @@
 #include <climits>
 #include <cstring>
 
-#include "usrbio/client/sha256.hpp"
+#include "common/sha256.hpp"
 #include "usrbio/host_page.hpp"
 
 namespace gdrkit::usrbio {
@@ -108,7 +108,9 @@ bool is_valid(const GdrHandle& handle) {
 }
 
 void set_digest(ShareBytes& bytes) {
-    const auto digest = sha256({reinterpret_cast<const std::uint8_t*>(&bytes), share_handle_bytes - digest_bytes});
+    Sha256 hash;
+    hash.add({reinterpret_cast<const char*>(&bytes), share_handle_bytes - digest_bytes});
+    const Sha256::Digest digest = hash.finish();
     std::copy_n(digest.begin(), digest_bytes, bytes.digest);
 }
 

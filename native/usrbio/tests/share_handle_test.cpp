@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "common/sha256.hpp"
 #include "tests/check.hpp"
-#include "usrbio/client/sha256.hpp"
 
 namespace gdrkit::usrbio {
 namespace {
@@ -100,8 +100,10 @@ void check_vector(const Vector& vector, Handle (*make_handle)(const Vector&), Pa
 }
 
 std::string hex_digest(std::string_view text) {
+    Sha256 hash;
+    hash.add(text);
     std::string hex;
-    for (const std::uint8_t byte : sha256({reinterpret_cast<const std::uint8_t*>(text.data()), text.size()})) {
+    for (const std::uint8_t byte : hash.finish()) {
         char digits[3];
         std::snprintf(digits, sizeof digits, "%02x", byte);
         hex += digits;
