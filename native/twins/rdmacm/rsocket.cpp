@@ -114,54 +114,6 @@ int RdmaSocket::open() {
     return rdma_create_id(channel_, &id_, this, type_ == SOCK_STREAM ? RDMA_PS_TCP : RDMA_PS_UDP) == 0 ? 0 : errno;
 }
 
-int RdmaSocket::make_queues(ibv_qp_init_attr* attributes) {
-    const auto size = static_cast<int>(attributes->cap.max_send_wr + attributes->cap.max_recv_wr);
-    id_->recv_cq_channel = ibv_create_comp_channel(id_->verbs);
-    id_->recv_cq =
-        id_->recv_cq_channel == nullptr ? nullptr : ibv_create_cq(id_->verbs, size, nullptr, id_->recv_cq_channel, 0);
-    if (id_->recv_cq == nullptr) {
-        return errno;
-    }
-    fcntl(id_->recv_cq_channel->fd, F_SETFL, O_NONBLOCK);
-    attributes->send_cq = attributes->recv_cq = id_->recv_cq;
-    return rdma_create_qp(id_, nullptr, attributes) == 0 ? 0 : errno;
-}
-
-void RdmaSocket::arm() {
-    SocketLock lock(mutex_);
-    if (id_->recv_cq != nullptr) {
-        ibv_req_notify_cq(id_->recv_cq, 0);
-    }
-}
-
-void RdmaSocket::drain_notifications() {
-    SocketLock lock(mutex_);
-    ibv_cq* queue = nullptr;
-    void* context = nullptr;
-    while (id_->recv_cq_channel != nullptr && ibv_get_cq_event(id_->recv_cq_channel, &queue, &context) == 0) {
-        ibv_ack_cq_events(queue, 1);
-    }
-}
-
-std::vector<int> RdmaSocket::wait_descriptors() {
-    SocketLock lock(mutex_);
-    std::vector<int> descriptors{channel_->fd};
-    if (id_->recv_cq_channel != nullptr) {
-        descriptors.push_back(id_->recv_cq_channel->fd);
-    }
-    return descriptors;
-}
-
-int RdmaSocket::poll_descriptors() {
-    std::vector<pollfd> descriptors;
-    for (const int descriptor : wait_descriptors()) {
-        descriptors.push_back({descriptor, POLLIN, 0});
-    }
-    const int error = poll(descriptors.data(), descriptors.size(), wake_up_interval_ms) < 0 ? errno : 0;
-    drain_notifications();
-    return error;
-}
-
 int RdmaSocket::bind(sockaddr* address, socklen_t length) {
     if (address == nullptr || length < address_length(address) || address->sa_family != domain_) {
         return EINVAL;

@@ -20,7 +20,18 @@ namespace gdrkit::twin::rdmacm {
 // A waiting thread checks its condition again after this time, because another call may have taken its notification.
 inline constexpr int wake_up_interval_ms = 100;
 
+// Set in wr_id of a receive. The low 32 bits are the slot, as in wr_id of a send.
+inline constexpr std::uint64_t receive_mark = 1ULL << 32;
+
 using SocketLock = std::unique_lock<std::mutex>;
+
+// The size of a queue pair and of its buffers. A buffer has a slot for each request.
+struct QueueSizes {
+    ibv_qp_type type;
+    unsigned receive_slot_count, send_slot_count;
+    std::size_t receive_slot_bytes, send_slot_bytes;
+    unsigned control_send_count = 0; // sends that need no slot
+};
 
 // The options of an rsocket that a program can set and query. The buffer sizes and queue sizes have no effect on the
 // twin.
@@ -35,8 +46,8 @@ struct SocketOptions {
 
 class RdmaSocket {
 public:
-    RdmaSocket(int domain, int type) : domain_(domain), type_(type) {}
-    virtual ~RdmaSocket() = default;
+    RdmaSocket(int domain, int type, const QueueSizes& sizes) : domain_(domain), type_(type), sizes_(sizes) {}
+    virtual ~RdmaSocket();
     RdmaSocket(const RdmaSocket&) = delete;
     RdmaSocket& operator=(const RdmaSocket&) = delete;
 
@@ -80,9 +91,16 @@ protected:
     virtual bool is_connected() = 0;
     // Take the completions and the events that have arrived. The caller holds the lock.
     virtual void progress() = 0;
-    // Create the queue pair, with one completion queue and one channel for both directions, so that a thread waits at
-    // one descriptor. Return 0 or an errno.
-    int make_queues(ibv_qp_init_attr* attributes);
+    // Create the queue pair and its buffers, and post all receives. Return 0 or an errno.
+    int make_queue_pair();
+    // Destroy them, if they exist. A derived class calls it before it releases what the queue pair uses.
+    void destroy_queue_pair();
+    int post_receive(unsigned slot);
+    // Post a request with the first `size` bytes of a send slot. If that fails, the slot is free again.
+    int post_slot(unsigned slot, std::size_t size, ibv_send_wr* request);
+    std::uint8_t* receive_slot(unsigned slot) { return receive_memory_.data() + slot * sizes_.receive_slot_bytes; }
+    std::uint8_t* send_slot(unsigned slot) { return send_memory_.data() + slot * sizes_.send_slot_bytes; }
+    unsigned take_send_slot();
 
     // Wait until the condition holds. Return 0, EAGAIN if the call must not block or the timeout has passed, or EINTR.
     // A timeout of -1 means no limit.
@@ -126,14 +144,23 @@ protected:
     int poll_descriptors();
 
     const int domain_, type_;
+    const QueueSizes sizes_;
     rdma_event_channel* channel_ = nullptr;
     rdma_cm_id* id_ = nullptr;
+    std::vector<unsigned> free_send_slots_;
     SocketOptions options_;
     int status_flags_ = 0;
     int error_ = 0;
     std::mutex mutex_;
     bool is_polling_ = false;
     std::condition_variable changed_;
+
+private:
+    int make_queues();
+
+    std::vector<std::uint8_t> receive_memory_, send_memory_;
+    ibv_mr* receive_mr_ = nullptr;
+    ibv_mr* send_mr_ = nullptr;
 };
 
 // Return the rsocket of this number, or nullptr with errno EBADF.

@@ -19,7 +19,6 @@ constexpr std::size_t grh_bytes = 40; // before each received datagram, for the 
 constexpr std::size_t datagram_bytes = 4096;
 constexpr unsigned receive_slot_count = 128, send_slot_count = 32;
 constexpr std::size_t receive_slot_bytes = grh_bytes + datagram_bytes;
-constexpr std::uint64_t receive_mark = 1ULL << 32; // set in wr_id of a receive; the low 32 bits are the slot
 constexpr int resolve_timeout_ms = 2000;
 
 struct DatagramHeader {
@@ -32,7 +31,9 @@ constexpr std::uint32_t header_magic = 0x52534431;
 
 class DatagramSocket final : public RdmaSocket {
 public:
-    explicit DatagramSocket(int domain) : RdmaSocket(domain, SOCK_DGRAM) {}
+    explicit DatagramSocket(int domain)
+        : RdmaSocket(domain, SOCK_DGRAM,
+                     {IBV_QPT_UD, receive_slot_count, send_slot_count, receive_slot_bytes, datagram_bytes}) {}
     ~DatagramSocket() override;
 
     int listen(int) override { return EOPNOTSUPP; }
@@ -58,17 +59,12 @@ private:
     bool is_connected() override { return peer_ != nullptr; }
     void progress() override;
     int make_ready();
-    int post_receive(unsigned slot);
     void on_received(const ibv_wc& wc);
     int find_peer(sockaddr* address, const Peer** peer);
     int resolve_peer(sockaddr* address, rdma_ud_param* parameters);
     [[nodiscard]] DatagramHeader make_header() const;
 
     bool is_ready_ = false;
-    std::vector<std::uint8_t> receive_memory_, send_memory_;
-    ibv_mr* receive_mr_ = nullptr;
-    ibv_mr* send_mr_ = nullptr;
-    std::vector<unsigned> free_send_slots_;
     std::deque<Datagram> received_;
     std::map<std::string, Peer> peers_; // by address and port
     const Peer* peer_ = nullptr;        // of a connected rsocket
@@ -76,19 +72,10 @@ private:
 
 DatagramSocket::~DatagramSocket() {
     if (id_ != nullptr) {
-        rdma_destroy_qp(id_);
-        for (const auto& [address, peer] : peers_) {
-            ibv_destroy_ah(peer.handle);
-        }
-        for (ibv_mr* mr : {receive_mr_, send_mr_}) {
-            if (mr != nullptr) {
-                ibv_dereg_mr(mr);
-            }
-        }
-        rdma_destroy_id(id_);
+        destroy_queue_pair();
     }
-    if (channel_ != nullptr) {
-        rdma_destroy_event_channel(channel_);
+    for (const auto& [address, peer] : peers_) {
+        ibv_destroy_ah(peer.handle);
     }
 }
 
@@ -115,29 +102,8 @@ int DatagramSocket::make_ready() {
         }
         set_local(identifier, *local);
     }
-    ibv_qp_init_attr attributes{};
-    attributes.cap.max_send_wr = send_slot_count;
-    attributes.cap.max_recv_wr = receive_slot_count;
-    attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1;
-    attributes.qp_type = IBV_QPT_UD;
-    attributes.sq_sig_all = 1;
-    if (const int error = make_queues(&attributes); error != 0) {
+    if (const int error = make_queue_pair(); error != 0) {
         return error;
-    }
-    receive_memory_.resize(receive_slot_count * receive_slot_bytes);
-    send_memory_.resize(send_slot_count * datagram_bytes);
-    receive_mr_ = ibv_reg_mr(id_->pd, receive_memory_.data(), receive_memory_.size(), IBV_ACCESS_LOCAL_WRITE);
-    send_mr_ = ibv_reg_mr(id_->pd, send_memory_.data(), send_memory_.size(), IBV_ACCESS_LOCAL_WRITE);
-    if (receive_mr_ == nullptr || send_mr_ == nullptr) {
-        return errno;
-    }
-    for (unsigned slot = 0; slot < receive_slot_count; ++slot) {
-        if (const int error = post_receive(slot); error != 0) {
-            return error;
-        }
-    }
-    for (unsigned slot = 0; slot < send_slot_count; ++slot) {
-        free_send_slots_.push_back(slot);
     }
     {
         std::lock_guard lock(manager_mutex());
@@ -150,20 +116,12 @@ int DatagramSocket::make_ready() {
     return 0;
 }
 
-int DatagramSocket::post_receive(unsigned slot) {
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(receive_memory_.data()) + slot * receive_slot_bytes,
-                static_cast<std::uint32_t>(receive_slot_bytes), receive_mr_->lkey};
-    ibv_recv_wr request{receive_mark | slot, nullptr, &sge, 1};
-    ibv_recv_wr* bad_request = nullptr;
-    return ibv_post_recv(id_->qp, &request, &bad_request);
-}
-
 void DatagramSocket::on_received(const ibv_wc& wc) {
     const auto slot = static_cast<unsigned>(wc.wr_id & 0xffffffffU);
     DatagramHeader header{};
     // A datagram of a program that does not use rsockets is dropped.
     if (wc.byte_len >= grh_bytes + sizeof header) {
-        std::memcpy(&header, receive_memory_.data() + slot * receive_slot_bytes + grh_bytes, sizeof header);
+        std::memcpy(&header, receive_slot(slot) + grh_bytes, sizeof header);
     }
     if (header.magic != header_magic || (header.family != AF_INET && header.family != AF_INET6)) {
         post_receive(slot);
@@ -267,8 +225,8 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
     if (error != 0) {
         return error;
     }
-    const unsigned slot = free_send_slots_.back();
-    std::uint8_t* const begin = send_memory_.data() + slot * datagram_bytes;
+    const unsigned slot = take_send_slot();
+    std::uint8_t* const begin = send_slot(slot);
     const DatagramHeader header = make_header();
     std::memcpy(begin, &header, sizeof header);
     std::size_t position = sizeof header;
@@ -276,19 +234,13 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
         std::memcpy(begin + position, part.iov_base, part.iov_len);
         position += part.iov_len;
     }
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(begin), static_cast<std::uint32_t>(size), send_mr_->lkey};
     ibv_send_wr request{};
-    request.wr_id = slot;
-    request.sg_list = &sge;
-    request.num_sge = 1;
     request.opcode = IBV_WR_SEND;
     request.wr.ud.ah = peer->handle;
     request.wr.ud.remote_qpn = peer->qp_num;
     request.wr.ud.remote_qkey = peer->qkey;
-    ibv_send_wr* bad_request = nullptr;
-    error = ibv_post_send(id_->qp, &request, &bad_request);
+    error = post_slot(slot, size, &request);
     if (error == 0) {
-        free_send_slots_.pop_back();
         *moved = size - sizeof header;
     }
     return error;
@@ -302,8 +254,7 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
         return error;
     }
     const Datagram datagram = received_.front();
-    const std::uint8_t* bytes =
-        receive_memory_.data() + datagram.slot * receive_slot_bytes + grh_bytes + sizeof(DatagramHeader);
+    const std::uint8_t* bytes = receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
     for (const iovec& part : parts) {
         const std::size_t size = std::min(part.iov_len, datagram.size - *moved);
         std::memcpy(part.iov_base, bytes + *moved, size);

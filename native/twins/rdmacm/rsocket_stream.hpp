@@ -12,11 +12,13 @@ inline constexpr std::size_t slot_bytes = 32768;
 // Receive buffers for data, of which the sender counts the free ones, and receive buffers for the other messages.
 inline constexpr unsigned data_slot_count = 32, control_slot_count = 16;
 inline constexpr unsigned receive_slot_count = data_slot_count + control_slot_count;
-inline constexpr unsigned send_slot_count = 32;
+inline constexpr unsigned send_slot_count = 32, control_send_count = 64;
 
 class StreamSocket final : public RdmaSocket {
 public:
-    explicit StreamSocket(int domain) : RdmaSocket(domain, SOCK_STREAM) {}
+    explicit StreamSocket(int domain)
+        : RdmaSocket(domain, SOCK_STREAM,
+                     {IBV_QPT_RC, receive_slot_count, send_slot_count, slot_bytes, slot_bytes, control_send_count}) {}
     ~StreamSocket() override;
 
     int listen(int backlog) override;
@@ -58,10 +60,9 @@ private:
     };
 
     bool is_connected() override { return stage_ == Stage::connected; }
-    int make_queue_pair();
-    int post_receive(unsigned slot);
+    int make_ready();
+    void repost_receive(unsigned slot);
     int post_message(Kind kind, const void* data, std::size_t size);
-    int post_slot(unsigned slot, std::size_t size, ibv_send_wr* request);
     void return_credits();
     [[nodiscard]] Greeting greeting() const;
     bool read_greeting(const rdma_conn_param& parameters);
@@ -83,13 +84,9 @@ private:
     bool writes_ended_ = false; // by shut_down
     bool peer_writes_ended_ = false;
     bool is_disconnected_ = false; // by the peer
-    std::vector<std::uint8_t> receive_memory_, send_memory_;
-    ibv_mr* receive_mr_ = nullptr;
-    ibv_mr* send_mr_ = nullptr;
     unsigned posted_receives_ = 0;
     unsigned credits_ = data_slot_count; // free data buffers of the peer
     unsigned credits_to_return_ = 0;
-    std::vector<unsigned> free_send_slots_;
     unsigned sends_in_flight_ = 0;
     std::deque<Received> received_;
     std::vector<LocalMapping> local_mappings_;

@@ -1,0 +1,190 @@
+// Implements the connections of stream rsockets.
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "rdmacm/address.hpp"
+#include "rdmacm/rsocket_stream.hpp"
+
+namespace gdrkit::twin::rdmacm {
+namespace {
+
+constexpr std::uint32_t greeting_magic = 0x52534b31;
+constexpr std::uint16_t greeting_version = 1;
+constexpr int resolve_timeout_ms = 2000;
+
+} // namespace
+
+StreamSocket::Greeting StreamSocket::greeting() const {
+    return {greeting_magic, greeting_version, static_cast<std::uint16_t>(std::min(options_.io_mapping_count, 0xffff))};
+}
+
+bool StreamSocket::read_greeting(const rdma_conn_param& parameters) {
+    Greeting received{};
+    if (parameters.private_data == nullptr || parameters.private_data_len < sizeof received) {
+        return false;
+    }
+    std::memcpy(&received, parameters.private_data, sizeof received);
+    peer_mapping_count_ = received.io_mapping_count;
+    return received.magic == greeting_magic && received.version == greeting_version;
+}
+
+int StreamSocket::listen(int backlog) {
+    SocketLock lock(mutex_);
+    if (rdma_listen(id_, backlog) != 0) {
+        return errno;
+    }
+    stage_ = Stage::listening;
+    return 0;
+}
+
+int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
+    SocketLock lock(mutex_);
+    if (stage_ != Stage::listening) {
+        return EINVAL;
+    }
+    for (;;) {
+        rdma_cm_event* event = nullptr;
+        while (rdma_get_cm_event(channel_, &event) != 0) {
+            if (errno != EAGAIN || is_nonblocking(0)) {
+                return errno;
+            }
+            lock.unlock();
+            pollfd readable{channel_->fd, POLLIN, 0};
+            const int error = poll(&readable, 1, -1) < 0 ? errno : 0;
+            lock.lock();
+            if (error != 0) {
+                return error;
+            }
+        }
+        auto socket = std::make_shared<StreamSocket>(domain_);
+        rdma_cm_id* const id = event->id;
+        const bool is_request = event->event == RDMA_CM_EVENT_CONNECT_REQUEST;
+        const bool is_valid = is_request && socket->read_greeting(event->param.conn);
+        rdma_ack_cm_event(event);
+        if (!is_request) {
+            continue;
+        }
+        socket->channel_ = rdma_create_event_channel();
+        if (!is_valid || socket->channel_ == nullptr || rdma_migrate_id(id, socket->channel_) != 0) {
+            rdma_reject(id, nullptr, 0);
+            rdma_destroy_id(id);
+            continue;
+        }
+        fcntl(socket->channel_->fd, F_SETFL, O_NONBLOCK);
+        socket->id_ = id;
+        socket->options_ = options_;
+        socket->status_flags_ = 0;
+        socket->stage_ = Stage::connecting;
+        const Greeting reply = socket->greeting();
+        rdma_conn_param parameters{};
+        parameters.private_data = &reply;
+        parameters.private_data_len = sizeof reply;
+        parameters.flow_control = 1;
+        parameters.rnr_retry_count = 7;
+        if (socket->make_ready() != 0 || rdma_accept(id, &parameters) != 0) {
+            rdma_reject(id, nullptr, 0);
+            continue; // the destructor destroys the identifier
+        }
+        *accepted = socket;
+        return 0;
+    }
+}
+
+int StreamSocket::connect(sockaddr* address, socklen_t length) {
+    SocketLock lock(mutex_);
+    if (stage_ == Stage::connected) {
+        return EISCONN;
+    }
+    if (stage_ == Stage::unconnected) {
+        if (address == nullptr || length < address_length(address) || address_length(address) == 0) {
+            return EINVAL;
+        }
+        // The twin resolves at once, so only the connection itself is waited for.
+        rdma_cm_event* event = nullptr;
+        if (rdma_resolve_addr(id_, nullptr, address, resolve_timeout_ms) != 0 ||
+            rdma_get_cm_event(channel_, &event) != 0) {
+            return errno;
+        }
+        const int status = event->status;
+        rdma_ack_cm_event(event);
+        if (status != 0) {
+            return -status;
+        }
+        if (rdma_resolve_route(id_, resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
+            return errno;
+        }
+        rdma_ack_cm_event(event);
+        if (const int error = make_ready(); error != 0) {
+            return error;
+        }
+        const Greeting request = greeting();
+        rdma_conn_param parameters{};
+        parameters.private_data = &request;
+        parameters.private_data_len = sizeof request;
+        parameters.flow_control = 1;
+        parameters.retry_count = parameters.rnr_retry_count = 7;
+        stage_ = Stage::connecting;
+        if (rdma_connect(id_, &parameters) != 0) {
+            stage_ = Stage::failed;
+            return errno;
+        }
+        if (is_nonblocking(0)) {
+            return EINPROGRESS;
+        }
+    }
+    const int error = wait(&lock, is_nonblocking(0), [this] { return stage_ != Stage::connecting; });
+    if (error != 0) {
+        return error == EAGAIN ? EALREADY : error;
+    }
+    return stage_ == Stage::connected ? 0 : (error_ != 0 ? take_error() : ECONNREFUSED);
+}
+
+void StreamSocket::on_connection_event(const rdma_cm_event& event) {
+    switch (event.event) {
+    case RDMA_CM_EVENT_ESTABLISHED:
+        // The passive side has read the greeting from the request. Its event has no private data.
+        if (stage_ == Stage::connecting) {
+            const bool is_active = event.param.conn.private_data_len != 0;
+            stage_ = Stage::connected;
+            if (is_active && !read_greeting(event.param.conn)) {
+                fail(EPROTO);
+            }
+        }
+        return;
+    case RDMA_CM_EVENT_REJECTED:
+        return fail(ECONNREFUSED);
+    case RDMA_CM_EVENT_UNREACHABLE:
+    case RDMA_CM_EVENT_CONNECT_ERROR:
+        return fail(event.status < 0 ? -event.status : ECONNREFUSED);
+    case RDMA_CM_EVENT_DISCONNECTED:
+        // rdma_disconnect moves the queue pair to the error state, so that every posted receive completes: is_at_end()
+        // waits for these completions, so that no data that has arrived is lost.
+        is_disconnected_ = true;
+        rdma_disconnect(id_);
+        return;
+    default:
+        return;
+    }
+}
+
+void StreamSocket::take_events() {
+    rdma_cm_event* event = nullptr;
+    while (stage_ != Stage::listening && rdma_get_cm_event(channel_, &event) == 0) {
+        const rdma_cm_event copy = *event;
+        std::array<std::uint8_t, 256> data{};
+        rdma_cm_event with_data = copy;
+        if (copy.param.conn.private_data != nullptr) {
+            std::memcpy(data.data(), copy.param.conn.private_data, copy.param.conn.private_data_len);
+            with_data.param.conn.private_data = data.data();
+        }
+        rdma_ack_cm_event(event); // at once, because rdma_destroy_id in another thread may wait for it
+        on_connection_event(with_data);
+    }
+}
+
+} // namespace gdrkit::twin::rdmacm

@@ -1,0 +1,114 @@
+// Implements direct placement into the memory of the peer (riomap, riounmap, riowrite).
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "rdmacm/rsocket_stream.hpp"
+
+namespace gdrkit::twin::rdmacm {
+
+void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size, bool is_removal) {
+    Mapping mapping{};
+    if (size != sizeof mapping) {
+        return fail(EPROTO);
+    }
+    std::memcpy(&mapping, bytes, sizeof mapping);
+    std::erase_if(peer_mappings_, [&](const Mapping& known) { return known.offset == mapping.offset; });
+    if (is_removal) {
+        return;
+    }
+    const bool wraps = mapping.offset + mapping.length < mapping.offset;
+    if (wraps || peer_mappings_.size() >= static_cast<std::size_t>(options_.io_mapping_count)) {
+        return fail(EPROTO);
+    }
+    peer_mappings_.push_back(mapping);
+}
+
+int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* offset) {
+    constexpr int may_write = 2; // PROT_WRITE
+    SocketLock lock(mutex_);
+    if (const int error = wait(&lock, false, [this] { return stage_ != Stage::connecting; }); error != 0) {
+        return error;
+    }
+    if ((protection & ~may_write) != 0 || stage_ != Stage::connected) {
+        return EINVAL;
+    }
+    const bool is_remote = (protection & may_write) != 0;
+    if (is_remote && local_mappings_.size() >= peer_mapping_count_) {
+        return ENOMEM;
+    }
+    const int access = IBV_ACCESS_LOCAL_WRITE | (is_remote ? IBV_ACCESS_REMOTE_WRITE : 0);
+    ibv_mr* const mr = ibv_reg_mr(id_->pd, buffer, length, access);
+    if (mr == nullptr) {
+        return errno;
+    }
+    const auto address = reinterpret_cast<std::uint64_t>(buffer);
+    if (*offset == -1) {
+        *offset = static_cast<off_t>(address);
+    }
+    local_mappings_.push_back({mr, {static_cast<std::uint64_t>(*offset), address, length, mr->rkey, 0}});
+    if (!is_remote) {
+        return 0;
+    }
+    const Mapping mapping = local_mappings_.back().mapping;
+    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || stage_ == Stage::failed; });
+    return error != 0 ? error : post_message(Kind::mapping, &mapping, sizeof mapping);
+}
+
+int StreamSocket::unmap(void* buffer, std::size_t length) {
+    SocketLock lock(mutex_);
+    const auto found = std::find_if(local_mappings_.begin(), local_mappings_.end(), [&](const LocalMapping& local) {
+        return local.mr->addr == buffer && local.mr->length == length;
+    });
+    if (found == local_mappings_.end()) {
+        return EINVAL;
+    }
+    const Mapping mapping = found->mapping;
+    ibv_dereg_mr(found->mr);
+    local_mappings_.erase(found);
+    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || stage_ == Stage::failed; });
+    return error != 0 || stage_ != Stage::connected || is_disconnected_
+               ? error
+               : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
+}
+
+int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved) {
+    SocketLock lock(mutex_);
+    const auto* bytes = static_cast<const std::uint8_t*>(buffer);
+    while (*moved < count) {
+        const auto position = static_cast<std::uint64_t>(offset) + *moved;
+        const int error = wait(&lock, is_nonblocking(flags), [this] {
+            return !free_send_slots_.empty() || stage_ != Stage::connected || is_disconnected_;
+        });
+        if (error != 0) {
+            return *moved == 0 ? error : 0;
+        }
+        if (stage_ != Stage::connected || is_disconnected_) {
+            return ENOTCONN;
+        }
+        const auto found = std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
+            return position >= mapping.offset && position - mapping.offset < mapping.length;
+        });
+        if (found == peer_mappings_.end()) {
+            return *moved == 0 ? EINVAL : 0;
+        }
+        const std::uint64_t inside = position - found->offset;
+        const std::size_t size =
+            std::min({count - *moved, slot_bytes, static_cast<std::size_t>(found->length - inside)});
+        const unsigned slot = take_send_slot();
+        std::memcpy(send_slot(slot), bytes + *moved, size);
+        ibv_send_wr request{};
+        request.opcode = IBV_WR_RDMA_WRITE;
+        request.wr.rdma.remote_addr = found->address + inside;
+        request.wr.rdma.rkey = found->rkey;
+        if (const int post_error = post_slot(slot, size, &request); post_error != 0) {
+            return post_error;
+        }
+        ++sends_in_flight_;
+        *moved += size;
+    }
+    return 0;
+}
+
+} // namespace gdrkit::twin::rdmacm
