@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 import gdrkit
-from gdrkit import cli_files, cli_inventory, cli_report, cli_tiers
+from gdrkit import cli_files, cli_inventory, cli_report, cli_serve, cli_tiers
 from gdrkit.errors import Api, ApiError, GdrkitError, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.text import escape_controls
@@ -328,119 +328,7 @@ def plan(software: bool, profile: str | None, as_json: bool) -> int:
     return 0
 
 
-@cli.command(
-    epilog=(
-        "\b\nExamples:\n  gdrkit serve --store /data\n  gdrkit serve --store /data --listen 192.0.2.7:7001 --nic mlx5_0"
-    )
-)
-@click.option(
-    "--store",
-    "root",
-    required=True,
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    metavar="DIR",
-    help="The folder whose files are served. gdrkit keeps their checksums in DIR/.gdrkit.",
-)
-@click.option(
-    "--listen",
-    metavar="ADDRESS",
-    help="HOST:PORT or unix:PATH. A TCP client needs the token in DIR/.gdrkit/token. "
-    "Default: unix:DIR/.gdrkit/server.sock.",
-)
-@click.option(
-    "--nic", "nics", multiple=True, metavar="NAME", help="A NIC to use. The option can be repeated. Default: all NICs."
-)
-@click.option(
-    "--chunk-bytes",
-    type=int,
-    metavar="N",
-    help="Bytes per checksum of a new store, 4096 to 65536. Default: 4096.",
-)
-def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None) -> int:
-    """Serve the files of a folder over RDMA, until SIGTERM or SIGINT.
-
-    The server is one node without replication. It prints its address as soon as clients can connect.
-    """
-    from gdrkit.storage.command import serve as serve_store
-
-    return serve_store(root, listen=listen, nic_names=nics, chunk_bytes=chunk_bytes)
-
-
-@cli.command(
-    epilog=(
-        "\b\nExamples:\n"
-        "  gdrkit agent /data --store /data\n"
-        "  gdrkit agent /mnt/files --server 192.0.2.7:7001 --token-file token"
-    )
-)
-@click.argument("mount", type=click.Path(path_type=Path))
-@click.option(
-    "--store",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Serve the files of this folder. Without --fuse, it must be MOUNT.",
-)
-@click.option("--server", metavar="HOST:PORT", help="Serve the files of this storage server by a FUSE mount.")
-@click.option("--token-file", type=click.Path(path_type=Path), metavar="FILE", help="The token of that server.")
-@click.option("--fuse", is_flag=True, help="With --store: make a FUSE mount on MOUNT, which must be an empty folder.")
-@click.option(
-    "--spin-us",
-    type=click.IntRange(0, 10_000_000),
-    default=50,
-    show_default=True,
-    metavar="US",
-    help="Microseconds that the agent polls for new operations before it sleeps.",
-)
-@click.option(
-    "--silence-ms",
-    type=click.IntRange(1, 86_400_000),
-    default=60_000,
-    show_default=True,
-    metavar="MS",
-    help="If the storage server returns no result for this many milliseconds, its pending operations fail.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the ready message and the counters as JSON.")
-def agent(
-    mount: Path,
-    store: Path | None,
-    server: str | None,
-    token_file: Path | None,
-    fuse: bool,
-    spin_us: int,
-    silence_ms: int,
-    as_json: bool,
-) -> int:
-    """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
-
-    The agent registers the memory of applications with every active NIC. A storage server moves the bytes. With
-    --server it is the given server; with --store the agent starts a server. The agent prints a line as soon as
-    applications can connect.
-    """
-    from gdrkit.host import raise_open_files_limit
-    from gdrkit.usrbio.agent._agent_loop import limit_arenas
-    from gdrkit.usrbio.agent.agent import block_signals, plain_agent, serve_until_signalled
-
-    if (store is None) == (server is None):
-        message = "gdrkit agent needs either --store DIR or --server HOST:PORT"
-        raise UsageError(message)
-    block_signals()
-    limit_arenas()
-    raise_open_files_limit()
-    if store is not None and not fuse:
-        serve_until_signalled(plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms), as_json=as_json)
-        return 0
-    from gdrkit.storage.token import read_token_file
-    from gdrkit.usrbio.fuse.agent import fuse_agent
-
-    token = None if token_file is None else read_token_file(token_file)
-    fuse_mount_agent = fuse_agent(
-        mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms
-    )
-    serve_until_signalled(fuse_mount_agent, as_json=as_json)
-    return 0
-
-
-for _command in (*cli_inventory.COMMANDS, *cli_report.COMMANDS, *cli_files.COMMANDS):
+for _command in (*cli_inventory.COMMANDS, *cli_report.COMMANDS, *cli_files.COMMANDS, *cli_serve.COMMANDS):
     cli.add_command(_command)
 
 

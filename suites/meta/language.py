@@ -32,6 +32,7 @@ REWRITTEN: tuple[str, ...] = (
     "gdrkit/cli_files.py",
     "gdrkit/cli_inventory.py",
     "gdrkit/cli_report.py",
+    "gdrkit/cli_serve.py",
     "gdrkit/cli_tiers.py",
     "gdrkit/cuda",
     "gdrkit/cufile",
