@@ -1,4 +1,4 @@
-"""One transfer by cuFile: its division into calls, and the bytes that the calls have moved.
+"""Transfers by cuFile: their division into calls, and the bytes that the calls have moved.
 
 The extents of a transfer are one flat list with four numbers for each range: index of the file (here always 0), offset
 in the file, device address, length in bytes. Ranges that follow each other both in the file and in memory are joined,
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections import deque
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from gdrkit.gds._native import Failure
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["CufileJob", "CufilePart"]
+__all__ = ["CufileJob", "CufilePart", "PartSource"]
 
 
 class CufilePart(NamedTuple):
@@ -239,6 +240,38 @@ class CufileJob:
                 return True
             self._range_index, self._offset_bytes = self._range_index + 1, 0
         return False
+
+
+class PartSource:
+    """The parts of several jobs, in order. It is thread-safe.
+
+    Attributes
+    ----------
+    parts_count : int
+        Number of parts of all jobs.
+    """
+
+    def __init__(self, jobs: Sequence[CufileJob], part_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._jobs = deque(jobs)
+        self._all_jobs = tuple(jobs)
+        self._part_bytes = part_bytes
+        self.parts_count = sum(job.parts_count(part_bytes) for job in jobs)
+
+    def take(self) -> tuple[CufileJob, CufilePart] | None:
+        """Return the next part and its job, or None if all parts were taken."""
+        with self._lock:
+            while self._jobs:
+                part = self._jobs[0].take(self._part_bytes)
+                if part is not None:
+                    return self._jobs[0], part
+                self._jobs.popleft()
+            return None
+
+    def fail(self, error: ApiError) -> None:
+        """Store an error in every job."""
+        for job in self._all_jobs:
+            job.fail(error)
 
 
 def _joined_intervals(parts: Mapping[int, int]) -> tuple[list[int], list[int]]:

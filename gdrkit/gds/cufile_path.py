@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import threading
 from collections import deque
 from concurrent import futures
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from gdrkit import cuda, cufile
 from gdrkit.cufile.obstacles import request_obstacles
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.gds.cufile_driver import shared_driver
-from gdrkit.gds.cufile_job import CufileJob
+from gdrkit.gds.cufile_job import CufileJob, PartSource
 from gdrkit.gds.direct import DirectPathResult
 from gdrkit.host import HostTree
 
@@ -153,7 +152,7 @@ class CufilePath:
         uses_batch = self._should_use_batch(jobs)
         monitor = cufile.RouteMonitor(self._driver.driver, self._driver.host_tree)
         with contextlib.ExitStack() as leases:
-            source = _PartSource(jobs, self._part_bytes(jobs))
+            source = PartSource(jobs, self._part_bytes(jobs))
             try:
                 registered = self._register_memory(jobs, leases)
                 with monitor.watch(self._fd):
@@ -202,7 +201,7 @@ class CufilePath:
                     for number in (0, 0, memory.address + index * _BLOCK_BYTES, _BLOCK_BYTES)
                 ]
                 job = CufileJob(write=False, extents=extents)
-                self._run_batch(_PartSource([job], _BLOCK_BYTES), _RegisteredRanges())
+                self._run_batch(PartSource([job], _BLOCK_BYTES), _RegisteredRanges())
         except ApiError:
             return False
         return job.failure is None and monitor.proof.state is cufile.RouteState.PROVEN
@@ -222,7 +221,7 @@ class CufilePath:
                 registered.add(memory.address, memory.length_bytes)
         return registered
 
-    def _run_calls(self, source: _PartSource, registered: _RegisteredRanges) -> None:
+    def _run_calls(self, source: PartSource, registered: _RegisteredRanges) -> None:
         """Transfer all parts by single calls of several threads, one of which is this thread."""
         others_count = min(self._options.workers_count, source.parts_count) - 1
         others = [self._driver.workers.submit(self._run_worker, source, registered) for _ in range(others_count)]
@@ -233,7 +232,7 @@ class CufilePath:
         for other in others:
             other.result()
 
-    def _run_worker(self, source: _PartSource, registered: _RegisteredRanges) -> None:
+    def _run_worker(self, source: PartSource, registered: _RegisteredRanges) -> None:
         """Transfer parts until there are none left."""
         try:
             with cuda.Device(self._device_index) as device, device.current():
@@ -261,7 +260,7 @@ class CufilePath:
         except ApiError as error:
             job.fail(error, part)
 
-    def _run_batch(self, source: _PartSource, registered: _RegisteredRanges) -> None:
+    def _run_batch(self, source: PartSource, registered: _RegisteredRanges) -> None:
         """Transfer all parts by one batch, which is filled again whenever parts of it are complete."""
         with (
             cuda.Device(self._device_index) as device,
@@ -284,38 +283,6 @@ class CufilePath:
                 job.fail_sync(error)
 
 
-class _PartSource:
-    """The parts of several jobs, in order. It is thread-safe.
-
-    Attributes
-    ----------
-    parts_count : int
-        Number of parts of all jobs.
-    """
-
-    def __init__(self, jobs: Sequence[CufileJob], part_bytes: int) -> None:
-        self._lock = threading.Lock()
-        self._jobs = deque(jobs)
-        self._all_jobs = tuple(jobs)
-        self._part_bytes = part_bytes
-        self.parts_count = sum(job.parts_count(part_bytes) for job in jobs)
-
-    def take(self) -> tuple[CufileJob, CufilePart] | None:
-        """Return the next part and its job, or None if all parts were taken."""
-        with self._lock:
-            while self._jobs:
-                part = self._jobs[0].take(self._part_bytes)
-                if part is not None:
-                    return self._jobs[0], part
-                self._jobs.popleft()
-            return None
-
-    def fail(self, error: ApiError) -> None:
-        """Store an error in every job."""
-        for job in self._all_jobs:
-            job.fail(error)
-
-
 class _BatchTransfers:
     """The submitted transfers of one batch, and the rests of transfers that moved fewer bytes than requested."""
 
@@ -328,7 +295,7 @@ class _BatchTransfers:
         self._submitted: dict[int, tuple[cufile.BatchRequest, CufileJob, CufilePart]] = {}
         self._is_cancelled = False
 
-    def fill(self, source: _PartSource) -> bool:
+    def fill(self, source: PartSource) -> bool:
         """Submit as many parts as the batch has room for. Return whether transfers are in progress."""
         requests = []
         for job, part in self._next_parts(source):
@@ -361,7 +328,7 @@ class _BatchTransfers:
             if 0 < event.bytes < part.length_bytes:
                 self._rests.append((job, part.rest(event.bytes)))
 
-    def _next_parts(self, source: _PartSource) -> Iterator[tuple[CufileJob, CufilePart]]:
+    def _next_parts(self, source: PartSource) -> Iterator[tuple[CufileJob, CufilePart]]:
         while len(self._submitted) < self._batch.capacity:
             taken = self._rests.popleft() if self._rests else source.take()
             if taken is None:
