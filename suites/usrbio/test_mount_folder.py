@@ -19,7 +19,8 @@ from gdrkit.errors import ApiError, GdrkitError, Reason, SetupMissing, UsageErro
 from gdrkit.harness.needs import host, needs
 from gdrkit.host import PrivateFolder, ProcessIdentity, process_identity
 from gdrkit.usrbio.agent.agent_error import AgentError
-from gdrkit.usrbio.agent.mount import AgentMount, LinkFolder, adopt_unnamed, check_mount, open_shared
+from gdrkit.usrbio.agent.mount import AgentMount, LinkFolder, check_mount
+from gdrkit.usrbio.agent.shared_memory import adopt_unnamed, open_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import CudaMemory, Device
     from gdrkit.registration import Registration
     from gdrkit.usrbio.agent.link_names import DeviceTarget
-    from gdrkit.usrbio.agent.mount import SharedFile
+    from gdrkit.usrbio.agent.shared_memory import SharedFile
 
 __all__ = ["Nics", "PublishedDeviceMemory", "RegisteredMemory"]
 

@@ -1,4 +1,4 @@
-"""The folder ``3fs-virt`` of a mount: its lock, sockets, links, semaphores, and the shared memory of clients.
+"""The folder ``3fs-virt`` of a mount: its lock, sockets, links and semaphores.
 
 An agent creates files only in this folder and in ``/dev/shm``. If an agent is killed, the next agent of the mount
 removes the links, sockets and semaphores of the killed agent, and the shared memory of clients that have ended. A mount
@@ -8,14 +8,11 @@ can have only one agent: the agent holds a lock, which the kernel releases when 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
-import stat
 import uuid
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, SetupMissing, UsageError, errno_name
@@ -23,10 +20,14 @@ from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder, ProcessIdentity, is_running
 from gdrkit.usrbio.agent._agent_loop import create_semaphore
 from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.shared_memory import IOV_NAME, SHM_FOLDER, unlink_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from types import TracebackType
+
+    from gdrkit.usrbio.agent.shared_memory import SharedFile
 
 __all__ = [
     "AGENT_SOCKET",
@@ -36,10 +37,7 @@ __all__ = [
     "VIRTUAL_FOLDER",
     "AgentMount",
     "LinkFolder",
-    "SharedFile",
-    "adopt_unnamed",
     "check_mount",
-    "open_shared",
 ]
 
 VIRTUAL_FOLDER = "3fs-virt"
@@ -49,125 +47,8 @@ SERVER_SOCKET = "server.sock"
 SERVER_LOCK = "server.lock"
 _AGENT_LOCK = "agent.lock"
 _RECORDS_FOLDER = "publications"
-_SHM_FOLDER = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
 _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
-_IOV_NAME = re.compile(r"hf3fs-iov-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
-
-class SharedFile:
-    """An open file of /dev/shm that a client published.
-
-    Attributes
-    ----------
-    fd : int
-        Descriptor of the file.
-    name : str
-        Name of the file in /dev/shm.
-    length_bytes : int
-        Size of the file when it was opened, in bytes.
-    identity : tuple of (int, int)
-        Device and inode of the file.
-    is_unnamed : bool
-        Whether the client created it without a name, so that the agent has to call :meth:`give_name`.
-    """
-
-    def __init__(self, fd: int, name: str, status: os.stat_result, *, is_unnamed: bool = False) -> None:
-        self.fd = fd
-        self.name = name
-        self.length_bytes = status.st_size
-        self.identity = (status.st_dev, status.st_ino)
-        self.is_unnamed = is_unnamed
-
-    def give_name(self) -> None:
-        """Create the name of memory that the client created without a name. Do nothing for other memory.
-
-        Raises
-        ------
-        AgentError
-            EEXIST: a file with this name exists. Other errors have the errno of link(2).
-        """
-        if not self.is_unnamed:
-            return
-        folder = os.open(_SHM_FOLDER, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # Without dst_dir_fd, Python calls link(2), which does not follow the link in /proc.
-            os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
-            # The file is opened again by its name, so that /proc shows the name for the agent's descriptor.
-            named_fd = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            os.dup2(named_fd, self.fd, inheritable=False)
-            os.close(named_fd)
-        except OSError as error:
-            message = f"link({_SHM_FOLDER / self.name}) failed: {error.strerror}"
-            raise AgentError(error.errno or errno.EIO, message) from error
-        finally:
-            os.close(folder)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def remove(self) -> None:
-        """Remove the name of this file if it is a name of an iov. The caller knows that the client has ended."""
-        if _IOV_NAME.fullmatch(self.name):
-            _unlink_shared(self.name, self.identity)
-
-
-def open_shared(target: str, *, uid: int) -> SharedFile:
-    """Open the shared memory that a link to host memory names.
-
-    Raises
-    ------
-    AgentError
-        EINVAL: the target is not a regular file directly in /dev/shm, or the file is empty. EACCES: the file belongs to
-        another user. Other errors have the errno of open(2).
-    """
-    folder, _, name = target.rpartition("/")
-    if folder != str(_SHM_FOLDER) or name in {"", ".", ".."}:
-        raise AgentError(errno.EINVAL, f"the target must be a file in {_SHM_FOLDER}, not {target!r}")
-    try:
-        fd = os.open(target, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        error_number = errno.EINVAL if error.errno == errno.ELOOP else error.errno or errno.EIO
-        raise AgentError(error_number, f"open({target}) failed: {error.strerror}") from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size <= 0:
-        os.close(fd)
-        raise AgentError(errno.EINVAL, f"{target} is empty or not a regular file")
-    if status.st_uid != uid:
-        os.close(fd)
-        raise AgentError(errno.EACCES, f"{target} belongs to user {status.st_uid}, not to user {uid}")
-    return SharedFile(fd, name, status)
-
-
-def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
-    """Return shared memory that a client created without a name and sent as a descriptor.
-
-    The returned object owns the descriptor. If this function raises AgentError, it has closed the descriptor.
-
-    Raises
-    ------
-    AgentError
-        EINVAL: the descriptor is not writable memory of /dev/shm without a name, or the target is not a name of an iov.
-        EACCES: the memory belongs to another user.
-    """
-    status = os.fstat(descriptor)
-    folder, _, name = target.rpartition("/")
-    access_mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH)
-    is_memory = stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == _SHM_FOLDER.stat().st_dev
-    refusal: AgentError | None = None
-    if folder != str(_SHM_FOLDER) or not _IOV_NAME.fullmatch(name):
-        refusal = AgentError(errno.EINVAL, f"the target must be {_SHM_FOLDER}/hf3fs-iov-UUID, not {target!r}")
-    elif not is_memory or status.st_nlink or access_mode != os.O_RDWR:
-        refusal = AgentError(errno.EINVAL, f"the descriptor is not writable memory of {_SHM_FOLDER} without a name")
-    elif status.st_uid != uid:
-        refusal = AgentError(errno.EACCES, f"the memory belongs to user {status.st_uid}, not to user {uid}")
-    if refusal is not None:
-        os.close(descriptor)
-        raise refusal
-    return SharedFile(descriptor, name, status, is_unnamed=True)
 
 
 class LinkFolder:
@@ -239,7 +120,7 @@ class LinkFolder:
 
     def _write_record(self, name: str, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
         """Record the owner of shared memory whose name the agent can remove later."""
-        if shared is None or owner is None or not _IOV_NAME.fullmatch(shared.name):
+        if shared is None or owner is None or not IOV_NAME.fullmatch(shared.name):
             return
         record = {
             "boot_id": owner.boot_id.hex(),
@@ -267,8 +148,8 @@ class LinkFolder:
             return True  # The agent was killed before it created the link, or another program wrote the record.
         if is_running(owner) is not False:
             return False
-        if _IOV_NAME.fullmatch(name):
-            _unlink_shared(name, identity)
+        if IOV_NAME.fullmatch(name):
+            unlink_shared(name, identity)
         return True
 
 
@@ -379,7 +260,7 @@ class AgentMount:
     def _add_semaphore(self, links: PrivateFolder, link: str) -> None:
         # The link is created before the semaphore: without the link, the next agent would not remove the semaphore.
         name = f"hf3fs-submit-ios.{uuid.uuid4()}"
-        os.symlink(_SHM_FOLDER / f"sem.{name}", link, dir_fd=links.fd)
+        os.symlink(SHM_FOLDER / f"sem.{name}", link, dir_fd=links.fd)
         self._on_close.push(lambda: _remove_semaphore(links, link))
         create_semaphore(f"/{name}", mode=0o600)
         self._semaphores.append(f"/{name}")
@@ -417,17 +298,8 @@ def _remove_semaphore(links: PrivateFolder, link: str) -> None:
     with suppress(FileNotFoundError):
         match = _SEMAPHORE_PATH.fullmatch(os.readlink(link, dir_fd=links.fd))
         if match:
-            (_SHM_FOLDER / f"sem.{match[1]}").unlink(missing_ok=True)
+            (SHM_FOLDER / f"sem.{match[1]}").unlink(missing_ok=True)
     links.unlink(link)
-
-
-def _unlink_shared(name: str, identity: tuple[int, int]) -> None:
-    """Remove shared memory, unless another file has the name now."""
-    path = _SHM_FOLDER / name
-    with suppress(FileNotFoundError):
-        status = path.lstat()
-        if (status.st_dev, status.st_ino) == identity:
-            path.unlink()
 
 
 def _mount_error(operation: str, error: OSError, path: Path, what_to_do: str) -> GdrkitError:

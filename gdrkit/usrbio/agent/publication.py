@@ -16,7 +16,7 @@ from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.borrowers import Borrowers
 from gdrkit.usrbio.agent.kept import memory_key
 from gdrkit.usrbio.agent.link_names import parse_device_target
-from gdrkit.usrbio.agent.mount import adopt_unnamed, open_shared
+from gdrkit.usrbio.agent.shared_memory import adopt_unnamed, open_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.kept import KeptRegistrations, MemoryKey
     from gdrkit.usrbio.agent.link_names import DeviceTarget, LinkName
     from gdrkit.usrbio.agent.memory import Nics, RegisteredMemory
-    from gdrkit.usrbio.agent.mount import LinkFolder, SharedFile
+    from gdrkit.usrbio.agent.mount import LinkFolder
+    from gdrkit.usrbio.agent.shared_memory import SharedFile
 
 __all__ = ["Drain", "Publication"]
 

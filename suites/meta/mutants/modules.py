@@ -30,6 +30,14 @@ _MIGRATION = (
     "suites/tiers/test_kills.py",
 )
 _AGENT = ("suites/usrbio/test_agent.py", "suites/usrbio/test_agent_deaths.py")
+_MOUNT = (
+    "suites/usrbio/test_mount_folder.py",
+    *_AGENT,
+    "suites/usrbio/test_bad_input.py",
+    "suites/usrbio/test_bare_links.py",
+    "-k",
+    "not fuzzer",
+)
 _REGISTRATION = ("suites/registration", "suites/property/test_cache_machine.py")
 
 # For each file, the arguments of pytest for the cases that test it. A run stops at the first failure, so only a mutant
@@ -45,14 +53,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
     "gdrkit/storage/listener.py": _STORAGE,
     "gdrkit/usrbio/agent/server.py": ("suites/usrbio/test_storage_server.py", *_AGENT),
     "gdrkit/usrbio/agent/connection.py": _AGENT,
-    "gdrkit/usrbio/agent/mount.py": (
-        "suites/usrbio/test_mount_folder.py",
-        *_AGENT,
-        "suites/usrbio/test_bad_input.py",
-        "suites/usrbio/test_bare_links.py",
-        "-k",
-        "not fuzzer",
-    ),
+    "gdrkit/usrbio/agent/mount.py": _MOUNT,
+    "gdrkit/usrbio/agent/shared_memory.py": _MOUNT,
     "gdrkit/registration/cache.py": _REGISTRATION,
     "gdrkit/registration/policy.py": (*_REGISTRATION, "suites/fault/test_registration_errnos.py"),
     "gdrkit/tiers/policy.py": ("suites/tiers/test_policy.py",),
@@ -79,7 +81,11 @@ CASES: Mapping[str, tuple[str, ...]] = {
 }
 
 # Files that were split off from a module, by the name of the module. They are mutated as parts of it.
-_PARTS: Mapping[str, tuple[str, ...]] = {"server": ("listener",), "copying": ("new_file",)}
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "server": ("listener",),
+    "copying": ("new_file",),
+    "mount": ("shared_memory",),
+}
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     name: tuple(file for file in CASES if Path(file).stem in {name, *_PARTS.get(name, ())})

@@ -104,14 +104,14 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "published-memory-of-another-user",
-        "gdrkit/usrbio/agent/mount.py",
+        "gdrkit/usrbio/agent/shared_memory.py",
         "status.st_uid != uid",
         "False",
         search_from="def open_shared",
     ),
     Patch(
         "unnamed-memory-of-another-user",
-        "gdrkit/usrbio/agent/mount.py",
+        "gdrkit/usrbio/agent/shared_memory.py",
         "status.st_uid != uid",
         "False",
         search_from="def adopt_unnamed",
