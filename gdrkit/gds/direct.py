@@ -6,6 +6,7 @@ If no probe proves a path, the copy engine moves the bytes through host memory, 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +24,7 @@ __all__ = [
     "DirectPath",
     "DirectPathResult",
     "FallbackWarning",
+    "FileDirectPaths",
     "find_direct_path",
     "forget_warnings",
     "report_fallback",
@@ -98,6 +100,53 @@ def find_direct_path(fd: int, device_index: int) -> DirectPathResult:
             return result
         reasons.append(result.why)
     return DirectPathResult(None, "; ".join(reasons) or "this installation has no direct-path probe")
+
+
+class FileDirectPaths:
+    """The direct paths of one open file, which is probed once for each device. The methods are thread-safe.
+
+    Parameters
+    ----------
+    use : str
+        Whether a direct path is ``preferred``, ``required`` or ``never`` used.
+    """
+
+    def __init__(self, use: str) -> None:
+        self._use = use
+        self._results: dict[int, DirectPathResult] = {}  # By device index.
+        self._probe_lock = threading.Lock()
+
+    def uses_engine(self, memory: TransferBuffer) -> bool:
+        """Return whether the copy engine is used without another probe for a direct path and without a warning."""
+        if self._use == "never" or (memory.is_host and self._use == "preferred"):
+            return True
+        result = self._results.get(memory.device_index)
+        return result is not None and result.path is None and self._use == "preferred"
+
+    def known_obstacle(self, memory: TransferBuffer) -> str:
+        """Return why an earlier probe found no direct path to this device, or an empty text."""
+        result = self._results.get(memory.device_index)
+        return "" if result is None else result.why
+
+    def find(self, fd: int, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
+        """Return the direct path for one transfer, or None and the reason.
+
+        A path that is proven for the file may still be unusable for these ranges.
+        """
+        if memory.is_host:
+            return None, "the memory is host memory"
+        with self._probe_lock:
+            if memory.device_index not in self._results:
+                self._results[memory.device_index] = find_direct_path(fd, memory.device_index)
+            result = self._results[memory.device_index]
+        why = result.why if result.path is None else result.path.why_not(extents)
+        return (None, why) if why else (result.path, "")
+
+    def close(self) -> None:
+        """Close the paths."""
+        for result in self._results.values():
+            result.close()
+        self._results.clear()
 
 
 def report_fallback(why: str, path: str, *, required: bool) -> None:

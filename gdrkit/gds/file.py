@@ -11,21 +11,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from gdrkit.errors import ApiError, ClosedResource, UsageError
-from gdrkit.gds._native import api_error, call, native
+from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.gds._native import call, native
 from gdrkit.gds.buffer import TransferBuffer, describe_buffer
-from gdrkit.gds.direct import DirectPathResult, find_direct_path, report_fallback
+from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, part_length, released_on_error
 from gdrkit.gds.transfer import (
     Route,
     Transfer,
-    TransferFailed,
     TransferJob,
     Transferred,
     TransferSet,
-    early_end_error,
+    short_read_error,
 )
 from gdrkit.handles import Handle
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
 
-    from gdrkit.gds._native import Failure
-    from gdrkit.gds.direct import DirectPath
     from gdrkit.gds.ranges import Range
 
 __all__ = ["Access", "Direct", "File"]
@@ -126,8 +123,7 @@ class File:
             os.close(fd)
             raise
         self._fd = fd
-        self._direct_paths: dict[int, DirectPathResult] = {}  # By device index.
-        self._probe_lock = threading.Lock()
+        self._direct_paths = FileDirectPaths(direct)
         # Every transfer takes the lock twice. It takes the Lock itself, because a Condition would add a Python call.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -323,9 +319,7 @@ class File:
                 self._changed.wait_for(lambda: self._users_count == 0)
             for transfer in self._transfers.all():
                 transfer.exception()
-            for result in self._direct_paths.values():
-                result.close()
-            self._direct_paths.clear()
+            self._direct_paths.close()
             self._native = None
             fd, self._fd = self._fd, -1
             os.close(fd)
@@ -390,9 +384,9 @@ class File:
         self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool
     ) -> tuple[TransferJob, str]:
         """Submit a transfer to the direct path or to the engine. Return its job, and the reason if it is not direct."""
-        why = self._known_obstacle(memory)
-        if not self._uses_engine(memory):
-            path, why = self._direct_path_for(memory, extents)
+        why = self._direct_paths.known_obstacle(memory)
+        if not self._direct_paths.uses_engine(memory):
+            path, why = self._direct_paths.find(self.fileno(), memory, extents)
             if path is not None:
                 return path.submit(write=write, extents=extents, durable=durable, memory=memory), ""
             report_fallback(why, self.path, required=self.direct == "required")
@@ -406,36 +400,10 @@ class File:
         )
         return job, why
 
-    def _uses_engine(self, memory: TransferBuffer) -> bool:
-        """Return whether the copy engine is used without another probe for a direct path and without a warning."""
-        if self.direct == "never" or (memory.is_host and self.direct == "preferred"):
-            return True
-        result = self._direct_paths.get(memory.device_index)
-        return result is not None and result.path is None and self.direct == "preferred"
-
-    def _known_obstacle(self, memory: TransferBuffer) -> str:
-        """Return why an earlier probe found no direct path to this device, or an empty text."""
-        result = self._direct_paths.get(memory.device_index)
-        return "" if result is None else result.why
-
-    def _direct_path_for(self, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
-        """Return the direct path for one transfer, or None and the reason.
-
-        A path that is proven for the file may still be unusable for these ranges.
-        """
-        if memory.is_host:
-            return None, "the memory is host memory"
-        with self._probe_lock:
-            if memory.device_index not in self._direct_paths:
-                self._direct_paths[memory.device_index] = find_direct_path(self.fileno(), memory.device_index)
-            result = self._direct_paths[memory.device_index]
-        why = result.why if result.path is None else result.path.why_not(extents)
-        return (None, why) if why else (result.path, "")
-
     def _is_short_engine_read(self, memory: TransferBuffer, length_bytes: int) -> bool:
         """Return whether a read is so short that the calling thread reads it through the page cache."""
         is_short = length_bytes <= native.SMALL_BYTES_MAX and self.access != "direct"
-        return is_short and self._uses_engine(memory)
+        return is_short and self._direct_paths.uses_engine(memory)
 
     def _read_short(
         self,
@@ -464,12 +432,12 @@ class File:
             )
         finally:
             self._end_use()
-        why = self._known_obstacle(memory)
+        why = self._direct_paths.known_obstacle(memory)
         result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), time.monotonic() - began_s, why)
         if failure is None and (moved_bytes == length_bytes or not is_exact):
             return result
         arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
-        raise _short_read_error(failure, arguments, result)
+        raise short_read_error(failure, arguments, result)
 
     def __enter__(self) -> Self:
         return self
@@ -488,15 +456,3 @@ def _check_choices(access: str, direct: str) -> None:
         if value not in choices:
             message = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
             raise UsageError(message)
-
-
-def _short_read_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
-    """Return the error of a short read that failed, or that reached the end of the file (`failure` is None)."""
-    arguments = {**arguments, "transferred_bytes": result.bytes}
-    if failure is None:
-        error: ApiError = early_end_error(arguments, "the file has fewer bytes")
-    else:
-        error = api_error(failure, arguments=arguments, error_class=TransferFailed)
-    if isinstance(error, TransferFailed):
-        error.transferred = result
-    return error

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Route", "Transfer", "TransferFailed", "TransferJob", "TransferSet", "Transferred", "early_end_error"]
+__all__ = ["Route", "Transfer", "TransferFailed", "TransferJob", "TransferSet", "Transferred", "short_read_error"]
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
@@ -329,12 +329,12 @@ class Transfer:
         if failure is not None:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
-            error = early_end_error(arguments, detail, reason=Reason.CANCELLED)
+            error = _early_end_error(arguments, detail, reason=Reason.CANCELLED)
         elif result.parts != tuple(self.lengths):
-            error = early_end_error(arguments, detail)
+            error = _early_end_error(arguments, detail)
         elif self.direct_required and result.bytes and result.route not in DIRECT_ROUTES:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
-            error = early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
+            error = _early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
         else:
             return None
         if isinstance(error, TransferFailed):
@@ -342,7 +342,7 @@ class Transfer:
         return error
 
 
-def early_end_error(
+def _early_end_error(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
     """Return the error for a transfer that ended early, or took a route that is not direct, without a failed call."""
@@ -355,3 +355,15 @@ def early_end_error(
         reason=reason,
         detail=detail,
     )
+
+
+def short_read_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
+    """Return the error of a short read that failed, or that reached the end of the file (`failure` is None)."""
+    arguments = {**arguments, "transferred_bytes": result.bytes}
+    if failure is None:
+        error: ApiError = _early_end_error(arguments, "the file has fewer bytes")
+    else:
+        error = api_error(failure, arguments=arguments, error_class=TransferFailed)
+    if isinstance(error, TransferFailed):
+        error.transferred = result
+    return error
