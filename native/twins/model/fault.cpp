@@ -105,8 +105,8 @@ constexpr std::uint32_t max_rule_delay_us = 10'000'000;
 constexpr std::chrono::seconds max_hold{60};
 
 // Prefixes of the fault points of all twins. A rule for a name with none of these prefixes is an error in every twin.
-constexpr std::array<std::string_view, 7> all_prefixes = {"ibv_",   "_ibv_",   "wc.",     "cu",
-                                                          "cuFile", "cufile.", "hlthunk_"};
+constexpr std::array<std::string_view, 8> all_prefixes = {"ibv_", "_ibv_",  "wc.",     "rdma_",
+                                                          "cu",   "cuFile", "cufile.", "hlthunk_"};
 
 template <typename Number> bool parse_number(std::string_view text, Number* value) {
     auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), *value);

@@ -172,7 +172,7 @@ void test_plan_injects_failures() {
     const std::string_view prefixes[] = {"ibv_", "wc."};
     CHECK(load_faults(points, prefixes).empty());
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=2-3 errno=EFAULT # why\nwc.send call=* status=12\n"
-                         "cuMemAlloc_v2 call=1 status=2\n")
+                         "cuMemAlloc_v2 call=1 status=2\nrdma_connect call=1 errno=EIO\n")
               .empty());
     CHECK(!injected_fault("ibv_reg_mr") && injected_fault("ibv_reg_mr") == EFAULT &&
           injected_fault("ibv_reg_mr") == EFAULT && !injected_fault("ibv_reg_mr"));
