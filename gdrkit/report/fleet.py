@@ -17,6 +17,7 @@ from urllib.parse import quote
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.report.contents import Contents, read_contents
 from gdrkit.report.figure import format_number
+from gdrkit.report.measurements import case_title, number_words
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.noise import Sample, compare_samples, make_sample, median_sample
 from gdrkit.report.record import Verdict
@@ -40,6 +41,8 @@ SCHEMA_VERSION = 1
 # Fewer hosts than this have no majority and no useful median.
 _HOSTS_MIN = 3
 _NOT_READABLE = "not readable"
+# The fields of a host that fleet.json has unchanged.
+_DOCUMENT_FIELDS = ("name", "folder", "error", "exit_code", "state", "verdict", "profile", "started")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,10 @@ class SlowNumber:
     """A number of one host that is worse than the median of all hosts, with the difference in percent."""
 
     name: str
+    title: str
     value: str
     median: str
+    unit: str
     percent: float
 
 
@@ -70,6 +75,8 @@ class Host:
         A value of RunState, or ``not readable``.
     page : str
         Link from the fleet page to the page of the host; empty if the host has no page.
+    causes, to_do : tuple of str
+        The causes of the verdict and what to do, as in :class:`~gdrkit.report.run.Run`.
     counts, routes : mapping
         The number of cases with each verdict, and the number of routes in each state.
     differs : tuple of str
@@ -84,6 +91,8 @@ class Host:
     exit_code: int | None = None
     state: str = _NOT_READABLE
     verdict: str = ""
+    causes: tuple[str, ...] = ()
+    to_do: tuple[str, ...] = ()
     profile: str = ""
     started: str = ""
     page: str = ""
@@ -329,6 +338,8 @@ def _make_host(
         exit_code=contents.run.exit_code,
         state=contents.run.state.value,
         verdict=contents.run.verdict,
+        causes=contents.run.causes,
+        to_do=contents.run.to_do,
         profile=contents.run.profile,
         started=contents.run.started,
         # The path is quoted as bytes, since the name of a folder is not always UTF-8.
@@ -351,8 +362,9 @@ def _slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample])
         if median is not None and median.value:
             change = compare_samples(name, median, sample)
             if change.outcome == "worse":
-                values = format_number(sample.value), format_number(median.value)
-                yield SlowNumber(f"{case} {name}", *values, round(change.change_percent, 1))
+                title = " ".join(filter(None, (case_title(case), *number_words(case, name))))
+                values = format_number(sample.value), format_number(median.value), split_number(name).unit_words
+                yield SlowNumber(f"{case} {name}", title, *values, round(change.change_percent, 1))
 
 
 def _make_document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
@@ -363,20 +375,12 @@ def _make_document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
         "older_runs": list(older),
         "hosts": [
             {
-                "name": host.name,
-                "folder": host.folder,
-                "error": host.error,
-                "exit_code": host.exit_code,
-                "state": host.state,
-                "verdict": host.verdict,
-                "profile": host.profile,
-                "started": host.started,
+                **{name: getattr(host, name) for name in _DOCUMENT_FIELDS},
                 "counts": dict(host.counts or {}),
                 "routes": dict(host.routes or {}),
                 "differs": list(host.differs),
                 "slow": [
-                    {"name": slow.name, "value": slow.value, "median": slow.median, "percent": slow.percent}
-                    for slow in host.slow
+                    {name: getattr(slow, name) for name in ("name", "value", "median", "percent")} for slow in host.slow
                 ],
             }
             for host in fleet.hosts

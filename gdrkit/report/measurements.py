@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report.record import Record
 
-__all__ = ["Bound", "Measurement", "case_title", "measurements", "readable"]
+__all__ = ["Bound", "Measurement", "case_title", "measurements", "number_words", "readable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,22 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
 
 def _candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
     """Yield each number of a record that a row can show, with the group and the quantity of that row."""
-    size_bytes, parameters = parse_parameters(record.case)
     for name, value in record.numbers.items():
         number = split_number(name)
         if number.statistic not in ("", "median", "p50") or not number.better or number.is_bound:
             continue
-        base, depth = parse_depth(number.base)
-        at = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
-        # The unit already shows that the number is a rate.
-        words = (*map(readable, parameters), "" if base == "rate" else readable(base))
-        yield case_title(record.case), ", ".join(filter(None, words)), _Candidate(value, at, name, record)
+        quantity, at = number_words(record.case, name)
+        yield case_title(record.case), quantity, _Candidate(value, at, name, record)
+
+
+def number_words(case: str, name: str) -> tuple[str, str]:
+    """Return as words which quantity of a case a number is, and at which size or depth. Both may be empty."""
+    size_bytes, parameters = parse_parameters(case)
+    base, depth = parse_depth(split_number(name).base)
+    at = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
+    # The unit already shows that the number is a rate.
+    words = (*map(readable, parameters), "" if base == "rate" else readable(base))
+    return ", ".join(filter(None, words)), at
 
 
 def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: Facts) -> Measurement:

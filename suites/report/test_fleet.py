@@ -335,3 +335,20 @@ def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
     # All hosts have devices with the same serial numbers, and only the names of the hosts differ.
     assert len(fleet.hosts) == 100
     assert (tmp_path / "index.html").stat().st_size < 1_000_000
+
+
+def test_fleet_page_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
+    for number in range(3):
+        write_host_run(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 1.0)
+    folder = RunFolder(tmp_path / "run1")
+    causes = ("no route to GPU 0 is proven", "no route to GPU 1 is proven", "no route to GPU 2 is proven")
+    run = dataclasses.replace(folder.read_run(), exit_code=1, causes=causes, to_do=("gdrkit doctor",))
+    folder.write_run(run)
+    render_fleet(tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert "<div>no route to GPU 1 is proven</div>" in page
+    assert "1 more on the page of the host" in page
+    assert "To do: gdrkit doctor" in page
+    # A number has the title of the host's page, and not the name of a function.
+    assert "<div>Pinned copy host to device at 64 KiB: 11 GB/s, median 13.75 GB/s (-20.0 %)</div>" in page
+    assert "test_pinned_copy" not in page

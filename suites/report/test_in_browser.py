@@ -43,7 +43,11 @@ RUN_OF_STATE: dict[RunState, dict[str, Any]] = {
     RunState.INTERRUPTED: {"is_interrupted": True},
     RunState.FAILED: {"exit_code": 1, "causes": ("GPU 1 <- NIC mlx5_0 by dmabuf: registered by a copy",)},
     RunState.WRONG_USAGE: {"exit_code": 2},
-    RunState.SETUP_MISSING: {"exit_code": 3, "to_do": ("install the NVIDIA driver",)},
+    RunState.SETUP_MISSING: {
+        "exit_code": 3,
+        "causes": ("loader: dlopen libcuda.so.1() failed: No such file or directory (ENOENT)",),
+        "to_do": ("install the NVIDIA driver",),
+    },
     RunState.NOTHING_PROVEN: {"exit_code": 4},
 }
 # JavaScript that returns the elements that are wider than the window. Elements in a part that can scroll are left out.
