@@ -1,4 +1,4 @@
-"""Runs cases whose source the caller gives, by pytest with the plugin of gdrkit.harness in a child process."""
+"""Run cases from a given source text in a child process, by pytest with the plugin of gdrkit.harness."""
 
 from __future__ import annotations
 

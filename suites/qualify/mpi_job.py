@@ -66,7 +66,7 @@ class MpiJob:
             select.select([], [], [], 0.1)
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Return the environment of each running process of the job by its process id."""
+        """Return the environments of the running processes of the job, by process id."""
         processes = {}
         for folder in Path("/proc").iterdir():
             # A process may end between two accesses.

@@ -1,4 +1,4 @@
-"""`gdrkit check` prints one line with the cause, exits with its code, and ends in time if a driver hangs."""
+"""`gdrkit check` prints one line with the verdict or the cause, and ends within its budget if a driver hangs."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> s
 
 
 def first_line(text: str) -> str:
-    """Return the first line that does not report that something has been running for some seconds."""
+    """Return the first line that is not a progress line. A progress line is indented, and says what runs."""
     return next(line for line in text.splitlines() if not line.startswith("    "))
 
 
@@ -177,7 +177,7 @@ def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
 
 @pytest.fixture
 def default_signal(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """Set a signal to its default action, which child processes inherit. nohup and background shells ignore signals."""
+    """Set a signal to its default action. Under nohup, child processes would otherwise inherit it as ignored."""
     old_handler = signal.getsignal(request.param)
     if old_handler is signal.SIG_IGN:
         signal.signal(request.param, signal.SIG_DFL)

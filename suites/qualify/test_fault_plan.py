@@ -29,6 +29,7 @@ VALID_PLANS = {
     "after the transfer": "wc.rdma_read.landed call=1 status=12\n",
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
 }
+# For each plan: its rules, and the line of the error. The header is line 1.
 MALFORMED_PLANS = {
     "code missing": ("ibv_reg_mr call=1\n", 2),
     "call missing": ("ibv_reg_mr errno=14\n", 2),

@@ -51,7 +51,7 @@ def run_in_namespaces(script: str, command: list[str], **variables: str) -> subp
     commands = f"set -e\n{script}\nexec {shlex.join(command)}\n"
     return subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", commands],
-        # Without twins, because the loader would replace the copies by the twins themselves.
+        # The environment has no twins, because the loader would load them instead of the copies.
         env={**launch.environment(launch.Launch()), **variables},
         capture_output=True,
         text=True,

@@ -91,7 +91,7 @@ def test_error_keeps_its_class_and_its_fields(error: GdrkitError) -> None:
 
 def test_error_of_an_unknown_class_keeps_its_text() -> None:
     class PeerOnlyError(GdrkitError):
-        """An error that only the peer knows."""
+        """An error class that only the peer process has."""
 
     restored = error_from_json_data(error_to_json_data(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
     fields = (type(restored), restored.message, restored.reason, restored.what_to_do)

@@ -1,4 +1,4 @@
-"""`gdrkit run`: signals, the terminal and the exit code are those of the command, and its end says what was used."""
+"""`gdrkit run` passes on signals, input and exit code of its command, and reports at its end which twins were used."""
 
 from __future__ import annotations
 
@@ -271,6 +271,7 @@ def test_port_counters_grow_by_the_bytes_that_pass() -> None:
     assert process.returncode == 0, process.stderr
     before, after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
     packets = (1 << 20) // 4096
+    # The data counters count words of 4 bytes. A packet has 78 bytes of headers; see port_counters.cpp.
     words = ((1 << 20) + 78 * packets) // 4
     assert before == (0, 0, 0, 0)
     assert after == (words, words, packets, packets)

@@ -18,6 +18,7 @@ READY = 2
 
 
 def write_slot(path: Path, index: int, *fields: object) -> None:
+    """Write a slot: its state, API number, process id, 0, number of objects, moved bytes and program name."""
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + index * SLOT_BYTES)
         file.write(struct.pack("<IIIIQQ64s", *fields))
