@@ -1,4 +1,4 @@
-"""A request of a peer without the right to access memory completes with an error at the peer and changes nothing."""
+"""A peer that accesses memory without the right to do so gets an error completion, and the memory is unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 256 * KIB
 UNTOUCHED = b"\xa5" * LENGTH_BYTES
-# A key with these bits inverted belongs to no region.
+# A key in which these bits are inverted belongs to no region.
 WRONG_KEY_BITS = 0x0100_0001
 
 pytestmark = pytest.mark.qualify
@@ -49,7 +49,7 @@ def test_access_one_byte_out_of_bounds_is_refused(
 ) -> None:
     with memory_kind.memory() as memory, peer_queue_pair(nic, peer) as peer_pair:
         valid = memory.remote()
-        # A region may begin at address 0, as a dma-buf region does. The byte before has then the last possible address.
+        # A region may begin at address 0, as a dma-buf region does. Then the byte before it has the highest address.
         address = (valid.address + begin) % 2**64
         outside = RemoteRange(address=address, rkey=valid.rkey, length_bytes=length_bytes)
         peer_pair.write(outside, seed=seed).expect(Status.REM_ACCESS_ERR)

@@ -71,7 +71,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
     shape = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
     data, zeros = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
     is_write = direction is Direction.WRITE
-    # Rates in GB/s. The first of each list is not compared.
+    # Rates in GB/s. The first rate of each list is a warm-up and is not compared.
     initiator_rates: list[float] = []
     perftest_rates: list[float] = []
     memory = bytearray(LENGTH_BYTES)
@@ -89,7 +89,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
             measured = perftest.measure(nic, direction, reads_max=initiator.reads_max, **shape)
             packets_after = sent_packets(nic)
             assert (measured.length_bytes, measured.operations) == (LENGTH_BYTES, OPERATIONS)
-            # The rate exceeds the mean rate over the lifetime of the process, unless the output was parsed wrongly.
+            # The rate of perftest exceeds the mean rate over the lifetime of its process, unless it was parsed wrongly.
             assert measured.bytes_per_s * measured.process_s > measured.moved_bytes or not measured.bytes_per_s
             if packets_before is not None and packets_after is not None and nic.port.mtu_bytes:
                 assert packets_after - packets_before >= measured.moved_bytes // nic.port.mtu_bytes

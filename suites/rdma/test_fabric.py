@@ -1,4 +1,4 @@
-"""Queue pairs of two network namespaces meet over TCP (GDRKIT_TWINS_FABRIC), as those of two containers do."""
+"""Queue pairs of two network namespaces are connected over TCP (GDRKIT_TWINS_FABRIC), as in two containers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = needs(
     software(Api.VERBS), host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN")
 )
-# 8 tries of 67 ms each, which hardware may exceed by a factor of four. The fabric waits for at least one second.
+# The retries are 8 tries of 67 ms each. Hardware may take up to four times as long, and the fabric at least one second.
 RETRY_LIMIT_S = 10.0
 
 
@@ -40,7 +40,7 @@ class Machine:
         self.address = cast("dict[str, dict[str, str]]", self._receive())
 
     def send(self, value: object) -> None:
-        """Write a line."""
+        """Send a value to the process, as one line of JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()

@@ -36,7 +36,7 @@ BURSTS = [
 def test_burst_of_writes_fills_every_slot_and_nothing_else(
     nic: Nic, memory_kind: RdmaMemoryKind, seed: int, slots: int, operations: int, depth: int, list_length: int
 ) -> None:
-    # An odd length.
+    # The length is odd, so most slots begin at unaligned addresses.
     length_bytes = 1021
     memory_bytes = slots * length_bytes
     with (
