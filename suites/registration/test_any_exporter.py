@@ -1,4 +1,4 @@
-"""Memory of any exporter, by a bare descriptor of a dma-buf: registered, cached by its identity, and shared."""
+"""Memory of any dma-buf exporter, known only by a descriptor: it is registered, cached by its identity, and shared."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ def test_cache_finds_a_dmabuf_by_its_identity(dmabufs: tuple[int, int], nic: Nic
             os.close(copy)
             with memory, cache.lease(memory, offset_bytes=7) as lease:
                 remote = lease.remote(nic)
+                # Peers name the first byte of such a dma-buf by the address 64 KiB; see DmabufRange.from_fd().
                 assert (remote.address, remote.length_bytes) == (64 * KIB + offset_bytes + 7, 9993)
         assert (cache.statistics().registrations, cache.statistics().hits) == (1, 2)
         other = stack.enter_context(DmabufMemory(DmabufRange.from_fd(second)))
@@ -156,7 +157,7 @@ def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: i
 @needs(verbs.no_way_to_devices, verbs.nic())
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic: Nic) -> None:
-    """Soft-RoCE registers no dma-buf of any exporter, and a dma-buf has no other route."""
+    """Soft-RoCE registers no dma-bufs, and memory in a dma-buf has no other registration route."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
             stack.enter_context(faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"))

@@ -169,8 +169,8 @@ def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, n
             errors = run_in_all_threads(lambda _index: cache.lease(memory))
             attempts = calls(Api.VERBS)[registration_call(allocator)] - calls_before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
-        # Threads that joined the pending registration get the same failure, each as a separate error object (issue
-        # 15 B): an error object that several threads raise has the frames of all of them.
+        # Threads that joined the pending registration get the same failure, each as a separate error object: the
+        # traceback of an error that several threads raise has the frames of all of them.
         assert attempts < THREAD_COUNT
         assert len({id(error) for error in errors}) == THREAD_COUNT
         assert len({str(error) for error in errors}) <= attempts
