@@ -332,7 +332,7 @@ def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
     for number in range(100):
         write_run(tmp_path / f"run{number}", FACTS, [record_of()], host=f"node{number}", host_id=f"{number:x}")
     fleet = render_fleet(tmp_path)
-    # All hosts have devices with the same serial numbers, and only the names of the hosts differ.
+    # All hosts have the same devices. Only their names and ids differ.
     assert len(fleet.hosts) == 100
     assert (tmp_path / "index.html").stat().st_size < 1_000_000
 

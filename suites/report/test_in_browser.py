@@ -33,7 +33,7 @@ pytestmark = [needs(host.variable("GDRKIT_AXE")), pytest.mark.timeout(600)]
 WIDTHS_PX = (1280, 390)
 BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SAMPLE_REPORT = install_paths().root / "docs" / "sample-report" / "index.html"
-# Height of the page of a large run with everything folded, in CSS pixels at a width of 1280.
+# Largest height of the page of a large run with all folders of cases folded, in CSS pixels at a width of 1280.
 HEIGHT_MAX_PX = 6000
 # The fields of the run of a host in each state.
 RUN_OF_STATE: dict[RunState, dict[str, Any]] = {
