@@ -1,4 +1,6 @@
-"""Regression cases for the findings of the GDR review (docs/findings.md, numbers 1 to 6).
+"""Regression cases for findings 1, 2, 4 and 5 of the GDR review (docs/findings.md).
+
+The cases of findings 3 and 6 are in test_storage_review.py and test_usrbio_review.py.
 
 A docstring says what the defect was. `nox -s review` restores each defect, and shows that its case then fails.
 """
@@ -73,7 +75,8 @@ for kind in ShareKind:
 
 def test_export_without_cuda_fails_with_enotsup() -> None:
     """Finding 2: without CUDA an export returned a placeholder and reported success."""
-    # Without these variables, the process does not load the twins. A real driver shows no device.
+    # Without LD_LIBRARY_PATH and LD_AUDIT, the process does not load the twins. With CUDA_VISIBLE_DEVICES=-1, a real
+    # driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, "-c", EXPORT_PROGRAM]

@@ -1,4 +1,6 @@
-"""Regression cases for the defects that were found after the GDR review (docs/findings.md, letters a to o).
+"""Regression cases for defects that were found after the GDR review (docs/findings.md, letters a to o).
+
+The cases of the letters d, f, m and o are in test_usrbio_review.py, that of g in test_storage_review.py.
 
 A docstring says what the defect was. `nox -s review` restores each defect, and shows that its case then fails.
 """

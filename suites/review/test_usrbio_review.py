@@ -65,14 +65,14 @@ except GdrkitError as error:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Path:
-    """Return a folder like the mount of an agent, with the folder in which memory is published."""
+    """Return a folder like the mount of a 3FS daemon, with the folder in which memory is published."""
     (tmp_path / "3fs-virt" / "iovs").mkdir(parents=True)
     return tmp_path
 
 
 @pytest.fixture
 def mount_with_semaphore(mount: Path) -> Iterator[Path]:
-    """Yield the mount with a submit semaphore, by which a client would wake the agent. No agent runs."""
+    """Yield the mount with a submit semaphore, by which a client would wake the 3FS daemon. No daemon runs."""
     name = f"hf3fs-submit-ios.{uuid.uuid4()}"
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sem_open.restype = ctypes.c_void_p
