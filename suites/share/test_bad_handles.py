@@ -44,7 +44,7 @@ VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 
 @pytest.fixture
 def device(device: Device) -> Device:
-    """Return the device after a first call, which creates its context. A case then counts no new handle for it."""
+    """Return the device after a first call, which opens its context, so that a case does not count it as a leak."""
     device.synchronize()
     return device
 
@@ -292,7 +292,8 @@ for call in calls:
 
 
 def test_export_without_cuda_is_unsupported() -> None:
-    # Without these variables, the process does not load the twins. A real driver shows no device.
+    # Without LD_LIBRARY_PATH and LD_AUDIT, the process does not load the twins. With CUDA_VISIBLE_DEVICES=-1, a real
+    # driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
     code = WITHOUT_CUDA_PROGRAM.format(data=valid_handle().pack().hex())
