@@ -1,4 +1,4 @@
-"""A listener of the storage server with clients of several addresses: ``python -m storage.listened_addresses ACTION``.
+"""A listener of the storage server with clients on several hosts: ``python -m storage.listened_addresses ACTION``.
 
 The program needs a network namespace in which it may add addresses to the loopback device. It prints its results as
 JSON. ACTION is ``refuse`` or ``fill``: see :func:`logged_addresses` and :func:`closed_connections`.

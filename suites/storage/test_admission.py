@@ -102,7 +102,7 @@ def test_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, 
     with slow_hellos(service) as connection_counts:
         begin_s = time.monotonic()
         while operation_count < OPERATIONS:
-            # A new session begins after every 400 operations, because the attack is against the begin of sessions.
+            # A new session begins after every 400 operations, because the attack targets the start of sessions.
             with service.connect(nic) as client, client.open("file", write=True, create=True) as file:
                 session_count += 1
                 source, target = bytearray(data), bytearray(len(data))

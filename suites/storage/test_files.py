@@ -292,7 +292,7 @@ def run_session(service: Service) -> None:
 
 
 def settled_descriptor_counts(service: Service) -> Counter[str]:
-    """Wait until the counts of the server's open descriptors were equal in five polls, and return them."""
+    """Poll the counts of the server's open descriptors until they have not changed in five polls, and return them."""
     last_counts, equal_polls = count_descriptors(service), 0
     while equal_polls < 5:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Invalid frames on the data connection, and a sums file that belongs to another file."""
+"""Invalid frames on the data connection, and a file of checksums (a sums file) that belongs to another file."""
 
 from __future__ import annotations
 

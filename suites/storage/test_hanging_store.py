@@ -37,7 +37,7 @@ def test_close_of_a_server_with_a_hanging_store_times_out(tmp_path: Path) -> Non
             request = pool.submit(client.stat, "no-such-file")
             with pytest.raises(TimeoutError):
                 request.result(1)
-            # Within this time, the thread that accepts connections ends even on a busy machine. That of the session
+            # Within 3 s, the thread that accepts connections ends even on a busy machine. The thread of the session
             # waits for the file system.
             with pytest.raises(BrokenResource, match=r"did not end within 3 s: gdrkit-session") as error:
                 server.close(timeout_s=3)
@@ -74,6 +74,6 @@ def test_connection_limit_is_256(tmp_path: Path, nic: Nic) -> None:
             stack.callback(connection.close)
             connection.send(FrameType.CONTROL_REQUEST, hello, sequence=1)
             connections.append(connection)
-        # One of the 256 connections of the server is that of the session.
+        # The session uses one of the 256 connections that the server allows, so the server closes the last hello.
         assert connections.pop().receive(FrameType.CONTROL_REPLY) is None
         assert select.select(connections, (), (), 0)[0] == []

@@ -80,7 +80,7 @@ def test_hello_of_another_version_is_refused(service: Service) -> None:
 
 
 def test_hello_with_an_invalid_name_is_einval(service: Service) -> None:
-    # A lone surrogate that stands for no byte.
+    # In a file name, the surrogates U+DC80 to U+DCFF stand for bytes. This one stands for no byte.
     reply = first_reply(service, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=service.token()))
     assert reply.errno == errno.EINVAL
     assert "client" in reply.message

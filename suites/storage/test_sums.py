@@ -52,7 +52,7 @@ def corrupt(path: Path, offset_bytes: int) -> None:
 
 
 def inodes_with_sums(service: Service) -> set[int]:
-    """Return the inode numbers of the files whose checksums the store has. The files in `sums` are named by them."""
+    """Return the inode numbers of the files whose checksums the store has. They name the files in `sums`."""
     return {int(path.name, 16) for path in (service.root / ".gdrkit" / "sums").rglob("*") if path.is_file()}
 
 
@@ -152,7 +152,7 @@ def test_rename_removes_the_sums_of_the_replaced_file(service: Service, client: 
 @needs(verbs.nic())
 def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient) -> None:
     old_data, new_data = os.urandom(FILE_BYTES), os.urandom(FILE_BYTES)
-    # RLIMIT_FSIZE applies to all files of the server, also to those of the software twins, which are smaller than this.
+    # RLIMIT_FSIZE applies to all files of the server. The files of the software twins are smaller than this offset.
     begin_bytes, written_bytes = 2 * MIB, 20 * KIB + 100
     with client.open("file", write=True, create=True) as file:
         write(client, file, old_data, offset_bytes=begin_bytes)
