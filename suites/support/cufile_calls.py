@@ -29,7 +29,7 @@ __all__ = [
 FILE_BYTES = 1 * MIB
 RANGE_BYTES = 64 * KIB
 HOST_TREE = host.HostTree()
-# libcufile 1.15 sometimes completes an asynchronous write with 0 bytes. So it is tried again, at most 5 times in all.
+# libcufile 1.15 sometimes completes an asynchronous write with 0 bytes. So a write is attempted up to 5 times.
 _ASYNC_WRITES_MAX = 5
 
 

@@ -1,7 +1,7 @@
 """One machine of a TCP fabric of twins: a program in its own network namespace that reads and writes JSON lines.
 
 It writes its endpoint and the range of its memory, connects to the endpoint in the first line, and carries out each
-further line: ``write`` the pattern of a seed to the peer, or ``check`` that the own memory has it.
+further line: ``write`` the pattern of a seed to the peer, or ``check`` that its own memory holds it.
 """
 
 from __future__ import annotations

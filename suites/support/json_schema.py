@@ -16,7 +16,7 @@ __all__ = ["JSONSCHEMA", "problems", "unknown_keywords"]
 
 JSONSCHEMA = needs(host.module("jsonschema"))
 
-# Keywords that jsonschema does not check themselves: they are annotations, or are used by the check of `if`.
+# Keywords without a check of their own in jsonschema: they are annotations, or the check of `if` uses them.
 _ANNOTATIONS = frozenset({"$schema", "$id", "title", "description", "then", "else"})
 # Keywords whose value is a schema.
 _SCHEMA_KEYWORDS = ("items", "additionalProperties", "propertyNames", "if", "then", "else")

@@ -1,6 +1,6 @@
 """The kinds of memory that a NIC can access, as parameters of cases: host memory, and device memory by each route.
 
-Also functions that register such memory, and that connect a queue pair of a peer process.
+Other functions of the module register such memory, or connect a queue pair of a peer process.
 """
 
 from __future__ import annotations

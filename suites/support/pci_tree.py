@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["GPU_ADDRESS", "PCI_PATHS", "SWITCH", "pci_paths_with_gpu", "tree_at"]
 
 GPU_ADDRESS = "0000:03:00.0"
-# The sysfs path and the NUMA node of each PCI device, by its address. There are three host bridges: 0000:00 with a
-# switch and 0000:40 are of NUMA node 0, and 0000:80 is of node 1.
+# There are three host bridges: 0000:00, which has a PCIe switch, and 0000:40 are on NUMA node 0, and 0000:80 is on
+# node 1.
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
+# The sysfs path and the NUMA node of each PCI device, by its address.
 PCI_PATHS = {
     GPU_ADDRESS: (f"{SWITCH}/0000:02:00.0/{GPU_ADDRESS}", 0),
     "0000:04:00.0": (f"{SWITCH}/0000:02:00.0/0000:04:00.0", 0),

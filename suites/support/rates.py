@@ -37,7 +37,7 @@ ROUNDS, WARM_UP_ROUNDS = 15, 3
 ROUND_BYTES = 256 << 20
 # With software twins, only the measurement itself is tested, so a smaller round is sufficient.
 SOFTWARE_ROUND_BYTES = 4 << 20
-# The API whose hardware a number is about, by the subject of the needs of its case.
+# The API that the numbers of a case measure, by the subject of its needs (the part of a name before the dot).
 _API_OF_SUBJECT = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
 # Maximum number of transfers in a round.
 REPEATS_MAX = 256
@@ -132,7 +132,7 @@ class Meter:
 
     def measure(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
         """Measure `work`, which transfers `moved_bytes`, and record the rate. Return None if the meter is off."""
-        # Requested only here, because pytest-benchmark warns about a case that requests but does not use the fixture.
+        # The fixture is requested only here: pytest-benchmark warns about a case that requests it but does not use it.
         benchmark: BenchmarkFixture = self._request.getfixturevalue("benchmark")
         benchmark.extra_info["moved_bytes"] = moved_bytes
         if not self.is_on:

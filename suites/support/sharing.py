@@ -98,7 +98,7 @@ def valid_handle(**changes: object) -> ShareHandle:
 
 
 def with_flipped_bit(data: bytes, bit: int) -> bytes:
-    """Return the data with one bit with_flipped_bit."""
+    """Return the data with one bit flipped."""
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << (bit % 8)
     return bytes(changed)
