@@ -41,7 +41,7 @@ WORK_TIMEOUT_S = 240.0
 # A time in seconds since 1970, and a day in seconds.
 START_S = 1_800_000_000.0
 DAY_S = 86400
-# The command as an unprivileged user.
+# Program that runs the command as an unprivileged user.
 UNPRIVILEGED_RUN = """
 import sys
 import gdrkit.cli, gdrkit.tiers.runs
@@ -99,7 +99,7 @@ def running_command(configuration: Configuration, *options: str) -> Iterator[Run
 
 
 class ScriptedStop(threading.Event):
-    """The stop of a run whose waits take no time. Each one calls a function with its length in seconds."""
+    """The stop event of a run, whose waits take no time. Each wait calls a function with its length in seconds."""
 
     def __init__(self, on_wait: Callable[[float], None]) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def run_with_script(
     on_wait: Callable[[float], None],
     **options: Any,  # noqa: ANN401 - arguments of BackgroundRun.
 ) -> tuple[list[str], str]:
-    """Run until this number of waits, and return the names of the events and the lines of the output."""
+    """Run until the run has waited `waits` times, and return the names of the events and the text of the output."""
     count = 0
 
     def count_wait(timeout_s: float) -> None:
@@ -218,7 +218,7 @@ def run_with_script(
 
 
 def quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
-    """Return settings with quiet hours that begin and end at these offsets in seconds from the time."""
+    """Return settings with quiet hours that begin and end at these offsets in seconds from `time_s`."""
     local = time.localtime(time_s)
     now_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
     hours = QuietHours((now_s + begin_s) % DAY_S, (now_s + end_s) % DAY_S)

@@ -27,7 +27,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from gdrkit.tiers import Configuration
 
-# A version and its bitwise inverse. A record was torn if the two do not match.
+# A record is a version and its bitwise inverse. If the two do not match, the read has torn the record.
 RECORD = struct.Struct("=QQ")
 FILE_BYTES = 512 * KIB
 MOVE_COUNT = 24

@@ -1,4 +1,4 @@
-"""A migration of a file between tiers that fails raises one clear error, and the file is unchanged.
+"""A failed migration of a file between tiers raises one clear error, and leaves the file unchanged.
 
 The causes are system calls and devices that fail, and tiers that are missing.
 """

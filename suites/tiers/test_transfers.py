@@ -146,7 +146,7 @@ def test_file_outlives_its_manager(configuration: Configuration, device: Device)
 
 @contextlib.contextmanager
 def _error_reasons() -> Iterator[list[Reason]]:
-    """Yield a list that gets the reason of the block's error, if the block fails."""
+    """Catch an ApiError of the block, and append its reason to the yielded list."""
     reasons: list[Reason] = []
     try:
         yield reasons
