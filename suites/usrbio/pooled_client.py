@@ -55,7 +55,7 @@ def _main(arguments: Sequence[str]) -> int:
         for _ in range(options.count):
             if len(alive) == _ALIVE_MAX or (alive and rng.random() < 0.5):
                 alive.pop(rng.randrange(len(alive))).close()
-            # Each size between two powers of two is as probable as each between two others.
+            # The logarithm of the size is uniformly distributed, so that small and large sizes are equally frequent.
             length_bytes = int(_SIZE_MIN * 2 ** rng.uniform(0, (_SIZE_MAX // _SIZE_MIN).bit_length() - 1))
             alive.append(_make_and_check(options.mount, device, length_bytes))
             ids.add(alive[-1].id)

@@ -62,7 +62,7 @@ def refused_with(expected_errno: int) -> contextlib.AbstractContextManager[pytes
 
 @contextlib.contextmanager
 def open_file(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, is_registered: bool = True) -> Iterator[int]:
-    """Open a file until the block ends, register its descriptor for rings, and yield the descriptor."""
+    """Open a file until the block ends, register its descriptor for rings if `is_registered`, and yield it."""
     fd = os.open(path, flags, 0o600)
     try:
         if is_registered:

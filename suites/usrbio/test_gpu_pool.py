@@ -45,7 +45,7 @@ REGISTRATIONS_MAX = 32
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
-    """Yield a running agent, and an empty pool of this process."""
+    """Set the limits of the pool of this process, yield a running agent, and free the idle memory of the pool."""
     usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES, idle_ms_max=LONG_MS)
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 READ_BYTES = 64 * KIB
-# Reads a file once, and then prepares a read of a descriptor that is not registered.
+# Program that reads a file once, and then prepares a read of a descriptor that is not registered.
 PROGRAM = """
 import sys
 from datetime import timedelta
@@ -47,7 +47,7 @@ _LINE = re.compile(r"hf3fs_usrbio (DBG|INFO|WARN|ERR): (.+)")
 
 
 def logged(mount: Path, path: Path, level: str | None, *, kind: str = "host") -> list[tuple[str, str]]:
-    """Run the program, and return level and text of each line that the library logged. There are no other lines."""
+    """Run the program, and return level and text of each line that the library logged. Refuse any other line."""
     environ = {name: value for name, value in os.environ.items() if name != "HF3FS_USRBIO_LIB_LOG"}
     environ |= {} if level is None else {"HF3FS_USRBIO_LIB_LOG": level}
     command = [sys.executable, "-c", PROGRAM, str(mount), str(path), kind]
@@ -59,7 +59,7 @@ def logged(mount: Path, path: Path, level: str | None, *, kind: str = "host") ->
 
 
 def texts(lines: list[tuple[str, str]], level: str) -> str:
-    """Return the texts of one level, with UUIDs and numbers replaced."""
+    """Return the texts of one level, with UUIDs and addresses replaced."""
     text = "\n".join(text for line_level, text in lines if line_level == level)
     text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", text)
     return re.sub(r"0x[0-9a-f]+", "ADDRESS", text)
