@@ -5,8 +5,8 @@ The table helps the developers to choose the defaults of ``gdrkit.gds.EngineOpti
 There are five kinds of transfer, such as cached reads. Each kind is measured in at most five rounds, until a time
 limit. Each round measures all settings once, so that a change of the machine's load affects all settings alike.
 
-Before each cached read, another engine reads the file, and another copy uses the bus. So the processor caches no longer
-have the data of the read before, as in a real program.
+Before each cached read, another engine reads the file, and a copy of pinned memory uses the bus. As in a real program,
+the processor caches then no longer have the data of the previous read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Time of a cache hit, compared with one cuPointerGetAttribute call.
 
-A cache hit is a lookup of the region cache that finds a registration, with the close of its lease. A hit queries the
-buffer id once by cuPointerGetAttribute. A hit should take at most 4 times as long as this query. With 10,000 regions,
-it should take at most 1.5 times as long as with 10 regions. The case records the ratios of the medians, and asserts
-only that each call is a hit.
+A cache hit is a lease for which the region cache finds a registration. Its time includes the close of the lease. A hit
+queries the buffer id once by cuPointerGetAttribute, and should take at most 4 times as long as this query. With 10,000
+regions, it should take at most 1.5 times as long as with 10 regions. The case records the ratios of the medians, and
+asserts only that each call is a hit.
 
 All calls are measured in turn 300 times, so that the load of the machine affects all of them. Run this with
 --benchmark-enable.
@@ -62,7 +62,7 @@ def test_cache_hit_beside_a_pointer_query(
             for memory in memories[:count]:
                 cache.lease(memory).close()
             measured_calls[f"hit_{count}"] = _hit_of(cache, memories[count // 2])
-        # Borrowed memory, such as a tensor, lies in a registered allocation. The cache searches the region by address.
+        # Borrowed memory, such as a tensor, lies in a registered allocation. The cache finds the region by address.
         borrowed = cuda.borrow(device, memories[5000].address + 4 * KIB, length_bytes=4 * KIB)
         measured_calls["borrowed_hit_10000"] = _hit_of(caches[10_000], stack.enter_context(borrowed))
         # After the first hit, the internal state of each cache no longer changes.

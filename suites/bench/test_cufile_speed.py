@@ -1,4 +1,4 @@
-r"""Rates of file reads by cuFile in compat mode: several threads beside one, as gdrkit.gds had it before.
+r"""Rates of file reads by cuFile in compat mode: several threads, and one thread as in earlier versions of gdrkit.gds.
 
 Without nvidia-fs, libcufile reads into host memory and copies from there (compat mode). gdrkit.gds does not use such
 reads, because its copy engine is faster. This benchmark shows what threads, the size of a call and registered memory
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(needs_device(), cufile_needs.driver, cufile_needs.udev_present), pytest.mark.timeout(540)]
 
-# The calls that gdrkit.gds made before: one after the other, of this size, into memory that is not registered.
+# Size of the calls of earlier versions of gdrkit.gds, which made one call after the other, into unregistered memory.
 CALL_BYTES_BEFORE = 64 * MIB
 SMALL_BYTES = 64 * KIB
 # Workers, and size of a call in MiB.
@@ -56,8 +56,8 @@ FLAGS = {"cached": 0, "o_direct": os.O_DIRECT}
 class CufileBench:
     """The file, the memory and the methods of the benchmark.
 
-    Each method is a function that reads the file once into one of two memories. `memory` is registered with cuFile at
-    the first transfer by the path of gdrkit.gds. `plain_memory` is never registered.
+    one_thread(), path() and one_stream() return a function that reads the file once into one of two memories. `memory`
+    is registered with cuFile at the first transfer by the cuFile path of gdrkit.gds. `plain_memory` never is.
     """
 
     def __init__(self, file: Path, device: Device, stack: contextlib.ExitStack, *, length_bytes: int) -> None:
@@ -68,13 +68,13 @@ class CufileBench:
         self.monitor = cufile.RouteMonitor(self.driver.driver, self.driver.host_tree)
 
     def open(self, flags: int) -> int:
-        """Open the file, and close it at the end."""
+        """Open the file, and return its descriptor. The end of `stack` closes it."""
         fd = os.open(self.file, os.O_RDONLY | flags)
         self.stack.callback(os.close, fd)
         return fd
 
     def one_thread(self, flags: int, call_bytes: int) -> Callable[[], None]:
-        """Read by one call after the other, into memory that is not registered."""
+        """Return a function that reads by one call after the other, into memory that is not registered."""
         handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
 
         def read() -> None:
@@ -88,7 +88,7 @@ class CufileBench:
         return read
 
     def path(self, flags: int, options: CufileOptions, range_bytes: int | None = None) -> Callable[[], None]:
-        """Read by the path of gdrkit.gds, as ranges of `range_bytes`."""
+        """Return a function that reads by the cuFile path of gdrkit.gds, as ranges of `range_bytes`."""
         path = CufilePath(self.driver, os.open(self.file, os.O_RDONLY | flags), self.device.index, options)
         self.stack.callback(path.close)
         memory = self.memory if options.registers_memory else self.plain_memory
@@ -105,7 +105,7 @@ class CufileBench:
         return read
 
     def one_stream(self, flags: int, part_bytes: int) -> Callable[[], None]:
-        """Read by asynchronous calls on one stream, into registered memory.
+        """Return a function that reads by asynchronous calls on one stream, into registered memory.
 
         With more streams, cuFile 1.15 in compat mode reads wrong bytes into memory of one registration.
         """
@@ -197,7 +197,7 @@ def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, kind:
 
 
 def test_many_small_ranges_beside_one_thread(bench: CufileBench, evidence: Evidence, *, is_measured: bool) -> None:
-    """Read cached ranges of 64 KiB. Batches are not used, because libcufile does not count their route here."""
+    """Read cached ranges of 64 KiB. No batch is used, because the counters of libcufile show no direct route for it."""
     methods = {
         "one_thread": bench.one_thread(0, SMALL_BYTES),
         "path": bench.path(0, CufileOptions(), SMALL_BYTES),
@@ -218,7 +218,7 @@ def record(
     memories = {name: bench.plain_memory if name in NOT_REGISTERED else bench.memory for name in methods}
     counters = {}
     for name, read in methods.items():
-        # The method is kept if its bytes are wrong.
+        # If the bytes are wrong, the record of the failed case names the method.
         evidence["checked_method"] = name
         counters[name] = bench.counters(read, memories[name])
     evidence["counters"] = counters

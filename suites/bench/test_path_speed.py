@@ -1,7 +1,8 @@
 """Rate of usrbio reads (ring, agent, storage server, NIC), compared with kernel reads of the same cached file.
 
-On two idle cores, the goals are: 4 KiB reads at depth 64 have a quarter of the rate of io_uring, and 1 MiB reads have
-half of the rate of `pread` in one thread. The goals are not asserted, because the machine may be busy.
+On two idle cores, the goals are: 4 KiB reads at depth 64 have at least a quarter of the rate of io_uring, and 1 MiB
+reads have at least half of the rate of `pread` in one thread. The goals are not asserted, because the machine may be
+busy.
 
 The record also has two more measurements. One is the processor time of an operation, which depends less on the load of
 the machine. The other is the rate of a bare copy: a program with two threads that make only the memory copies of the
