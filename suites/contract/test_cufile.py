@@ -1,4 +1,4 @@
-"""Error numbers and layouts of libcufile match the bindings, and a damaged library is one error."""
+"""Error numbers and layouts of libcufile match the bindings, and a damaged library causes one error that names it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(cufile.driver)
 
-# Prints the fields of the error of library_version().
+# This program prints the fields of the error of library_version().
 _PROGRAM = """
 import json
 from gdrkit import cufile
@@ -62,7 +62,7 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
 
 
 def _layout_version() -> int:
-    """Return the version of libcufile whose layout the bindings have. Those of CUDA 13.0 have no vectored transfers."""
+    """Return the version of libcufile whose layout the bindings have. Bindings of CUDA 13.0 lack vectored transfers."""
     basic = _cufile.load().stats_level3_dtype["detailed"]["basic"]
     return _layout.VECTORS_SINCE if "readv_ops" in basic.fields else _layout.STATISTICS_SINCE
 

@@ -60,7 +60,7 @@ data = ShareHandle(
 ).pack()
 gc.disable()
 for allocations in range(40):
-    # The collector runs at each of the first allocations of live() in turn.
+    # In each pass of this loop, the collector runs one allocation later than in the pass before, inside live().
     for owner in (
         DmabufRange(os.dup(0), offset_bytes=0, length_bytes=1, address=0),
         HandleMessage(data, [os.dup(0)]),
@@ -104,7 +104,7 @@ def test_handles_of_many_threads_are_counted() -> None:
 
 
 def test_live_works_in_a_child_forked_during_live() -> None:
-    # Regression: a child that was forked during live() of another thread waited for that thread without end.
+    # Regression: a child that was forked during live() of another thread waited for that thread for ever.
     code = """
 import os, signal, threading
 from gdrkit import handles

@@ -1,7 +1,7 @@
 """A missing or damaged library, or one of another ABI, raises one SetupMissing that names it. Imports open no library.
 
-Each case runs in a child, because a process reads LD_LIBRARY_PATH once and keeps libraries open. LD_AUDIT is empty
-there, because its library would put the twin in the place of the damaged one.
+The cases load libraries in child processes, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
+_run_twice() empties LD_AUDIT, because the library in it would load the twin instead of the damaged library.
 """
 
 from __future__ import annotations

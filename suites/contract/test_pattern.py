@@ -1,4 +1,4 @@
-"""Payloads of gdrkit.pattern: the byte at a position is the same in every part."""
+"""Payloads of gdrkit.pattern: each byte depends only on the seed and on its position, not on the requested part."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls of libibverbs with any arguments: transitions of a queue pair, and registrations of any range.
 
-The calls use the functions of gdrkit's seam, so that the cases test the same path as gdrkit. Arguments that gdrkit's
+The calls use gdrkit.verbs._pyverbs, the file through which gdrkit itself calls libibverbs. Arguments that gdrkit's
 classes would refuse, such as a length of 0, reach the library.
 """
 

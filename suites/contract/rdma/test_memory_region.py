@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic())
 
-UNKNOWN_ACCESS = 1 << 19  # No access flag has this bit. A library may drop only the bits 20 to 29.
+UNKNOWN_ACCESS = 1 << 19  # No access flag has this bit. A library may ignore only the optional flags, bits 20 to 29.
 
 
 @pytest.fixture
