@@ -27,7 +27,7 @@ def test_kvikio_moves_every_byte(scenarios: ScenarioRunner, evidence: Evidence, 
     evidence["kvikio"] = results
     result = results[mode]
     assert (result["read"], result["is_expected"], result["write"], result["written"]) == (MIB, True, MIB, True)
-    # Route and state of the proof. In mode `auto`, kvikio decides by the machine.
+    # Route and state of the proof. In mode `auto`, it depends on the machine whether kvikio uses libcufile.
     expected_proofs = {"on": ("unknown", "unproven"), "off": ("posix", "fell_back")}
     if mode in expected_proofs:
         assert (result["proof"]["route"], result["proof"]["state"]) == expected_proofs[mode]
