@@ -140,12 +140,14 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             processes.resume(process_id)
 
     def _check_without_client(self, processes: Processes, memory_names: set[str]) -> None:
+        """Check that the killed client has left nothing, and that the bystander continues."""
         # The client is already dead. This call waits for the process and closes its pipes.
         processes.client.kill()
         self._write_and_verify(self._bystander)
         self._check_nothing_left(memory_names)
 
     def _check_without_server(self, processes: Processes) -> None:
+        """Check that the pending operations fail or are complete, and that both clients continue with a new server."""
         if processes.pending_writes:
             allowed_results = {*(write.length for write in processes.pending_writes), -errno.EREMOTEIO}
             assert set(processes.collect_writes()) <= allowed_results
@@ -159,6 +161,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._check_nothing_left(memory_names)
 
     def _check_without_agent(self, processes: Processes, phase: str, memory_names: set[str]) -> None:
+        """Check that the operations of both clients fail, and that a new agent removes what the killed one left."""
         if phase in {"publish", "register"}:
             assert processes.client.reply().get("errno") == errno.EREMOTEIO
         elif phase == "unpublish":

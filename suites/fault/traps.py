@@ -45,7 +45,7 @@ class Traps:
         (self._folder / trap).touch()
 
     def disarm(self, trap: str) -> bool:
-        """Disarm the trap. Return False if a process has already renamed the file, and so stops."""
+        """Disarm the trap. Return False if a process has already renamed the file and therefore stops."""
         try:
             (self._folder / trap).unlink()
         except FileNotFoundError:
