@@ -37,7 +37,7 @@ def errno_of(result: int) -> int:
 
 
 class RawDevice:
-    """The first free device, or the device with an open descriptor.
+    """A device of hl-thunk: the device of the descriptor `fd`, or without one, the first free device, which it opens.
 
     Its methods do not check arguments, and the caller frees what it allocates.
     """

@@ -86,7 +86,7 @@ def test_documented_export_with_five_arguments_succeeds(raw_device: RawDevice) -
 def test_documented_export_of_address_0_is_refused(raw_device: RawDevice) -> None:
     """Call both export functions with address 0.
 
-    The document has a test of a replaced library, which returns the constants 42 and 43 as descriptors.
+    A test in the document replaces both functions by functions that return the constants 42 and 43 as descriptors.
     """
     for name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
         assert errno_of(raw_device.call(name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL

@@ -1,6 +1,6 @@
-"""The other cases of this folder also pass on the other generations of Gaudi.
+"""The cases of this folder also pass on the first Gaudi and on Gaudi 3. By default, the hl-thunk twin emulates Gaudi 2.
 
-The hl-thunk twin emulates the generation in GDRKIT_TWINS_GAUDI, which must be set before a process starts.
+GDRKIT_TWINS_GAUDI selects the generation, and must be set before a process starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 from gdrkit.harness.needs import needs, software
 
 GAUDI_SUITE = Path(__file__).parent
-# test_without_cuda.py runs on all generations itself. The other files are slow, or do not depend on the generation.
+# This file must not run itself, and test_without_cuda.py runs on all generations anyway. The other files of this list
+# are slow, or do not depend on the generation.
 IGNORED_FILES = (
     Path(__file__).name,
     "test_without_cuda.py",

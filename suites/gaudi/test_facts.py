@@ -1,4 +1,4 @@
-"""The facts, the substrate, the needs and the profile of a machine with Gaudis, before any case runs."""
+"""The facts, substrate and profile that gdrkit finds on a machine with Gaudis, and the needs that the machine meets."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
 
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
+    # Unlike the other cases, this one queries the libraries, and there is no hl-thunk.
     file_facts = probe(host_with_gaudi2(tmp_path, None), environment=environment)
     assert len(file_facts.accelerators) == 1
     assert file_facts.gaudi_failure is not None
@@ -81,6 +82,7 @@ def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, drive
     """Report the substrate as unknown. The sysfs files may be a copy, and no other source confirms the device."""
     file_facts = probe(host_with_gaudi2(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
+    # Without its notes, the record of the twin's library is like that of the real library.
     real_library = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
     facts_with_library = dataclasses.replace(
         file_facts, gaudi=dataclasses.replace(facts.gaudi, libraries=(real_library,))

@@ -1,4 +1,4 @@
-"""The query of memory that other code of the process allocated by the descriptor of the device."""
+"""Device.query() finds Gaudi memory that other code of this process allocated by the descriptor of the device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_memory_of_other_code_is_found_with_its_bounds(gaudi: Device, other: Raw
         with pytest.raises(UsageError) as raised:
             gaudi.query(address, length_bytes=length_bytes)
         assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
-    # The query leaves no dma-buf open: the driver would refuse to unmap the memory.
+    # The query has left no dma-buf open. Otherwise, the driver would refuse to unmap the memory.
     assert other.unmap(base) == 0
     assert other.free(handle) == 0
     with pytest.raises(UsageError):
