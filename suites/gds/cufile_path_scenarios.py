@@ -42,12 +42,12 @@ class _Setup:
         self.file = gds.File(self.path, "r+", direct="required")
 
     def shuffled_ranges(self) -> list[tuple[int, int]]:
-        """Return ranges of the file in random order, between which are gaps, so that they are not joined."""
+        """Return ranges of the file in random order. Gaps between the ranges prevent gdrkit from joining them."""
         offsets = random.Random(self.seed).sample(range(0, FILE_BYTES, 2 * RANGE_BYTES), _RANGES_COUNT)
         return [(offset, RANGE_BYTES) for offset in offsets]
 
     def wrong_ranges(self, ranges: list[tuple[int, int]], parts: tuple[int, ...]) -> list[int]:
-        """Return the indexes of the ranges that do not have the bytes that `parts` says arrived."""
+        """Return the indexes of the ranges with wrong bytes. `parts` has the number of arrived bytes of each range."""
         contents = self.memory.read()
         return [
             index

@@ -39,6 +39,7 @@ def file(tmp_path: Path, seed: int) -> Iterator[gds.File]:
 @pytest.mark.parametrize(
     ("create_path", "mode", "expected_errno", "reason"),
     [
+        # Path.absolute creates nothing.
         pytest.param(Path.absolute, "r", errno.ENOENT, Reason.BAD_ARGUMENT, id="missing"),
         pytest.param(lambda path: path.mkdir(), "r", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory"),
         pytest.param(lambda path: path.mkdir(), "w", errno.EISDIR, Reason.BAD_ARGUMENT, id="directory-to-write"),

@@ -1,4 +1,4 @@
-"""The command ``gdrkit bench storage``: its points, the substrate of the run, and a plot that needs no other file."""
+"""The command ``gdrkit bench storage``: the measured points, the substrate, and a plot that needs no other file."""
 
 from __future__ import annotations
 

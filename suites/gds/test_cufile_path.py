@@ -33,7 +33,8 @@ pytestmark = needs(cuda.device(), cufile.driver, software(Api.CUFILE), cufile.ud
 
 ROUTES = ["p2p", "nvfs"]
 RANGES_COUNT = 256
-# The first reads of a file: the first block, by cuFileRead, and the batch that finds out whether batches are counted.
+# Numbers of reads before the first transfer of a file: the read of the first block by cuFileRead, and the reads of the
+# batch that finds out whether libcufile counts the routes of batches.
 PROBE_CALLS, PROBE_BATCH_READS = 1, 2
 
 
@@ -99,6 +100,7 @@ def test_adjacent_ranges_are_joined(scenarios: ScenarioRunner, tmp_path: Path) -
 
 
 def test_batches_without_counted_route_are_not_used(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    # Calls 2 and 3 are the reads of the batch that finds out whether batches are counted.
     rules = ("cufile.route call=1 route=p2p", "cufile.route call=2-3 route=posix", "cufile.route call=* route=p2p")
     report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
     for call in ("read", "again"):

@@ -1,4 +1,4 @@
-"""Reads of a file on the disk of the temporary files into each device. The report has a table of their routes."""
+"""A file on the disk of the temporary files is read into each device. The report shows the routes in a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def test_file_is_read_into_every_device_with_its_route(
     devices: tuple[Device, ...], evidence: Evidence, seed: int
 ) -> None:
-    """All bytes are read. The table of routes in the report gets the route, and why it is not direct."""
+    """Read all bytes, and record the route and why it is not direct, for the table of routes in the report."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder:
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
