@@ -1,4 +1,4 @@
-"""A query in a child process ends in time and leaves no process running, even if the child hangs."""
+"""A query in a child process ends in time. A child that hangs is killed, or reported if it cannot be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importers of NCCL topologies, of lspci output and of copied trees, with small inputs and with real captures.
+"""Importers of NCCL topologies, of lspci output and of copied sysfs trees, with small inputs and with real captures.
 
 The folder of the real captures is the value of GDRKIT_CAPTURES.
 """
