@@ -1,4 +1,4 @@
-"""The files in deploy/: the gate runs on twins, and each file passes the check of its own tool if that is installed."""
+"""The files in deploy/: the Slurm gate runs on twins, and each file passes the check of its tool if it is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gdrkit.harness.needs import host, needs
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 GATE = DEPLOY / "slurm" / "gate.sh"
-# The name of each agent's unit without its instance, and an instance of it.
+# For each systemd unit, the file name with which systemd-analyze checks it. A template (@) needs an instance name.
 UNITS = {"gdrkit-agent@.service": "gdrkit-agent@data.service", "gdrkit-serve.service": "gdrkit-serve.service"}
 
 

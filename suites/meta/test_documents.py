@@ -14,8 +14,9 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Start of every script. AGENT and SERVE start a service in the background: $! is its process, and it is ready when it
-# has printed its first line. TERMINATE ends the service, and its exit code is the exit code of the script.
+# Start of every script. D is the folder that docs/usrbio.md calls $D, with the header and the library. AGENT and SERVE
+# start a service in the background: $! is its process, and it is ready when it has printed its first line. TERMINATE
+# ends the service, and its exit code is the exit code of the script.
 SHELL = """
 set -e
 python() { "$PYTHON" "$@"; }

@@ -1,4 +1,4 @@
-"""A nox session ends with the exit code of the command that it runs. Without the noxfile, nox would end with 1."""
+"""A nox session ends with the exit code of the command that it runs. By itself, nox would end with 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every folder of the suites that is about transfers or about the machine has a case in a qualification."""
+"""Every folder of the suites about transfers or about the machine has a case that `gdrkit qualify` runs.
+
+suites/README.md lists these cases. test_readmes.py checks that its list is complete.
+"""
 
 from __future__ import annotations
 

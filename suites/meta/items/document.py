@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BAR", "render"]
 
-# A bar in a cell, which does not end the cell.
+# An escaped vertical bar, which does not end a cell of a table.
 BAR = "\\|"
 
 _HEAD = """## The items of the five documents

@@ -293,7 +293,7 @@ def patched(patch: Patch, root: Path) -> tuple[str, str]:
     Raises
     ------
     PatchMismatch
-        The text does not occur exactly once.
+        The text does not occur exactly once, or, if `search_from` is given, not at all after it.
     """
     path = root / patch.file
     source = path.read_text() if path.is_file() else ""

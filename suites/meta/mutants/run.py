@@ -3,7 +3,8 @@
 The mutants are a random sample by the operators of mutmut, and the patches of patches.py. The program puts each mutant
 into a copy of the tree, and runs the cases of the file that modules.py lists. A mutant is killed if a case fails, and
 fails again when it runs alone. If the cases fail without any mutant, the program reports that and ends. Equivalent
-mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, and 1 otherwise.
+mutants do not count. The exit code is 0 if at least nine of ten other mutants are killed, every patch compiles, and
+at most one mutant in twenty is listed as equivalent. Otherwise it is 1.
 """
 
 from __future__ import annotations
