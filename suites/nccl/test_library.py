@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
 NEEDS_NCCL = needs(host.module("nvidia.nccl"))
-# The sizes of the types of nccl.h that are not pointers, in bytes.
+# Sizes in bytes of the types of parameters that nccl.h declares without `*`. ncclComm_t and cudaStream_t are pointers.
 WIDTHS_BYTES = {
     "int": 4,
     "ncclDataType_t": 4,
@@ -82,7 +82,7 @@ def test_communicator_ids_are_unique() -> None:
 
 @NEEDS_NCCL
 def test_failure_is_an_error_with_call_status_and_message(tmp_path: Path) -> None:
-    """A communicator that is no communicator makes NCCL fail before it needs a device."""
+    """A null communicator makes NCCL fail before it needs a device."""
     program = (
         "from gdrkit.errors import ApiError\n"
         "from gdrkit.nccl import _nccl\n"
