@@ -109,7 +109,8 @@ def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_pat
 
 
 def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None:
-    # Any other library can replace libcuda, because it lacks the function. The interpreter has mapped libm.
+    # libm takes the place of libcuda. Like any other library, it lacks cuGetProcAddress_v2. The interpreter has mapped
+    # libm, so its path is known.
     mapped_paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
     shutil.copy(
         next(path for path in sorted(mapped_paths) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1"
