@@ -1,8 +1,8 @@
 """The phases in which the kill campaign kills a client, the agent or its storage server.
 
-Each function in :data:`ENTER_PHASE` brings the processes into a phase, and returns when they are in it. Either a trap
-(:mod:`fault.traps`) has stopped a process in a call that only this phase makes, or the shared memory of the ring shows
-the phase. After the kill, the campaign resumes the other stopped processes.
+Each function in :data:`ENTER_PHASE` brings the processes into the phase that its docstring describes, and returns when
+they are in it. Either a trap (:mod:`fault.traps`) has stopped a process in a call that only this phase makes, or the
+shared memory of the ring shows the phase. After the kill, the campaign resumes the other stopped processes.
 """
 
 from __future__ import annotations
