@@ -168,6 +168,8 @@ def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
 def test_lost_device_can_be_closed_with_its_memory() -> None:
     with Device(0) as device:
         memory, pool, mapping = device.allocate(100), device.pool(MIB), device.map_host(bytearray(100))
+        # A copy to an unmapped address is a page fault of the device. The driver resets the device, and this context
+        # becomes unusable.
         with pytest.raises(ApiError) as caught:
             device.copies.write(memory.address + (1 << 40), memoryview(b"nowhere"))
         assert caught.value.errno == errno.EIO
