@@ -69,6 +69,7 @@ class _Operations:
         self._failing_offset = len(data) + 1
         self._gated_range = (0, 0)
         self._is_gate_open = threading.Event()
+        # The first read that blocks acquires this lock, so that only one read prints `waiting`.
         self._has_reported_waiting = threading.Lock()
 
     def execute(self, line: str) -> None:
