@@ -44,7 +44,7 @@ def nic(index: int, *, rate: str = "400 Gb/sec (4X NDR)", state: str = "ACTIVE")
 
 @pytest.fixture
 def dgx(tmp_path: Path) -> Facts:
-    """Facts about a DGX H100, whose two slower ports are those of the storage network."""
+    """Facts about a DGX H100: eight ports of 400 Gbit/s, and two ports of the storage network, one slower, one down."""
     facts = probe(HostTree(tmp_path / "empty"), query_apis=False)
     cuda_devices = tuple(
         CudaDeviceFacts(index, "NVIDIA H100 80GB HBM3", "", f"0000:{index:02x}:00.0", {}) for index in range(GPU_COUNT)
