@@ -62,7 +62,7 @@ def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
     assert requested - FOUND_BY_DLSYM == contract_symbols("cuda.symbols")
 
 
-# The seam of hl-thunk has a table of the functions that it loads, by name.
+# gdrkit/gaudi/_hlthunk.py, the only file that loads hl-thunk, has a table of the functions that it uses, by name.
 HLTHUNK_NAME = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
 
 
