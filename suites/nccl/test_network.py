@@ -1,4 +1,4 @@
-"""NCCL reduces over its own network plug-in for NICs, with memory of gdrkit, and accesses the memory directly.
+"""NCCL reduces memory of gdrkit over its network plug-in for NICs, and the NICs access the device memory directly.
 
 The ranks are on one host. They may not use NVLink, PCIe or shared memory, so that only the NICs are left.
 """
