@@ -44,7 +44,7 @@ REGIONS_MAX = 3
 
 @dataclass(eq=False)
 class OwnedMemory:
-    """Allocated memory.
+    """An allocation, which is the owner of the remote keys that were created for it.
 
     Attributes
     ----------
