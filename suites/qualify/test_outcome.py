@@ -1,4 +1,7 @@
-"""Substrates, route states and exit codes follow from facts and records. The cases construct the facts and records."""
+"""Substrates (hardware, twin and others), route states and exit codes follow from facts and records.
+
+The cases construct the facts and records.
+"""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def fallback_record(index: int) -> Record:
 
 
 def missed_record(need: str) -> Record:
+    """Return a record of a case that did not run, because of an unmet need that the profile does not foresee."""
     return record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need=need, foreseen=False),))
 
 

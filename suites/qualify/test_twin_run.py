@@ -288,7 +288,7 @@ def test_domain_leaves_no_state() -> None:
     folder = Path(process.stdout.splitlines()[0])
     assert {"counters", "tree"} <= set(process.stdout.split())
     assert not folder.exists()
-    # The folder of a gdrkit run that was killed is removed by the next one.
+    # The next gdrkit run removes the folder of a killed one.
     killed = start("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
     assert killed.stdout is not None
     folder = Path(killed.stdout.readline().strip())
