@@ -1,4 +1,4 @@
-"""Facts about a real device on which registration and sharing rely. Each case checks one fact."""
+"""Facts about devices that registration and sharing rely on. Each case checks one fact."""
 
 from __future__ import annotations
 
