@@ -349,6 +349,6 @@ def test_fleet_page_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     assert "<div>no route to GPU 1 is proven</div>" in page
     assert "1 more on the page of the host" in page
     assert "To do: gdrkit doctor" in page
-    # A number has the title of the host's page, and not the name of a function.
+    # The page names a number by its title on the page of the host, not by its test function.
     assert "<div>Pinned copy host to device at 64 KiB: 11 GB/s, median 13.75 GB/s (-20.0 %)</div>" in page
     assert "test_pinned_copy" not in page
