@@ -23,7 +23,7 @@ _CANARY = 0xA5
 
 def main(operation: dict[str, Any]) -> dict[str, Any]:
     """Read a file into device memory, or write device memory into a file. Return the result of the transfer."""
-    # No core file, because the case expects that a defect kills this process.
+    # This process writes no core file, because the case expects that a defect kills it.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     seed, length_bytes, offset_bytes = operation["seed"], operation["length_bytes"], operation["offset_bytes"]
     with (
