@@ -97,7 +97,7 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
 @IPC
 @needs(software(Api.CUDA))
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
-    """Runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
+    """The case runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
     with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         altered = HandleMessage(replace(message.handle, ipc=with_flipped_bit(message.handle.ipc, 100)).pack())
     error = raised_error(import_memory, device, altered)
@@ -255,7 +255,7 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
 @IPC
 @needs(software(Api.CUDA))
 def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, peer: Peer) -> None:
-    """Runs only on the CUDA twin. The 80-byte handle has no checksum: the driver of an H200 opened a changed handle."""
+    """The case runs only on the CUDA twin. The driver of an H200 opened a changed handle, which has no checksum."""
     peer_memory = peer.device().allocate(64 * KIB)
     data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
     assert isinstance(raised_error(import_gdr, device, with_flipped_bit(data, 70)), ApiError)
