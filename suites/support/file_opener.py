@@ -67,6 +67,7 @@ def _open_in_rounds(folders: Sequence[str], counts: Mapping[str, int], *, seed: 
 
 
 def _read(folders: Sequence[str], name: str) -> None:
+    """Read the file `name`, which may move from folder to folder meanwhile."""
     for folder in itertools.islice(itertools.cycle(folders), _SEARCHES_MAX * len(folders)):
         with contextlib.suppress(FileNotFoundError):
             Path(folder, name).read_bytes()

@@ -140,7 +140,7 @@ class Meter:
             return None
         began_s = cpu_time_s()
         benchmark.pedantic(work, rounds=ROUNDS, warmup_rounds=WARM_UP_ROUNDS)  # type: ignore[no-untyped-call]
-        # The processor time of the warm-up rounds cannot be told apart, so it is that of an average round.
+        # The processor time includes the warm-up rounds. Each of them counts as an average round.
         cpu_s = (cpu_time_s() - began_s) * ROUNDS / self.runs_count
         assert benchmark.stats is not None
         return self.record("rate", Rates.from_times(moved_bytes, benchmark.stats.stats.data, cpu_s=cpu_s))
