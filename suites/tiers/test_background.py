@@ -235,7 +235,7 @@ def test_first_pass_waits_for_the_end_of_quiet_hours(configuration: Configuratio
 
     settings = quiet_settings(now_s, begin_s=-3600, end_s=2400)
     events, _ = run_with_script(replace(configuration, run=settings), waits=3, on_wait=on_wait, clock=lambda: now_s)
-    # Two waits for the end of the quiet hours, and one for the next pass.
+    # The run waits twice for the end of the quiet hours, and once for the next pass.
     assert waits_s == [1800, 600, 1800]
     assert events == ["ready", "passed"]
 

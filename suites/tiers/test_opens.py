@@ -1,4 +1,4 @@
-"""Opens by other programs are counted exactly once, and only those of files in tiers."""
+"""Each open of a file in a tier by another program is counted exactly once, and no other open is counted."""
 
 from __future__ import annotations
 

@@ -40,10 +40,12 @@ def file_row(
     links: int = 1,
     file_id: int = 1,
 ) -> FileRow:
+    """Return a file that has the heat of this number of accesses at the time NOW."""
     return FileRow(file_id, tier, size_bytes, score_of(accesses, at=NOW), pinned, links)
 
 
 def decisions_for(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
+    """Return the decisions of the policy about these files. `limits` are the bytes that each tier may have."""
     return list(decide(rows, tier_limits(*limits), at=NOW, hysteresis=hysteresis))
 
 

@@ -82,7 +82,7 @@ def test_rate_limit_holds_and_pauses_are_short(rate_bytes_per_s: int) -> None:
     count = 50
     for _ in range(count):
         pace.spend(pace.chunk_bytes)
-    # The first chunk is not waited for.
+    # The first chunk passes without a wait.
     assert fake.now_s - 1000.0 == pytest.approx((count - 1) * pace.chunk_bytes / rate_bytes_per_s)
     assert max(fake.pauses_s) <= 0.1
     assert pace.chunk_bytes % (4 * KIB) == 0
@@ -122,7 +122,7 @@ def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
     for offset_bytes, now_s in copied:
         assert offset_bytes <= (now_s - 1000.0) * 100 * KIB + pace.chunk_bytes + 1
     assert len(copied) == 1 + -(-len(data) // pace.chunk_bytes)
-    # The copy and its verification each have the rate.
+    # The rate limit applies to the copy, and then to its verification.
     assert fake.now_s - 1000.0 == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
 
 
