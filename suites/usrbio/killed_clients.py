@@ -26,6 +26,7 @@ def _kill_this_process() -> None:
 
 
 def _run_client(mount: Path, last_step: int) -> None:
+    """Execute the steps of a client up to the number `last_step`, and kill this process."""
     client = RawClient(mount)
     client.hello()
     if last_step == 0:

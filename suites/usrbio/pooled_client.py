@@ -28,6 +28,7 @@ _DIRTY = b"\xa5" * 64
 
 
 def _make_and_check(mount: str, device: cuda.Device, length_bytes: int) -> Iovec:
+    """Create a GPU iov, check that its first and its last bytes are zeros, and overwrite them."""
     iov = usrbio.make_gpu_iovec(mount, length_bytes=length_bytes)
     with cuda.borrow(device, iov.address, length_bytes=length_bytes) as memory:
         for offset in (0, length_bytes - len(_DIRTY)):

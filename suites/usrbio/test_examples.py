@@ -50,6 +50,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def agent(tmp_path: Path, seed: int) -> Iterator[AgentProcess]:
+    """Yield a running agent. After the case, check that no link of an iov and no shared memory is left."""
     (tmp_path / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     with AgentProcess(tmp_path) as agent_process:
         yield agent_process
@@ -100,7 +101,7 @@ def wait_for_listener(exporter: subprocess.Popen[bytes], socket_path: Path) -> N
     """Wait until the kernel's table of sockets has a listener at this path."""
     from pathlib import Path
 
-    # __SO_ACCEPTCON of the kernel.
+    # The flag __SO_ACCEPTCON of the kernel, as the table has it.
     listening_flag = "00010000"
     while exporter.poll() is None:
         for line in Path("/proc/net/unix").read_text().splitlines():

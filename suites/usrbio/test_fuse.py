@@ -78,6 +78,7 @@ def start_agent(folders: tuple[Path, Path]) -> AgentProcess:
 
 @pytest.fixture
 def agent(folders: tuple[Path, Path]) -> Iterator[AgentProcess]:
+    """Yield a running agent. After its end, check that it has unmounted and has removed its semaphores."""
     with start_agent(folders) as agent_process:
         semaphores = submit_semaphores(folders[0])
         yield agent_process

@@ -147,7 +147,7 @@ def test_running_server_holds_the_lock(server: EmbeddedServer, mount: AgentMount
 
 
 def test_earlier_server_that_does_not_end_is_reported(server: EmbeddedServer, mount: AgentMount) -> None:
-    """The case takes 20 s, the time for which an agent waits."""
+    """The case takes 20 s, because an agent waits so long for the end of an earlier server."""
     with held_server_lock(mount):
         descriptors = set(Path("/proc/self/fd").iterdir())
         with pytest.raises(BrokenResource, match="the storage server of an earlier agent does not end") as error:
@@ -163,7 +163,7 @@ def test_earlier_server_that_does_not_end_is_reported(server: EmbeddedServer, mo
 def test_server_whose_start_hangs_is_killed_and_reported(
     server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The case takes 30 s, the time for which an agent waits."""
+    """The case takes 30 s, because an agent waits so long for the start of its server."""
     # Python imports this module at the start of the child.
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(300)\n")
     with monkeypatch.context() as environment:
