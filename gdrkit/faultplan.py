@@ -11,6 +11,7 @@ The first line of a plan is ``gdrkit-faults 1``. Each further line is one rule, 
     wc.rdma_write      call=*     status=12
     cufile.route       call=*     route=nvfs
     ibv_post_send      call=*     stop=/tmp/run/stop
+    wc.rdma_read       call=*     status=12  nic=twin2
 
 A rule is for a *point*: an API function, or a named step inside a twin, such as the completion of a work request
 (``wc.rdma_write``). This parser knows only the prefixes of functions. A twin reports an unknown function when the
@@ -68,6 +69,10 @@ _ERRNO_NAMES = frozenset(
 _COMPLETION_FAULT_POINTS = tuple(
     f"wc.{name}{suffix}" for name in ("send", "rdma_write", "rdma_read") for suffix in ("", ".landed")
 )
+# Points whose calls belong to a NIC, so that a rule can be for the calls of one NIC.
+_NIC_FAULT_POINTS = frozenset(
+    ["ibv_reg_mr", "ibv_reg_dmabuf_mr", *(name for name in _COMPLETION_FAULT_POINTS if ".rdma_" in name)]
+)
 _CUFILE_IO_FAULT_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_FAULT_POINT = "cufile.route"
 # The lowest status that a rule can set, for points where it is not 1. An asynchronous cuFile transfer can complete with
@@ -97,6 +102,8 @@ class FaultRule:
 
     If the file `stop` exists at the beginning of a call, the twin renames it to ``<stop>.<process id>`` and stops the
     process with SIGSTOP.
+
+    With a `nic`, the rule applies only to calls that belong to the NIC of this name.
     """
 
     point: str
@@ -107,6 +114,7 @@ class FaultRule:
     delay_us: int = 0
     hold: str = ""
     stop: str = ""
+    nic: str = ""
 
 
 def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
@@ -159,7 +167,8 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
     values: dict[str, Any] = {}
     for word in words[1:]:
         word_key, equals, text = word.partition("=")
-        if not equals or word_key in values or word_key not in {"call", key, "delay_us", "hold", "stop"}:
+        allowed_keys = {"call", key, "delay_us", "hold", "stop", *(["nic"] if point in _NIC_FAULT_POINTS else [])}
+        if not equals or word_key in values or word_key not in allowed_keys:
             raise _malformed(name, line_number, f"'{word}' is not expected here")
         if word_key == "status":
             minimum, maximum = _status_limits(point)
@@ -170,7 +179,7 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
             values[word_key] = parse(text)
         if values[word_key] is None:
             raise _malformed(name, line_number, f"'{word}': expected {expected}")
-    if "call" not in values or len(values) == 1:
+    if "call" not in values or not values.keys() - {"call", "nic"}:
         raise _malformed(
             name, line_number, f"expected '{point} call=... {key}=..., delay_us=..., hold=... or stop=...'"
         )
@@ -184,6 +193,7 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
         delay_us=values.get("delay_us", 0),
         hold=values.get("hold", ""),
         stop=values.get("stop", ""),
+        nic=values.get("nic", ""),
     )
 
 
@@ -256,6 +266,7 @@ _PARSERS: dict[str, tuple[Callable[[str], object], str]] = {
     "route": (_parse_route, "p2p, nvfs or posix after route="),
     "delay_us": (_parse_delay_us, f"a number from 1 to {_DELAY_US_MAX} after delay_us="),
     "hold": (_parse_absolute_path, "the absolute path of a file after hold="),
+    "nic": (lambda text: text or None, "the name of a NIC after nic="),
     "stop": (_parse_absolute_path, "the absolute path of a file after stop="),
 }
 
@@ -267,7 +278,7 @@ def _malformed(name: str, line: int, detail: str) -> ApiError:
 def _error(errno_value: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
     """Return the error of a plan. A `line` of 0 means the whole file."""
     advice = f"fix line {line} of the plan" if line else "name a file that can be read"
-    effects = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE"
+    effects = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE|nic=NAME"
     return ApiError(
         api=Api.TWINS,
         operation="read fault plan",

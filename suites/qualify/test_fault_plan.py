@@ -28,6 +28,7 @@ VALID_PLANS = {
     "stopped": "ibv_reg_mr call=* stop=/no/such/file\n",
     "after the transfer": "wc.rdma_read.landed call=1 status=12\n",
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
+    "of one NIC": "ibv_reg_dmabuf_mr call=* errno=14 nic=twin1\nwc.rdma_read nic=twin0 call=* delay_us=5\n",
 }
 # For each plan: its rules, and the line of the error. The header is line 1.
 MALFORMED_PLANS = {
@@ -55,6 +56,10 @@ MALFORMED_PLANS = {
     "stop twice": ("ibv_reg_mr call=1 stop=/a stop=/b\n", 2),
     "word too much": ("ibv_reg_mr call=1 errno=14 please\n", 2),
     "blank inside": ("ibv_reg_mr call= 1 errno=14\n", 2),
+    "NIC of a call without NIC": ("ibv_open_device call=1 errno=14 nic=twin0\n", 2),
+    "NIC empty": ("ibv_reg_mr call=1 errno=14 nic=\n", 2),
+    "NIC twice": ("ibv_reg_mr call=1 errno=14 nic=a nic=b\n", 2),
+    "NIC without effect": ("ibv_reg_mr call=1 nic=twin0\n", 2),
     "third line": ("ibv_reg_mr call=1 errno=14\n\nibv_reg_mr call=x errno=14\n", 4),
 }
 

@@ -19,6 +19,7 @@ enum class Access { read, write };
 // keep them alive.
 struct Operand {
     std::vector<std::span<std::byte>> spans;
+    std::vector<ViewedBytes> viewed; // of a destination: the bytes of which the GPU has a view
     std::vector<std::shared_ptr<void>> owners;
     bool is_pageable = false;     // unregistered host memory, which the driver copies through a staging buffer
     bool is_host = false;         // host memory, registered or not
@@ -31,6 +32,15 @@ bool has_access(const Range& range, const Context& context, Access access) {
     }
     const int needed = access == Access::read ? access_read : access_read_write;
     return (access_of(range, context.device) & needed) == needed;
+}
+
+void add_span(const Range& range, std::uint64_t address, std::uint64_t length_bytes, Access access, Operand* operand) {
+    const std::span<std::byte> bytes(range.bytes(address), length_bytes);
+    std::byte* const view = range.memory ? range.memory->view_of(bytes.data()) : nullptr;
+    if (view != nullptr && access == Access::write) {
+        operand->viewed.push_back({bytes, view});
+    }
+    operand->spans.push_back(view != nullptr && access == Access::read ? std::span(view, length_bytes) : bytes);
 }
 
 // Resolve an address range to spans. It must lie in one allocation or, because a program may map VMM memory side by
@@ -47,7 +57,7 @@ Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const C
         if (chunk_end < end && range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
-        operand->spans.emplace_back(range->bytes(position), chunk_end - position);
+        add_span(*range, position, chunk_end - position, access, operand);
         operand->owners.push_back(range);
         operand->is_host |= range->is_host();
         operand->has_sync_memops |= range->sync_memops.load();
@@ -76,6 +86,7 @@ Result resolve_operand(std::uint64_t address, std::uint64_t length_bytes, const 
 }
 
 void copy_spans(const Operand& to, const Operand& from) {
+    const auto lock = lock_views();
     std::size_t source_index = 0, source_offset = 0;
     for (const std::span<std::byte> target : to.spans) {
         record_bytes(target.size());
@@ -91,6 +102,7 @@ void copy_spans(const Operand& to, const Operand& from) {
             }
         }
     }
+    std::ranges::for_each(to.viewed, show);
 }
 
 // Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
@@ -176,20 +188,20 @@ struct Fill {
 };
 
 void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_bytes) {
+    const auto lock = lock_views();
     std::byte pattern[4];
     std::memcpy(pattern, &value, sizeof pattern);
-    if (width_bytes == 1) {
-        for (const std::span<std::byte> span : to.spans) {
-            std::ranges::fill(span, pattern[0]);
-        }
-        return;
-    }
     std::uint64_t offset = 0;
     for (const std::span<std::byte> span : to.spans) {
+        if (width_bytes == 1) {
+            std::ranges::fill(span, pattern[0]);
+            continue;
+        }
         for (std::byte& byte : span) {
             byte = pattern[offset++ % width_bytes];
         }
     }
+    std::ranges::for_each(to.viewed, show);
 }
 
 // if_required: the call waits for the memset in the cases in which the real driver's synchronous memset waits.

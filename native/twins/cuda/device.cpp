@@ -13,6 +13,7 @@
 
 #include "cuda/entry.hpp"
 #include "cuda/visible_devices.hpp"
+#include "model/config.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
@@ -67,7 +68,6 @@ constexpr AttributeValue attribute_values[] = {
     {device_memory_pools_supported, 1},
     {device_gpu_direct_rdma_supported, 1},
     {device_flush_writes_options, 1},
-    {device_writes_ordering, 100},
     {device_dmabuf_supported, 1},
     {device_numa_id, -1},
 };
@@ -75,6 +75,9 @@ constexpr AttributeValue attribute_values[] = {
 int attribute_of(Device device, int attribute) {
     if (attribute == device_pci_bus_id) {
         return first_pci_bus + physical_of(device);
+    }
+    if (attribute == device_writes_ordering) {
+        return config().writes_ordering;
     }
     const auto* const found = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
     return found == std::end(attribute_values) ? 0 : found->value;

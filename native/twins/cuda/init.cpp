@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/entry.hpp"
+#include "cuda/gpu_view.hpp"
 #include "cuda/stream.hpp"
 #include "cuda/visible_devices.hpp"
 #include "model/config.hpp"
@@ -97,10 +98,12 @@ GDRKIT_CUDA_ENTRY Result cuDriverGetVersion(int* version) {
 
 GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
     return entry_in_context("cuFlushGPUDirectRDMAWrites", [&](const ContextRef&) {
-        // The verbs twin writes the data to memory before it reports the completion, so nothing is left to flush.
-        const bool is_valid =
-            target == flush_current_context && (scope == flush_to_owner || scope == flush_to_all_devices);
-        return is_valid ? success : invalid_value;
+        if (target != flush_current_context || (scope != flush_to_owner && scope != flush_to_all_devices)) {
+            return invalid_value;
+        }
+        // The verbs twin writes the data to memory before it reports the completion. Only a view may lack it.
+        flush_remote_writes();
+        return success;
     });
 }
 

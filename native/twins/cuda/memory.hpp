@@ -6,12 +6,14 @@
 #include <initializer_list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
 #include "cuda/arena.hpp"
 #include "cuda/context.hpp"
 #include "cuda/cuda_abi.hpp"
+#include "cuda/gpu_view.hpp"
 #include "model/sockets.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -34,6 +36,8 @@ public:
     [[nodiscard]] std::byte* data() const { return data_; }
     [[nodiscard]] std::uint64_t length_bytes() const { return length_bytes_; }
     [[nodiscard]] Device device() const { return device_; }
+    // Return the byte that the GPU sees in place of this byte of data(), or nullptr if it sees data() itself.
+    [[nodiscard]] std::byte* view_of(const std::byte* byte) const { return view_ ? view_->at(byte) : nullptr; }
 
 private:
     Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner);
@@ -42,7 +46,8 @@ private:
     std::byte* data_;
     std::uint64_t length_bytes_; // a multiple of the page size
     Device device_;
-    bool is_owner_; // the bytes count as used in this process
+    bool is_owner_;               // the bytes count as used in this process
+    std::optional<GpuView> view_; // of memory that this process owns
 };
 using MemoryRef = std::shared_ptr<Memory>;
 

@@ -73,9 +73,14 @@ std::byte* map_shared(int fd, std::uint64_t length_bytes) {
 } // namespace
 
 Memory::Memory(Fd fd, std::byte* data, std::uint64_t length_bytes, Device device, bool is_owner)
-    : fd_(std::move(fd)), data_(data), length_bytes_(length_bytes), device_(device), is_owner_(is_owner) {}
+    : fd_(std::move(fd)), data_(data), length_bytes_(length_bytes), device_(device), is_owner_(is_owner) {
+    if (is_owner) {
+        view_.emplace(data, length_bytes);
+    }
+}
 
 Memory::~Memory() {
+    view_.reset();
     munmap(data_, length_bytes_);
     if (is_owner_) {
         uncharge(device_, length_bytes_, std::move(fd_));

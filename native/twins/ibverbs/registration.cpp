@@ -147,6 +147,16 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
                                         : make_cuda_memory(iova, length, memory);
 }
 
+// Count a registration with the NIC of the protection domain, and return the errno that the fault plan injects.
+std::optional<int> registration_fault(std::string_view function, const ibv_pd* pd) {
+    // The handle of a caller may be invalid, and then the call belongs to no NIC.
+    if (!is_alive("ibv_pd", pd)) {
+        return injected_fault(function);
+    }
+    const std::string_view nic = pd->context->device->name;
+    return injected_fault(function, {&nic, 1});
+}
+
 } // namespace
 
 ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
@@ -175,7 +185,7 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
-    if (const auto fault = injected_fault("ibv_reg_mr")) {
+    if (const auto fault = registration_fault("ibv_reg_mr", pd)) {
         return fail_null(*fault);
     }
     return register_memory(pd, addr, length, reinterpret_cast<std::uint64_t>(addr), static_cast<unsigned>(access));
@@ -195,7 +205,7 @@ ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64
     // verbs.h expands ibv_reg_mr to a call of this function if the access flags are not a constant, as in pyverbs. A
     // rule of a fault plan for ibv_reg_mr must apply to such a call too.
     if (iova == reinterpret_cast<std::uint64_t>(addr)) {
-        if (const auto fault = injected_fault("ibv_reg_mr")) {
+        if (const auto fault = registration_fault("ibv_reg_mr", pd)) {
             return fail_null(*fault);
         }
     }
@@ -204,7 +214,7 @@ ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64
 
 ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd,
                           int access) {
-    if (const auto fault = injected_fault("ibv_reg_dmabuf_mr")) {
+    if (const auto fault = registration_fault("ibv_reg_dmabuf_mr", pd)) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd)) {

@@ -100,6 +100,21 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
     }
 }
 
+// Count a request, and return the status that the fault plan injects. The request belongs to the NIC of the requester
+// and to that of the responder, if the responder is on this machine.
+std::optional<int> fault_of_path(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
+    if (!site->has_rule()) {
+        return injected_fault(site);
+    }
+    std::array<std::string_view, 2> nics = {requester.abi.name, requester.abi.name};
+    for (unsigned index = 0; index < device_count(); ++index) {
+        if (std::memcmp(&device_at(index).gid, &attr.ah_attr.grh.dgid, sizeof(ibv_gid)) == 0) {
+            nics[1] = device_at(index).abi.name;
+        }
+    }
+    return injected_fault(site, nics);
+}
+
 // Return whether the chunk consumes a receive request of the peer, so that the peer may not be ready for it.
 bool needs_receive(const wire::Request& request) {
     return request.opcode == wire::Opcode::send ? request.chunk_offset_bytes == 0
@@ -219,7 +234,7 @@ bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultS
 // Check a request. Return the status with which it fails, or IBV_WC_SUCCESS.
 ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
     if (site != nullptr) {
-        if (const auto fault = injected_fault(site)) {
+        if (const auto fault = fault_of_path(site, *context_->device, attr)) {
             return static_cast<ibv_wc_status>(*fault);
         }
     }
@@ -356,7 +371,7 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
     if (is_last_chunk(chunk.request)) {
         requester.pending_data_response_count -= returns_data(work.opcode) ? 1 : 0;
         if (FaultSites* const sites = find_fault_sites(work.opcode); sites != nullptr) {
-            if (const auto fault = injected_fault(&sites->landed)) {
+            if (const auto fault = fault_of_path(&sites->landed, *context_->device, attr)) {
                 requester.error = static_cast<ibv_wc_status>(*fault);
                 return;
             }

@@ -20,6 +20,12 @@ constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
+// A rule for such a point may have nic=.
+constexpr FaultPoint of_nic(FaultPoint point) {
+    point.has_nic = true;
+    return point;
+}
+
 // Every implemented function that can fail, and the points of a completion (wc.*). Clients call some of the functions
 // through the tables of function pointers in a context; these are not exported symbols.
 constexpr std::array points = {
@@ -63,8 +69,8 @@ constexpr std::array points = {
     errno_point("ibv_query_port"),
     errno_point("ibv_query_qp"),
     errno_point("ibv_query_srq"),
-    errno_point("ibv_reg_dmabuf_mr"),
-    errno_point("ibv_reg_mr"),
+    of_nic(errno_point("ibv_reg_dmabuf_mr")),
+    of_nic(errno_point("ibv_reg_mr")),
     errno_point("ibv_reg_mr_iova"),
     errno_point("ibv_reg_mr_iova2"),
     errno_point("ibv_resize_cq"),
@@ -87,10 +93,10 @@ constexpr std::array points = {
     errno_point("ibv_post_send"),
     errno_point("ibv_post_srq_recv"),
     errno_point("ibv_req_notify_cq"),
-    status_point("wc.rdma_read"),
-    status_point("wc.rdma_read.landed"),
-    status_point("wc.rdma_write"),
-    status_point("wc.rdma_write.landed"),
+    of_nic(status_point("wc.rdma_read")),
+    of_nic(status_point("wc.rdma_read.landed")),
+    of_nic(status_point("wc.rdma_write")),
+    of_nic(status_point("wc.rdma_write.landed")),
     status_point("wc.send"),
     status_point("wc.send.landed"),
 };
@@ -111,14 +117,14 @@ const std::string& session_error() {
     return *error;
 }
 
-std::optional<int> injected_fault(std::string_view point) {
+std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics) {
     session_error();
-    return twin::injected_fault(point);
+    return twin::injected_fault(point, nics);
 }
 
-std::optional<int> injected_fault(FaultSite* site) {
+std::optional<int> injected_fault(FaultSite* site, std::span<const std::string_view> nics) {
     session_error();
-    return site->injected_fault();
+    return site->injected_fault(nics);
 }
 
 } // namespace gdrkit::twin::verbs

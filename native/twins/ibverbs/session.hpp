@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -16,10 +17,11 @@ namespace gdrkit::twin::verbs {
 const std::string& session_error();
 
 // Count a call of this function and return the errno (for wc.* the status) that the fault plan injects, if any.
-std::optional<int> injected_fault(std::string_view point);
+// `nics` are the names of the NICs to which the call belongs.
+std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 
 // Like the function above, for a fault point of a function that is called often.
-std::optional<int> injected_fault(FaultSite* site);
+std::optional<int> injected_fault(FaultSite* site, std::span<const std::string_view> nics = {});
 
 // For functions that return nullptr and set errno.
 inline std::nullptr_t fail_null(int error) {

@@ -135,6 +135,8 @@ Config read_config() {
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.max_delay_us, 10'000'000));
     config.late_share_percent =
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_SHARE", config.late_share_percent, 100));
+    config.writes_ordering =
+        static_cast<int>(read_number(&config, "GDRKIT_TWINS_WRITES_ORDERING", config.writes_ordering, 200));
     if (const char* path = std::getenv("GDRKIT_TWINS_FAULTS"); path != nullptr) {
         config.fault_plan_path = path;
     }

@@ -34,9 +34,13 @@ struct Rule {
     std::uint64_t last_call = UINT64_MAX;
     std::optional<int> code; // result of the call; empty: the call is carried out
     std::chrono::microseconds delay{0};
+    std::string nic;       // name of the NIC whose calls the rule is for; empty: the calls of all NICs
     std::string hold_file; // path of a file; the call waits while it exists. Empty: the rule holds no call
     std::string stop_file; // path of the trigger file; empty: the rule stops no process
 
+    bool applies_to(std::uint64_t call, std::span<const std::string_view> nics) const {
+        return first_call <= call && call <= last_call && (nic.empty() || std::ranges::find(nics, nic) != nics.end());
+    }
     bool is_delayed() const { return delay.count() != 0 || !hold_file.empty(); }
     bool has_effect() const { return code || is_delayed() || !stop_file.empty(); }
 };
@@ -214,6 +218,11 @@ std::string parse_rule(const Faults& state, const std::vector<std::string>& word
             if (!rule.hold_file.starts_with('/')) {
                 return "'" + words[index] + "': expected the absolute path of a file after hold=";
             }
+        } else if (word.starts_with("nic=") && point->second.has_nic && rule.nic.empty()) {
+            rule.nic = word.substr(4);
+            if (rule.nic.empty()) {
+                return "'" + words[index] + "': expected the name of a NIC after nic=";
+            }
         } else if (word.starts_with("stop=") && rule.stop_file.empty()) {
             rule.stop_file = word.substr(5);
             if (!rule.stop_file.starts_with('/')) {
@@ -359,14 +368,14 @@ std::string replace_faults(std::string_view plan) {
     return set_plan(&state, plan);
 }
 
-std::optional<int> injected_fault(std::string_view point) {
+std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics) {
     Faults& state = faults();
     std::unique_lock lock(state.mutex);
     FaultCount& count = find_or_add_count(&state, point);
     const std::uint64_t call = ++count.call_count - count.call_count_before_plan; // counted from 1
     if (const auto rules = state.plan.rules.find(point); rules != state.plan.rules.end()) {
         for (const Rule& rule : rules->second) {
-            if (rule.first_call <= call && call <= rule.last_call) {
+            if (rule.applies_to(call, nics)) {
                 return apply_rule(&state, &lock, point, rule);
             }
         }
@@ -380,9 +389,9 @@ FaultSite::FaultSite(std::string_view point) : point_(point) {
     count_ = &find_or_add_count(&state, point);
 }
 
-std::optional<int> FaultSite::injected_fault() {
+std::optional<int> FaultSite::injected_fault(std::span<const std::string_view> nics) {
     if (has_rule()) {
-        return twin::injected_fault(point_);
+        return twin::injected_fault(point_, nics);
     }
     ++count_->call_count;
     return std::nullopt;

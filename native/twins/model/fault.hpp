@@ -18,7 +18,8 @@ struct FaultPoint {
     std::string_view name;
     FaultKind kind;
     int code_max = 4095;
-    int code_min = 1; // 0 for a point whose rule may report success although the call does nothing
+    int code_min = 1;     // 0 for a point whose rule may report success although the call does nothing
+    bool has_nic = false; // a rule may have nic=, because each call belongs to one or two NICs
 };
 
 // Declare the fault points of this library and the name prefixes that it owns, and read the plan named by the
@@ -31,8 +32,9 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
 std::string replace_faults(std::string_view plan);
 
 // Count a call of `point`, delay it if the plan says so, and return the result that the plan injects; nullopt if the
-// call shall be carried out.
-std::optional<int> injected_fault(std::string_view point);
+// call shall be carried out. `nics` are the names of the NICs to which the call belongs: a rule with nic= applies only
+// to calls of that NIC.
+std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 
 // The counter of one fault point. It is never destroyed.
 struct FaultCount;
@@ -42,7 +44,7 @@ class FaultSite {
 public:
     explicit FaultSite(std::string_view point);
     // Like the function injected_fault of this point.
-    std::optional<int> injected_fault();
+    std::optional<int> injected_fault(std::span<const std::string_view> nics = {});
     // Return whether the current plan has a rule for this point.
     [[nodiscard]] bool has_rule() const;
 

@@ -168,7 +168,8 @@ void test_import_of_parts_needs_live_owner() {
 }
 
 void test_plan_injects_failures() {
-    const FaultPoint points[] = {{"ibv_reg_mr", FaultKind::errno_value}, {"wc.send", FaultKind::status}};
+    const FaultPoint points[] = {{.name = "ibv_reg_mr", .kind = FaultKind::errno_value, .has_nic = true},
+                                 {.name = "wc.send", .kind = FaultKind::status}};
     const std::string_view prefixes[] = {"ibv_", "wc."};
     CHECK(load_faults(points, prefixes).empty());
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=2-3 errno=EFAULT # why\nwc.send call=* status=12\n"
@@ -207,6 +208,16 @@ void test_plan_holds_calls_while_a_file_exists() {
     CHECK(unlink(file.c_str()) == 0);
     held.join();
     CHECK(has_ended && replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 hold=here\n").starts_with("line 2: "));
+}
+
+void test_rule_applies_to_the_calls_of_its_nic() {
+    const std::string_view nics[] = {"twin0", "twin2"};
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=* errno=EFAULT nic=twin2\n").empty());
+    CHECK(injected_fault("ibv_reg_mr", nics) == EFAULT && !injected_fault("ibv_reg_mr", std::span(nics, 1)) &&
+          !injected_fault("ibv_reg_mr"));
+    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12 nic=twin2\n").starts_with("line 2: "));
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=* nic=twin2\n").starts_with("line 2: "));
+    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty());
 }
 
 void test_malformed_plan_is_rejected() {
@@ -440,6 +451,7 @@ int main() {
     test_plan_injects_failures();
     test_plan_holds_calls_while_a_file_exists();
     test_plan_delays_calls();
+    test_rule_applies_to_the_calls_of_its_nic();
     test_malformed_plan_is_rejected();
     test_ledger_counts_live_handles();
     test_control_service_with_untrusted_peers();

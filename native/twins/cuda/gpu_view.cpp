@@ -1,0 +1,66 @@
+// Creates the views, and updates them at flushes.
+#include "cuda/gpu_view.hpp"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <set>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// GPU_DIRECT_RDMA_WRITES_ORDERING from which on the owner of the memory needs no flush.
+constexpr int ordering_owner = 100;
+
+struct Views {
+    std::mutex mutex;
+    std::set<GpuView*> all;
+};
+
+// Never destroyed, because a thread of a stream may copy while the process exits.
+Views& views() {
+    static auto* const instance = new Views;
+    return *instance;
+}
+
+} // namespace
+
+GpuView::GpuView(std::byte* memory, std::uint64_t length_bytes) : memory_(memory), length_bytes_(length_bytes) {
+    if (config().writes_ordering >= ordering_owner) {
+        return;
+    }
+    void* const pages = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages != MAP_FAILED) {
+        bytes_ = static_cast<std::byte*>(pages);
+        std::lock_guard lock(views().mutex);
+        views().all.insert(this);
+    }
+}
+
+GpuView::~GpuView() {
+    if (bytes_ != nullptr) {
+        std::lock_guard lock(views().mutex);
+        views().all.erase(this);
+        munmap(bytes_, length_bytes_);
+    }
+}
+
+std::unique_lock<std::mutex> lock_views() {
+    return config().writes_ordering >= ordering_owner ? std::unique_lock<std::mutex>()
+                                                      : std::unique_lock(views().mutex);
+}
+
+void show(const ViewedBytes& written) {
+    std::memcpy(written.view, written.bytes.data(), written.bytes.size());
+}
+
+void flush_remote_writes() {
+    const auto lock = lock_views();
+    for (const GpuView* const view : views().all) {
+        std::memcpy(view->bytes_, view->memory_, view->length_bytes_);
+    }
+}
+
+} // namespace gdrkit::twin::cuda

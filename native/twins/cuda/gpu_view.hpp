@@ -1,0 +1,50 @@
+// What a GPU sees of its memory, if its attribute GPU_DIRECT_RDMA_WRITES_ORDERING says that writes of a NIC need a
+// flush. A NIC writes to the memory, and the work of a stream reads the view, which gets these bytes at a flush only.
+// So a program that leaves the flush out always reads old data. With other orderings, memory has no view.
+//
+// Only the process that allocated the memory has a view of it. A process that imports the memory reads it directly.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+
+namespace gdrkit::twin::cuda {
+
+class GpuView {
+public:
+    // Make the view of new memory, which is zero, if GPUs need flushes.
+    GpuView(std::byte* memory, std::uint64_t length_bytes);
+    GpuView(const GpuView&) = delete;
+    GpuView& operator=(const GpuView&) = delete;
+    ~GpuView();
+
+    // Return the byte of the view for this byte of the memory, or nullptr if there is no view.
+    [[nodiscard]] std::byte* at(const std::byte* byte) const {
+        return bytes_ == nullptr ? nullptr : bytes_ + (byte - memory_);
+    }
+
+private:
+    friend void flush_remote_writes();
+    std::byte* memory_;
+    std::uint64_t length_bytes_;
+    std::byte* bytes_ = nullptr;
+};
+
+// Bytes of memory that the GPU writes, and the same bytes of its view.
+struct ViewedBytes {
+    std::span<std::byte> bytes;
+    std::byte* view;
+};
+
+// Locks all views while a copy reads or changes them, if there are views.
+std::unique_lock<std::mutex> lock_views();
+
+// Show the GPU what it has just written.
+void show(const ViewedBytes& written);
+
+// Show all bytes that NICs have written.
+void flush_remote_writes();
+
+} // namespace gdrkit::twin::cuda
