@@ -1,5 +1,5 @@
 # ruff: noqa: FBT001 - click calls commands by the names of their options.
-"""The commands that examine a machine: ``gdrkit facts``, ``topology``, ``doctor`` and ``explain``.
+"""The commands that examine a machine: ``gdrkit facts``, ``topology``, ``doctor``, ``reach`` and ``explain``.
 
 :mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
@@ -123,6 +123,50 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
     return int(ExitCode.FAILED) if diagnosis.of(Verdict.FAIL) else 0
 
 
+@click.command(
+    epilog=(
+        "\b\nExamples:\n  gdrkit reach\n  gdrkit reach --json\n  gdrkit reach --balance 10\n\n"
+        "\b\nExit codes:\n"
+        "  0 every NIC reaches every GPU\n"
+        "  1 a NIC does not reach a GPU, and gdrkit does not use it for this GPU, or --balance found a slow NIC\n"
+        "  2 wrong usage\n"
+        "  3 a library is missing\n"
+        "  4 there is no GPU, or no NIC with an active port"
+    ),
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the measurements as JSON.")
+@click.option(
+    "--balance",
+    "balance_s",
+    type=click.FloatRange(0, 3600),
+    default=0.0,
+    metavar="SECONDS",
+    help="Then transfer between all GPUs and all NICs at once, and show the share of each NIC.",
+)
+def reach(as_json: bool, balance_s: float) -> int:
+    """Measure which NICs reach which GPUs, and store it for the programs that choose NICs.
+
+    For each GPU and each pair of NICs, a page of the GPU is registered, written and read through the NICs. Every byte
+    and the counters of both ports are compared. The path is "loopback" if both ends are one NIC, and "wire" otherwise.
+    """
+    from gdrkit.inventory.reach import measure_machine
+    from gdrkit.report.reach import describe_reach, reach_as_json
+    from gdrkit.report.routes import why_not_hardware
+    from gdrkit.report.substrate import substrates_of_facts
+
+    results, balance = measure_machine(balance_s=balance_s)
+    substrates = substrates_of_facts(_choose_machine(None).facts) if results else {}
+    caveat = why_not_hardware({api: substrate.value for api, substrate in substrates.items()})
+    write = reach_as_json if as_json else describe_reach
+    click.echo(write(results, balance, caveat=caveat), nl=not as_json)
+    if not results:
+        return int(ExitCode.NOTHING_PROVEN)
+    pairs = {(result.gpu_uuid, result.nic) for result in results}
+    reached = {(result.gpu_uuid, result.nic) for result in results if result.moved}
+    is_slow = balance is not None and bool(balance.slow_nics)
+    return int(ExitCode.PROVEN if reached == pairs and not is_slow else ExitCode.FAILED)
+
+
 @click.command(epilog="\b\nExamples:\n  gdrkit explain\n  gdrkit explain acs-redirect")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: one object, or without CODE a list of all causes.")
 @click.argument("code", required=False)
@@ -150,4 +194,4 @@ def _choose_machine(
     return inventory.this_machine(query_apis=query_apis, record=record, run_experiments=run_experiments and query_apis)
 
 
-COMMANDS = (facts, topology, doctor, explain)
+COMMANDS = (facts, topology, doctor, reach, explain)

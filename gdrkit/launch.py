@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from gdrkit import __version__
 from gdrkit.errors import Api, Reason, SetupMissing, UsageError
 from gdrkit.faultplan import read_plan
-from gdrkit.host import HostTree, habana_accelerators, nvidia_gpus, rdma_devices
+from gdrkit.host import STATE_VARIABLE, HostTree, habana_accelerators, nvidia_gpus, rdma_devices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -219,6 +219,8 @@ def with_state(
         The file into which the twins of the child and its descendants write.
     """
     extended = {**child_environment, USAGE_VARIABLE: str(usage_file)}
+    # A domain is like a machine of its own, so what gdrkit learns about it must not mix with this machine.
+    extended.setdefault(STATE_VARIABLE, str(state / "gdrkit"))
     _set_paths(extended, "LD_PRELOAD", [])
     _show_devices(extended, launch, str(state))
     return extended

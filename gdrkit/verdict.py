@@ -1,13 +1,14 @@
-"""The four verdicts of test cases and of the doctor's rules, and the limit below which a difference is noise.
+"""The verdicts of test cases and of the doctor's rules, the states of routes, and the limit below which a difference is
+noise.
 
-There are no other verdicts. A result that was not observed is never reported as a pass.
+There are no other verdicts and states. A result that was not observed is never reported as a pass.
 """
 
 from __future__ import annotations
 
 import enum
 
-__all__ = ["NOISE_PERCENT", "Verdict"]
+__all__ = ["NOISE_PERCENT", "RouteOutcome", "Verdict"]
 
 # A smaller relative difference of two measurements is noise, in percent. gdrkit.report.noise uses a larger limit if the
 # rounds of a measurement differ more from each other.
@@ -25,3 +26,16 @@ class Verdict(enum.Enum):
     FAIL = "fail"
     NOT_RUN = "not_run"
     UNPROVEN = "unproven"
+
+
+class RouteOutcome(enum.Enum):
+    """The state of a route on this machine.
+
+    PROVEN: the right bytes took it, and counters show that. UNPROVEN: nothing shows it. FELL_BACK: the bytes took
+    another route. NOT_POSSIBLE: an attempt failed, and the cause is known.
+    """
+
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    FELL_BACK = "fell_back"
+    NOT_POSSIBLE = "not_possible"

@@ -1,11 +1,10 @@
-"""Readers of evidence: libraries, file descriptors, kernel device interfaces, RDMA port counters, kernel log.
+"""Readers of evidence: libraries, file descriptors, kernel device interfaces, kernel log.
 
 This package only reports observations. :mod:`gdrkit.report.substrate` derives from them on which substrate an API ran.
 """
 
 from __future__ import annotations
 
-from gdrkit.evidence.counters import PortCounters, counters
 from gdrkit.evidence.descriptors import descriptors, device_nodes
 from gdrkit.evidence.elf import ElfFile, ElfNote, parse_elf, read_elf
 from gdrkit.evidence.genuine_files import DeviceNode
@@ -28,9 +27,7 @@ __all__ = [
     "KernelEvidence",
     "KernelLog",
     "LoadedLibrary",
-    "PortCounters",
     "RdmaEvidence",
-    "counters",
     "describe_library",
     "descriptors",
     "device_nodes",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from gdrkit import serialization
 from gdrkit.errors import UsageError
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute
+from gdrkit.verdict import RouteOutcome
 
 if TYPE_CHECKING:
     import enum
+
+    from gdrkit.registration import Reach
 
 __all__ = ["Evidence"]
 
@@ -107,9 +111,18 @@ class Evidence:
         """Record that the data is correct, but `missing` was not proven. The verdict becomes ``unproven``."""
         self.missing.append(CaseReason(text=missing))
 
-    def route(self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Record the route that the data of this case took. The report uses it only if the case passes."""
-        self.routes.append(_make_claim(device, nic, way, None))
+    def route(
+        self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str, reach: Reach | None = None
+    ) -> None:
+        """Record the route that the data of this case took. The report uses it only if the case passes.
+
+        `reach` is the measurement with port counters. Without it, the case does not prove the route.
+        """
+        claim = _make_claim(device, nic, way, None)
+        if reach is not None:
+            unproven = None if reach.state is RouteOutcome.PROVEN else reach.reason or reach.state.value
+            claim = replace(claim, path=reach.path.value, peer_nic=reach.peer_nic, unproven=unproven)
+        self.routes.append(claim)
 
     def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
         """Record that the data did not take the requested route `way`, and the cause."""

@@ -31,12 +31,15 @@ from gdrkit.host.pci import (
     nvidia_gpus,
     pci_devices,
 )
+from gdrkit.host.port_counters import PortCounters, PortGrowth, port_counters, port_growth, read_port
 from gdrkit.host.private import PrivateFolder
 from gdrkit.host.process import ProcessIdentity, is_running, process_identity, starved_s, this_process
+from gdrkit.host.state import STATE_VARIABLE, state_folder
 from gdrkit.host.tree import DiskFiles, Files, HostTree, Unreadable
 
 __all__ = [
     "DMI_NAMES",
+    "STATE_VARIABLE",
     "AcsControl",
     "BlockDevice",
     "BorrowedHostMemory",
@@ -60,7 +63,9 @@ __all__ = [
     "OpenReports",
     "OpenedFile",
     "PciDevice",
+    "PortCounters",
     "PortFacts",
+    "PortGrowth",
     "PrivateFolder",
     "ProcessIdentity",
     "RdmaDevice",
@@ -93,12 +98,16 @@ __all__ = [
     "pci_devices",
     "pci_distance",
     "pci_path",
+    "port_counters",
+    "port_growth",
     "process_identity",
     "process_limits",
     "raise_open_files_limit",
     "rdma_devices",
+    "read_port",
     "rename_new",
     "starved_s",
+    "state_folder",
     "this_process",
     "virtual_machine",
 ]

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit import pattern, serialization
 from gdrkit.children import join_threads
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
     from gdrkit.registration import Registration
-    from gdrkit.verbs import Completion, Nic, QueuePair, RemoteRange
+    from gdrkit.verbs import Nic
 
 __all__ = ["EXPERIMENTS", "main"]
 
@@ -39,48 +39,8 @@ _FLUSH_ROUNDS = 50
 _COPIES_MIN = 20
 # Seed of the patterns that are transferred. Any value would do.
 _SEED = 0x6D6F76
-_COMPLETION_TIMEOUT_MS = 2000.0
 _COPY_TIMEOUT_S = 10.0
 _PCI_DEVICES = "/sys/bus/pci/devices"
-
-
-class _Loopback:
-    """A loopback: two queue pairs of one NIC, connected to each other, and registered host memory."""
-
-    def __init__(self, nic: Nic) -> None:
-        self._stack = ExitStack()
-        with ExitStack() as stack:
-            queue_pairs = []
-            for _ in range(2):
-                completion_queue = stack.enter_context(nic.completion_queue(depth=16))
-                queue_pairs.append(stack.enter_context(nic.queue_pair(completion_queue)))
-            requester, responder = queue_pairs
-            requester.connect(responder.endpoint())
-            responder.connect(requester.endpoint())
-            self._pair: QueuePair = requester
-            self.data = bytearray(_TRANSFER_BYTES)
-            self._region = stack.enter_context(nic.register_host(self.data))
-            self._stack = stack.pop_all()
-
-    def write(self, remote: RemoteRange) -> Completion:
-        """Write :attr:`data` to `remote` and return the completion."""
-        self._pair.post_write(self._region, remote, work_id=1)
-        return self._pair.wait(_COMPLETION_TIMEOUT_MS)
-
-    def read(self, remote: RemoteRange) -> Completion:
-        """Read from `remote` into :attr:`data` and return the completion."""
-        self._pair.post_read(self._region, remote, work_id=2)
-        return self._pair.wait(_COMPLETION_TIMEOUT_MS)
-
-    def fill(self, seed: int) -> None:
-        """Fill :attr:`data` with the pattern of `seed`."""
-        memoryview(self.data)[:] = pattern.payload(_TRANSFER_BYTES, seed=seed)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
 
 def _try_p2p() -> dict[str, str]:
@@ -94,14 +54,14 @@ def _try_p2p() -> dict[str, str]:
                 nic, device = _open(stack, nic_name, port, index)
                 memory = stack.enter_context(device.allocate(_TRANSFER_BYTES))
                 registered_memory = stack.enter_context(registration.register(memory, [nic]))
-                loopback = stack.enter_context(_Loopback(nic))
+                loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
                 name = f"GPU {index} and {nic_name}"
                 loopback.fill(_SEED)
                 status = loopback.write(registered_memory.remote(nic)).status.name
                 observations[f"RDMA WRITE into {name}"] = _transfer_result(status, memory.read(), _SEED)
                 if status != "SUCCESS":
                     # The queue pair is in the error state, so the read needs a new queue pair.
-                    loopback = stack.enter_context(_Loopback(nic))
+                    loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
                 memory.write(pattern.payload(_TRANSFER_BYTES, seed=_SEED + 1))
                 status = loopback.read(registered_memory.remote(nic)).status.name
                 observations[f"RDMA READ from {name}"] = _transfer_result(status, bytes(loopback.data), _SEED + 1)
@@ -141,7 +101,7 @@ def _try_stale_key() -> dict[str, str]:
         successor.fill(0x5A)
         is_same_address = successor.address == address
         new_buffer_id = successor.buffer_id()
-        loopback = stack.enter_context(_Loopback(nic))
+        loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
         loopback.fill(_SEED)
         status = loopback.write(remote).status.name
         is_reached = successor.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
@@ -168,7 +128,8 @@ def _try_flush() -> dict[str, str]:
             ordering = registration.Ordering.of(device)
             memory, copied_data = stack.enter_context(device.allocate(_TRANSFER_BYTES)), bytearray(_TRANSFER_BYTES)
             registered_memory = stack.enter_context(registration.register(memory, [nic]))
-            loopback, stream = stack.enter_context(_Loopback(nic)), stack.enter_context(device.stream())
+            loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
+            stream = stack.enter_context(device.stream())
             observations[f"writes of NICs are visible to GPU {index}"] = (
                 "without a flush" if not ordering.needs_flush else "after one"
             )

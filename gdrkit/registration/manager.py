@@ -1,12 +1,13 @@
 """Manager of the GPUs, NICs and region caches of one process.
 
-It reports whether direct transfers are possible on this machine, and chooses the NIC for each transfer. A manager is
-either available or unavailable. If it is unavailable, its state contains the reasons, and every use raises an error
-with these reasons as causes.
+It reports whether direct transfers are possible on this machine: a NIC can register the memory of a GPU, and bytes were
+seen to move. It chooses the NIC for each transfer. A manager is either available or unavailable. If it is unavailable,
+its state contains the reasons, and every use raises an error with these reasons as causes.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from gdrkit.host import HostTree
     from gdrkit.registration.lease import Lease
+    from gdrkit.registration.reach import Reach
 
 __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
@@ -49,8 +51,19 @@ class GdrObstacle:
 class GpuState:
     """The state of one GPU.
 
-    `route` is the method by which its memory can be registered with every NIC. If that is not possible, `route` is None
-    and `obstacle` says why. Both are None if the GPU was not tested.
+    Attributes
+    ----------
+    index, uuid, pci_bus_id
+        Number, UUID and PCI address of the GPU.
+    route : RegistrationRoute or None
+        The method by which its memory is registered. None: no NIC reaches it, and `obstacle` says why. Both are None if
+        the GPU was not tested.
+    obstacle : GdrObstacle or None
+        Why no NIC reaches the memory of the GPU.
+    nics : tuple of str
+        Names of the NICs that reach the memory: bytes were written and read through them. Others are not used.
+    reach : tuple of Reach
+        The measurement of every NIC. Its ``cause`` says why a NIC is left out.
     """
 
     index: int
@@ -58,6 +71,8 @@ class GpuState:
     pci_bus_id: str
     route: RegistrationRoute | None
     obstacle: GdrObstacle | None
+    nics: tuple[str, ...] = ()
+    reach: tuple[Reach, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,7 @@ class GdrState:
     Attributes
     ----------
     nics : tuple of str
-        Names of the active NICs. Every registration is made with all of them.
+        Names of the active NICs. :attr:`GpuState.nics` has those that reach a GPU.
     gpus : tuple of GpuState
         States of all requested GPUs.
     obstacles : tuple of GdrObstacle
@@ -80,7 +95,7 @@ class GdrState:
 
     @property
     def available(self) -> bool:
-        """Whether every active NIC can access the memory of at least one GPU."""
+        """Whether a NIC reaches the memory of at least one GPU: a page was written and read, and every byte right."""
         return not self.obstacles
 
 
@@ -97,6 +112,8 @@ class GdrManager:
         Names of the NICs to use. With None, all that have an active port.
     tree : HostTree or None
         The source of the topology in sysfs. With None, this host.
+    placement : Placement or None
+        The choice of NICs. With None, a new one for `tree`.
     regions_max, bytes_max : int
         Limits of the cache of each GPU; see :class:`RegionCache`.
 
@@ -106,7 +123,7 @@ class GdrManager:
         Whether transfers are possible, or why not. Hardware or software that this machine lacks does not raise here: it
         is reported in this state.
     placement : Placement
-        The distances between GPUs and NICs.
+        The choice of NICs.
 
     Raises
     ------
@@ -120,14 +137,17 @@ class GdrManager:
         gpu_indices: Sequence[int] | None = None,
         nic_names: Sequence[str] | None = None,
         tree: HostTree | None = None,
+        placement: Placement | None = None,
         regions_max: int = 1024,
         bytes_max: int = 1024 * GIB,
     ) -> None:
-        self.placement = Placement(tree)
+        self.placement = Placement(tree) if placement is None else placement
         self._close_stack = ReleaseStack()  # Closes the NICs, devices and caches in the reverse order.
         self._nics: tuple[verbs.Nic, ...] = ()
         self._devices: dict[int, cuda.Device] = {}
-        self._caches: dict[int, RegionCache] = {}
+        self._caches_lock = threading.Lock()
+        # The caches of each GPU, by the NICs that they register with. These change when a NIC fails or works again.
+        self._caches: dict[tuple[int, tuple[verbs.Nic, ...]], RegionCache] = {}
         self._failures: tuple[GdrkitError, ...] = ()  # Why the whole manager is unavailable.
         self._failure_by_gpu: dict[int, GdrkitError] = {}
         self._closed = False
@@ -173,9 +193,24 @@ class GdrManager:
         return self._devices[gpu_index]
 
     def cache(self, gpu_index: int) -> RegionCache:
-        """Return the cache of one GPU. It raises the errors of :meth:`device`."""
-        self.device(gpu_index)
-        return self._caches[gpu_index]
+        """Return the cache of one GPU, which registers with the NICs that reach it now.
+
+        Raises
+        ------
+        RegistrationFailed
+            See :meth:`device`. Or no NIC reaches the GPU any more.
+        """
+        device = self.device(gpu_index)
+        nics = self.placement.usable(device, self._nics)
+        with self._caches_lock:
+            cache = self._caches.get((gpu_index, nics))
+            return self._new_cache(gpu_index, nics) if cache is None else cache
+
+    def _new_cache(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> RegionCache:
+        cache = RegionCache(nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
+        self._close_stack.push(cache.close)
+        self._caches[gpu_index, nics] = cache
+        return cache
 
     def lease(self, memory: cuda.CudaMemory, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:
         """Return a lease from the cache of the memory's GPU; see :meth:`RegionCache.lease`."""
@@ -183,8 +218,11 @@ class GdrManager:
         return cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def nearest_nic(self, gpu_index: int) -> verbs.Nic:
-        """Return the NIC for the next transfer of this GPU. The nearest NICs take turns."""
-        return self.placement.choose(self.device(gpu_index).pci_bus_id, self._nics)
+        """Return the NIC for the next transfer of this GPU. The nearest NICs that reach it take turns."""
+        return self._choose(gpu_index, self.cache(gpu_index).nics)
+
+    def _choose(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> verbs.Nic:
+        return self.placement.choose(self.device(gpu_index).pci_bus_id, nics)
 
     def remote(
         self, lease: Lease, *, gpu_index: int, offset_bytes: int = 0, length_bytes: int | None = None
@@ -193,7 +231,7 @@ class GdrManager:
 
         The caller connects to the peer through that NIC.
         """
-        nic = self.nearest_nic(gpu_index)
+        nic = self._choose(gpu_index, lease.nics)
         return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self, *, timeout_ms: float | None = 0) -> None:
@@ -211,7 +249,7 @@ class GdrManager:
         """
         if self._closed:
             return
-        for cache in self._caches.values():
+        for cache in list(self._caches.values()):
             cache.close(timeout_ms=timeout_ms)
         self._close_stack.run()
         self._closed = True
@@ -242,7 +280,7 @@ class GdrManager:
         if not failures and not self._devices:
             failures.append(
                 RegistrationFailed(
-                    "no GPU's memory can be registered with every NIC",
+                    "no NIC reaches the memory of a GPU",
                     causes=tuple(self._failure_by_gpu.values()),
                     reason=Reason.NO_ROUTE,
                     what_to_do="remove one of the causes; each of them says how",
@@ -259,27 +297,35 @@ class GdrManager:
         return nics
 
     def _probe(self, device: cuda.Device, *, is_enabled: bool) -> GpuState:
-        """Test whether the device's memory can be registered with every NIC, and return the state of the GPU.
+        """Find out which NICs reach the device's memory, and return the state of the GPU.
 
-        The test registers one page, because only a registration proves that it is possible. If `is_enabled` is false,
-        the test is skipped, and the GPU stays unused.
+        If `is_enabled` is false, nothing is tested, and the GPU stays unused.
         """
         route: RegistrationRoute | None = None
         obstacle: GdrObstacle | None = None
+        names: tuple[str, ...] = ()
+        reach: tuple[Reach, ...] = ()
         if is_enabled:
             try:
-                with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, self._nics) as registration:
-                    route = registration.route
+                reach = self.placement.reach.measured(device, self._nics)
+                nics = self.placement.usable(device, self._nics)
+                # All of them must be able to use one method.
+                with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, nics) as registration:
+                    route, names = registration.route, tuple(nic.name for nic in nics)
             except (ApiError, RegistrationFailed) as error:
                 obstacle = GdrObstacle.of(error)
                 self._failure_by_gpu[device.index] = error.clone()
             else:
                 self._devices[device.index] = device
-                cache = RegionCache(self._nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
-                self._caches[device.index] = cache
-                self._close_stack.push(cache.close)
+                self._new_cache(device.index, nics)
         return GpuState(
-            index=device.index, uuid=device.uuid, pci_bus_id=device.pci_bus_id, route=route, obstacle=obstacle
+            index=device.index,
+            uuid=device.uuid,
+            pci_bus_id=device.pci_bus_id,
+            route=route,
+            obstacle=obstacle,
+            nics=names,
+            reach=reach,
         )
 
     def _require_available(self) -> None:

@@ -19,7 +19,7 @@ from gdrkit.cuda import DeviceAttribute
 from gdrkit.errors import Api, Reason, Unsupported
 
 if TYPE_CHECKING:
-    from gdrkit.cuda import Device
+    from gdrkit.cuda import PrimaryContext
 
 __all__ = ["FlushOption", "Ordering", "WriteVisibility"]
 
@@ -60,7 +60,7 @@ class Ordering:
     visibility: int
 
     @classmethod
-    def of(cls, device: Device) -> Self:
+    def of(cls, device: PrimaryContext) -> Self:
         """Return the ordering that a device reports."""
         return cls(
             device_index=device.index,
@@ -73,7 +73,7 @@ class Ordering:
         """Whether work of the owning device that starts after a completion may still see the old data."""
         return self.visibility < WriteVisibility.OWNER
 
-    def make_visible(self, device: Device) -> bool:
+    def make_visible(self, device: PrimaryContext) -> bool:
         """Make all earlier writes of NICs visible to the work of `device`. Return whether this needed a flush.
 
         Raises

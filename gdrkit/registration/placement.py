@@ -1,38 +1,56 @@
-"""Distances between GPUs and NICs in the PCI tree and by NUMA nodes, read from the sysfs of a :class:`HostTree`.
+"""The choice of the NICs for the memory of a GPU. Every part of gdrkit that moves such memory uses it.
 
-The distances are those of :mod:`gdrkit.host.distance`. NICs that are equally near take turns.
+The order is: NICs that reach the GPU (:mod:`gdrkit.registration.reach`), then the nearest ones, then those with the
+fastest link; NICs that are equal in all of that take turns. The distances are those of :mod:`gdrkit.host.distance`, and
+they and the link rates are read from the sysfs of a :class:`HostTree`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import SetupMissing, UsageError
+from gdrkit.errors import BrokenResource, Reason, RegistrationFailed, SetupMissing, UsageError
 from gdrkit.forks import ForkSafeLock
 from gdrkit.host import Distance, HostTree, pci_distance
+from gdrkit.registration.reach_table import ReachTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gdrkit.cuda import PrimaryContext
+    from gdrkit.registration.reach import Reach
     from gdrkit.verbs import Nic
 
 __all__ = ["Distance", "Placement"]
 
 _RDMA_CLASS = "/sys/class/infiniband"
+# The beginning of a port's file `rate`, such as "400 Gb/sec (4X NDR)".
+_RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
 
 
 class Placement:
-    """The distances on one host, with the turns of equally near NICs.
+    """The choice of NICs on one host, with the turns of equal NICs.
 
     Parameters
     ----------
     tree : HostTree or None
         The host whose sysfs is read. With None, this host.
+    reach : ReachTable or None
+        The measured reach. With None, a new table, which begins with the results in the file.
+
+    Attributes
+    ----------
+    reach : ReachTable
+        The measured reach.
     """
 
-    def __init__(self, tree: HostTree | None = None) -> None:
+    def __init__(self, tree: HostTree | None = None, *, reach: ReachTable | None = None) -> None:
         self._tree = HostTree() if tree is None else tree
-        self._turns: dict[tuple[str, ...], int] = {}  # The number of choices by the names of the equally near NICs.
+        self.reach = ReachTable() if reach is None else reach
+        self._turns: dict[tuple[str, ...], int] = {}  # The number of choices by the names of the equal NICs.
+        # The positions of the nearest NICs in a sequence, by the address of the GPU and the names in that sequence.
+        self._nearest: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         self._lock = ForkSafeLock()
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
@@ -59,23 +77,74 @@ class Placement:
         nic_address = self._tree.link_name(f"{_RDMA_CLASS}/{nic_name}/device")
         return Distance.UNKNOWN if nic_address is None else pci_distance(self._tree, gpu_pci_bus_id, nic_address)
 
+    def link_gbit_per_s(self, nic: Nic) -> float:
+        """Return the rate of the NIC's link in Gbit/s, or 0 if sysfs does not show it."""
+        text = self._tree.text(f"{_RDMA_CLASS}/{nic.name}/ports/{nic.port.number}/rate")
+        match = _RATE.match(text or "")
+        return 0.0 if match is None else float(match[1])
+
+    def usable(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
+        """Return the NICs that reach the GPU, in the order of `nics`. What is not known yet is measured.
+
+        Raises
+        ------
+        RegistrationFailed
+            No NIC reaches the GPU. ``causes`` has the reason of each of them.
+        ApiError
+            Memory of the GPU could not be allocated for a measurement.
+        """
+        _require_nics(nics)
+        results = self.reach.measured(device, nics)
+        usable = tuple(nic for nic, result in zip(nics, results, strict=True) if result.moved)
+        if not usable:
+            message = f"no NIC reaches the memory of GPU {device.index}"
+            causes = tuple(_failure_of(result) for result in results)
+            raise RegistrationFailed(
+                message,
+                causes=causes,
+                reason=causes[0].reason,
+                what_to_do="remove one of the causes; each of them says how. `gdrkit doctor` finds known causes",
+            )
+        return usable
+
     def nearest(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
-        """Return the NICs with the smallest distance to the GPU, in the order of `nics`."""
-        if not nics:
-            message = "there is no NIC to choose from"
-            raise UsageError(message)
-        distances = {nic: self._distance(gpu_pci_bus_id, nic.name) for nic in nics}
-        smallest = min(distances.values())
-        return tuple(nic for nic in nics if distances[nic] is smallest)
+        """Return the NICs with the smallest distance to the GPU and, of these, the fastest, in the order of `nics`."""
+        _require_nics(nics)
+        key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
+        positions = self._nearest.get(key)
+        if positions is None:
+            # A transfer asks for its NIC, so the files are read only once.
+            ranks = [(self._distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
+            best = min(ranks)
+            positions = self._nearest[key] = tuple(index for index, rank in enumerate(ranks) if rank == best)
+        return tuple(nics[position] for position in positions)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
-        """Return one of the nearest NICs. Equally near NICs take turns; each set of such NICs has its own count."""
+        """Return one of :meth:`nearest`. They take turns; each set of such NICs has its own count."""
         nearest = self.nearest(gpu_pci_bus_id, nics)
         names = tuple(nic.name for nic in nearest)
         with self._lock:
             turn = self._turns.get(names, 0)
             self._turns[names] = turn + 1
         return nearest[turn % len(nearest)]
+
+
+def _require_nics(nics: Sequence[Nic]) -> None:
+    if not nics:
+        message = "there is no NIC to choose from"
+        raise UsageError(message)
+
+
+def _failure_of(result: Reach) -> RegistrationFailed | BrokenResource:
+    """Return the reason why a NIC does not reach a GPU, as an error."""
+    message = f"NIC {result.nic} does not reach the GPU"
+    if isinstance(result.failure, RegistrationFailed):
+        return result.failure.clone()
+    if result.failure is not None:
+        causes = (result.failure.clone(),)
+        return RegistrationFailed(message, causes=causes, reason=causes[0].reason, what_to_do=causes[0].what_to_do)
+    # Another process measured it.
+    return BrokenResource(f"{message}: {result.cause}", reason=Reason.NO_ROUTE)
 
 
 def _names_in_libibverbs() -> set[str]:

@@ -54,7 +54,9 @@ def render_document(contents: Contents, view: View) -> str:
         "causes": list(run.causes),
         "to_do": list(run.to_do),
         "required": list(run.required),
-        "routes": [{"nic": status.nic, **_route_fields(status, view.origins)} for status in view.routes],
+        "routes": [
+            {"nic": status.nic, "path": status.path, **_route_fields(status, view.origins)} for status in view.routes
+        ],
         "files": [{"mount": status.mount, **_route_fields(status, view.origins)} for status in view.files],
         "failures": [
             {

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "COUNTERS_NOT_READ",
     "REFUSED",
     "SCHEMA_VERSION",
     "CaseReason",
@@ -103,6 +104,9 @@ class SeenLibrary:
         )
 
 
+COUNTERS_NOT_READ = "counters_not_read"
+
+
 @dataclass(frozen=True, slots=True)
 class ClaimedRoute:
     """A route between a GPU and a NIC that a case requested, and whether the case observed it.
@@ -117,12 +121,23 @@ class ClaimedRoute:
         The method of registration: ``dmabuf`` or ``peer_memory``.
     fell_back : str or None
         Why the bytes took another route. None if they took this route.
+    path : str or None
+        ``loopback``: both ends were one NIC. ``wire``: they were two NICs or two hosts. None if the case did not say.
+    peer_nic : str or None
+        Name of the NIC at the other end. None if the case did not say.
+    unproven : str or None
+        Why the port counters do not prove that the bytes took this route; see
+        :attr:`gdrkit.registration.Reach.reason`. ``counters_not_read``: the case did not read them. None: those of both
+        ends grew by at least the bytes.
     """
 
     device_index: int
     nic: str
     way: str
     fell_back: str | None = None
+    path: str | None = None
+    peer_nic: str | None = None
+    unproven: str | None = COUNTERS_NOT_READ
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,25 @@
 """The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
-A route is ``proven`` if a case that tested it passed, and every API that the route needs ran on hardware. Each other
-state has a cause.
+A route is ``proven`` if a case that tested it passed, every API that the route needs ran on hardware, and counters grew
+by at least the bytes: those of both ports for a NIC. Each other state has a cause.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from gdrkit.report.record import Verdict
+from gdrkit.report.record import COUNTERS_NOT_READ, ClaimedRoute, Verdict
 from gdrkit.report.substrate import Substrate
+from gdrkit.verdict import RouteOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from gdrkit.inventory import Facts, Profile, RouteFacts
     from gdrkit.inventory.profile import RequiredRoute
-    from gdrkit.report.record import ClaimedFile, ClaimedRoute, Record
+    from gdrkit.report.record import ClaimedFile, Record
 
 __all__ = [
     "FAILED_CASE_PREFIX",
@@ -31,6 +31,7 @@ __all__ = [
     "route_name",
     "route_statuses",
     "unmet_requirements",
+    "why_not_hardware",
 ]
 
 # The cause of a route begins with this text, before the id of the case, if a case of the route failed.
@@ -39,16 +40,14 @@ _NIC_ROUTE_APIS = ("verbs", "cuda")
 _FILE_ROUTE_APIS = ("cuda", "cufile")
 # On these routes, the bytes of a file reach device memory without passing through host memory.
 _DIRECT_FILE_ROUTES = ("p2p", "nvfs")
+# Why port counters do not prove a route, by the word in ClaimedRoute.unproven.
+_COUNTER_CAUSES = {
+    COUNTERS_NOT_READ: "no case compared the port counters with the bytes (counters_not_read)",
+    "counters_missing": "a port has no byte counters (counters_missing)",
+    "loopback_not_counted": "the bytes stayed inside one NIC, which does not count them (loopback_not_counted)",
+    "counters_did_not_grow": "the counters of the two ports do not have all of the bytes (counters_did_not_grow)",
+}
 _METHOD_NAMES = {"dmabuf": "dma-buf", "peer_memory": "peer memory"}
-
-
-class RouteOutcome(enum.Enum):
-    """The state of a route on this machine."""
-
-    PROVEN = "proven"
-    UNPROVEN = "unproven"
-    FELL_BACK = "fell_back"
-    NOT_POSSIBLE = "not_possible"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,9 @@ class RouteStatus:
         The cases that tested the route.
     fallback_case : str
         The first case whose bytes took another route. Empty if there is none.
+    path : str
+        ``wire`` if the bytes of a passed case went from one NIC to another, ``loopback`` if they only went through this
+        one, empty if no case says it.
     """
 
     device_index: int
@@ -76,6 +78,7 @@ class RouteStatus:
     cause: str
     cases: tuple[str, ...]
     fallback_case: str = ""
+    path: str = ""
 
     @property
     def name(self) -> str:
@@ -122,7 +125,16 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
             state, cause = RouteOutcome.NOT_POSSIBLE, _registration_error(attempt)
         cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
         fallback_case = _fallback_case(route_claims)
-        statuses.append(RouteStatus(*key, state=state, cause=cause, cases=cases, fallback_case=fallback_case))
+        statuses.append(
+            RouteStatus(
+                *key,
+                state=state,
+                cause=cause,
+                cases=cases,
+                fallback_case=fallback_case,
+                path=_path_of(route_claims),
+            )
+        )
     return tuple(statuses)
 
 
@@ -217,12 +229,12 @@ def _state_and_cause(
     failed_cases = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
     if failed_cases:
         return RouteOutcome.UNPROVEN, FAILED_CASE_PREFIX + failed_cases[0]
-    passed_records = [record for record, _ in claims if record.verdict is Verdict.PASS]
-    software_causes = [_why_not_hardware(record, apis) for record in passed_records]
-    if "" in software_causes:
+    causes = [_why_no_proof(record, route, apis) for record, route in claims if record.verdict is Verdict.PASS]
+    if "" in causes:
         return RouteOutcome.PROVEN, ""
-    if software_causes:
-        return RouteOutcome.UNPROVEN, software_causes[0]
+    if causes:
+        # A case that did not read the counters says less than one that did.
+        return RouteOutcome.UNPROVEN, min(causes, key=lambda cause: cause == _COUNTER_CAUSES[COUNTERS_NOT_READ])
     for record, _ in claims:
         if record.reasons:
             return RouteOutcome.UNPROVEN, record.reasons[0].text
@@ -234,9 +246,28 @@ def _fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) 
     return next((record.case for record, route in claims if route.fell_back is not None), "")
 
 
+def _path_of(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
+    """Return the path that says most among those of the passed cases."""
+    paths = {route.path for record, route in claims if record.verdict is Verdict.PASS}
+    return next((path for path in ("wire", "loopback") if path in paths), "")
+
+
+def _why_no_proof(record: Record, route: ClaimedRoute | ClaimedFile, apis: Sequence[str]) -> str:
+    """Return why a passed case does not prove its route, or an empty string if it does."""
+    cause = _why_not_hardware(record, apis)
+    if cause or not isinstance(route, ClaimedRoute) or route.unproven is None:
+        return cause
+    return _COUNTER_CAUSES.get(route.unproven, route.unproven)
+
+
 def _why_not_hardware(record: Record, apis: Sequence[str]) -> str:
-    """Return why a passed case proves nothing about hardware, or an empty string if all of `apis` ran on hardware."""
-    substrates = {api: record.substrate.get(api, Substrate.UNKNOWN.value) for api in apis}
+    """Return why a passed case proves nothing about hardware; see :func:`why_not_hardware`."""
+    return why_not_hardware(record.substrate, apis)
+
+
+def why_not_hardware(substrate_of_api: Mapping[str, str], apis: Sequence[str] = _NIC_ROUTE_APIS) -> str:
+    """Return why nothing is proven about hardware, or an empty string if all of `apis` ran on hardware."""
+    substrates = {api: substrate_of_api.get(api, Substrate.UNKNOWN.value) for api in apis}
     if all(name == Substrate.TWIN.value for name in substrates.values()):
         return "ran on software twins"
     words = {

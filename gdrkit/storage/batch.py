@@ -45,13 +45,15 @@ class Batch:
 
     Attributes
     ----------
+    opcode : IoOpcode
+        Direction of all operations.
     operations : list of Operation
         The operations in the order of the requests, without their tags.
     """
 
     def __init__(self, opcode: IoOpcode, limits: SessionLimits, *, forbid_holes: bool, checksum: bool) -> None:
         self.operations: list[Operation] = []
-        self._opcode = opcode
+        self.opcode = opcode
         self._limits = limits
         self._forbid_holes = forbid_holes
         self._checksum = checksum
@@ -91,7 +93,7 @@ class Batch:
     def _split(self, buffer: IOBuffer) -> list[IOBuffer]:
         """Return the subranges of a buffer, one for each operation."""
         length_bytes_max = min(_OPERATION_BYTES_MAX, self._limits.length_bytes_max)
-        if self._opcode is IoOpcode.WRITE and self._checksum and not buffer.is_device_memory:
+        if self.opcode is IoOpcode.WRITE and self._checksum and not buffer.is_device_memory:
             length_bytes_max = min(length_bytes_max, self._limits.checksum_given_bytes_max)
         return [
             buffer.subrange(offset_bytes=begin, length_bytes=min(length_bytes_max, buffer.length_bytes - begin))
@@ -101,7 +103,7 @@ class Batch:
     def _flags(self, subrange: IOBuffer) -> tuple[OperationFlag, int]:
         """Return the flags of the operation on a subrange, and the checksum that the operation contains (0: none)."""
         flags = OperationFlag.FORBID_HOLES if self._forbid_holes else OperationFlag(0)
-        if self._opcode is IoOpcode.READ:
+        if self.opcode is IoOpcode.READ:
             if not subrange.is_device_memory:
                 return flags | OperationFlag.CHECKSUM_WANTED, 0
             # The device zeroes holes itself, so that the zeros need not be sent.
@@ -127,14 +129,14 @@ class Batch:
             remote_address=remote_range.address,
             rkey=remote_range.rkey,
             queue_pair=queue_pair,
-            opcode=self._opcode,
+            opcode=self.opcode,
             flags=flags,
             checksum=checksum,
         )
 
     def _join(self, request: IORequest, subranges: list[IOBuffer], results: list[Result]) -> StorageResult:
         """Return the result of a request from the results of its operations."""
-        operation_name = self._opcode.name.lower()
+        operation_name = self.opcode.name.lower()
         length_bytes, hole_bytes, checksums, is_complete = 0, 0, [], True
         for subrange, result in zip(subranges, results, strict=True):
             if result.result < 0:
@@ -153,7 +155,7 @@ class Batch:
                 hole_bytes += hole.length
             if result.flags & ResultFlag.CHECKSUM_VALID:
                 checksums.append(result.checksum)
-                if self._opcode is IoOpcode.READ and not subrange.is_device_memory:
+                if self.opcode is IoOpcode.READ and not subrange.is_device_memory:
                     _verify_checksum(subrange, result)
             # A read is short at the end of the file. The later subranges are after the end of the file.
             length_bytes += result.result if is_complete else 0

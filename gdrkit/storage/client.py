@@ -6,6 +6,7 @@ the bytes by RDMA.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import threading
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import gdrkit
 from gdrkit import verbs
 from gdrkit.buffers import DeviceBuffer
-from gdrkit.errors import BrokenResource, ClosedResource, Reason, UsageError
+from gdrkit.cuda import CudaMemory
+from gdrkit.errors import BrokenResource, ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
-from gdrkit.registration import MemoryPool, RegionCache
+from gdrkit.registration import MemoryPool, Ordering, Placement, RegionCache
 from gdrkit.storage import messages
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.batch import Batch
@@ -29,10 +31,11 @@ from gdrkit.storage.wire import IoOpcode
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     from gdrkit.buffers import Allocator
+    from gdrkit.cuda import PrimaryContext
     from gdrkit.registration import MemoryPoolStatistics
 
 __all__ = ["IORequest", "StorageClient", "StorageFile", "StorageResult"]
@@ -54,6 +57,8 @@ class StorageClient:
         NICs that have an active port.
     timeout_ms : float
         Longest time without a reply of the server, in milliseconds.
+    placement : Placement or None
+        The choice of the NICs for device memory. With None, that of this machine.
 
     Raises
     ------
@@ -72,7 +77,9 @@ class StorageClient:
         token: str | None = None,
         nics: Sequence[verbs.Nic] | None = None,
         timeout_ms: float = 30_000,
+        placement: Placement | None = None,
     ) -> None:
+        self.placement = Placement() if placement is None else placement
         self._address = address if isinstance(address, ServerAddress) else ServerAddress.parse(address)
         self._timeout_s = timeout_ms / 1000
         # Calls run one after the other, because the data connection serves one thread at a time.
@@ -82,8 +89,10 @@ class StorageClient:
         self._pools: dict[Allocator, MemoryPool] = {}
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
-            self._cache = RegionCache(self.nics)
-            self._on_close.push(self._cache.close)
+            # The caches of device memory, by the NICs that they register with.
+            self._caches: dict[tuple[verbs.Nic, ...], RegionCache] = {}
+            self._on_close.push(self._close_caches)
+            self._orderings: dict[int, Ordering] = {}  # By the number of the GPU.
             self._session = self._begin_session(token)
             self._on_close.push(self._session.close)
             self._transfers = Transfers(self._session.data, outstanding_max=self._session.limits.outstanding_max)
@@ -91,8 +100,10 @@ class StorageClient:
         except BaseException as error:
             self._on_close.run_after(error)
             raise
-        # The index and the NIC of each queue pair, without end: operations use the queue pairs in turn.
-        self._queue_pairs_in_turn = itertools.cycle(enumerate(self.nics[: len(self._session.queue_pairs)]))
+        # The index of the queue pair of each NIC.
+        self._queue_pair_of = {nic: index for index, nic in enumerate(self.nics[: len(self._session.queue_pairs)])}
+        # Operations on host memory use the queue pairs in turn.
+        self._host_nics_in_turn = itertools.cycle(self._queue_pair_of)
         self._handle = Handle("storage.client")
 
     @property
@@ -144,9 +155,18 @@ class StorageClient:
                 return tuple(entries)
 
     def register(self, memory: bytearray | mmap.mmap | memoryview | DeviceBuffer) -> IOBuffer:
-        """Register memory with all NICs and return its buffer. Close the buffer before you free the memory."""
+        """Register memory and return its buffer. Close the buffer before you free the memory.
+
+        Host memory is registered with all NICs. Memory of a GPU is registered with those that reach the GPU, and the
+        nearest of them transfer its bytes.
+
+        Raises
+        ------
+        RegistrationFailed
+            No NIC reaches the GPU, or no method of registration is possible.
+        """
         if isinstance(memory, DeviceBuffer):
-            return IOBuffer.of_device(memory, self._cache)
+            return IOBuffer.of_device(memory, self._cache_for(memory))
         return IOBuffer.of_host(memory, self.nics)
 
     def allocate(self, allocator: Allocator, length_bytes: int) -> IOBuffer:
@@ -174,7 +194,13 @@ class StorageClient:
             if pool is None:
                 pool = self._pools[allocator] = MemoryPool(allocator)
                 self._on_close.push(pool.close)
-        return IOBuffer.of_pool(pool.allocate(length_bytes), self._cache)
+        pooled = pool.allocate(length_bytes)
+        try:
+            cache = self._cache_for(pooled.memory)
+        except BaseException:
+            pooled.close()
+            raise
+        return IOBuffer.of_pool(pooled, cache)
 
     def pool_statistics(self) -> dict[Allocator, MemoryPoolStatistics]:
         """Return the statistics of the pool of each allocator."""
@@ -257,15 +283,59 @@ class StorageClient:
         with self._lock:
             self._check_open()
             for request in requests:
-                batch.add(request, self._queue_pairs_in_turn)
+                batch.add(request, self._queue_pairs_for(request.buffer))
             try:
                 results = self._transfers.run(batch.operations, timeout_s=self._timeout_s)
             except BaseException:
+                self._forget_reach(requests)
                 # The server may have transfers in progress. Once the queue pairs are in the error state, none of them
                 # can arrive.
                 self._session.fail_queue_pairs()
                 raise
+            if any(result.result == -errno.EREMOTEIO for result in results):
+                self._forget_reach(requests)
+            if batch.opcode is IoOpcode.READ:
+                self._make_visible(requests)
             return batch.join(results)
+
+    def _cache_for(self, memory: DeviceBuffer) -> RegionCache:
+        """Return the cache whose NICs reach the memory now."""
+        with self._lock:
+            self._check_open()
+            nics = self.nics
+            if isinstance(memory, CudaMemory):
+                nics = self.placement.usable(memory.device, tuple(self._queue_pair_of))
+            cache = self._caches.get(nics)
+            if cache is None:
+                cache = self._caches[nics] = RegionCache(nics)
+            return cache
+
+    def _close_caches(self) -> None:
+        for cache in self._caches.values():
+            cache.close()
+
+    def _queue_pairs_for(self, buffer: IOBuffer) -> Iterator[tuple[int, verbs.Nic]]:
+        """Yield, without end, the index and the NIC of the queue pair for the next operation on a buffer."""
+        device, nics = buffer.device, buffer.nics
+        gpu_pci_bus_id = "" if device is None else device.pci_bus_id
+        while True:
+            nic = next(self._host_nics_in_turn) if device is None else self.placement.choose(gpu_pci_bus_id, nics)
+            yield self._queue_pair_of[nic], nic
+
+    def _forget_reach(self, requests: Sequence[IORequest]) -> None:
+        """Let the NICs of a failed transfer be measured again, before memory of its GPU is registered the next time."""
+        for device in _devices_of(requests):
+            # The transfer's own error is the one to raise.
+            with contextlib.suppress(GdrkitError):
+                self.placement.reach.forget(device.uuid, self.nics)
+
+    def _make_visible(self, requests: Sequence[IORequest]) -> None:
+        """Make what the NICs wrote visible to the work of the GPUs. On most GPUs, nothing is left to do."""
+        for device in _devices_of(requests):
+            ordering = self._orderings.get(device.index)
+            if ordering is None:
+                ordering = self._orderings[device.index] = Ordering.of(device)
+            ordering.make_visible(device)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -279,3 +349,8 @@ class StorageClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _devices_of(requests: Sequence[IORequest]) -> set[PrimaryContext]:
+    """Return the GPUs whose memory the requests use."""
+    return {device for request in requests if (device := request.buffer.device) is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from gdrkit.buffers import DeviceBuffer, check_range
+from gdrkit.cuda import CudaMemory
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
 from gdrkit.storage.checksum import crc32c
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from gdrkit.cuda import PrimaryContext
     from gdrkit.registration import Lease, PooledMemory, RegionCache
     from gdrkit.verbs import Nic, Region, RemoteRange
 
@@ -135,6 +137,18 @@ class IOBuffer:
     def is_device_memory(self) -> bool:
         """Whether the buffer is in device memory, which the CPU must not touch."""
         return self._registration.memory is not None
+
+    @property
+    def device(self) -> PrimaryContext | None:
+        """The GPU whose memory the buffer is in. None for host memory, and for memory of other devices."""
+        memory = self._registration.memory
+        return memory.device if isinstance(memory, CudaMemory) else None
+
+    @property
+    def nics(self) -> tuple[Nic, ...]:
+        """The NICs with which the memory is registered."""
+        registration = self._check_open()
+        return tuple(registration.regions) if registration.lease is None else registration.lease.nics
 
     @property
     def closed(self) -> bool:

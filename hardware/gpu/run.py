@@ -71,7 +71,9 @@ class Part:
 COST_CASES = ("cache_cost", "gpu_pool_cost", "import_cost", "path_speed", "ring_speed")
 PARTS: dict[str, Part] = {
     "inventory": Part(("suites/inventory/test_this_machine.py",)),
-    "first-light": Part(("suites/rdma/test_first_light.py", "suites/rdma/test_stale_keys.py")),
+    "first-light": Part(
+        ("suites/rdma/test_first_light.py", "suites/rdma/test_reach.py", "suites/rdma/test_stale_keys.py")
+    ),
     "usrbio": Part(("suites/usrbio/test_end_to_end.py", "suites/usrbio/test_bare_links.py"), limit_s=240),
     "registration": Part(("suites/registration",), limit_s=180),
     "throughput": Part(

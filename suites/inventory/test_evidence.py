@@ -92,11 +92,11 @@ def test_packet_counters_are_read_from_either_folder(tmp_path: Path) -> None:
     for name, value in {"hw_counters/sent_pkts": 7, "hw_counters/rcvd_pkts": 8}.items():
         (port / name).parent.mkdir(parents=True, exist_ok=True)
         (port / name).write_text(f"{value}\n")
-    (rxe,) = evidence.counters(host.HostTree(tmp_path))
+    (rxe,) = host.port_counters(host.HostTree(tmp_path))
     assert (rxe.sent_packets, rxe.received_packets, rxe.sent_bytes) == (7, 8, None)
     (port / "counters").mkdir()
     (port / "counters/port_xmit_packets").write_text("9\n")
-    (rxe_with_counters,) = evidence.counters(host.HostTree(tmp_path))
+    (rxe_with_counters,) = host.port_counters(host.HostTree(tmp_path))
     assert (rxe_with_counters.sent_packets, rxe_with_counters.received_packets) == (9, 8)
 
 

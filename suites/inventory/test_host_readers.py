@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gdrkit import evidence, host, launch
+from gdrkit import host, launch
 from gdrkit.errors import Api
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def test_rdma_device_has_driver_ports_and_pci_address(tmp_path: Path) -> None:
     assert (device.driver, device.pci_address, device.numa_node) == ("mlx5_core", "0000:1c:00.0", 1)
     assert device.has_device
     assert device.ports == (host.PortFacts(1, "ACTIVE", "LinkUp", "400 Gb/sec (4X NDR)", "InfiniBand"),)
-    (port,) = evidence.counters(tree)
+    (port,) = host.port_counters(tree)
     # port_xmit_data counts words of four bytes.
     assert (port.sent_bytes, port.received_bytes) == (100, None)
     assert tree.unreadable == ()

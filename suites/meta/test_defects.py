@@ -28,7 +28,7 @@ def record(verdict: Verdict, *texts: str) -> Record:
 
 
 def test_every_finding_has_a_case() -> None:
-    assert {finding.identifier for finding in FINDINGS} == {*"123456", *"abcdefghijklmno"}
+    assert {finding.identifier for finding in FINDINGS} == {*"123456", *"abcdefghijklmnopqrst"}
     assert {defect.finding for defect in DEFECTS.values()} == {finding.identifier for finding in FINDINGS}
     assert len(DEFECTS) >= DEFECTS_MIN
 

@@ -9,7 +9,18 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import DRIVER, EVIDENCE, NIC, TWIN, facts_of, facts_of_hardware, library, record_of, route
+from support.records import (
+    DRIVER,
+    EVIDENCE,
+    NIC,
+    TWIN,
+    facts_of,
+    facts_of_hardware,
+    library,
+    proven_route,
+    record_of,
+    route,
+)
 
 from gdrkit.errors import Reason
 from gdrkit.evidence import DeviceNode, KernelEvidence
@@ -40,7 +51,7 @@ ANY_PROFILE = Profile(
 )
 BARE_PROFILE = Profile(schema_version=1, name="bare", about="", cases_min=2)
 VENDOR_LIBRARIES = [library("libibverbs.so.1"), library("libcuda.so.1")]
-DIRECT_ROUTE = ClaimedRoute(0, "mlx5_0", "dmabuf")
+DIRECT_ROUTE = proven_route(0, "mlx5_0")
 
 HARDWARE_FACTS = facts_of_hardware()
 CUFILE_LIBRARY = library("libcufile.so.0")
@@ -199,6 +210,19 @@ def test_combined_substrate_is_the_weakest() -> None:
             "failed: suite/test_a.py::test_a",
         ),
         (
+            record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE_SUBSTRATES),
+            RouteOutcome.UNPROVEN,
+            "no case compared the port counters with the bytes (counters_not_read)",
+        ),
+        (
+            record_of(
+                routes=(dataclasses.replace(DIRECT_ROUTE, path="loopback", unproven="loopback_not_counted"),),
+                substrate=HARDWARE_SUBSTRATES,
+            ),
+            RouteOutcome.UNPROVEN,
+            "the bytes stayed inside one NIC, which does not count them (loopback_not_counted)",
+        ),
+        (
             record_of(
                 routes=(dataclasses.replace(DIRECT_ROUTE, fell_back="through the host"),), substrate=HARDWARE_SUBSTRATES
             ),
@@ -213,6 +237,18 @@ def test_route_is_proven_only_by_a_case_that_passed_on_hardware(
     (status,) = route_statuses(facts_of(), [record])
     assert (status.state, status.cause) == (state, cause)
     assert status.name == "GPU 0 <- NIC mlx5_0 by dma-buf"
+
+
+def test_path_of_a_route_is_wire_if_a_passed_case_used_two_nics() -> None:
+    loopback = dataclasses.replace(DIRECT_ROUTE, path="loopback", unproven="loopback_not_counted")
+    records = [
+        record_of(case=f"a.py::test_{index}", routes=(claimed,), substrate=HARDWARE_SUBSTRATES)
+        for index, claimed in enumerate([ClaimedRoute(0, "mlx5_0", "dmabuf"), loopback, DIRECT_ROUTE])
+    ]
+    statuses = [route_statuses(facts_of(), records[:count])[0] for count in (1, 2, 3)]
+    assert [status.path for status in statuses] == ["", "loopback", "wire"]
+    assert [status.state for status in statuses] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN, RouteOutcome.PROVEN]
+    assert "loopback_not_counted" in statuses[1].cause
 
 
 def test_failed_case_outweighs_a_passed_one() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import facts_of, record_of, route
+from support.records import facts_of, proven_route, record_of, route
 
 from gdrkit.errors import Reason
 from gdrkit.inventory import ApiFailure, Profile
@@ -21,7 +21,7 @@ HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
 BARE_PROFILE = Profile(schema_version=1, name="bare", about="")
 STRICT_PROFILE = dataclasses.replace(BARE_PROFILE, name="strict", routes=(RequiredRoute(),))
 PASSED_RECORD = record_of(substrate=HARDWARE_SUBSTRATES)
-PROVEN_BY_PEER = record_of(routes=(ClaimedRoute(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
+PROVEN_BY_PEER = record_of(routes=(proven_route(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
 # An outcome lists at most this number of causes.
 CAUSES_MAX = 5
 
@@ -117,7 +117,7 @@ def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
 
 
 def test_required_routes_are_listed_as_causes_and_kept() -> None:
-    proven = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE_SUBSTRATES)
+    proven = record_of(routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
     routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
     outcome = decide(facts_of(routes=routes), STRICT_PROFILE, [proven], software_asked=False)
     assert outcome.verdict == "6 required routes not proven"

@@ -13,9 +13,9 @@ import pytest
 from rdma import perftest
 from support.initiators import connected_initiator
 
-from gdrkit import evidence, pattern
+from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
-from gdrkit.host import HostTree
+from gdrkit.host import HostTree, port_counters
 from gdrkit.units import KIB
 from gdrkit.verbs import Direction
 
@@ -54,7 +54,7 @@ def sent_packets(nic: Nic) -> int | None:
     return next(
         (
             port.sent_packets
-            for port in evidence.counters(HostTree())
+            for port in port_counters(HostTree())
             if (port.device, port.port) == (nic.name, nic.port.number)
         ),
         None,

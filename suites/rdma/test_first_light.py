@@ -9,19 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import LENGTHS_AND_OFFSETS, MEMORY_KINDS, ROUTES, peer_queue_pair, registered_device_memory
+from support.memory_kinds import LENGTHS_AND_OFFSETS, MEMORY_KINDS, peer_queue_pair
 
 from gdrkit import pattern
-from gdrkit.units import KIB
 from gdrkit.verbs import Status
 
 if TYPE_CHECKING:
     from support.memory_kinds import RdmaMemoryKind
 
-    from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
     from gdrkit.harness.peer import Peer
-    from gdrkit.registration import RegistrationRoute
     from gdrkit.verbs import Nic
 
 pytestmark = pytest.mark.qualify
@@ -73,25 +70,3 @@ def test_remote_read_returns_memory(
         # The peer compares the received bytes with the pattern of the seed.
         peer_pair.read(remote, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
     memory_kind.claim(evidence)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_every_nic_accesses_every_device(
-    devices: tuple[Device, ...],
-    nics: tuple[Nic, ...],
-    peer: Peer,
-    evidence: Evidence,
-    seed: int,
-    route: RegistrationRoute,
-) -> None:
-    for device in devices:
-        for nic in nics:
-            with (
-                registered_device_memory(device, nic, route) as (memory, registration),
-                peer_queue_pair(nic, peer) as peer_pair,
-            ):
-                remote = registration.remote(nic, offset_bytes=77, length_bytes=64 * KIB)
-                peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
-                pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
-                peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
-            evidence.route(device=device, nic=nic, way=route)

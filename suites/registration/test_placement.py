@@ -85,6 +85,8 @@ from gdrkit.verbs import Status
 
 with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() as peer:
     assert manager.state.available, manager.state
+    # The manager has measured which NICs reach the GPU, which moved bytes, too.
+    before, key = traffic(Api.VERBS), "served_write_bytes"
     used = []
     with manager.device(0).allocate(1 << 20) as memory:
         for step in range(4):
@@ -93,7 +95,7 @@ with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() 
                 with peer_queue_pair(nic, peer) as peer_pair:
                     peer_pair.write(remote, seed=step).expect(Status.SUCCESS)
                 used.append(nic.name)
-        served = {name: row["served_write_bytes"] for name, row in traffic(Api.VERBS).items()}
+        served = {name: row[key] - before[name][key] for name, row in traffic(Api.VERBS).items()}
     print(json.dumps({"nics": list(manager.state.nics), "used": used, "served": served}))
 """
 
@@ -136,3 +138,20 @@ def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -
     result = run_transfers(tmp_path, nics)
     assert result["used"] == ["twin1", "twin3", "twin1", "twin3"]
     assert result["served"] == {"twin0": 0, "twin1": 200_000, "twin2": 0, "twin3": 200_000}
+
+
+@needs(verbs.nic(count_min=2))
+def test_faster_link_wins_among_equally_near_nics(tmp_path: Path, nics: tuple[Nic, ...]) -> None:
+    names = [nic.name for nic in nics[:2]]
+    tree = tree_at(tmp_path, dict(zip(names, ["0000:04:00.0", "0000:05:00.0"], strict=True)))
+    for name, rate in zip(names, ["200 Gb/sec (4X HDR)", "400 Gb/sec (4X NDR)"], strict=True):
+        port = tmp_path / f"sys/class/infiniband/{name}/ports/1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(f"{rate}\n")
+    placement = Placement(tree)
+    assert [placement.link_gbit_per_s(nic) for nic in nics[:2]] == [200.0, 400.0]
+    assert placement.nearest(GPU_ADDRESS, nics[:2]) == (nics[1],)
+    # A nearer NIC wins over a faster one.
+    (tmp_path / f"sys/class/infiniband/{names[1]}/device").unlink()
+    (tmp_path / f"sys/class/infiniband/{names[1]}/device").symlink_to("../../../0000:81:00.0")
+    assert Placement(tree).nearest(GPU_ADDRESS, nics[:2]) == (nics[0],)

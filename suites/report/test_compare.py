@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records, write_run
-from support.records import facts_of, record_of, run_of
+from support.records import facts_of, proven_route, record_of, run_of
 
 from gdrkit.report import CaseReason, ClaimedRoute, Verdict
 from gdrkit.report.compare import Comparison, compare, describe_comparison
@@ -146,7 +146,7 @@ def test_numbers_of_twins_have_a_change_and_no_value() -> None:
 
 
 def test_worse_verdicts_and_routes_are_found() -> None:
-    route = ClaimedRoute(0, "mlx5_0", "dmabuf")
+    route = proven_route(0, "mlx5_0")
     good_record = record_of(routes=(route,), substrate=HARDWARE)
     fallback = ClaimedRoute(0, "mlx5_0", "dmabuf", "by the host")
     bad_record = record_of(Verdict.UNPROVEN, routes=(fallback,), reasons=(CaseReason("not seen"),), substrate=HARDWARE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.hosts import HARDWARE, host_facts, host_records, write_run
-from support.records import facts_of, record_of, run_of
+from support.records import facts_of, proven_route, record_of, run_of
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory import Topology, diagnose, this_machine, topology
@@ -65,7 +65,7 @@ def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
 
 def test_cell_has_the_cause_of_its_state() -> None:
     records = [
-        record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE),
+        record_of(routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE),
         record_of(
             Verdict.UNPROVEN,
             case="a.py::test_b",
@@ -90,7 +90,7 @@ def test_cell_has_the_cause_of_its_state() -> None:
 
 def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
     records = [
-        record_of(case="a.py::test_a", routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE),
+        record_of(case="a.py::test_a", routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE),
         record_of(
             case="a.py::test_b", routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),), substrate=HARDWARE
         ),

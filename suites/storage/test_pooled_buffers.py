@@ -31,7 +31,8 @@ def test_buffers_of_similar_sizes_are_registered_once(service: Service, client: 
                 assert buffer.copy_out() == data[:length_bytes]
     statistics = client.pool_statistics()[allocator]
     assert (statistics.hits, statistics.misses, statistics.idle_bytes) == (3, 1, MIB)
-    assert client._cache.statistics().registrations == 1  # noqa: SLF001 - the cache is not public.
+    (cache,) = client._caches.values()  # noqa: SLF001 - the cache is not public.
+    assert cache.statistics().registrations == 1
 
 
 def test_client_with_an_open_pooled_buffer_stays_open(client: StorageClient) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from support.records import facts_of, record_of, run_of
+from support.records import facts_of, proven_route, record_of, run_of
 
 from gdrkit.host import PciDevice, PortFacts, RdmaDevice
 from gdrkit.inventory import CudaDeviceFacts, CudaFacts
-from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verdict, append_record
+from gdrkit.report import CaseReason, ClaimedFile, RunFolder, Verdict, append_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -128,7 +128,7 @@ def _nic(index: int, count: int) -> RdmaDevice:
 def _route_record(device: int, nic: str, outcome: int) -> Record:
     """Return a record about a registration route with one of four outcomes: pass, unproven, fallback, failure."""
     case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
-    claimed = ClaimedRoute(device, nic, "dmabuf")
+    claimed = proven_route(device, nic)
     if outcome == 0:
         return record_of(case=case, routes=(claimed,), substrate=HARDWARE)
     if outcome == 1:

@@ -40,18 +40,26 @@ from support.python_child import module_command
 
 mount, tree, seed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with plain_agent(mount, mount, placement=Placement(HostTree(tree))):
+    # The agent has measured which NICs reach the GPUs, which moved bytes, too.
+    before = traffic(Api.VERBS)
     command = module_command("support.application", mount, mount / "file", mount / "copy", "--kind", sys.argv[4])
     subprocess.run([*command, "--seed", seed, "--rounds", "1"], check=True, stdout=subprocess.DEVNULL, timeout=60)
-    print(json.dumps({name: row["served_write_bytes"] for name, row in traffic(Api.VERBS).items()}))
+    after, key = traffic(Api.VERBS), "served_write_bytes"
+    print(json.dumps({name: row[key] - before[name][key] for name, row in after.items()}))
 """
 
 
-def bytes_by_nic(mount: Path, tree: Path, *, seed: int, kind: str) -> dict[str, int]:
-    """Read a file of the mount into memory of this kind, and return the bytes that each NIC of the agent served."""
+def bytes_by_nic(mount: Path, tree: Path, *, seed: int, kind: str, rules: str = "") -> dict[str, int]:
+    """Read a file of the mount into memory of this kind, and return the bytes that each NIC of the agent served.
+
+    All processes have a fault plan with `rules`.
+    """
+    plan = tree / "plan"
+    plan.write_text(f"gdrkit-faults 1\n{rules}")
     (mount / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(mount), str(tree), str(seed), kind],
-        env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
+        env=suites_environ() | {"GDRKIT_TWINS_NICS": "4", "GDRKIT_TWINS_FAULTS": str(plan)},
         capture_output=True,
         text=True,
         check=False,
@@ -87,6 +95,16 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
     tree_at(tree, nics, pci_paths=paths)
     served = bytes_by_nic(mount, tree, seed=seed, kind="device")
     assert {name for name, count in served.items() if count} == nearest
+
+
+def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], device: Device, seed: int) -> None:
+    mount, tree = folders
+    nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
+    tree_at(tree, nics, pci_paths=pci_paths_with_gpu(device.pci_bus_id))
+    # twin2, the nearest NIC, registers memory and moves nothing. twin1 is the next one.
+    rules = "wc.rdma_write call=* status=12 nic=twin2\nwc.rdma_read call=* status=12 nic=twin2\n"
+    served = bytes_by_nic(mount, tree, seed=seed, kind="device", rules=rules)
+    assert {name for name, count in served.items() if count} == {"twin1"}
 
 
 def test_host_memory_is_accessed_by_all_nics(folders: tuple[Path, Path], seed: int) -> None:

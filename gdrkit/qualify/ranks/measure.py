@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from gdrkit import evidence, pattern
 from gdrkit.cuda import Device
 from gdrkit.errors import GdrkitError, UsageError
-from gdrkit.host import die_with_parent
+from gdrkit.host import HostTree, die_with_parent, read_port
 from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.qualify.ranks.messages import MessageSocket, PeerGone
 from gdrkit.registration import register
 from gdrkit.serialization import to_json_data
-from gdrkit.verbs import Direction, Endpoint, Initiator, Nic, RemoteRange
+from gdrkit.verbs import Direction, Endpoint, Initiator, RemoteRange, open_active_nics
 
 if TYPE_CHECKING:
     from gdrkit.cuda import DeviceMemory
-    from gdrkit.verbs import QueuePair
+    from gdrkit.verbs import Nic, QueuePair
 
 __all__ = ["main"]
 
@@ -46,6 +46,7 @@ class _Operations:
         self._memory: DeviceMemory | None = None
         self._target: QueuePair | None = None
         self._initiator: Initiator | None = None
+        self._port: tuple[str, int] = "", 0  # Name of the NIC, and number of its port.
 
     def open_target(self, nic: str, device: int, length_bytes: int) -> dict[str, Any]:
         """Allocate device memory and register it with a NIC.
@@ -53,7 +54,7 @@ class _Operations:
         Return the endpoint of the queue pair, the address and key of the memory, and the method of the registration.
         """
         self.close()
-        opened_nic = self._objects.enter_context(Nic.open(nic))
+        opened_nic = self._open_nic(nic)
         memory = self._objects.enter_context(self._objects.enter_context(Device(device)).allocate(length_bytes))
         memory.fill(0)
         registration = self._objects.enter_context(register(memory, [opened_nic]))
@@ -76,13 +77,14 @@ class _Operations:
     def open_initiator(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
         """Create the initiator and connect it to `endpoint`, which `open_target` of the other rank has returned."""
         self.close()
+        self._open_nic(nic)
         initiator = self._objects.enter_context(Initiator(nic, memory_bytes=length_bytes))
         initiator.connect([Endpoint.from_dict(endpoint)], reads_max=initiator.reads_max)
         self._initiator = initiator
         return {"endpoint": initiator.endpoints()[0].to_dict()}
 
     def run(self, direction: str, remote: dict[str, Any], seed: int, **sizes: int) -> dict[str, Any]:
-        """Transfer data in rounds. Return the median rate in GB/s and its interquartile range in percent.
+        """Transfer data in rounds. Return the median rate in GB/s, its interquartile range in percent, and the bytes.
 
         `direction` is ``write`` or ``read``. The data of a read must be the pattern of the seed.
         """
@@ -98,17 +100,19 @@ class _Operations:
         # Before a READ, the local memory gets another pattern, so that a READ without effect is detected.
         local_seed = seed if is_write else ~seed & 1
         self._initiator.write(pattern.payload(remote_range.length_bytes, seed=local_seed))
-        rates = []
+        rates, moved_bytes = [], 0
         for _ in range(rounds + _WARM_UP_ROUNDS):
             transfer = self._initiator.run(
                 parsed_direction, remote_range, depth=_QUEUE_DEPTH, list_length=_WORK_REQUESTS_PER_POST, **sizes
             )
             rates.append(transfer.moved_bytes / transfer.elapsed_ns)
+            moved_bytes += transfer.moved_bytes
         if not is_write:
             pattern.check(self._initiator.read(), seed=seed)
         lower_quartile, _, upper_quartile = statistics.quantiles(rates[_WARM_UP_ROUNDS:], n=4)
         median = statistics.median(rates[_WARM_UP_ROUNDS:])
-        return {"median": median, "spread_percent": (upper_quartile - lower_quartile) / median * 100}
+        spread_percent = (upper_quartile - lower_quartile) / median * 100
+        return {"median": median, "spread_percent": spread_percent, "moved_bytes": moved_bytes}
 
     def fill(self, seed: int) -> None:
         """Write the pattern of the seed into the device memory."""
@@ -120,9 +124,20 @@ class _Operations:
         if self._memory is not None:
             pattern.check(self._memory.read(), seed=seed)
 
+    def counters(self) -> object:
+        """Return the counters of the port of the pair's NIC."""
+        return to_json_data(read_port(HostTree(), *self._port))
+
     def libraries(self) -> object:
         """Return the libraries of CUDA, verbs and other APIs that this process has loaded."""
         return to_json_data(list(identifying_libraries(evidence.libraries())))
+
+    def _open_nic(self, name: str) -> Nic:
+        """Open a NIC at its first active port, until the next pair."""
+        (nic,) = open_active_nics([name])
+        self._objects.enter_context(nic)
+        self._port = name, nic.port.number
+        return nic
 
     def close(self) -> None:
         """Close the objects of the current pair, in the reverse order of their creation."""
@@ -139,7 +154,7 @@ def main() -> None:
         operation.__name__: operation
         for operation in (
             *(objects.open_target, objects.open_initiator, objects.connect, objects.run),
-            *(objects.fill, objects.check, objects.libraries, objects.close),
+            *(objects.fill, objects.check, objects.counters, objects.libraries, objects.close),
         )
     }
     with contextlib.suppress(PeerGone):

@@ -14,10 +14,12 @@ import gdrkit
 from gdrkit import serialization
 from gdrkit.errors import UsageError
 from gdrkit.evidence import LoadedLibrary  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.host import PortCounters, port_growth
 from gdrkit.install_paths import install_paths
 from gdrkit.qualify.ranks.pairs import pair_name
 from gdrkit.qualify.ranks.proxy import StepFailed
 from gdrkit.qualify.throughput import check_numbers, ran_on_hardware
+from gdrkit.registration import COUNTERS_TIMEOUT_S, TransferPath, unproven_reason
 from gdrkit.report import CaseReason, ClaimedRoute, Record, SeenLibrary, Verdict, append_record, substrate_of
 from gdrkit.report.record import SCHEMA_VERSION
 from gdrkit.report.substrate import Substrate, combine
@@ -50,10 +52,14 @@ class _TargetReply:
 
 @dataclass(frozen=True, slots=True)
 class _RateReply:
-    """A rate in GB/s: the median of the rounds, and the interquartile range in percent of the median."""
+    """A rate in GB/s: the median of the rounds, and the interquartile range in percent of the median.
+
+    `moved_bytes` is the number of bytes that all rounds moved.
+    """
 
     median: float
     spread_percent: float
+    moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,10 @@ class PairRecorder:
         )
         if target.rank_facts.host == self._rank0_facts.host and not result.failure:
             # The table of routes in the report describes only the machine of rank 0.
-            result.routes = (ClaimedRoute(pair.device, pair.target_nic, str(result.evidence["way"])),)
+            way, path = str(result.evidence["way"]), _path_of(pair, target, initiator)
+            unproven = str(result.evidence["unproven"]) or None
+            claim = ClaimedRoute(pair.device, pair.target_nic, way, None, path.value, pair.initiator_nic, unproven)
+            result.routes = (claim,)
         self._append(result)
 
     def _transfer(self, pair: Pair, target: RankProxy, initiator: RankProxy, result: _PairResult) -> None:
@@ -156,6 +165,7 @@ class PairRecorder:
             {"nic": pair.initiator_nic, "endpoint": target_reply.endpoint, "length_bytes": memory_bytes},
         )
         target.request("connect", endpoint)
+        before, moved_bytes = _port_counters(target, initiator), []
         for direction in ("write", "read"):
             # READ transfers other data than WRITE, so that data left over from the WRITE is detected.
             transfer_seed = seed + (direction == "read")
@@ -169,6 +179,18 @@ class PairRecorder:
                 target.request("check", {"seed": transfer_seed})
             result.numbers[f"{direction}_gb_per_s_median"] = rate.median
             result.numbers[f"{direction}_spread_percent"] = rate.spread_percent
+            moved_bytes.append(rate.moved_bytes)
+        path, deadline_s = _path_of(pair, target, initiator), time.monotonic() + COUNTERS_TIMEOUT_S
+        while True:
+            after = _port_counters(target, initiator)
+            growths = [port_growth(first, last) for first, last in zip(before, after, strict=True)]
+            unproven = unproven_reason(path, min(moved_bytes), *growths)
+            # Some drivers update their counters late.
+            if unproven in {"", "counters_missing"} or time.monotonic() > deadline_s:
+                break
+        growth_of = dict(zip(("target", "initiator"), growths, strict=True))
+        result.evidence["path"], result.evidence["unproven"] = path.value, unproven
+        result.evidence["port_growth"] = serialization.to_json_data(growth_of)
 
     def _check_numbers(self, result: _PairResult) -> str:
         """Compare rates of hardware with the profile. Return a text about unexpected rates, or an empty text."""
@@ -205,6 +227,20 @@ class PairRecorder:
         )
         append_record(self._records, record)
         self._progress.show_record(record)
+
+
+def _path_of(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferPath:
+    """Return the path between the NICs of a pair. One NIC of one machine at both ends is loopback."""
+    ends = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
+    return TransferPath.LOOPBACK if ends[0] == ends[1] else TransferPath.WIRE
+
+
+def _port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCounters]:
+    """Return the counters of the ports of both ranks."""
+    return [
+        serialization.from_json_data(PortCounters, rank.request("counters", {}), where="counters")
+        for rank in (target, initiator)
+    ]
 
 
 def _close_objects(rank: RankProxy) -> str:

@@ -66,7 +66,7 @@ class Agent:
         How long the server may send no result while it has operations, in milliseconds. After that the agent ends the
         session. The operations complete with -EREMOTEIO when the server can no longer access memory.
     placement : Placement or None
-        The distances between GPUs and NICs, by which the agent prefers NICs. With None, those of this machine.
+        The choice of NICs for device memory. With None, that of this machine.
 
     Attributes
     ----------
@@ -93,6 +93,7 @@ class Agent:
         try:
             nics = self._nics = Nics(placement)
             self._on_close.push(nics.close)
+            nics.measure_reach()
             self._loop = open_loop(
                 semaphores=mount.semaphores,
                 spin_us=spin_us,

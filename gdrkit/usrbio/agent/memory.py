@@ -1,4 +1,4 @@
-"""Registration of published memory with every active NIC of the agent.
+"""Registration of published memory: host memory with all NICs of the agent, device memory with those that reach it.
 
 :func:`gdrkit.registration.register` chooses the method, for device memory by dma-buf or as peer memory. This module
 opens the memory of a client so that it has the interface which that function needs.
@@ -6,9 +6,9 @@ opens the memory of a client so that it has the interface which that function ne
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from gdrkit import cuda, verbs
@@ -34,6 +34,7 @@ from gdrkit.registration import (
     import_memory,
     register,
 )
+from gdrkit.storage import messages
 from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class PublishedDeviceMemory:
     length_bytes : int
         Size of the memory in bytes: the size in the share handle, which may exceed the size in the link. Without a
         handle, it is the size in the link.
-    pci_bus_id : str or None
-        PCI address of the GPU, or None if this process cannot open the GPU.
+    device : Device or None
+        The GPU, or None if this process cannot open it.
     mapping_error : GdrkitError or None
         The error of the attempt to map the memory.
 
@@ -89,7 +90,7 @@ class PublishedDeviceMemory:
     def __init__(self, target: DeviceTarget, handle_message: HandleMessage | None) -> None:
         self.address = 0
         self.length_bytes = target.length_bytes
-        self.pci_bus_id: str | None = None
+        self.device: Device | None = None
         self.mapping_error: GdrkitError | None = None
         self._dmabuf: DmabufRange | None = None
         self._is_closed = False
@@ -170,7 +171,7 @@ class PublishedDeviceMemory:
         else:
             return
         self._on_close.push(device.close)
-        self.pci_bus_id = device.pci_bus_id
+        self.device = device
         if handle_message is not None and handle_message.handle.kind is not ShareKind.DMABUF:
             memory: CudaMemory = import_memory(device, handle_message)
             self._on_close.push(memory.close)
@@ -197,25 +198,31 @@ class PublishedDeviceMemory:
 
 
 class RegisteredMemory:
-    """Memory that every NIC of the agent can access until :meth:`close`.
+    """Memory that NICs of the agent can access until :meth:`close`.
 
     Attributes
     ----------
     length_bytes : int
         Size of the memory in bytes.
     keys : tuple of (int, int)
-        Address and key of the first byte, for each NIC in the order of ``Nics.all``.
+        Address and key of the first byte, for each NIC in the order of ``Nics.all``. They are 0 for a NIC that cannot
+        access the memory.
     preferred_nics : tuple of int
-        Indices of the NICs to prefer. Empty if there is no preference.
+        Indices of the NICs to use. Empty: all can access the memory, and there is no preference.
     """
 
     def __init__(
-        self, memory: MappedFile | PublishedDeviceMemory, registration: Registration, *, preferred_nics: tuple[int, ...]
+        self,
+        memory: MappedFile | PublishedDeviceMemory,
+        registration: Registration,
+        nics: Sequence[verbs.Nic],
+        *,
+        preferred_nics: tuple[int, ...],
     ) -> None:
-        """Take ownership of `memory`. Callers use :class:`Nics` instead."""
+        """Take ownership of `memory`. `nics` are all NICs of the agent. Callers use :class:`Nics` instead."""
         self.length_bytes = memory.length_bytes
-        regions = [registration.region(nic) for nic in registration.nics]
-        self.keys = tuple((region.remote_address, region.rkey) for region in regions)
+        regions = [registration.region(nic) if nic in registration.nics else None for nic in nics]
+        self.keys = tuple((0, 0) if region is None else (region.remote_address, region.rkey) for region in regions)
         self.preferred_nics = preferred_nics
         self._memory = memory
 
@@ -230,7 +237,7 @@ class Nics:
     Parameters
     ----------
     placement : Placement or None
-        The distances between GPUs and NICs. With None, those of this machine.
+        The choice of NICs for device memory. With None, that of this machine.
 
     Attributes
     ----------
@@ -255,6 +262,8 @@ class Nics:
         self.all = verbs.open_active_nics()
         for nic in self.all:
             self._on_close.push(nic.close)
+        # A session with the server has queue pairs for these NICs.
+        self._connected = self.all[: messages.LANES_MAX]
         if not self.all:
             message = "no NIC has an active port"
             raise UsageError(message, reason=Reason.NO_DEVICE)
@@ -269,12 +278,12 @@ class Nics:
         """
         memory = MappedFile(shared.fd, length_bytes=shared.length_bytes)
         with _closed_after_error(memory):
-            registered = RegisteredMemory(memory, register(memory, self.all), preferred_nics=())
+            registered = RegisteredMemory(memory, register(memory, self.all), self.all, preferred_nics=())
             self._count_registration()
             return registered
 
     def register_device(self, target: DeviceTarget, handle: bytes, descriptors: Sequence[int]) -> RegisteredMemory:
-        """Register device memory of a client.
+        """Register device memory of a client with the NICs that reach its GPU, or with all if the GPU cannot be opened.
 
         Parameters
         ----------
@@ -288,7 +297,7 @@ class Nics:
         Raises
         ------
         RegistrationFailed
-            NO_ROUTE: no method is possible; `causes` has the error of each method.
+            NO_ROUTE: no NIC reaches the GPU, or no method is possible; `causes` has the error of each.
         AgentError, GdrkitError
             See :class:`PublishedDeviceMemory` and :func:`~gdrkit.registration.register`.
         """
@@ -300,7 +309,8 @@ class Nics:
                 handle_message.close()
         with _closed_after_error(memory):
             try:
-                registration = register(memory, self.all)
+                nics = self.all if memory.device is None else self._placement.usable(memory.device, self._connected)
+                registration = register(memory, nics)
             except RegistrationFailed as error:
                 if memory.mapping_error is None:
                     raise
@@ -309,7 +319,9 @@ class Nics:
                 raise RegistrationFailed(
                     message, causes=causes, reason=error.reason, what_to_do=error.what_to_do
                 ) from error
-            registered = RegisteredMemory(memory, registration, preferred_nics=self._nearest_nics(memory))
+            registered = RegisteredMemory(
+                memory, registration, self.all, preferred_nics=self._nearest_nics(memory, nics)
+            )
             self._count_registration()
             return registered
 
@@ -321,11 +333,21 @@ class Nics:
         with self._count_lock:
             self.registrations += 1
 
-    def _nearest_nics(self, memory: PublishedDeviceMemory) -> tuple[int, ...]:
-        """Return the indices of the NICs nearest to the GPU of the memory."""
-        if memory.pci_bus_id is None:
+    def measure_reach(self) -> None:
+        """Measure which NICs reach the GPUs that this process can open, so that their clients find it in the file.
+
+        A GPU that cannot be opened or measured is left out. It is measured when a client publishes memory of it.
+        """
+        with contextlib.suppress(ApiError):
+            for index in range(cuda.device_count()):
+                with contextlib.suppress(GdrkitError), cuda.Device(index) as device:
+                    self._placement.reach.measured(device, self._connected)
+
+    def _nearest_nics(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
+        """Return the indices of those of `nics` that are nearest to the GPU of the memory."""
+        if memory.device is None:
             return ()
-        nearest = self._placement.nearest(memory.pci_bus_id, self.all)
+        nearest = self._placement.nearest(memory.device.pci_bus_id, nics)
         return tuple(index for index, nic in enumerate(self.all) if nic in nearest)
 
     def __enter__(self) -> Self:
@@ -337,7 +359,7 @@ class Nics:
         self.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _closed_after_error(memory: MappedFile | PublishedDeviceMemory) -> Iterator[None]:
     """Close the memory if the block raises."""
     try:

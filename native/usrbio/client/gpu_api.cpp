@@ -1,4 +1,5 @@
 // The C functions of hf3fs_usrbio_gdr.h. They check that CUDA is available, and convert exceptions to errno values.
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <new>
@@ -6,6 +7,7 @@
 #include "usrbio/client/cuda_driver.hpp"
 #include "usrbio/client/gpu_iov.hpp"
 #include "usrbio/client/gpu_pool.hpp"
+#include "usrbio/client/reach_file.hpp"
 
 #define GDRKIT_GPU_ENTRY extern "C" [[gnu::visibility("default")]]
 
@@ -30,30 +32,37 @@ template <typename Body> int call_with_cuda(Body&& body) noexcept {
     }
 }
 
-int device_count() {
-    int count = 0;
-    const cuda::Driver* const driver = cuda::driver();
-    return driver != nullptr && driver->device_count(&count) == cuda::success ? count : 0;
+// Returns whether the device can share its memory with other processes, and a NIC was seen to reach that memory.
+bool is_usable(const cuda::Driver& driver, cuda::Device device) {
+    int has_unified_addressing = 0, compute_mode = 0;
+    cuda::Uuid uuid{};
+    return driver.device_attribute(&has_unified_addressing, cuda::device_unified_addressing, device) == cuda::success &&
+           driver.device_attribute(&compute_mode, cuda::device_compute_mode, device) == cuda::success &&
+           has_unified_addressing != 0 && compute_mode != cuda::compute_mode_prohibited &&
+           driver.device_uuid(&uuid, device) == cuda::success && is_reached_by_nic(uuid);
+}
+
+int usable_device_count() {
+    int count = 0, usable_count = 0;
+    const cuda::Driver& driver = *cuda::driver();
+    if (driver.device_count(&count) != cuda::success) {
+        return 0;
+    }
+    for (int index = 0; index < count; ++index) {
+        cuda::Device device = 0;
+        usable_count += driver.device_get(&device, index) == cuda::success && is_usable(driver, device) ? 1 : 0;
+    }
+    return usable_count;
 }
 
 } // namespace
 
 GDRKIT_GPU_ENTRY bool hf3fs_gdr_available(void) {
-    for (int device = 0, count = device_count(); device < count; ++device) {
-        int has_unified_addressing = 0, compute_mode = 0;
-        const cuda::Driver& driver = *cuda::driver();
-        if (driver.device_attribute(&has_unified_addressing, cuda::device_unified_addressing, device) ==
-                cuda::success &&
-            driver.device_attribute(&compute_mode, cuda::device_compute_mode, device) == cuda::success &&
-            has_unified_addressing != 0 && compute_mode != cuda::compute_mode_prohibited) {
-            return true;
-        }
-    }
-    return false;
+    return hf3fs_gdr_device_count() > 0;
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_gdr_device_count(void) {
-    return device_count();
+    return std::max(0, call_with_cuda(usable_device_count));
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovcreate_gpu(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,

@@ -50,6 +50,7 @@ bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
         }
         release_memory();
     }
+    flushed.reset();
     unregister_iov(iov.iovh);
     log_line(LogLevel::info, "destroyed GPU iov at 0x%llx on device %d", static_cast<unsigned long long>(pointer),
              device);

@@ -13,6 +13,7 @@
 #include "usrbio/client/borrowed_publication.hpp"
 #include "usrbio/client/gpu_block.hpp"
 #include "usrbio/client/gpu_memory.hpp"
+#include "usrbio/client/gpu_visibility.hpp"
 #include "usrbio/client/iov_registry.hpp"
 #include "usrbio/include/hf3fs_usrbio_gdr.h"
 
@@ -48,8 +49,9 @@ public:
     cuda::DevicePointer base = 0;    // Address to free or unmap at the end; unused for wrapped memory.
     cuda::DevicePointer pointer = 0; // Address of the first byte of the iov.
     std::size_t size_bytes = 0;
-    Allocation allocation;       // The allocation that contains the first byte.
-    std::optional<IpcBytes> ipc; // IPC handle of `allocation`, if this type of memory has one.
+    Allocation allocation;                 // The allocation that contains the first byte.
+    std::optional<IpcBytes> ipc;           // IPC handle of `allocation`, if this type of memory has one.
+    std::optional<FlushedContext> flushed; // Set if the device shows writes of NICs only after a flush.
     std::string mount;
     BorrowedPublication borrowed; // For opened memory: the publication of the process that owns the memory.
     std::string publication_name; // Name of the link; empty: this process has not published the memory.

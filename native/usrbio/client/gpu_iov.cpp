@@ -45,6 +45,9 @@ void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uin
                                                      : "created",
              gpu->size_bytes, static_cast<unsigned long long>(gpu->pointer), gpu->device,
              gpu->ipc ? "with" : "without");
+    if (needs_flush(gpu->driver, gpu->device)) {
+        gpu->flushed.emplace(gpu->primary.get());
+    }
     // Register before changing `iov`, because register_iov() may throw.
     const hf3fs_iov_handle handle = register_iov(gpu);
     *iov = {};
@@ -419,17 +422,8 @@ int synchronize_gpu_iov(const hf3fs_iov* iov, int direction) {
         log_line(LogLevel::error, "cuCtxSynchronize() failed: %s (%d)", cuda::result_name(gpu->driver, result), result);
         return -EIO;
     }
-    // Direction 1: the GPU is about to read what a NIC wrote. Flush these writes if the device needs that and can do
-    // it.
-    int ordering = 0, options = 0;
-    if (direction == 0 || gpu->driver.flush_writes == nullptr ||
-        gpu->driver.device_attribute(&ordering, cuda::device_writes_ordering, gpu->device) != cuda::success ||
-        gpu->driver.device_attribute(&options, cuda::device_flush_writes_options, gpu->device) != cuda::success ||
-        ordering >= cuda::writes_ordering_owner || (options & 1) == 0) {
-        return 0;
-    }
-    const cuda::Result flush_result = gpu->driver.flush_writes(cuda::flush_current_context, cuda::flush_to_owner);
-    return flush_result == cuda::success ? 0 : -EIO;
+    // Direction 1: the GPU is about to read what a NIC wrote.
+    return direction == 1 && needs_flush(gpu->driver, gpu->device) ? flush_remote_writes(gpu->driver, gpu->context) : 0;
 }
 
 void unlink_gpu_iov(hf3fs_iov* iov) {

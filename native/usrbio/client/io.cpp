@@ -1,6 +1,7 @@
 // The C functions that an application calls for each operation or batch: hf3fs_prep_io, hf3fs_submit_ios,
 // hf3fs_wait_for_ios.
 #include "usrbio/client/file_table.hpp"
+#include "usrbio/client/gpu_visibility.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/ring_handle.hpp"
 
@@ -220,6 +221,15 @@ private:
     std::uint32_t post_count_ = 0; // Number of posts that ended a sleep.
 };
 
+// Makes the data of completed reads visible to the work of the GPUs. If that fails, the reads have failed.
+void make_visible(hf3fs_cqe* cqes, int count) noexcept {
+    if (flush_marked_contexts() != 0) {
+        for (hf3fs_cqe* cqe = cqes; cqe != cqes + count; ++cqe) {
+            cqe->result = cqe->result < 0 ? cqe->result : -EIO;
+        }
+    }
+}
+
 int prepare_io(const hf3fs_ior* ior, const hf3fs_iov* iov, bool read, void* ptr, int fd, size_t off, uint64_t len,
                const void* userdata) noexcept {
     RingHandle* handle = ring_handle(ior);
@@ -300,7 +310,11 @@ int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_
         return 0;
     }
     Wait wait(*handle, cqes, count_max, count_min, abs_timeout);
-    return wait.run();
+    const int count = wait.run();
+    if (ior->for_read && count > 0 && has_flushed_context()) [[unlikely]] {
+        make_visible(cqes, count);
+    }
+    return count;
 }
 
 } // extern "C"

@@ -42,13 +42,17 @@ extern "C" {
 /* ---- queries ----------------------------------------------------- */
 
 /*
- * Returns true if at least one CUDA device of this process can share its memory with other processes: it has unified
- * addressing, and its compute mode admits processes. NICs are not checked: the result of create or wrap is the verdict
- * for the memory at hand.
+ * Returns true if hf3fs_gdr_device_count() is above 0. The agent of this user, or `gdrkit reach`, must have run since the
+ * boot, because they measure which NICs reach which devices. The result of create or wrap is the verdict for the memory
+ * at hand.
  */
 HF3FS_API bool hf3fs_gdr_available(void);
 
-/* Returns the number of CUDA devices that this process sees (CUDA_VISIBLE_DEVICES counts); 0 without CUDA. */
+/*
+ * Returns the number of CUDA devices that this process sees (CUDA_VISIBLE_DEVICES counts), that can share their memory
+ * with other processes (unified addressing, and a compute mode that admits processes), and that a NIC reaches: it
+ * registered memory of the device, and bytes that it wrote and read there were right. 0 without CUDA.
+ */
 HF3FS_API int hf3fs_gdr_device_count(void);
 
 /* ---- first generation -------------------------------------------- */
@@ -127,8 +131,8 @@ HF3FS_API int hf3fs_iov_gpu_device(const struct hf3fs_iov* iov);
  * Waits until the work that was submitted to the device before has finished (in all streams of the context that holds
  * the memory).
  *   direction    0: call it before a write is submitted; the NIC then reads what the GPU has written. 1: call it after
- *                a read has completed; kernels that start after the call see what the NIC has written. On devices that
- *                need it, the function flushes the writes of the NIC.
+ *                a read has completed; kernels that start after the call see what the NIC has written. hf3fs_wait_for_ios
+ *                has already flushed the writes of the NIC on devices that need it, and this function does so again.
  * Errors
  *   -EINVAL      It is not a GPU iov, or direction is neither 0 nor 1.
  *   -ENODEV      The context of the memory was destroyed.

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -156,6 +157,22 @@ inline int run_peer(std::vector<std::string> arguments) {
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+// Writes the file `folder`/reach, by which the client library finds out that a NIC moved bytes to and from a device.
+inline void store_reach(const std::string& folder, int device, bool has_moved, mode_t mode = 0600) {
+    std::uint8_t uuid[16];
+    CHECK_EQUAL(call_cuda("cuInit", 0U), 0);
+    CHECK_EQUAL(call_cuda("cuDeviceGetUuid", static_cast<void*>(uuid), device), 0);
+    const std::string name = hex(uuid, 4) + '-' + hex(uuid + 4, 2) + '-' + hex(uuid + 6, 2) + '-' + hex(uuid + 8, 2) +
+                             '-' + hex(uuid + 10, 6);
+    const std::string text = "gdrkit-reach 1\ngpu=GPU-another nic=twin0 moved=yes state=unproven\ngpu=GPU-" + name +
+                             " nic=twin0 moved=" + (has_moved ? "yes" : "no") + " state=unproven\n";
+    CHECK(mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST);
+    const std::string path = folder + "/reach";
+    const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    CHECK(write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+    CHECK(fchmod(file, mode) == 0 && close(file) == 0);
 }
 
 } // namespace gdrkit::usrbio::test

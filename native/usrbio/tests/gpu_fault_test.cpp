@@ -90,6 +90,9 @@ int main(int count, char** arguments) {
     CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free, &total), 0);
     const std::string bytes = std::to_string(free / 10 * 6);
     const std::string plan = std::string(mount.path()) + "/plan";
+    const std::string state = std::string(mount.path()) + "/state";
+    store_reach(state, 0, true);
+    CHECK_EQUAL(setenv("GDRKIT_STATE", state.c_str(), 1), 0);
     for (const Fault& fault : faults) {
         std::ofstream(plan) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
         CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1), 0);

@@ -285,11 +285,25 @@ void test_forked_child_removes_nothing() {
     CHECK_EQUAL(mount.link_count(), std::size_t{0});
 }
 
+void test_device_is_available_after_a_nic_moved_bytes() {
+    const Mount mount;
+    const std::string folder = std::string(mount.path()) + "/state";
+    CHECK_EQUAL(setenv("GDRKIT_STATE", folder.c_str(), 1), 0);
+    CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
+    store_reach(folder, 0, false);
+    CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
+    store_reach(folder, 0, true, 0666); // another user may have written it
+    CHECK(!hf3fs_gdr_available());
+    store_reach(folder, 0, true);
+    CHECK(hf3fs_gdr_available());
+    CHECK_EQUAL(hf3fs_gdr_device_count(), 1);
+    CHECK_EQUAL(unsetenv("GDRKIT_STATE"), 0);
+}
+
 } // namespace
 
 int main() {
-    CHECK(hf3fs_gdr_available());
-    CHECK(hf3fs_gdr_device_count() > 0);
+    test_device_is_available_after_a_nic_moved_bytes();
     test_create_publishes_and_destroy_releases_everything();
     test_current_context_is_preserved();
     test_invalid_arguments_have_error_codes();

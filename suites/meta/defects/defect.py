@@ -31,7 +31,7 @@ class Defect:
     Attributes
     ----------
     finding : str
-        Identifier of the finding: ``1`` to ``6`` in the first review, ``a`` to ``o`` in the later reviews.
+        Identifier of the finding: ``1`` to ``6`` in the first review, ``a`` to ``t`` in the later ones.
     case : str
         File and name of the case that must fail, below suites/review. Every other case there must pass.
     symptom : str

@@ -18,8 +18,9 @@ _HEAD = """# Findings: the defects of the first GDR code, and the items of the f
 
 [The items](#the-items-of-the-five-documents) of the documents that gdrkit began with are at the end.
 
-The first GDR (GPUDirect RDMA) code had these defects. The findings with numbers are from its first review, those with
-letters are from later reviews. gdrkit has none of the defects, and a case in `suites/review` detects each of them.
+The first GDR (GPUDirect RDMA) code had the defects 1 to 6 and a to o. The findings with numbers are from its first
+review, those with letters are from later reviews. p to t are defects of earlier versions of gdrkit: claims that no byte
+proved ([proven.md](proven.md)). gdrkit has none of the defects, and a case in `suites/review` detects each of them.
 
 `nox -s review` shows that each case can fail. For each defect, the session starts a separate process in which the
 defect is put back into gdrkit. The case must then fail with the symptom below, and no other case of the review may

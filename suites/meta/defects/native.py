@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from meta.defects.proof import PROOF_PATCHES
 from meta.defects.usrbio import NATIVE_DEFECTS
 from meta.mutants.patches import patched
 
@@ -19,7 +20,7 @@ _TREE = Path(__file__).resolve().parents[3]
 
 def main(folder: Path) -> None:
     """Write the patched files. A file with the right contents is not written, so that it is not compiled again."""
-    for defect in NATIVE_DEFECTS:
+    for defect in (*NATIVE_DEFECTS, *PROOF_PATCHES):
         _, source = patched(defect.patch, _TREE)
         path = folder / defect.patch.name / defect.patch.file
         if not path.is_file() or path.read_text() != source:

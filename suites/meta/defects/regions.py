@@ -28,7 +28,8 @@ __all__ = [
 
 def return_no_cache(manager: Any) -> None:
     """`GdrManager.cache` returns None if there is no cache"""
-    manager.GdrManager.cache = lambda self, gpu_index: self._caches.get(gpu_index)
+    original = manager.GdrManager.cache
+    manager.GdrManager.cache = lambda self, gpu_index: original(self, gpu_index) if self.state.available else None
 
 
 def accept_unregistrable_gpu(manager: Any) -> None:

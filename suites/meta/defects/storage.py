@@ -39,7 +39,7 @@ def copy_short_read_by_cpu(batch: Any) -> None:
     def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         result = original(self, request, chunks, results)
         buffer = request.buffer
-        is_read = self._opcode is batch.IoOpcode.READ
+        is_read = self.opcode is batch.IoOpcode.READ
         if is_read and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
             inline = bytearray(result.length_bytes)
             with request.file.client.register(inline) as received:
@@ -56,7 +56,7 @@ def copy_short_write_by_cpu(batch: Any) -> None:
 
     def _operation(self: Any, request: Any, *arguments: Any) -> Any:
         buffer = request.buffer
-        is_write = self._opcode is batch.IoOpcode.WRITE
+        is_write = self.opcode is batch.IoOpcode.WRITE
         if is_write and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
             ctypes.string_at(_address(buffer), buffer.length_bytes)
         return original(self, request, *arguments)
@@ -71,7 +71,7 @@ def checksum_read_by_cpu(batch: Any) -> None:
 
     def _flags(self: Any, chunk: Any) -> Any:
         flags, checksum = flags_of(self, chunk)
-        return flags | checksum_wanted if self._opcode is batch.IoOpcode.READ else flags, checksum
+        return flags | checksum_wanted if self.opcode is batch.IoOpcode.READ else flags, checksum
 
     def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
@@ -79,7 +79,7 @@ def checksum_read_by_cpu(batch: Any) -> None:
         joined = join(self, request, chunks, results)
         for chunk, result in zip(chunks, results, strict=True):
             # The checksum of the server covers only the bytes that it sent, so a read with holes cannot be compared.
-            is_comparable = self._opcode is batch.IoOpcode.READ and result.flags & checksum_valid and not result.holes
+            is_comparable = self.opcode is batch.IoOpcode.READ and result.flags & checksum_valid and not result.holes
             if is_comparable and chunk.is_device_memory and crc32c(_view(chunk, result.result)) != result.checksum:
                 message = "the checksum differs from the server's"
                 raise AssertionError(message)
@@ -95,7 +95,7 @@ def checksum_write_by_cpu(batch: Any) -> None:
     def _flags(self: Any, chunk: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
-        if self._opcode is batch.IoOpcode.WRITE and self._checksum and chunk.is_device_memory:
+        if self.opcode is batch.IoOpcode.WRITE and self._checksum and chunk.is_device_memory:
             return batch.OperationFlag.CHECKSUM_GIVEN, crc32c(_view(chunk, chunk.length_bytes))
         return original(self, chunk)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from meta.defects import regions, sharing, storage, usrbio
+from meta.defects import proof, regions, sharing, storage, usrbio
 from meta.defects.defect import Defect, Finding
 
 __all__ = ["DEFECTS", "FINDINGS"]
 
 _REVIEW = "test_gdr_review.py::"
 _LATER = "test_later_defects.py::"
+_PROOF = "test_proof_review.py::"
 _STORAGE = "test_storage_review.py::"
 _USRBIO = "test_usrbio_review.py::"
 _CPU_ACCESS = "the CPU accessed device memory: SIGSEGV killed the client in a"
@@ -38,6 +39,11 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("m", "the bounds check of a prepared transfer adds address and length, and the sum overflows"),
     Finding("n", "an importer whose manager is unavailable reports success"),
     Finding("o", "the name of a ring has its flags in base 10 where it is written and in base 2 where it is read"),
+    Finding("p", "a route between GPU and NIC is proven without a counter of the ports"),
+    Finding("q", "bytes that stayed inside one NIC are reported as bytes on a wire"),
+    Finding("r", "the GPU sees old data after a read, until the caller flushes"),
+    Finding("s", "GDR is available when memory can be registered, although no bytes move"),
+    Finding("t", "a NIC whose DMA fails is used, because it registered the memory"),
 )
 
 _DEFECTS = (
@@ -264,6 +270,55 @@ _DEFECTS = (
         "the flags of this name are not in base 2",
         "native/usrbio/client/names.cpp",
         usrbio.DECIMAL_FLAGS,
+    ),
+    Defect(
+        "p",
+        f"{_PROOF}test_route_without_counted_bytes_is_unproven",
+        "the states are",
+        "gdrkit.report.routes",
+        proof.ignore_counters,
+    ),
+    Defect(
+        "q",
+        f"{_PROOF}test_loopback_is_not_called_wire",
+        "the path is TransferPath.WIRE",
+        "gdrkit.registration.reach",
+        proof.call_loopback_wire,
+    ),
+    Defect(
+        "r",
+        f"{_PROOF}test_read_of_the_storage_client_is_visible",
+        "the GPU sees old data after a read of the storage client",
+        "gdrkit.storage.client",
+        proof.leave_out_flush,
+    ),
+    Defect(
+        "r",
+        f"{_PROOF}test_read_is_visible_after_hf3fs_wait_for_ios",
+        "the GPU sees old data after hf3fs_wait_for_ios",
+        "native/usrbio/client/io.cpp",
+        proof.READ_NOT_FLUSHED,
+    ),
+    Defect(
+        "s",
+        f"{_PROOF}test_manager_is_available_only_if_bytes_moved",
+        "the manager is available although no bytes moved",
+        "gdrkit.registration.manager",
+        proof.accept_registered_gpu,
+    ),
+    Defect(
+        "s",
+        f"{_PROOF}test_client_library_is_available_only_if_bytes_moved",
+        "GDR is available although no bytes moved",
+        "native/usrbio/client/gpu_api.cpp",
+        proof.NIC_NOT_ASKED,
+    ),
+    Defect(
+        "t",
+        f"{_PROOF}test_nic_that_moves_nothing_is_not_used",
+        "is used although it moves nothing",
+        "gdrkit.registration.placement",
+        proof.use_every_nic,
     ),
 )
 

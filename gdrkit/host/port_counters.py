@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gdrkit.host import HostTree
+    from gdrkit.host.tree import HostTree
 
-__all__ = ["PortCounters", "counters"]
+__all__ = ["PortCounters", "PortGrowth", "port_counters", "port_growth", "read_port"]
 
 _DEVICES = "/sys/class/infiniband"
 # The InfiniBand specification counts port data in words of four bytes. sysfs exports these words.
@@ -31,17 +31,38 @@ class PortCounters:
     received_packets: int | None
 
 
-def counters(tree: HostTree) -> tuple[PortCounters, ...]:
+@dataclass(frozen=True, slots=True)
+class PortGrowth:
+    """By how many bytes the counters of one port grew. A number is None if the driver does not count these bytes."""
+
+    sent_bytes: int | None
+    received_bytes: int | None
+
+
+def port_counters(tree: HostTree) -> tuple[PortCounters, ...]:
     """Read the counters of every port of every RDMA device below the root of `tree`."""
     return tuple(
-        _read(tree, device, int(port))
+        read_port(tree, device, int(port))
         for device in tree.names(_DEVICES)
         for port in tree.names(f"{_DEVICES}/{device}/ports")
         if port.isdecimal()
     )
 
 
-def _read(tree: HostTree, device: str, port: int) -> PortCounters:
+def port_growth(before: PortCounters, after: PortCounters) -> PortGrowth:
+    """Return by how many bytes the counters of a port grew."""
+    return PortGrowth(
+        sent_bytes=_difference(before.sent_bytes, after.sent_bytes),
+        received_bytes=_difference(before.received_bytes, after.received_bytes),
+    )
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+def read_port(tree: HostTree, device: str, port: int) -> PortCounters:
+    """Read the counters of one port of one RDMA device. The counters of a port that is not in sysfs are None."""
     folder = f"{_DEVICES}/{device}/ports/{port}/counters"
     # The rxe driver counts packets in hw_counters only.
     hw_folder = f"{_DEVICES}/{device}/ports/{port}/hw_counters"

@@ -1,0 +1,19 @@
+"""The folder in which gdrkit keeps what it has learned about this machine since the boot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["STATE_VARIABLE", "state_folder"]
+
+# The environment variable that names the folder.
+STATE_VARIABLE = "GDRKIT_STATE"
+
+
+def state_folder() -> Path:
+    """Return the path of the folder: GDRKIT_STATE, or ``/dev/shm/gdrkit-<user id>``.
+
+    It is in memory, so that it ends with the boot. Programs that share the memory of iovs also share it.
+    """
+    return Path(os.environ.get(STATE_VARIABLE) or f"/dev/shm/gdrkit-{os.geteuid()}")  # noqa: S108 - a PrivateFolder.

@@ -1,0 +1,40 @@
+"""The measurement of all GPUs and NICs of this machine, whose results the choice of NICs reads."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+from gdrkit import cuda, verbs
+from gdrkit.host import HostTree
+from gdrkit.registration import ReachTable, measure_balance, measure_devices
+
+if TYPE_CHECKING:
+    from gdrkit.registration import Balance, Reach
+
+__all__ = ["measure_machine"]
+
+
+def measure_machine(*, balance_s: float = 0) -> tuple[tuple[Reach, ...], Balance | None]:
+    """Measure every GPU with every pair of NICs, and store the results in the file. There are none without GPU or NIC.
+
+    If `balance_s` is above 0, then measure for so many seconds what each NIC carries when all of them transfer.
+
+    Raises
+    ------
+    SetupMissing
+        libibverbs, pyverbs or the CUDA driver is missing.
+    ApiError
+        A device could not be opened, or memory of a GPU could not be allocated.
+    """
+    with ExitStack() as stack:
+        nics = verbs.open_active_nics()
+        for nic in nics:
+            stack.callback(nic.close)
+        devices = [stack.enter_context(cuda.Device(index)) for index in range(cuda.device_count())]
+        pairs = [*((nic, nic) for nic in nics), *permutations(nics, 2)]
+        results = measure_devices(devices, pairs, tree=HostTree()) if pairs else ()
+        ReachTable().store(results)
+        balance = measure_balance(devices, nics, duration_s=balance_s) if balance_s and results else None
+        return results, balance

@@ -1,0 +1,221 @@
+"""Balance: all GPUs and all NICs transfer at the same time, and the counters of the ports say what each NIC carries.
+
+Each pair of a GPU and a NIC has an initiator on this NIC, which writes to and reads from memory of the GPU in turn. So
+both directions of every link and of every path between GPU and NIC are in use. On a balanced machine, the share of a
+NIC in all bytes is the share of its link in all links.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit import pattern
+from gdrkit.cuda import DeviceMemory
+from gdrkit.errors import GdrkitError
+from gdrkit.host import HostTree, port_growth, read_port
+from gdrkit.registration.placement import Placement
+from gdrkit.registration.policy import register
+from gdrkit.units import KIB, MIB
+from gdrkit.verbs import Direction, Initiator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.cuda import PrimaryContext
+    from gdrkit.verbs import Nic
+
+__all__ = ["Balance", "NicLoad", "measure_balance"]
+
+# A burst transfers all of the memory, so that the check after the bursts covers all of it.
+_MEMORY_BYTES, _TRANSFER_BYTES, _OPERATIONS, _DEPTH = MIB, 64 * KIB, 16, 8
+_SEED = 0x62616C
+# A NIC that carries less than this part of its share is slow.
+_SLOW_RATIO = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class NicLoad:
+    """The load of one NIC: how many bytes it carried, and its share.
+
+    Attributes
+    ----------
+    nic : str
+        Name of the NIC.
+    link_gbit_per_s : float
+        Rate of its link in Gbit/s; 0 if unknown.
+    moved_bytes : int
+        Number of bytes that its initiators moved, in both directions.
+    counted_bytes : int or None
+        Number of bytes that its port counted as sent and as received. None: the port has no byte counters.
+    share_percent, expected_percent : float
+        Its share in the bytes of all NICs, and the share of its link in all links.
+    """
+
+    nic: str
+    link_gbit_per_s: float
+    moved_bytes: int
+    counted_bytes: int | None
+    share_percent: float
+    expected_percent: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the NIC carries less than 70 % of the share of its link."""
+        return self.share_percent < _SLOW_RATIO * self.expected_percent
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The result of a measurement.
+
+    Attributes
+    ----------
+    duration_s : float
+        Duration in seconds.
+    is_counted : bool
+        Whether the shares are those of the port counters. If not, they are those of the initiators.
+    loads : tuple of NicLoad
+        What each NIC carried.
+    gpus : tuple of str
+        PCI addresses of the GPUs.
+    matrix : tuple of tuple of int
+        Number of moved bytes by GPU (row) and NIC (column).
+    """
+
+    duration_s: float
+    is_counted: bool
+    loads: tuple[NicLoad, ...]
+    gpus: tuple[str, ...]
+    matrix: tuple[tuple[int, ...], ...]
+
+    @property
+    def slow_nics(self) -> tuple[str, ...]:
+        """Names of the slow NICs."""
+        return tuple(load.nic for load in self.loads if load.is_slow)
+
+
+def measure_balance(
+    devices: Sequence[PrimaryContext], nics: Sequence[Nic], *, duration_s: float, tree: HostTree | None = None
+) -> Balance:
+    """Transfer between all GPUs and all NICs for a time, check the bytes, and return what each NIC carried.
+
+    Raises
+    ------
+    GdrkitError
+        A transfer failed, or its bytes were wrong.
+    """
+    tree = HostTree() if tree is None else tree
+    workers = [_Worker(device, nic) for device in devices for nic in nics]
+    with ExitStack() as stack:
+        for worker in workers:
+            stack.enter_context(worker)
+        before = [read_port(tree, nic.name, nic.port.number) for nic in nics]
+        started_s = time.monotonic()
+        for worker in workers:
+            worker.start(started_s + duration_s)
+        for worker in workers:
+            worker.join()
+        elapsed_s = time.monotonic() - started_s
+        after = [read_port(tree, nic.name, nic.port.number) for nic in nics]
+        for worker in workers:
+            worker.check()
+    moved = [worker.moved_bytes for worker in workers]
+    matrix = tuple(tuple(moved[row * len(nics) : (row + 1) * len(nics)]) for row in range(len(devices)))
+    growths = [port_growth(first, last) for first, last in zip(before, after, strict=True)]
+    counted = [
+        None
+        if growth.sent_bytes is None or growth.received_bytes is None
+        else growth.sent_bytes + growth.received_bytes
+        for growth in growths
+    ]
+    rates = [Placement(tree).link_gbit_per_s(nic) for nic in nics]
+    loads = _loads(nics, rates, moved=[sum(column) for column in zip(*matrix, strict=True)], counted=counted)
+    return Balance(
+        duration_s=elapsed_s,
+        is_counted=_are_counted(counted),
+        loads=loads,
+        gpus=tuple(device.pci_bus_id for device in devices),
+        matrix=matrix,
+    )
+
+
+def _are_counted(counted: Sequence[int | None]) -> bool:
+    return all(counted)
+
+
+def _loads(
+    nics: Sequence[Nic], rates: Sequence[float], *, moved: Sequence[int], counted: Sequence[int | None]
+) -> tuple[NicLoad, ...]:
+    """Return the loads. If a link rate or a counter is unknown, all links or all initiators count alike."""
+    links = rates if all(rates) else [1.0] * len(rates)
+    carried = [count or 0 for count in counted] if _are_counted(counted) else moved
+    return tuple(
+        NicLoad(
+            nic=nic.name,
+            link_gbit_per_s=rates[index],
+            moved_bytes=moved[index],
+            counted_bytes=counted[index],
+            share_percent=100 * carried[index] / (sum(carried) or 1),
+            expected_percent=100 * links[index] / sum(links),
+        )
+        for index, nic in enumerate(nics)
+    )
+
+
+class _Worker:
+    """A thread that transfers between one GPU and one NIC. As a context manager it owns memory and connection."""
+
+    def __init__(self, device: PrimaryContext, nic: Nic) -> None:
+        self.moved_bytes = 0
+        self._device, self._nic = device, nic
+        self._stack = ExitStack()
+        self._error: GdrkitError | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._memory = stack.enter_context(DeviceMemory(self._device, _MEMORY_BYTES))
+            registration = stack.enter_context(register(self._memory, [self._nic]))
+            self._remote = registration.remote(self._nic)
+            queue = stack.enter_context(self._nic.completion_queue(depth=16))
+            responder = stack.enter_context(self._nic.queue_pair(queue))
+            self._initiator = stack.enter_context(Initiator(self._nic.name, memory_bytes=_MEMORY_BYTES))
+            responder.connect(self._initiator.endpoints()[0], reads_max=self._initiator.reads_max)
+            self._initiator.connect([responder.endpoint()], reads_max=self._initiator.reads_max)
+            self._initiator.write(pattern.payload(_MEMORY_BYTES, seed=_SEED))
+            self._stack = stack.pop_all()
+        return self
+
+    def start(self, end_s: float) -> None:
+        """Start to transfer, until this time of ``time.monotonic()``."""
+        self._thread = threading.Thread(target=self._run, args=(end_s,), name=f"balance of {self._nic.name}")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the transfers."""
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise the error of the transfers, or DataMismatch if the GPU or the host has wrong bytes."""
+        if self._error is not None:
+            raise self._error
+        if self.moved_bytes:
+            pattern.check(self._memory.read(), seed=_SEED)
+            pattern.check(self._initiator.read(), seed=_SEED)
+
+    def _run(self, end_s: float) -> None:
+        try:
+            while time.monotonic() < end_s:
+                for direction in (Direction.WRITE, Direction.READ):
+                    burst = self._initiator.run(
+                        direction, self._remote, length_bytes=_TRANSFER_BYTES, operations=_OPERATIONS, depth=_DEPTH
+                    )
+                    self.moved_bytes += burst.moved_bytes
+        except GdrkitError as error:
+            self._error = error.clone()
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

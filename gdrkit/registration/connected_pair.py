@@ -1,0 +1,73 @@
+"""Two connected queue pairs of this process, by which one NIC writes to and reads from memory behind a NIC."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+from gdrkit import pattern
+
+if TYPE_CHECKING:
+    from gdrkit.verbs import Completion, Nic, QueuePair, RemoteRange
+
+__all__ = ["ConnectedPair"]
+
+_COMPLETION_TIMEOUT_MS = 2000.0
+_RETRY_COUNT = 3
+
+
+class ConnectedPair:
+    """A queue pair that posts requests, connected to one that admits them, and registered host memory.
+
+    Use it as a context manager.
+
+    Parameters
+    ----------
+    responder : Nic
+        The NIC that admits the requests.
+    requester : Nic or None
+        The NIC that posts the requests. None means the responder: then the bytes stay inside one NIC (loopback).
+    length_bytes : int
+        Size of the host memory in bytes.
+
+    Attributes
+    ----------
+    data : bytearray
+        The host memory, from which :meth:`write` takes its bytes and into which :meth:`read` puts them.
+    """
+
+    def __init__(self, responder: Nic, requester: Nic | None = None, *, length_bytes: int) -> None:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            requester = responder if requester is None else requester
+            self._pair, other_pair = (self._queue_pair(stack, nic) for nic in (requester, responder))
+            # Few retries: two NICs of one host may be on separate networks, and nothing else is in the way.
+            self._pair.connect(other_pair.endpoint(), retry_count=_RETRY_COUNT)
+            other_pair.connect(self._pair.endpoint(), retry_count=_RETRY_COUNT)
+            self.data = bytearray(length_bytes)
+            self._region = stack.enter_context(requester.register_host(self.data))
+            self._stack = stack.pop_all()
+
+    @staticmethod
+    def _queue_pair(stack: ExitStack, nic: Nic) -> QueuePair:
+        return stack.enter_context(nic.queue_pair(stack.enter_context(nic.completion_queue(depth=16))))
+
+    def write(self, remote: RemoteRange) -> Completion:
+        """Write :attr:`data` to `remote` and return the completion."""
+        self._pair.post_write(self._region, remote, work_id=1)
+        return self._pair.wait(_COMPLETION_TIMEOUT_MS)
+
+    def read(self, remote: RemoteRange) -> Completion:
+        """Read from `remote` into :attr:`data` and return the completion."""
+        self._pair.post_read(self._region, remote, work_id=2)
+        return self._pair.wait(_COMPLETION_TIMEOUT_MS)
+
+    def fill(self, seed: int) -> None:
+        """Fill :attr:`data` with the pattern of `seed`."""
+        memoryview(self.data)[:] = pattern.payload(len(self.data), seed=seed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()

@@ -1,0 +1,293 @@
+"""Reach: whether a NIC can move bytes to and from the memory of a GPU, measured with checked bytes and port counters.
+
+The registration of GPU memory succeeds on some machines with every NIC, while the DMA of a NIC fails. So a NIC reaches
+a GPU only if a page was registered, written through the NIC and read through it, and every byte was right. The counters
+of both ports then decide what that proves: :attr:`Reach.state`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gdrkit import pattern
+from gdrkit.cuda import DeviceMemory
+from gdrkit.errors import BrokenResource, DataMismatch, GdrkitError
+from gdrkit.host import PortGrowth, port_growth, read_port
+from gdrkit.registration.connected_pair import ConnectedPair
+from gdrkit.registration.ordering import Ordering
+from gdrkit.registration.policy import register
+from gdrkit.units import GPU_RDMA_PAGE_BYTES
+from gdrkit.verdict import RouteOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gdrkit.cuda import PrimaryContext
+    from gdrkit.host import HostTree, PortCounters
+    from gdrkit.registration.policy import Registration, RegistrationRoute
+    from gdrkit.verbs import Nic, RemoteRange
+
+__all__ = ["COUNTERS_TIMEOUT_S", "Reach", "TransferPath", "measure_devices", "measure_reach", "unproven_reason"]
+
+# Size of the transfer in each direction: one page, in the size in which nvidia-peermem pins device memory.
+_PAGE_BYTES = GPU_RDMA_PAGE_BYTES
+# Seeds of the patterns: the first content of the page, the written bytes, and the bytes that are read.
+_OLD_SEED, _WRITE_SEED, _READ_SEED = 0x6F6C64, 0x777274, 0x726561
+# How long the driver of a NIC may take to update the counters of its ports.
+COUNTERS_TIMEOUT_S = 0.3
+_COUNTERS_PAUSE_S = 0.01
+
+
+class TransferPath(enum.Enum):
+    """The path of the bytes between two NICs.
+
+    LOOPBACK: both ends are one NIC, and the bytes may never leave it. WIRE: the ends are two NICs or two hosts.
+    """
+
+    LOOPBACK = "loopback"
+    WIRE = "wire"
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The result of one measurement: one GPU, the NIC that accesses its memory, and the NIC that posts the requests.
+
+    Attributes
+    ----------
+    gpu_uuid, pci_bus_id : str
+        UUID and PCI address of the GPU.
+    nic, nic_gid : str
+        Name and GID of the NIC that accesses the memory of the GPU.
+    peer_nic : str
+        Name of the NIC that posted the requests.
+    path : TransferPath
+        Whether the two ends are one NIC.
+    route : RegistrationRoute or None
+        The method by which the memory was registered. None: it could not be registered.
+    moved : bool
+        Whether a page was written and read through the NIC, and every byte was right.
+    cause : str
+        Why it was not. Empty if it was.
+    transfer_bytes : int
+        Number of bytes that were written, and that were read.
+    nic_growth, peer_growth : PortGrowth or None
+        By how many bytes the counters of the two ports grew during the transfers. None: nothing was transferred.
+    measured_s : float
+        Time of the measurement, in seconds since 1970.
+    failure : GdrkitError or None
+        The error of a measurement of this process that failed.
+    """
+
+    gpu_uuid: str
+    pci_bus_id: str
+    nic: str
+    nic_gid: str
+    peer_nic: str
+    path: TransferPath
+    route: RegistrationRoute | None
+    moved: bool
+    cause: str
+    transfer_bytes: int
+    nic_growth: PortGrowth | None
+    peer_growth: PortGrowth | None
+    measured_s: float
+    failure: GdrkitError | None = field(default=None, compare=False)
+
+    @property
+    def state(self) -> RouteOutcome:
+        """The state of the route between the GPU and the NIC.
+
+        PROVEN: every byte was right, and the counters of both ports grew by at least the bytes. UNPROVEN: every byte
+        was right, and :attr:`reason` says what the counters do not show. NOT_POSSIBLE: see :attr:`cause`.
+        """
+        if not self.moved:
+            return RouteOutcome.NOT_POSSIBLE
+        return RouteOutcome.UNPROVEN if self.reason else RouteOutcome.PROVEN
+
+    @property
+    def reason(self) -> str:
+        """Why bytes that moved are no proof; see :func:`unproven_reason`. Empty if they are one, or did not move."""
+        if not self.moved or self.nic_growth is None or self.peer_growth is None:
+            return ""
+        return unproven_reason(self.path, self.transfer_bytes, self.nic_growth, self.peer_growth)
+
+
+def unproven_reason(path: TransferPath, transfer_bytes: int, *growths: PortGrowth) -> str:
+    """Return why the counters of two ports do not prove bytes that moved between them, or an empty string if they do.
+
+    ``counters_missing``: a port has no byte counters. ``loopback_not_counted``: the NIC does not count bytes that stay
+    inside it. ``counters_did_not_grow``: the bytes passed two NICs, and the counters do not have them all.
+
+    Parameters
+    ----------
+    path : TransferPath
+        Whether both ports are that of one NIC.
+    transfer_bytes : int
+        Number of bytes that moved in each direction.
+    growths : PortGrowth
+        By how many bytes the counters of both ports grew.
+    """
+    counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
+    if None in counts:
+        return "counters_missing"
+    is_loopback = path is TransferPath.LOOPBACK
+    # In loopback, one port sends and receives the bytes of both directions.
+    expected_bytes = transfer_bytes * (2 if is_loopback else 1)
+    if all(count is not None and count >= expected_bytes for count in counts):
+        return ""
+    return "loopback_not_counted" if is_loopback else "counters_did_not_grow"
+
+
+def measure_reach(
+    device: PrimaryContext,
+    pairs: Sequence[tuple[Nic, Nic]],
+    *,
+    tree: HostTree,
+    route: RegistrationRoute | None = None,
+    counters_timeout_s: float = 0.0,
+) -> tuple[Reach, ...]:
+    """Write and read a page of a GPU through NICs, and return one result for each pair of NICs.
+
+    Parameters
+    ----------
+    device : PrimaryContext
+        The GPU.
+    pairs : sequence of (Nic, Nic)
+        The NIC that accesses the memory of the GPU, and the NIC that posts the requests.
+    tree : HostTree
+        The host whose sysfs has the port counters.
+    route : RegistrationRoute or None
+        The only method of registration to use. With None, :func:`~gdrkit.registration.register` chooses it.
+    counters_timeout_s : float
+        How long to wait for counters that grow late, in seconds.
+
+    Raises
+    ------
+    ApiError
+        The memory of the GPU could not be allocated.
+    """
+    with DeviceMemory(device, _PAGE_BYTES) as memory:
+        return tuple(
+            _Measurement(memory, pair, tree=tree, counters_timeout_s=counters_timeout_s).run(route) for pair in pairs
+        )
+
+
+def measure_devices(
+    devices: Sequence[PrimaryContext],
+    pairs: Sequence[tuple[Nic, Nic]],
+    *,
+    tree: HostTree,
+    route: RegistrationRoute | None = None,
+    counters_timeout_s: float = COUNTERS_TIMEOUT_S,
+) -> tuple[Reach, ...]:
+    """Call :func:`measure_reach` for several GPUs, and leave out pairs of NICs that are on separate networks.
+
+    A request between such NICs takes long to fail, so only the first GPU has a result of such a pair.
+    """
+    results: list[Reach] = []
+    separate: set[tuple[Nic, Nic]] = set()
+    for device in devices:
+        tried_pairs = [pair for pair in pairs if pair not in separate]
+        measured = measure_reach(device, tried_pairs, tree=tree, route=route, counters_timeout_s=counters_timeout_s)
+        results += measured
+        separate |= {
+            pair
+            for pair, reach in zip(tried_pairs, measured, strict=True)
+            if reach.path is TransferPath.WIRE and reach.route is not None and not reach.moved
+        }
+    return tuple(results)
+
+
+class _Measurement:
+    """The measurement of one GPU and one pair of NICs."""
+
+    def __init__(
+        self, memory: DeviceMemory, pair: tuple[Nic, Nic], *, tree: HostTree, counters_timeout_s: float
+    ) -> None:
+        self._device, self._memory, self._tree = memory.device, memory, tree
+        self._nic, self._peer = pair
+        self._counters_timeout_s = counters_timeout_s
+        self._route: RegistrationRoute | None = None
+        self._growths: tuple[PortGrowth | None, PortGrowth | None] = (None, None)
+
+    def run(self, route: RegistrationRoute | None) -> Reach:
+        """Register, write, read and compare, and return the result."""
+        failure: GdrkitError | None = None
+        try:
+            with register(self._memory, [self._nic], route=route) as registration:
+                self._route = registration.route
+                self._transfer(registration)
+        except GdrkitError as error:
+            failure = error.clone()
+        is_loopback = self._nic.name == self._peer.name
+        return Reach(
+            gpu_uuid=self._device.uuid,
+            pci_bus_id=self._device.pci_bus_id,
+            nic=self._nic.name,
+            nic_gid=self._nic.gid,
+            peer_nic=self._peer.name,
+            path=TransferPath.LOOPBACK if is_loopback else TransferPath.WIRE,
+            route=self._route,
+            moved=failure is None,
+            cause="" if failure is None else failure.message,
+            transfer_bytes=_PAGE_BYTES,
+            nic_growth=self._growths[0],
+            peer_growth=self._growths[1],
+            measured_s=time.time(),
+            failure=failure,
+        )
+
+    def _transfer(self, registration: Registration) -> None:
+        remote = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
+        before = self._counters()
+        try:
+            # A failed request leaves its queue pair in the error state, so that each direction has its own pair.
+            with self._connect() as pair:
+                self._write(pair, remote)
+            with self._connect() as pair:
+                self._read(pair, remote)
+        finally:
+            self._growths = self._wait_for_growth(before)
+
+    def _connect(self) -> ConnectedPair:
+        return ConnectedPair(self._nic, self._peer, length_bytes=_PAGE_BYTES)
+
+    def _write(self, pair: ConnectedPair, remote: RemoteRange) -> None:
+        self._memory.write(pattern.payload(_PAGE_BYTES, seed=_OLD_SEED))
+        pair.fill(_WRITE_SEED)
+        pair.write(remote).expect()
+        Ordering.of(self._device).make_visible(self._device)
+        _check(self._memory.read(), _WRITE_SEED, "RDMA WRITE")
+
+    def _read(self, pair: ConnectedPair, remote: RemoteRange) -> None:
+        self._memory.write(pattern.payload(_PAGE_BYTES, seed=_READ_SEED))
+        pair.read(remote).expect()
+        _check(pair.data, _READ_SEED, "RDMA READ")
+
+    def _counters(self) -> tuple[PortCounters, PortCounters]:
+        first, second = (read_port(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer))
+        return first, second
+
+    def _wait_for_growth(self, before: tuple[PortCounters, PortCounters]) -> tuple[PortGrowth, PortGrowth]:
+        """Return by how much the counters of both ports grew. Some drivers update the counters late."""
+        deadline_s = time.monotonic() + self._counters_timeout_s
+        while True:
+            after = self._counters()
+            growths = port_growth(before[0], after[0]), port_growth(before[1], after[1])
+            counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
+            is_complete = None in counts or all(count is not None and count >= _PAGE_BYTES for count in counts)
+            if is_complete or time.monotonic() >= deadline_s:
+                return growths
+            time.sleep(_COUNTERS_PAUSE_S)
+
+
+def _check(data: bytes | bytearray, seed: int, request: str) -> None:
+    """Raise BrokenResource unless `data` has the pattern of `seed`."""
+    try:
+        pattern.check(data, seed=seed)
+    except DataMismatch as error:
+        message = f"{request} ended with success, and {error.message}"
+        raise BrokenResource(message) from error

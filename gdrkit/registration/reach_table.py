@@ -1,0 +1,206 @@
+"""The measured reach of GPUs and NICs, kept in this process and in a file that all programs of the user read.
+
+The file is ``reach`` in the state folder of gdrkit, which is in memory (tmpfs), so that it ends with the boot. Each
+line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads it too
+(native/usrbio/client/reach_file.cpp).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
+
+from gdrkit.errors import GdrkitError
+from gdrkit.forks import ForkSafeLock
+from gdrkit.host import HostTree, PortGrowth, PrivateFolder, state_folder
+from gdrkit.registration.policy import RegistrationRoute
+from gdrkit.registration.reach import Reach, TransferPath, measure_reach
+from gdrkit.verdict import RouteOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.cuda import PrimaryContext
+    from gdrkit.verbs import Nic
+
+__all__ = ["ReachTable"]
+
+_LOG = logging.getLogger("gdrkit.registration")
+_FILE_NAME, _HEADER = "reach", "gdrkit-reach 1"
+_VALID_S, _RETRY_AFTER_S = 3600.0, 30.0
+_CAUSE_LENGTH_MAX = 300
+
+_Key = tuple[str, str]  # UUID of the GPU, and GID of the NIC.
+
+
+class ReachTable:
+    """The reach of GPUs and NICs, measured when it is first needed.
+
+    A NIC that reached a GPU is measured again after an hour, and one that did not after `retry_after_s`.
+
+    Parameters
+    ----------
+    tree : HostTree or None
+        The host whose sysfs has the port counters. With None, this host.
+    retry_after_s : float
+        After how many seconds a NIC that failed is measured again.
+    """
+
+    def __init__(self, tree: HostTree | None = None, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
+        self._tree = HostTree() if tree is None else tree
+        self._retry_after_s = retry_after_s
+        self._results: dict[_Key, Reach] = {}
+        self._has_read_file = False
+        self._lock = ForkSafeLock()
+
+    def measured(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Reach, ...]:
+        """Return the result for each NIC, in the order of `nics`. Results that are missing or too old are measured.
+
+        Raises
+        ------
+        ApiError
+            Memory of the GPU could not be allocated for a measurement.
+        """
+        keys = [(device.uuid, nic.gid) for nic in nics]
+        with self._lock:
+            if not self._has_read_file:
+                self._results = {**_read_file(), **self._results}
+                self._has_read_file = True
+            due = [nic for nic, key in zip(nics, keys, strict=True) if not self._is_current(key)]
+            if due:
+                self._measure(device, due, nics)
+            return tuple(self._results[key] for key in keys)
+
+    def store(self, results: Iterable[Reach]) -> None:
+        """Keep the results of measurements; of several for one GPU and NIC, the one that says most."""
+        best: dict[_Key, Reach] = {}
+        for result in results:
+            key = (result.gpu_uuid, result.nic_gid)
+            if key not in best or _strength(result) > _strength(best[key]):
+                best[key] = result
+        with self._lock:
+            self._results |= best
+            _write_file(best.values())
+
+    def forget(self, gpu_uuid: str, nics: Sequence[Nic]) -> None:
+        """Drop the results of a GPU and these NICs, because a transfer between them failed."""
+        keys = {(gpu_uuid, nic.gid) for nic in nics}
+        with self._lock:
+            for key in keys & self._results.keys():
+                del self._results[key]
+            _write_file((), forgotten=keys)
+
+    def _is_current(self, key: _Key) -> bool:
+        result = self._results.get(key)
+        if result is None:
+            return False
+        age_s = time.time() - result.measured_s
+        return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
+
+    def _measure(self, device: PrimaryContext, due: Sequence[Nic], nics: Sequence[Nic]) -> None:
+        """Measure the NICs that are due, in loopback, and those that fail with another NIC that works as the peer."""
+        results = dict(zip(due, measure_reach(device, [(nic, nic) for nic in due], tree=self._tree), strict=True))
+        known = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
+        working = next((nic for nic, result in known.items() if result.moved), None)
+        # Some NICs cannot send to themselves, and still reach others.
+        retried = [nic for nic, result in results.items() if not result.moved and result.route is not None]
+        if working is not None and retried:
+            pairs = [(nic, working) for nic in retried]
+            for nic, result in zip(retried, measure_reach(device, pairs, tree=self._tree), strict=True):
+                results[nic] = result if result.moved else results[nic]
+        for nic, result in results.items():
+            self._log_change(device, nic, result)
+            self._results[device.uuid, nic.gid] = result
+        _write_file(results.values())
+
+    def _log_change(self, device: PrimaryContext, nic: Nic, result: Reach) -> None:
+        previous = self._results.get((device.uuid, nic.gid))
+        if not result.moved:
+            _LOG.warning("NIC %s is left out for GPU %s: %s", nic.name, device.pci_bus_id, result.cause)
+        elif previous is not None and not previous.moved:
+            _LOG.warning("NIC %s reaches GPU %s again and is used", nic.name, device.pci_bus_id)
+
+
+def _strength(result: Reach) -> tuple[bool, bool, bool]:
+    return result.moved, result.state is RouteOutcome.PROVEN, result.path is TransferPath.WIRE
+
+
+def _read_file() -> dict[_Key, Reach]:
+    """Return the results in the file. A file that is missing, unreadable or malformed has none."""
+    try:
+        with PrivateFolder.below(state_folder(), create=False) as folder:
+            lines = folder.read_text(_FILE_NAME).splitlines()
+    except (OSError, ValueError, GdrkitError):
+        return {}
+    if lines[:1] != [_HEADER]:
+        return {}
+    results = (_parse(line) for line in lines[1:])
+    return {(result.gpu_uuid, result.nic_gid): result for result in results if result is not None}
+
+
+def _write_file(results: Iterable[Reach], *, forgotten: Iterable[_Key] = ()) -> None:
+    """Merge results into the file. The results of this process do not depend on it, so errors are only logged."""
+    merged = _read_file() | {(result.gpu_uuid, result.nic_gid): result for result in results}
+    for key in forgotten:
+        merged.pop(key, None)
+    text = "\n".join([_HEADER, *(_format(result) for result in merged.values()), ""])
+    try:
+        with PrivateFolder.below(state_folder()) as folder:
+            folder.write_text(_FILE_NAME, text)
+    except (OSError, GdrkitError) as error:
+        _LOG.info("the reach of NICs was not stored: %s", error)
+
+
+def _format(result: Reach) -> str:
+    words = {
+        "gpu": result.gpu_uuid,
+        "pci": result.pci_bus_id,
+        "nic": result.nic,
+        "gid": result.nic_gid,
+        "peer": result.peer_nic,
+        "path": result.path.value,
+        "route": "" if result.route is None else result.route.value,
+        "moved": "yes" if result.moved else "no",
+        "bytes": result.transfer_bytes,
+        "nic_growth": _format_growth(result.nic_growth),
+        "peer_growth": _format_growth(result.peer_growth),
+        "measured_s": result.measured_s,
+        "cause": quote(result.cause[:_CAUSE_LENGTH_MAX]),
+    }
+    return " ".join(f"{key}={value}" for key, value in words.items())
+
+
+def _format_growth(growth: PortGrowth | None) -> str:
+    return "" if growth is None else f"{growth.sent_bytes},{growth.received_bytes}"
+
+
+def _parse(line: str) -> Reach | None:
+    """Return the result that a line describes, or None if it is malformed."""
+    words = dict(word.partition("=")[::2] for word in line.split(" "))
+    try:
+        return Reach(
+            gpu_uuid=words["gpu"],
+            pci_bus_id=words["pci"],
+            nic=words["nic"],
+            nic_gid=words["gid"],
+            peer_nic=words["peer"],
+            path=TransferPath(words["path"]),
+            route=RegistrationRoute(words["route"]) if words["route"] else None,
+            moved={"yes": True, "no": False}[words["moved"]],
+            cause=unquote(words["cause"]),
+            transfer_bytes=int(words["bytes"]),
+            nic_growth=_parse_growth(words["nic_growth"]),
+            peer_growth=_parse_growth(words["peer_growth"]),
+            measured_s=float(words["measured_s"]),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _parse_growth(text: str) -> PortGrowth | None:
+    if not text:
+        return None
+    sent, received = (None if count == "None" else int(count) for count in text.split(","))
+    return PortGrowth(sent, received)

@@ -1,0 +1,81 @@
+#include "usrbio/client/reach_file.hpp"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "common/descriptor.hpp"
+#include "usrbio/client/log.hpp"
+
+namespace gdrkit::usrbio {
+namespace {
+
+// The writer keeps the file below this size.
+constexpr std::size_t file_bytes_max = 64U << 10;
+
+std::string file_path() {
+    const char* const folder = std::getenv("GDRKIT_STATE");
+    return (folder != nullptr && *folder != '\0' ? std::string(folder)
+                                                 : "/dev/shm/gdrkit-" + std::to_string(geteuid())) +
+           "/reach";
+}
+
+// Returns the contents of the file, or an empty text. Another user may have put a file there, so only a file that no
+// other user can write to counts.
+std::string read_file(const std::string& path) {
+    const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    struct stat status {};
+    if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || status.st_uid != geteuid() ||
+        (status.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+        return {};
+    }
+    std::string text(file_bytes_max, '\0');
+    std::size_t length = 0;
+    while (length < text.size()) {
+        const ssize_t count = read(file.get(), text.data() + length, text.size() - length);
+        if (count <= 0) {
+            break;
+        }
+        length += static_cast<std::size_t>(count);
+    }
+    text.resize(length);
+    return text;
+}
+
+// Returns the UUID as the CUDA tools print it, GPU-00112233-4455-6677-8899-aabbccddeeff.
+std::string text_of(const cuda::Uuid& uuid) {
+    std::string text = "GPU-";
+    for (std::size_t index = 0; index < sizeof uuid.bytes; ++index) {
+        char digits[3];
+        std::snprintf(digits, sizeof digits, "%02x", unsigned{uuid.bytes[index]});
+        text += digits;
+        text += index == 3 || index == 5 || index == 7 || index == 9 ? "-" : "";
+    }
+    return text;
+}
+
+} // namespace
+
+bool is_reached_by_nic(const cuda::Uuid& uuid) {
+    const std::string path = file_path(), text = read_file(path), begin = "gpu=" + text_of(uuid) + ' ';
+    if (!text.starts_with("gdrkit-reach 1\n")) {
+        log_line(LogLevel::info, "%s has no measurement of NICs; start the agent, or run `gdrkit reach`", path.c_str());
+        return false;
+    }
+    std::string_view remaining = text;
+    while (!remaining.empty()) {
+        const std::string_view line = remaining.substr(0, remaining.find('\n'));
+        if (line.starts_with(begin) && line.find(" moved=yes ") != std::string_view::npos) {
+            return true;
+        }
+        remaining.remove_prefix(line.size() < remaining.size() ? line.size() + 1 : line.size());
+    }
+    return false;
+}
+
+} // namespace gdrkit::usrbio

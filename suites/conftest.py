@@ -1,0 +1,30 @@
+"""A state folder for each case, so that no case uses what another one has measured about the NICs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gdrkit.host import STATE_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_SERIAL = iter(range(1 << 62))
+
+
+@pytest.fixture(scope="session")
+def state_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder in which each case has a state folder."""
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(autouse=True)
+def state_folder(state_folders: Path) -> Iterator[Path]:
+    """Name a state folder that does not exist yet in GDRKIT_STATE, for this process and its children."""
+    folder = state_folders / str(next(_SERIAL))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(STATE_VARIABLE, str(folder))
+        yield folder

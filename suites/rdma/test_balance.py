@@ -1,0 +1,74 @@
+"""All NICs carry the share of their links when all GPUs and all NICs transfer at once, and a slow NIC is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.memory_kinds import DMABUF
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.registration import measure_balance
+from gdrkit.report.reach import describe_balance
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.verbs import Nic
+
+pytestmark = DMABUF
+
+DURATION_S = 2.0
+
+
+@pytest.mark.qualify
+@needs(verbs.nic(count_min=2))
+def test_nics_carry_the_shares_of_their_links(
+    devices: tuple[Device, ...], nics: tuple[Nic, ...], evidence: Evidence
+) -> None:
+    balance = measure_balance(devices, nics, duration_s=DURATION_S)
+    evidence["balance"] = describe_balance(balance)
+    for load in balance.loads:
+        evidence.number(f"{load.nic}_share_percent", load.share_percent)
+    if not balance.is_counted:
+        evidence.unproven("a port has no byte counters, so the shares are those of the initiators")
+    if balance.slow_nics:
+        names = ", ".join(balance.slow_nics)
+        evidence.unproven(f"these NICs carry less than 70 % of the share of their links: {names}")
+    assert all(load.moved_bytes for load in balance.loads)
+
+
+@needs(software(Api.VERBS), software(Api.CUDA))
+@pytest.mark.timeout(240)
+def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) -> None:
+    plan = tmp_path / "plan"
+    rules = [f"wc.{request} call=* delay_us=20000 nic=twin5" for request in ("rdma_write", "rdma_read")]
+    plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
+    counts = {"GDRKIT_TWINS_NICS": "8", "GDRKIT_TWINS_GPUS": "8"}
+    command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
+    child = subprocess.run(
+        [*command, sys.executable, "-m", "gdrkit", "reach", "--json", "--balance", "4"],
+        env={**os.environ, **counts, "GDRKIT_TWINS_FAULTS": str(plan), "GDRKIT_TWINS_LATE_US": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert child.returncode == 1, child.stdout[-2000:] + child.stderr
+    balance = json.loads(child.stdout)["balance"]
+    assert balance["is_counted"]
+    loads = {load["nic"]: load for load in balance["loads"]}
+    assert len(loads) == len(balance["matrix"]) == 8
+    total = sum(load["moved_bytes"] for load in loads.values())
+    slow = loads.pop("twin5")
+    assert slow["share_percent"] < 0.7 * slow["expected_percent"]
+    # The port counts the payload twice in loopback, and the headers of the packets.
+    assert slow["share_percent"] == pytest.approx(100 * slow["moved_bytes"] / total, rel=0.05)
+    assert all(load["share_percent"] > 0.7 * load["expected_percent"] for load in loads.values())

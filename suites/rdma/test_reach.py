@@ -1,0 +1,103 @@
+"""Every NIC moves bytes to and from every GPU, by itself and with other NICs of this host, and the ports count them.
+
+The record has a row for each GPU and pair of NICs, with the state, and with the growth of the counters of both ports.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import permutations
+from typing import TYPE_CHECKING
+
+import pytest
+from support.memory_kinds import ROUTES
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.host import HostTree
+from gdrkit.registration import measure_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.registration import Reach, RegistrationRoute
+    from gdrkit.verbs import Nic
+
+
+def record_all(results: Sequence[Reach], devices: Sequence[Device], evidence: Evidence) -> None:
+    """Record the table of the results, and the routes whose bytes moved."""
+    device_of = {device.uuid: device for device in devices}
+    for reach in results:
+        if reach.moved and reach.route is not None:
+            evidence.route(device=device_of[reach.gpu_uuid], nic=reach.nic, way=reach.route, reach=reach)
+    evidence["reach"] = [row_of(reach) for reach in results]
+
+
+def row_of(reach: Reach) -> dict[str, object]:
+    """Return the row of the record."""
+    counted_bytes = {
+        f"{end}_{direction}": getattr(growth, direction)
+        for end, growth in (("nic", reach.nic_growth), ("peer_nic", reach.peer_growth))
+        for direction in ("sent_bytes", "received_bytes")
+        if growth is not None
+    }
+    return {
+        "gpu": reach.pci_bus_id,
+        "nic": reach.nic,
+        "peer_nic": reach.peer_nic,
+        "path": reach.path,
+        "state": reach.state,
+        "reason": reach.reason or reach.cause,
+        "moved_bytes": reach.transfer_bytes if reach.moved else 0,
+        **counted_bytes,
+    }
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_nic_accesses_every_device(
+    devices: tuple[Device, ...], nics: tuple[Nic, ...], evidence: Evidence, route: RegistrationRoute
+) -> None:
+    next_nics = zip(nics, nics[1:] + nics[:1], strict=True)
+    pairs = dict.fromkeys([*((nic, nic) for nic in nics), *next_nics])
+    results = measure_devices(devices, list(pairs), tree=HostTree(), route=route)
+    record_all(results, devices, evidence)
+    reached = {(reach.gpu_uuid, reach.nic) for reach in results if reach.moved}
+    for reach in results:
+        if (reach.gpu_uuid, reach.nic) not in reached and reach.failure is not None:
+            raise reach.failure
+
+
+@pytest.mark.qualify
+@needs(verbs.nic(count_min=2))
+@pytest.mark.parametrize("route", ROUTES)
+def test_nics_of_this_host_access_devices_for_each_other(
+    devices: tuple[Device, ...], nics: tuple[Nic, ...], evidence: Evidence, route: RegistrationRoute
+) -> None:
+    results = measure_devices(devices, list(permutations(nics, 2)), tree=HostTree(), route=route)
+    record_all(results, devices, evidence)
+    for reach in results:
+        if reach.route is None and reach.failure is not None:
+            raise reach.failure  # the memory cannot be registered
+    if not any(reach.moved for reach in results):
+        causes = dict.fromkeys(reach.cause for reach in results)
+        evidence.unproven(f"no two NICs of this host are connected: {'; '.join(causes)}")
+
+
+@needs(software(Api.VERBS), software(Api.CUDA))
+def test_command_stores_the_reach_and_proves_nothing_on_twins(state_folder: Path) -> None:
+    command = [sys.executable, "-m", "gdrkit", "reach", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["reach"]
+    assert {(row["state"], row["cause"]) for row in rows} == {("unproven", "ran on software twins")}
+    assert {(row["nic"] == row["peer_nic"], row["path"]) for row in rows} == {(True, "loopback"), (False, "wire")}
+    text = (state_folder / "reach").read_text()
+    assert text.startswith("gdrkit-reach 1\n")
+    assert text.count(" moved=yes ") == len({(row["gpu_uuid"], row["nic"]) for row in rows})
+    assert "proven" not in text

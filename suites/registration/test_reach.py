@@ -1,0 +1,191 @@
+"""A NIC reaches a GPU only if bytes moved; the counters of both ports decide what that proves, and a file keeps it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from support.faults import faults
+from support.ledger import calls
+from support.memory_kinds import DMABUF
+
+from gdrkit.errors import Api, ApiError, RegistrationFailed
+from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.host import HostTree
+from gdrkit.registration import GdrManager, Placement, Reach, ReachTable, TransferPath, measure_reach
+from gdrkit.units import KIB
+from gdrkit.verdict import RouteOutcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+    from gdrkit.verbs import Nic
+
+pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(count_min=2))]
+
+# Fault plans in which twin1 registers memory and moves nothing.
+NO_WRITES = "wc.rdma_write call=* status=12 nic=twin1"
+NO_READS = "wc.rdma_read call=* status=12 nic=twin1"
+
+
+def tree_with_counters(root: Path, nics: tuple[Nic, ...], **counters: int) -> HostTree:
+    """Create the counter files of ports that count nothing."""
+    for nic in nics:
+        folder = root / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
+        folder.mkdir(parents=True)
+        for name, value in counters.items():
+            (folder / name).write_text(f"{value}\n")
+    return HostTree(root)
+
+
+def test_counters_of_both_ports_prove_the_bytes(device: Device, nics: tuple[Nic, ...]) -> None:
+    first, second = nics[:2]
+    loopback, wire = measure_reach(device, [(first, first), (first, second)], tree=HostTree())
+    assert (loopback.path, wire.path) == (TransferPath.LOOPBACK, TransferPath.WIRE)
+    assert (wire.nic, wire.peer_nic) == (first.name, second.name)
+    for reach in (loopback, wire):
+        assert (reach.moved, reach.state, reach.reason) == (True, RouteOutcome.PROVEN, ""), reach
+    assert loopback.nic_growth is not None
+    assert loopback.nic_growth.sent_bytes is not None
+    # A port sends the bytes of both directions in loopback.
+    assert loopback.nic_growth.sent_bytes >= 2 * loopback.transfer_bytes
+
+
+@pytest.mark.parametrize(
+    ("counters", "loopback_reason", "wire_reason"),
+    [
+        ({}, "counters_missing", "counters_missing"),
+        ({"port_xmit_data": 7}, "counters_missing", "counters_missing"),
+        ({"port_xmit_data": 7, "port_rcv_data": 7}, "loopback_not_counted", "counters_did_not_grow"),
+    ],
+)
+def test_bytes_that_no_port_counts_are_unproven(
+    tmp_path: Path,
+    device: Device,
+    nics: tuple[Nic, ...],
+    counters: dict[str, int],
+    loopback_reason: str,
+    wire_reason: str,
+) -> None:
+    first, second = nics[:2]
+    tree = tree_with_counters(tmp_path, (first, second), **counters)
+    loopback, wire = measure_reach(device, [(first, first), (first, second)], tree=tree)
+    assert [reach.moved for reach in (loopback, wire)] == [True, True]
+    assert [reach.state for reach in (loopback, wire)] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN]
+    assert [reach.reason for reach in (loopback, wire)] == [loopback_reason, wire_reason]
+
+
+@pytest.mark.parametrize("rule", [NO_WRITES, NO_READS, "ibv_reg_mr call=* errno=EFAULT nic=twin1"])
+def test_nic_that_moves_nothing_is_left_out_and_named(
+    device: Device, nics: tuple[Nic, ...], rule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = [rule, *(["ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP nic=twin1"] if rule.startswith("ibv_") else [])]
+    placement = Placement(reach=ReachTable(retry_after_s=0))
+    with faults(Api.VERBS, *rules), caplog.at_level(logging.WARNING):
+        assert placement.usable(device, nics) == tuple(nic for nic in nics if nic.name != "twin1")
+    results = {reach.nic: reach for reach in placement.reach.measured(device, nics)}
+    assert f"NIC twin1 is left out for GPU {device.pci_bus_id}" in caplog.text
+    # The results of the last call are those after the fault, so twin1 is used again.
+    assert results["twin1"].moved
+    assert placement.usable(device, nics) == nics
+    assert f"NIC twin1 reaches GPU {device.pci_bus_id} again" in caplog.text
+
+
+def test_failed_nic_is_measured_again_only_later(device: Device, nics: tuple[Nic, ...]) -> None:
+    placement = Placement(reach=ReachTable(retry_after_s=3600))
+    with faults(Api.VERBS, NO_WRITES):
+        placement.usable(device, nics)
+    assert "twin1" not in {nic.name for nic in placement.usable(device, nics)}
+    placement.reach.forget(device.uuid, nics)
+    assert placement.usable(device, nics) == nics
+
+
+def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[Nic, ...]) -> None:
+    with faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as raised:
+        Placement().usable(device, nics)
+    assert len(raised.value.causes) == len(nics)
+    for cause in raised.value.causes:
+        assert isinstance(cause, RegistrationFailed)
+        (error,) = cause.causes
+        assert isinstance(error, ApiError)
+        assert error.operation == "wc rdma_read"
+
+
+def registrations() -> int:
+    return calls(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
+
+
+def test_other_table_reads_the_file_and_measures_nothing(
+    device: Device, nics: tuple[Nic, ...], state_folder: Path
+) -> None:
+    with faults(Api.VERBS, NO_WRITES):
+        first = ReachTable().measured(device, nics)
+    assert (state_folder / "reach").stat().st_mode & 0o777 == 0o600
+    before = registrations()
+    second = ReachTable().measured(device, nics)
+    assert registrations() == before
+    assert [(reach.nic, reach.state, reach.measured_s) for reach in second] == [
+        (reach.nic, reach.state, reach.measured_s) for reach in first
+    ]
+    assert [reach.moved for reach in second] == [nic.name != "twin1" for nic in nics]
+    assert "12" in next(reach.cause for reach in second if not reach.moved)
+    # The NIC that failed is due again, and only this one is measured.
+    third = ReachTable(retry_after_s=0).measured(device, nics)
+    assert all(reach.moved for reach in third)
+
+
+@pytest.mark.parametrize("text", ["", "gdrkit-reach 2\n", "gdrkit-reach 1\nrubbish\ngpu=GPU-0 nic=twin0 moved=yes\n"])
+def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_folder: Path, text: str) -> None:
+    ReachTable().measured(device, nics)
+    (state_folder / "reach").write_text(text)
+    before = registrations()
+    results = ReachTable().measured(device, nics)
+    assert all(reach.moved for reach in results)
+    assert registrations() == before + len(nics)
+
+
+def test_file_that_others_may_have_written_is_ignored(
+    device: Device, nics: tuple[Nic, ...], state_folder: Path
+) -> None:
+    ReachTable().measured(device, nics)
+    (state_folder / "reach").chmod(0o666)
+    before = registrations()
+    ReachTable().measured(device, nics)
+    assert registrations() == before + len(nics)
+
+
+def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
+    placement = Placement(reach=ReachTable(retry_after_s=0))
+    with faults(Api.VERBS, NO_WRITES), GdrManager(gpu_indices=[0], placement=placement) as manager:
+        (gpu,) = manager.state.gpus
+        assert manager.state.available
+        assert gpu.nics == tuple(nic.name for nic in nics if nic.name != "twin1")
+        assert [reach.nic for reach in gpu.reach if not reach.moved] == ["twin1"]
+        with manager.device(0).allocate(64 * KIB) as memory:
+            with manager.lease(memory) as lease:
+                assert [nic.name for nic in lease.nics] == list(gpu.nics)
+                assert all(manager.remote(lease, gpu_index=0)[0].name != "twin1" for _ in nics)
+            with faults(Api.VERBS), manager.lease(memory) as lease:
+                assert [nic.name for nic in lease.nics] == [nic.name for nic in nics]
+
+
+def test_manager_without_moved_bytes_is_unavailable() -> None:
+    with faults(Api.VERBS, "wc.rdma_write call=* status=12"), GdrManager() as manager:
+        assert not manager.state.available
+        assert all(gpu.route is None and gpu.nics == () for gpu in manager.state.gpus)
+        (obstacle,) = manager.state.obstacles
+        assert "no NIC reaches the memory of a GPU" in obstacle.message
+
+
+def test_stale_result_of_another_reach_is_a_new_measurement(
+    device: Device, nics: tuple[Nic, ...], state_folder: Path
+) -> None:
+    ReachTable().measured(device, nics)
+    file = state_folder / "reach"
+    file.write_text(file.read_text().replace(nics[0].gid, "fe80:0000:0000:0000:0000:0000:0000:0001"))
+    before = registrations()
+    results: tuple[Reach, ...] = ReachTable().measured(device, nics)
+    assert registrations() == before + 1
+    assert all(reach.moved for reach in results)

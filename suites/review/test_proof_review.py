@@ -1,0 +1,150 @@
+"""Regression cases for claims that bytes must prove (docs/findings.md, letters p to t).
+
+A docstring says what the defect would be. `nox -s review` introduces each defect, and shows that its case then fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from support.faults import faults
+from support.memory_kinds import DMABUF
+from support.python_child import suites_environ
+from support.raw_usrbio import AgentProcess
+from support.records import facts_of, proven_route, record_of
+
+from gdrkit import pattern, usrbio
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+from gdrkit.harness.needs import verbs as verbs_needs
+from gdrkit.host import HostTree
+from gdrkit.registration import GdrManager, Placement, ReachTable, TransferPath, measure_reach
+from gdrkit.report import ClaimedRoute, RouteOutcome, route_statuses
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+    from gdrkit.verbs import Nic
+
+ON_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
+# GPUs on which work sees what a NIC wrote only after a flush.
+NEEDS_FLUSH = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
+
+
+def run_child(program: str, *arguments: object) -> None:
+    """Run a program on GPUs that need flushes, and require that it ends with 0."""
+    child = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=suites_environ() | NEEDS_FLUSH,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+
+
+def test_route_without_counted_bytes_is_unproven() -> None:
+    """Defect p: a route was proven by the libraries alone, without the counters of the ports."""
+    proven = record_of(routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE)
+    claimed = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
+    states = [route_statuses(facts_of(), [record])[0].state for record in (proven, claimed)]
+    assert states == [RouteOutcome.PROVEN, RouteOutcome.UNPROVEN], f"the states are {states}"
+
+
+@DMABUF
+@ON_TWINS
+def test_loopback_is_not_called_wire(tmp_path: Path, device: Device, nic: Nic) -> None:
+    """Defect q: bytes that stayed inside one NIC were reported as bytes on a wire."""
+    folder = tmp_path / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
+    folder.mkdir(parents=True)
+    for name in ("port_xmit_data", "port_rcv_data"):
+        (folder / name).write_text("0\n")
+    (reach,) = measure_reach(device, [(nic, nic)], tree=HostTree(tmp_path))
+    assert (reach.path, reach.reason) == (TransferPath.LOOPBACK, "loopback_not_counted"), f"the path is {reach.path}"
+
+
+READ_PROGRAM = """
+import sys
+from pathlib import Path
+from gdrkit import cuda, pattern
+from support.storage import storage_server
+
+root, seed = Path(sys.argv[1]), int(sys.argv[2])
+data = pattern.payload(1 << 16, seed=seed)
+with storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+    (root / "store" / "file").write_bytes(data)
+    with service.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
+        with client.open("file") as file:
+            file.read(buffer, offset_bytes=0)
+        assert memory.read() == data, "the GPU sees old data after a read of the storage client"
+"""
+
+
+@DMABUF
+@ON_TWINS
+def test_read_of_the_storage_client_is_visible(tmp_path: Path, seed: int) -> None:
+    """Defect r: the caller had to flush the writes of the NIC after a read."""
+    run_child(READ_PROGRAM, tmp_path, seed)
+
+
+WAIT_PROGRAM = """
+import os, sys
+from gdrkit import usrbio
+from gdrkit.errors import DataMismatch
+from support.application import Application
+
+mount, seed, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+fd = os.open(f"{mount}/file", os.O_RDONLY)
+usrbio.register_fd(fd)
+with Application(mount, kind="device", length_bytes=length) as application:
+    assert application.read((fd, 0, 0, length)) == [length]
+    try:
+        application.check(0, length, seed=seed, file_offset=0)
+    except DataMismatch as error:
+        raise AssertionError("the GPU sees old data after hf3fs_wait_for_ios") from error
+"""
+
+
+@DMABUF
+@ON_TWINS
+def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> None:
+    """Defect r: the application had to call hf3fs_iovsync_gpu after a read."""
+    (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
+    with AgentProcess(tmp_path):
+        run_child(WAIT_PROGRAM, tmp_path, seed, MIB)
+
+
+@DMABUF
+@ON_TWINS
+def test_manager_is_available_only_if_bytes_moved() -> None:
+    """Defect s: the manager was available when memory could be registered, whether the DMA worked or not."""
+    with faults(Api.VERBS, "wc.rdma_read call=* status=10"), GdrManager() as manager:
+        assert not manager.state.available, "the manager is available although no bytes moved"
+
+
+@DMABUF
+@ON_TWINS
+def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: tuple[Nic, ...]) -> None:
+    """Defect s: hf3fs_gdr_available did not ask for a NIC."""
+    with faults(Api.VERBS, "wc.rdma_write call=* status=12"):
+        ReachTable().measured(device, nics)
+    assert not usrbio.gdr_available(), "GDR is available although no bytes moved"
+    ReachTable(retry_after_s=0).measured(device, nics)
+    assert usrbio.gdr_available()
+    assert usrbio.gdr_device_count() == 1
+
+
+@DMABUF
+@ON_TWINS
+@needs(verbs_needs.nic(count_min=2))
+def test_nic_that_moves_nothing_is_not_used(device: Device, nics: tuple[Nic, ...]) -> None:
+    """Defect t: a NIC was used because it had registered the memory, although its DMA failed."""
+    with faults(Api.VERBS, f"wc.rdma_read call=* status=12 nic={nics[0].name}"):
+        usable = Placement().usable(device, nics)
+    assert usable == nics[1:], f"{nics[0].name} is used although it moves nothing"

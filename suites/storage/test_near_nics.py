@@ -1,0 +1,114 @@
+"""The storage client uses the nearest NICs that reach a GPU, leaves out one that fails, and uses it again later."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.memory_kinds import DMABUF
+from support.pci_tree import SWITCH, pci_paths_with_gpu, tree_at
+from support.python_child import suites_environ
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+
+pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+
+READ_BYTES, READS = 65536, 8
+# The client is in this program, so that it can count the bytes by NIC: its NICs serve the RDMA WRITEs of the server.
+# It reads a file in parts into GPU 0, and prints the number of bytes that each NIC served. In the second part, a rule
+# of the fault plan lets a NIC register memory and move nothing. In the third, this rule is gone.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from gdrkit import cuda, pattern
+from gdrkit.errors import Api
+from gdrkit.host import HostTree
+from gdrkit.registration import Placement, ReachTable
+from gdrkit.storage.client import IORequest
+from support.faults import faults
+from support.ledger import traffic
+from support.storage import StorageClient, storage_server
+
+root, failing, seed, length, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+data = pattern.payload(length * count, seed=seed)
+placement = Placement(HostTree(root / "tree"), reach=ReachTable(retry_after_s=0))
+
+def served():
+    return {name: row["served_write_bytes"] for name, row in traffic(Api.VERBS).items()}
+
+def read(client, file, device):
+    with device.allocate(len(data)) as memory, client.register(memory) as buffer:
+        before = served()
+        parts = [
+            IORequest(file, index * length, buffer.subrange(offset_bytes=index * length, length_bytes=length))
+            for index in range(count)
+        ]
+        assert sum(result.length_bytes for result in client.batch_read(parts)) == len(data)
+        assert memory.read() == data
+        print(json.dumps({name: number - before[name] for name, number in served().items()}))
+
+with storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+    (root / "store" / "file").write_bytes(data)
+    with StorageClient(service.address, token=service.token(), placement=placement) as client:
+        with client.open("file") as file:
+            read(client, file, device)
+    if failing:
+        rules = [f"wc.{kind} call=* status=12 nic={failing}" for kind in ("rdma_write", "rdma_read")]
+        with faults(Api.VERBS, *rules):
+            placement.reach.forget(device.uuid, client.nics)
+            with StorageClient(service.address, token=service.token(), placement=placement) as client:
+                with client.open("file") as file:
+                    read(client, file, device)
+                    with faults(Api.VERBS):
+                        read(client, file, device)
+"""
+
+
+def bytes_by_nic(root: Path, nics: Mapping[str, str], gpu: Device, *, failing: str, seed: int) -> list[dict[str, int]]:
+    """Run the program, and return the bytes that each NIC served in each part."""
+    paths = pci_paths_with_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    (root / "tree").mkdir()
+    tree_at(root / "tree", nics, pci_paths=paths)
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(root), failing, str(seed), str(READ_BYTES), str(READS)],
+        env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    if failing:
+        assert f"NIC {failing} is left out for GPU {gpu.pci_bus_id}" in child.stderr
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+# twin1 and twin2 share a switch with the GPU. twin3 is of the same NUMA node, and twin0 of the other one.
+NICS = {"twin0": "0000:81:00.0", "twin1": "0000:07:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
+
+
+def test_reads_into_a_gpu_use_the_near_nics_only(tmp_path: Path, device: Device, seed: int) -> None:
+    (served,) = bytes_by_nic(tmp_path, NICS, device, failing="", seed=seed)
+    half = READ_BYTES * READS // 2
+    assert served == {"twin0": 0, "twin1": half, "twin2": half, "twin3": 0}
+
+
+@pytest.mark.parametrize("failing", ["twin1", "twin2"])
+def test_nic_that_moves_nothing_is_left_out_until_it_works(
+    tmp_path: Path, device: Device, seed: int, failing: str
+) -> None:
+    _, during, after = bytes_by_nic(tmp_path, NICS, device, failing=failing, seed=seed)
+    total = READ_BYTES * READS
+    other = {"twin1": "twin2", "twin2": "twin1"}[failing]
+    assert during == {name: total if name == other else 0 for name in NICS}
+    assert after == {name: total // 2 if name in {failing, other} else 0 for name in NICS}

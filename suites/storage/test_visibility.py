@@ -1,0 +1,70 @@
+"""The storage client flushes the writes of NICs after a read into a GPU if the GPU needs that, and at no other time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.memory_kinds import DMABUF
+from support.python_child import suites_environ
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+
+# Prints, after each step, how often the process has flushed since the client was opened and the memory registered.
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from gdrkit import cuda, pattern
+from gdrkit.errors import Api
+from gdrkit.storage.client import IORequest
+from support.ledger import calls
+from support.storage import storage_server
+
+root, seed = Path(sys.argv[1]), int(sys.argv[2])
+data = pattern.payload(1 << 20, seed=seed)
+steps = {}
+with storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+    (root / "store" / "file").write_bytes(data)
+    with service.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
+        flushes = lambda: calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+        with client.open("file", write=True) as file, client.register(bytearray(len(data))) as host:
+            begin = flushes()
+            assert file.read(buffer, offset_bytes=0).length_bytes == len(data)
+            pattern.check(memory.read(), seed=seed)
+            steps["read into the GPU"] = flushes() - begin
+            half = len(data) // 2
+            parts = [buffer.subrange(offset_bytes=part * half, length_bytes=half) for part in (1, 0)]
+            client.batch_read([IORequest(file, part * half, parts[part]) for part in (0, 1)])
+            assert memory.read() == data[half:] + data[:half]
+            steps["batch into the GPU"] = flushes() - begin
+            file.write(buffer, offset_bytes=0)
+            file.read(host, offset_bytes=0)
+            assert bytes(host.data()) == data[half:] + data[:half]
+            steps["write, and read into host memory"] = flushes() - begin
+print(json.dumps(steps))
+"""
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [(0, (1, 2, 2)), (100, (0, 0, 0)), (200, (0, 0, 0))])
+def test_reads_into_a_gpu_flush_only_if_the_gpu_needs_it(
+    tmp_path: Path, seed: int, ordering: int, flushes: tuple[int, ...]
+) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(seed)],
+        env=suites_environ() | {"GDRKIT_TWINS_WRITES_ORDERING": str(ordering)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert tuple(json.loads(child.stdout).values()) == flushes

@@ -1,0 +1,73 @@
+"""hf3fs_wait_for_ios makes reads into a GPU visible to its work, if the GPU needs that, and at no other time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.memory_kinds import DMABUF
+from support.python_child import suites_environ
+from support.raw_usrbio import AgentProcess
+
+from gdrkit import pattern
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
+
+# Reads a file into the GPU, checks the bytes by a copy of the GPU, and writes them to another file. It prints how often
+# the process flushed during the read, during the write, and during a read while it has host memory only.
+PROGRAM = """
+import json, os, sys
+from gdrkit import usrbio
+from gdrkit.errors import Api
+from support.application import Application
+from support.ledger import calls
+
+mount, seed, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+source, copy = os.open(f"{mount}/file", os.O_RDONLY), os.open(f"{mount}/copy", os.O_RDWR | os.O_CREAT, 0o600)
+for fd in (source, copy):
+    usrbio.register_fd(fd)
+
+def flushes():
+    return calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+
+counts = [0]  # the library of CUDA is not loaded yet
+with Application(mount, kind="device", length_bytes=length) as application:
+    application.fill(0)
+    assert application.read((source, 0, 0, length)) == [length]
+    application.check(0, length, seed=seed, file_offset=0)
+    counts.append(flushes())
+    assert application.write((copy, 0, 0, length)) == [length]
+    counts.append(flushes())
+with Application(mount, kind="host", length_bytes=length) as application:
+    assert application.read((copy, 0, 0, length)) == [length]
+    application.check(0, length, seed=seed, file_offset=0)
+counts.append(flushes())
+print(json.dumps([after - before for before, after in zip(counts, counts[1:])]))
+"""
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [(0, [1, 0, 0]), (100, [0, 0, 0])])
+def test_wait_flushes_reads_into_a_gpu_that_needs_it(
+    tmp_path: Path, seed: int, ordering: int, flushes: list[int]
+) -> None:
+    (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
+    with AgentProcess(tmp_path):
+        child = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(tmp_path), str(seed), str(MIB)],
+            env=suites_environ() | {"GDRKIT_TWINS_WRITES_ORDERING": str(ordering)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert json.loads(child.stdout) == flushes
