@@ -68,32 +68,59 @@ class Api(enum.Enum):
 class Reason(enum.Enum):
     """The reason of an error. The members are stable, so that programs and tests can compare them."""
 
+    #: A library, a Python package or a program that the call needs is not installed.
     LIBRARY_MISSING = "library_missing"
+    #: The library is installed, and cannot be loaded.
     LIBRARY_DAMAGED = "library_damaged"
+    #: The installed version of the library lacks a function, or has another interface.
     LIBRARY_WRONG_ABI = "library_wrong_abi"
+    #: There is no such device, or this process cannot see it.
     NO_DEVICE = "no_device"
+    #: This user may not do that.
     NO_PERMISSION = "no_permission"
+    #: The limit of locked memory of this process is too low.
     MEMLOCK_TOO_LOW = "memlock_too_low"
+    #: The device, the driver or the kernel does not support the operation.
     NOT_SUPPORTED = "not_supported"
+    #: The driver of the device cannot export this memory as a dma-buf.
     DMABUF_EXPORT_UNSUPPORTED = "dmabuf_export_unsupported"
+    #: The kernel or the NIC cannot register a dma-buf.
     DMABUF_REGION_UNSUPPORTED = "dmabuf_region_unsupported"
+    #: The NIC cannot register the device address. nvidia_peermem is probably not loaded.
     PEER_MEMORY_UNSUPPORTED = "peer_memory_unsupported"
+    #: No method of registering the memory, and no direct path to the file, is left.
     NO_ROUTE = "no_route"
+    #: The device or the host has no memory left for this.
     OUT_OF_MEMORY = "out_of_memory"
+    #: A value is invalid. The error names the allowed values.
     BAD_ARGUMENT = "bad_argument"
+    #: A file descriptor is closed, or is of another kind of file.
     BAD_DESCRIPTOR = "bad_descriptor"
+    #: The address is not device memory of this process.
     NOT_DEVICE_MEMORY = "not_device_memory"
+    #: Bytes that another process or a file provided have the wrong format.
     MALFORMED = "malformed"
+    #: The object was closed before.
     CLOSED = "closed"
+    #: The object is in use: release its leases, regions or transfers first, and try again.
     BUSY = "busy"
+    #: The other process has ended, or its connection is broken.
     PEER_GONE = "peer_gone"
+    #: The operation did not complete in its time.
     TIMEOUT = "timeout"
+    #: The caller cancelled the transfer.
     CANCELLED = "cancelled"
+    #: The file ends before the requested range ends.
     END_OF_FILE = "end_of_file"
+    #: The disk, the ring or the table is full.
     NO_SPACE = "no_space"
+    #: A disk failed, or its bytes do not match their checksum.
     IO_ERROR = "io_error"
+    #: The caller required a direct transfer, and the bytes took another route or none was proven.
     NOT_DIRECT = "not_direct"
+    #: Another process changed the same thing, or the thing exists already.
     CONFLICT = "conflict"
+    #: None of the reasons above. The text and `status` have the details.
     OTHER = "other"
 
 

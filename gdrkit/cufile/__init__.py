@@ -3,6 +3,8 @@
 The import of this package loads no library; the first call of a function does. Only ``_cufile.py`` imports
 ``cuda.bindings.cufile``, and only ``_kvikio.py`` imports kvikio.
 
+Example::
+
     from gdrkit import cuda, cufile, host
 
     with cuda.Device(0) as device, device.allocate(1 << 20) as memory, cufile.Driver() as driver:

@@ -2,6 +2,8 @@
 
 The import of this package loads no library; the first call of a function does. Only ``_nccl.py`` calls libnccl.
 
+Example::
+
     from gdrkit import cuda, nccl
 
     # Each rank is a process. Rank 0 calls nccl.create_unique_id() and sends the result to the others.
