@@ -31,6 +31,7 @@ from automation.commands import (
     prepend_to_pythonpath,
     say,
 )
+from automation.docs import build_site, take_pictures
 from automation.environments import ensure_environment
 from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_folders
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
@@ -46,8 +47,6 @@ ALL_CASES = ("suites", "--ignore=suites/meta")
 TYPES_REQUIREMENTS = ("mypy==2.4.1",)
 # Another version of mutmut has other operators, and would create other mutants from the same seed.
 MUTANTS_REQUIREMENTS = ("mutmut==3.8.1",)
-# Playwright controls the Chromium of this machine. Their versions need not match.
-PLAYWRIGHT_REQUIREMENTS = ("playwright==1.65.2",)
 # The records of the sample report. The folder may also have a facts.json (the output of `gdrkit facts --json`).
 SAMPLE_RECORDS = Path("reports", "baselines", "h200-1")
 
@@ -273,16 +272,17 @@ def pages(session: nox.Session) -> None:
     """
     axe = builds.ensure_axe()
     run = builds.prepare_run(twins=False)
-    playwright = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT_REQUIREMENTS)
     environ = {"GDRKIT_AXE": str(axe), "GDRKIT_PICTURES": str(ROOT / "reports" / "runs" / "pages")}
-    environ |= prepend_to_pythonpath(next(playwright.parent.glob("lib/python*/site-packages")))
+    environ |= builds.ensure_playwright()
     command = [*pytest(run), "suites/report/test_in_browser.py", *session.posargs]
     exit_with_pytest_code(session, call(command, environ=environ))
 
 
 @nox.session(default=False)
 def sample(session: nox.Session) -> None:
-    """Create docs/sample-report/index.html again, from the records of a real machine in reports/baselines."""
+    """Create docs/sample-report/index.html and the pictures of the README again, from the records of a real machine in
+    reports/baselines.
+    """
     run = builds.prepare_run(twins=False)
     report_folder, page = ROOT / "build" / "sample-report", ROOT / "docs" / "sample-report" / "index.html"
     command = [str(run / "gdrkit"), "report", str(ROOT / SAMPLE_RECORDS), "--output", str(report_folder)]
@@ -290,6 +290,20 @@ def sample(session: nox.Session) -> None:
     page.parent.mkdir(exist_ok=True)
     shutil.copyfile(report_folder / "index.html", page)
     say(f"made {page.relative_to(ROOT)}")
+    exit_unless_zero(take_pictures(run, page))
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into build/docs/html, where a warning is an error, and run the examples and the code
+    of the documents on the software twins.
+    """
+    run = builds.prepare_run(twins=True)
+    builds.build_wheel()
+    names = ("documents", "examples", "reference", "sharing_doc", "snippets", "wheel")
+    cases_of_documents = [f"suites/meta/test_{name}.py" for name in names]
+    codes = [build_site(run), call([*pytest(run), "-rP", *cases_of_documents, *session.posargs])]
+    fail_unless_zero(session, codes)
 
 
 @nox.session(default=False)

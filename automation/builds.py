@@ -30,6 +30,7 @@ __all__ = [
     "ensure_axe",
     "ensure_build_tools",
     "ensure_lab_tools",
+    "ensure_playwright",
     "prepare_run",
 ]
 
@@ -51,6 +52,8 @@ RUN_REQUIREMENTS = (
 KVIKIO_REQUIREMENTS = ("kvikio-cu13==26.10.*", "libkvikio-cu13==26.10.*", "rapids-logger==0.3.*", "packaging")
 # The accessibility rules differ between versions.
 AXE_PACKAGE = "axe-core@4.14.1"
+# Playwright controls the Chromium of this machine. Their versions need not match.
+PLAYWRIGHT_REQUIREMENTS = ("playwright==1.65.2",)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BENCH_PROGRAMS = ("usrbio_path_bench", "usrbio_ring_bench")
 
@@ -100,10 +103,16 @@ def ensure_lab_tools() -> Path:
     return ensure_environment("lab", python=find_interpreter()[0], requirements=LAB_REQUIREMENTS)
 
 
-def ensure_axe() -> Path:
-    """Install a browser and axe-core if they are missing, and return the path of axe.min.js."""
+def ensure_playwright() -> dict[str, str]:
+    """Install a browser and Playwright if they are missing, and return variables with which Python can import it."""
     if not any(map(shutil.which, BROWSERS)):
         install(["chromium"])
+    environment = ensure_environment("playwright", python=find_interpreter()[0], requirements=PLAYWRIGHT_REQUIREMENTS)
+    return prepend_to_pythonpath(next(environment.parent.glob("lib/python*/site-packages")))
+
+
+def ensure_axe() -> Path:
+    """Install axe-core if it is missing, and return the path of axe.min.js."""
     tools = ENVIRONMENTS / "pages"
     axe = tools / "node_modules" / "axe-core"
     with lock_environments():

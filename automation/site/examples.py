@@ -1,0 +1,76 @@
+"""Which programs show how a public name of gdrkit is used.
+
+A program shows a name if it uses the name, or calls a function or method that returns objects of the named class.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+from automation.site.reference import public_modules
+from automation.site.snippets import ROOT, example_files, guides, snippets, used_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["all_programs", "programs_by_name"]
+
+
+def all_programs() -> dict[str, list[str]]:
+    """Return the examples, and the Python programs in the guides, by the path of their file in the tree."""
+    programs = {path.relative_to(ROOT).as_posix(): [path.read_text()] for path in example_files()}
+    for path in guides():
+        texts = [snippet.text for snippet in snippets(path) if snippet.language == "python"]
+        if texts:
+            programs[path.relative_to(ROOT).as_posix()] = texts
+    return programs
+
+
+def programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return, for the full name of each public object, the paths of the programs that show it."""
+    names_by_object: dict[int, list[str]] = {}
+    objects: dict[int, Any] = {}
+    for module_name, module in public_modules().items():
+        for name in module.__all__:
+            value = getattr(module, name)
+            objects[id(value)] = value
+            names_by_object.setdefault(id(value), []).append(f"{module_name}.{name}")
+    producers = {number: set(_producers(value)) for number, value in objects.items() if inspect.isclass(value)}
+    shown: dict[int, set[str]] = {number: set() for number in objects}
+    for path, texts in programs.items():
+        used = {name for text in texts for name in used_names(text)}
+        called = {name.rpartition(".")[2] for name in used} | {name for text in texts for name in _attributes(text)}
+        packages = {".".join(name.split(".")[:2]) for name in used}
+        calls = {(package, name) for package in packages for name in called}
+        for number, names in names_by_object.items():
+            if used & set(names) or calls & producers.get(number, set()):
+                shown[number].add(path)
+    # A program that shows a class also shows its bases.
+    for number, value in objects.items():
+        for base in value.__mro__[1:] if inspect.isclass(value) else ():
+            if id(base) in shown:
+                shown[id(base)] |= shown[number]
+    return {name: sorted(shown[number]) for number, names in names_by_object.items() for name in names}
+
+
+def _attributes(source: str) -> set[str]:
+    return {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+
+
+def _producers(value: type) -> Iterator[tuple[str, str]]:
+    """Yield the functions and methods that return objects of the class: the package, and the name."""
+    package = ".".join(value.__module__.split(".")[:2])
+    word = re.compile(rf"\b{value.__name__}\b")
+    for module_name, module in public_modules().items():
+        if not f"{module_name}.".startswith(f"{package}."):
+            continue
+        for name in module.__all__:
+            item = getattr(module, name)
+            members = vars(item).items() if inspect.isclass(item) else [(name, item)]
+            for member_name, member in members:
+                function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if word.search(str(getattr(function, "__annotations__", {}).get("return", ""))):
+                    yield package, member_name

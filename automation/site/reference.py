@@ -1,0 +1,182 @@
+"""The pages of the reference, made from the code: every public name, every command, every error and exit code."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import inspect
+import pkgutil
+import re
+from types import ModuleType
+
+import click
+
+import gdrkit
+from gdrkit import errors
+from gdrkit.exit_code import ExitCode
+
+__all__ = ["API_FOLDER", "api_pages", "commands", "commands_page", "errors_page", "public_modules", "reasons"]
+
+API_FOLDER = "docs/reference/api"
+# These modules are inside packages, and guides import from them.
+_FURTHER_MODULES = (
+    "gdrkit.cufile.parameters",
+    "gdrkit.harness.needs.cuda",
+    "gdrkit.harness.needs.cufile",
+    "gdrkit.harness.needs.gaudi",
+    "gdrkit.harness.needs.host",
+    "gdrkit.harness.needs.verbs",
+    "gdrkit.registration.gdr_handle",
+    "gdrkit.storage.client",
+    "gdrkit.storage.file",
+)
+# Longest text of a constant in the reference.
+_VALUE_CHARACTERS_MAX = 200
+# A documented member of Reason in the source of gdrkit.errors.
+_REASON = re.compile(r'^    #: (?P<meaning>.+)\n    [A-Z_]+ = "(?P<value>\w+)"$', re.MULTILINE)
+
+
+@functools.cache
+def public_modules() -> dict[str, ModuleType]:
+    """Return the modules with public names: packages, modules beside packages, and those that guides import from.
+
+    The modules of the command line are left out, because people use their commands and not their functions.
+    """
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(gdrkit.__path__, "gdrkit.")
+        if module.ispkg or (module.name.count(".") == 1 and not re.match(r"gdrkit\.(_|cli)", module.name))
+    ]
+    modules = {name: importlib.import_module(name) for name in ["gdrkit", *names, *_FURTHER_MODULES]}
+    return {name: module for name, module in sorted(modules.items()) if module.__all__}
+
+
+def api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
+    """Return the Markdown of the reference of the Python interface by the path of each page.
+
+    `examples` has, for the full name of an object, links to programs that use it.
+    """
+    pages, documented = {}, dict[int, str]()
+    modules = public_modules()
+    for module_name, module in modules.items():
+        parts = [f"# {module_name}\n", _directive("automodule", module_name, "no-members")]
+        for name in module.__all__:
+            value, full_name = getattr(module, name), f"{module_name}.{name}"
+            parts.append(f"## {name}\n")
+            if inspect.ismodule(value):
+                parts.append(f"The module [{value.__name__}]({value.__name__}.md).\n")
+            elif id(value) in documented and (inspect.isclass(value) or inspect.isfunction(value)):
+                parts.append(f"The same as {{py:obj}}`{documented[id(value)]}`.\n")
+            else:
+                documented[id(value)] = full_name
+                parts.append(_directive(*_object_directive(full_name, value)))
+            links = examples.get(full_name, [])
+            if links:
+                parts.append(f"Used in {', '.join(links)}.\n")
+        pages[f"{API_FOLDER}/{module_name}.md"] = "\n".join(parts)
+    listing = "\n".join(f"{name}" for name in modules)
+    rows = [f"| [{name}]({name}.md) | {_first_sentence(module)} |" for name, module in modules.items()]
+    table = "\n".join(["| module | contents |", "|---|---|", *rows])
+    toctree = f"```{{toctree}}\n:hidden:\n\n{listing}\n```\n"
+    names_count = sum(len(module.__all__) for module in modules.values())
+    about = f"The reference has {names_count} public names in {len(modules)} modules: all names in their `__all__`."
+    pages[f"{API_FOLDER}/README.md"] = f"# Python interface\n\n{about}\n\n{table}\n\n{toctree}"
+    return pages
+
+
+def _object_directive(full_name: str, value: object) -> tuple[str, ...]:
+    if inspect.isclass(value):
+        is_enum = issubclass(value, enum.Enum)
+        return ("autoclass", full_name, "members", "show-inheritance", *(["undoc-members"] if is_enum else []))
+    # autodoc would describe a constant by the docstring of its type.
+    return ("autofunction", full_name) if callable(value) else ("py:data", full_name, f"value: {_shortened(value)}")
+
+
+def _shortened(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]} ..."
+
+
+def _directive(name: str, argument: str, *options: str) -> str:
+    lines = [f".. {name}:: {argument}", *(f"   :{option}:" for option in options)]
+    return "\n".join(["```{eval-rst}", *lines, "```", ""])
+
+
+def _first_sentence(module: ModuleType) -> str:
+    text = " ".join((module.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|")
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").removesuffix("::")
+
+
+def commands(command: click.Command, context: click.Context) -> list[tuple[str, str]]:
+    """Return the full name of a command and of its subcommands, each with its help text."""
+    found = [(context.command_path, command.get_help(context))]
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            subcommand = command.get_command(context, name)
+            if subcommand is not None and not subcommand.hidden:
+                found += commands(subcommand, _context(subcommand, name, parent=context))
+    return found
+
+
+def _context(command: click.Command, name: str, *, parent: click.Context | None = None) -> click.Context:
+    """Return the context in which click makes the help text of a command, 100 columns wide."""
+    return click.Context(command, info_name=name, parent=parent, terminal_width=100, **command.context_settings)
+
+
+def commands_page() -> str:
+    """Return the page of all commands. The texts are those that ``--help`` prints."""
+    # cli.py has no public name except `main`, which runs the program.
+    group: click.Group = importlib.import_module("gdrkit.cli").cli
+    parts = ["# Commands\n", "This page has the help text of every command: `gdrkit COMMAND --help` prints the same.\n"]
+    for name, help_text in commands(group, _context(group, "gdrkit")):
+        parts.append(f"## {name}\n\n```text\n{help_text.rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def reasons() -> dict[errors.Reason, str]:
+    """Return the meaning of each reason, from the comment above its definition."""
+    source = inspect.getsource(errors)
+    found = {match["value"]: match["meaning"] for match in _REASON.finditer(source)}
+    return {reason: found.get(reason.value, "") for reason in errors.Reason}
+
+
+def errors_page() -> str:
+    """Return the page of exceptions, reasons and exit codes."""
+    exported = [getattr(errors, name) for name in errors.__all__]
+    classes = [value for value in exported if inspect.isclass(value) and issubclass(value, errors.GdrkitError)]
+    parts = [
+        "# Errors and exit codes\n",
+        (
+            "Every error that gdrkit raises on purpose is a `GdrkitError`. Programs compare its `reason`, never its "
+            "text. `what_to_do` says what to do. An `ApiError` also has the `api`, the failed call (`operation`), its "
+            "arguments, and the number that the API returned (`status`). If the number is an errno, the error is also "
+            "the built-in exception of that errno: `except FileNotFoundError` catches an ENOENT.\n"
+        ),
+        "## Exit codes of the commands\n",
+        "| code | name | meaning for `gdrkit qualify` and `gdrkit check` |\n|---|---|---|",
+        "\n".join(f"| {int(code)} | `{code.name}` | {code.meaning} |" for code in ExitCode) + "\n",
+        (
+            "The other commands end with the same codes: 0 if they did what was asked, 2 for wrong usage, 3 if set-up "
+            "is missing, 1 for any other error. `gdrkit run` ends with the exit code of its command, or with one of "
+            "those that [its help text](commands.md) lists.\n"
+        ),
+        "## Exceptions\n",
+        "| class | base | when | exit code |\n|---|---|---|---|",
+        "\n".join(_exception_row(value) for value in classes) + "\n",
+        "## Reasons\n",
+        "| `reason` | meaning |\n|---|---|",
+        "\n".join(f"| `Reason.{reason.name}` | {meaning} |" for reason, meaning in reasons().items()) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def _exception_row(error_class: type[errors.GdrkitError]) -> str:
+    # ExitCode.of reads only the class of the error.
+    code = ExitCode.of(BaseException.__new__(error_class))
+    link = f"[{error_class.__name__}](api/gdrkit.errors.md#{error_class.__name__.lower()})"
+    return f"| {link} | `{error_class.__mro__[1].__name__}` | {_first_sentence_of(error_class)} | {int(code)} |"
+
+
+def _first_sentence_of(value: type) -> str:
+    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")

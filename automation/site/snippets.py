@@ -1,0 +1,100 @@
+"""The code in the documents: every block, every program, and the public names of gdrkit that a program uses."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EXAMPLES", "GUIDES", "ROOT", "Snippet", "example_files", "guides", "snippets", "used_names"]
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+# The guides are these documents and all in docs/ except findings.md, which `nox -s review` writes.
+GUIDES = ("README.md", "CONTRIBUTING.md")
+_FENCE = re.compile(r"^```(?P<language>\w*)$")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of code in a document.
+
+    Attributes
+    ----------
+    document : str
+        Path of the document, relative to the root of the tree.
+    line_number : int
+        Number of its first line, from 1.
+    language : str
+        The language that the block names; empty for an indented block.
+    text : str
+        The code, without indentation.
+    """
+
+    document: str
+    line_number: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line_number}: {self.text.splitlines()[0]}"
+
+
+def guides() -> list[Path]:
+    """Return the documents whose code is checked."""
+    documents = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "findings.md"]
+    return [*(ROOT / name for name in GUIDES), *documents]
+
+
+def example_files() -> list[Path]:
+    """Return the programs in docs/examples."""
+    return sorted(EXAMPLES.glob("*.py"))
+
+
+def snippets(path: Path) -> Iterator[Snippet]:
+    """Yield the blocks of code in a document: fenced ones, and ones that are indented by four spaces."""
+    document = path.relative_to(ROOT).as_posix()
+    lines = path.read_text().splitlines()
+    number = 0
+    while number < len(lines):
+        start, fence = number, _FENCE.match(lines[number])
+        number += 1
+        if fence:
+            end = lines.index("```", number)
+            yield Snippet(document, start + 2, fence["language"], "\n".join(lines[number:end]) + "\n")
+            number = end + 1
+        elif lines[start].startswith("    ") and start > 0 and not lines[start - 1].strip():
+            while number < len(lines) and (lines[number].startswith("    ") or not lines[number].strip()):
+                number += 1
+            block = "\n".join(line.removeprefix("    ") for line in lines[start:number]).strip("\n")
+            yield Snippet(document, start + 1, "", block + "\n")
+
+
+def used_names(source: str) -> set[str]:
+    """Return the full names that a program imports from gdrkit and uses: ``gdrkit.cuda.Device``."""
+    tree = ast.parse(source)
+    full_names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "gdrkit":
+            full_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            full_names |= {alias.name.partition(".")[0]: "gdrkit" for alias in node.names if "gdrkit" in alias.name}
+    used = set()
+    for node in ast.walk(tree):
+        words = _dotted(node)
+        if words and words[0] in full_names:
+            used.add(".".join([full_names[words[0]], *words[1:]]))
+    return used
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """Return the parts of a dotted name, or an empty list for any other expression."""
+    if isinstance(node, ast.Attribute):
+        words = _dotted(node.value)
+        return [*words, node.attr] if words else []
+    return [node.id] if isinstance(node, ast.Name) else []

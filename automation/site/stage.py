@@ -1,0 +1,182 @@
+"""Staging of the site: ``python -m automation.site.stage FOLDER`` fills a folder from which Sphinx builds it.
+
+The folder mirrors the tree, so that the links of the documents stay valid. It has the documents, each file that a
+document links to, and the pages that are made from the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from automation.site.examples import all_programs, programs_by_name
+from automation.site.flowchart import draw, parse
+from automation.site.reference import API_FOLDER, api_pages, commands_page, errors_page
+from automation.site.snippets import EXAMPLES, ROOT, example_files, guides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["check_external_links", "dead_links", "invalid_links", "main", "navigation", "stage"]
+
+_START = (ROOT / "README.md", ROOT / "docs" / "README.md")
+# A flowchart in Mermaid's language.
+_FLOWCHART = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_EXAMPLES_PAGE = "docs/examples/README.md"
+# Generated pages in the contents list, below the section of docs/README.md with this title.
+_REFERENCE_SECTION = "Reference"
+_REFERENCE_PAGES = [f"{API_FOLDER}/README.md", "docs/reference/commands.md", "docs/reference/errors.md"]
+
+
+def stage(folder: Path) -> int:
+    """Fill the folder, and return the number of its pages."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _linked_documents()}
+    pages = {name: _FLOWCHART.sub(_picture, text) for name, text in pages.items()}
+    pages |= _generated_pages()
+    listed = {name for names in navigation().values() for name in names}
+    for name, text in pages.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_in_navigation = (
+            name in listed or name == "README.md" or name.startswith(("docs/reference/", "docs/examples/"))
+        )
+        # Sphinx warns about a page that no list of contents has, unless the page says that this is intended.
+        path.write_text(text if is_in_navigation else f"---\norphan: true\n---\n{text}")
+        for target in _link_targets(ROOT / name, text):
+            if target.is_file() and target.suffix != ".md":
+                copy = folder / target.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(target, copy)
+    contents = [_toctree(caption, names) for caption, names in navigation().items()]
+    start = folder / "README.md"
+    start.write_text("\n".join([start.read_text(), *contents]))
+    return len(pages)
+
+
+def navigation() -> dict[str, list[str]]:
+    """Return the pages in the contents list of the site by section: the links of docs/README.md, and the reference."""
+    text = (ROOT / "docs" / "README.md").read_text()
+    sections = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    pages = {title: re.findall(r"^- \[[^\]]+\]\(([^)#]+\.md)\)", body, re.MULTILINE) for title, body in sections}
+    contents = {title: [os.path.normpath(f"docs/{link}") for link in links] for title, links in pages.items()}
+    contents[_REFERENCE_SECTION][:0] = _REFERENCE_PAGES
+    return contents
+
+
+def check_external_links() -> list[str]:
+    """Return a line for each external link of the documents that is not a valid address. No address is fetched."""
+    return [
+        f"{path.relative_to(ROOT)}: {link} is not a valid https address"
+        for path in _linked_documents()
+        for link in invalid_links(path.read_text())
+    ]
+
+
+def dead_links() -> list[str]:
+    """Return a line for each link of the documents to a file that does not exist. Sphinx also checks the headings."""
+    return [
+        f"{path.relative_to(ROOT)}: {link}"
+        for path in _linked_documents()
+        for link in _LINK.findall(_without_code(path.read_text()))
+        if not urlsplit(link).scheme and not (path.parent / link.partition("#")[0]).exists()
+    ]
+
+
+def invalid_links(text: str) -> Iterator[str]:
+    """Yield the external links of a document that are no https address of a named host."""
+    for link in _LINK.findall(_without_code(text)):
+        parts = urlsplit(link)
+        if (parts.scheme or parts.netloc) and (parts.scheme != "https" or "." not in parts.netloc):
+            yield link
+
+
+def _picture(flowchart: re.Match[str]) -> str:
+    return f"<div>{draw(parse(flowchart[1]))}</div>"
+
+
+def _toctree(caption: str, names: list[str]) -> str:
+    entries = "\n".join(name.removesuffix(".md") for name in names)
+    return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def _linked_documents() -> list[Path]:
+    """Return the documents that can be reached from the start by links."""
+    found: dict[Path, None] = {}
+    to_read = [*_START, *guides()]
+    while to_read:
+        path = to_read.pop(0)
+        if path not in found:
+            found[path] = None
+            to_read += [target for target in _link_targets(path, path.read_text()) if target.suffix == ".md"]
+    return [path for path in found if path.is_file()]
+
+
+def _link_targets(path: Path, text: str) -> Iterator[Path]:
+    """Yield the files of this tree that a document links to."""
+    for link in _LINK.findall(_without_code(text)):
+        target = Path(os.path.normpath(path.parent / link.partition("#")[0]))
+        if not urlsplit(link).scheme and target.is_relative_to(ROOT) and target.is_file():
+            yield target
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _generated_pages() -> dict[str, str]:
+    pages = {f"docs/reference/{name}.md": text for name, text in _reference_pages().items()}
+    pages |= api_pages(_examples_by_name())
+    for path in example_files():
+        pages[f"docs/examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+    pages[_EXAMPLES_PAGE] = _examples_page()
+    return pages
+
+
+def _reference_pages() -> dict[str, str]:
+    return {"commands": commands_page(), "errors": errors_page()}
+
+
+def _examples_page() -> str:
+    """Return the list of the examples, with the first sentence of each docstring."""
+    rows = []
+    for path in example_files():
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        rows.append(f"| [{path.name}]({path.stem}.md) | {' '.join(docstring.split(chr(10) * 2)[0].split())} |")
+    table = "\n".join(["| program | contents |", "|---|---|", *rows])
+    entries = "\n".join(path.stem for path in example_files())
+    about = (EXAMPLES / "README.md").read_text()
+    return f"{about}\n{table}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
+
+
+def _examples_by_name() -> dict[str, list[str]]:
+    """Return, for the full name of a public object, links from its page to the programs that show it."""
+    return {
+        name: [f"[{Path(path).name}]({_link_to_program(path)})" for path in paths]
+        for name, paths in programs_by_name(all_programs()).items()
+    }
+
+
+def _link_to_program(path: str) -> str:
+    page = f"{path.removesuffix('.py')}.md" if path.endswith(".py") else path
+    return os.path.relpath(page, API_FOLDER)
+
+
+def main() -> None:
+    """Fill the folder that the command line names, and end with 1 if an external link is invalid."""
+    (folder,) = map(Path, sys.argv[1:])
+    problems = check_external_links()
+    sys.stderr.writelines(f"{line}\n" for line in problems)
+    sys.stdout.write(f"{stage(folder)} pages\n")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
