@@ -1,0 +1,69 @@
+"""CUDA devices, memory of each kind, streams, events, IPC handles and peer access."""
+
+from __future__ import annotations
+
+from gdrkit import cuda
+from gdrkit.buffers import MemoryKind
+from gdrkit.errors import GdrkitError
+
+MIB = 1 << 20
+
+print("CUDA", *cuda.driver_version(), "with", cuda.device_count(), "devices")
+with cuda.Device(0) as device:
+    print(device.name, device.pci_bus_id, device.memory_info().total_bytes // MIB, "MiB")
+    print("exports dma-bufs:", bool(device.attribute(cuda.DeviceAttribute.DMA_BUF_SUPPORTED)))
+
+    # Memory of cuMemAlloc. A copy is complete when the call returns.
+    with device.allocate(MIB) as memory:
+        memory.write(b"hello", offset_bytes=100)
+        assert memory.read(offset_bytes=100, length_bytes=5) == b"hello"
+        assert cuda.memory_kind(memory.address) is MemoryKind.CUDA
+        # A dma-buf of the memory, for a NIC or for another process.
+        with memory.export_dmabuf() as dmabuf:
+            assert dmabuf.length_bytes >= MIB
+        # Memory that other code allocated is borrowed: gdrkit never frees it.
+        with cuda.borrow(device, memory.address, length_bytes=MIB) as borrowed:
+            assert borrowed.read(offset_bytes=100, length_bytes=5) == b"hello"
+        # Any object with __cuda_array_interface__ or __dlpack__ can be wrapped. Memory of gdrkit has both.
+        description = cuda.describe(memory)
+        description.release()
+        with cuda.wrap(memory, device=device) as wrapped:
+            assert (wrapped.address, wrapped.length_bytes) == (description.address, description.length_bytes)
+        # A handle for another process. Its own process cannot open it.
+        handle = cuda.export_handle(memory)
+        try:
+            with cuda.open_handle(device, handle):
+                print("device of the handle:", cuda.device_of_handle(handle))
+        except GdrkitError as error:
+            print("in its own process the handle is refused:", error)
+
+    # Memory of cuMemCreate, in chunks of the granularity of the device.
+    with cuda.VmmMemory.create(device, 2 * cuda.granularity_bytes(device)) as memory:
+        print("VMM memory with", memory.chunk_count, "chunk(s)")
+
+    # Copies on a stream, with pinned memory of the host and events.
+    with (
+        device.allocate(MIB) as source,
+        device.allocate(MIB) as target,
+        cuda.PinnedMemory(device, MIB) as pinned,
+        device.stream() as stream,
+        cuda.Event(device) as begin,
+        cuda.Event(device) as end,
+    ):
+        pinned.view()[:] = b"\x5a" * MIB
+        stream.record(begin)
+        stream.write(source, pinned.view())
+        stream.copy(source, target)
+        stream.record(end)
+        end.synchronize()
+        assert end.elapsed_ms(begin) >= 0
+        assert target.read(length_bytes=4) == b"\x5a" * 4
+        # A stream of another library is known by its handle only.
+        with device.current():
+            cuda.wait_for(stream.handle)
+
+if cuda.device_count() > 1:
+    with cuda.Device(0) as first, cuda.Device(1) as second:
+        if cuda.can_access_peer(first, second):
+            with cuda.peer_access(first, second):
+                print("device 0 can access the memory of device 1")

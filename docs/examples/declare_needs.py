@@ -1,0 +1,30 @@
+"""Check the needs of tests against the facts about this machine, without pytest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gdrkit import inventory
+from gdrkit.errors import Api
+from gdrkit.harness.needs import apis, cufile, gaudi, host, needs, software, verbs, without_twin
+
+facts = inventory.probe()
+for need in (
+    verbs.nic(count_min=2),
+    gaudi.device(),
+    host.memlock(1 << 20),
+    host.open_files(256),
+    host.capability("CAP_IPC_LOCK"),
+    host.module("json"),
+    host.program("sh"),
+    host.variable("HOME"),
+    host.device_file("/dev/null"),
+    host.file_system("xfs"),
+    software(Api.VERBS),
+    without_twin(Api.CUDA),
+):
+    print(f"{need.name}: {need.check(facts) or 'met'}", *sorted(apis(need)))
+
+# The mark that @needs puts on a test.
+assert needs(host.module("json")).mark.args == (host.module("json"),)
+print("udev knows the disk of this folder:", bool(cufile.find_udev_entry(Path.cwd())))

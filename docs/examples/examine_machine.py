@@ -1,0 +1,49 @@
+"""Facts, topology, doctor, captures and profiles of this machine, from Python."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from gdrkit import inventory
+from gdrkit.verdict import Verdict
+
+# Facts about the host. With query_apis=True, child processes also query CUDA, verbs and cuFile.
+facts = inventory.probe(query_apis=False)
+print(facts.kernel.release, len(facts.rdma_devices), "RDMA devices", facts.digest[:15])
+
+# The doctor. Without experiments it only reads.
+machine = inventory.this_machine(query_apis=False, record=True, run_experiments=False, facts=facts)
+diagnosis = inventory.diagnose(machine)
+for finding in diagnosis.of(Verdict.FAIL):
+    print(f"{finding.code}: {finding.text}. To do: {finding.what_to_do}")
+print(inventory.rule_of("memlock-low").title)
+
+topology = inventory.topology(machine)
+for place in topology.places:
+    print(place.kind, place.name, place.address)
+limit = inventory.path_limit(topology, facts, [place.name for place in topology.places])
+print("limit of the links:", limit.gb_per_s if limit else "unknown")
+assert inventory.device_limit(facts, devices=[], nics=[]) is None
+
+# A capture, which another machine examines by the same rules.
+with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "machine.json.gz"
+    inventory.write_capture(path, machine.capture())
+    capture = inventory.read_capture(path)
+    assert inventory.parse_capture(path.read_bytes()) == capture
+    captured = inventory.captured_machine(capture)
+    same = inventory.diagnose(captured)
+    assert [finding.code for finding in same.findings] == [finding.code for finding in diagnosis.findings]
+    # The reads that were recorded are a source of files, as the disk is.
+    files = inventory.CapturedFiles(capture.answers)
+    recorder = inventory.Recorder(files)
+    assert recorder.read("/proc/sys/kernel/osrelease").strip().decode() == facts.kernel.release
+
+# The profile that fits this machine best.
+profile = inventory.choose_profile(inventory.load_profiles(), facts, {})
+print("profile:", profile.name)
+assert inventory.load_profile(profile.name) == profile
+# The links that another kind of machine must have, compared with this machine.
+for sentence in inventory.link_shortfalls(inventory.load_profile("dgx-h100").links, facts):
+    print(sentence)

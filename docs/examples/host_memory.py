@@ -1,0 +1,28 @@
+"""Host memory for RDMA, with the same rules, keys and leases as GPU memory."""
+
+from __future__ import annotations
+
+import os
+
+from gdrkit import host, verbs
+from gdrkit.registration import BufferPool, RegionCache
+
+nics = verbs.open_active_nics()
+with host.HostMemory(1 << 20) as memory, RegionCache(nics) as cache:
+    memory.write(b"hello")
+    with cache.lease(memory) as lease:
+        assert lease.remote(nics[0]).length_bytes == 1 << 20
+
+with BufferPool(host.HostAllocator(), nics, buffer_bytes=4096, count=2) as pool, pool.allocate() as buffer:
+    buffer.write(b"pooled")
+    assert buffer.read(length_bytes=6) == b"pooled"
+
+# A mapped file, such as memory that another process shares by memfd_create(2).
+descriptor = os.memfd_create("shared")
+os.truncate(descriptor, 8192)
+with host.MappedFile(descriptor, length_bytes=8192) as mapped:
+    mapped.fill(0x5A)
+    assert os.pread(descriptor, 2, 100) == b"\x5a\x5a"
+os.close(descriptor)
+for nic in nics:
+    nic.close()

@@ -1,0 +1,59 @@
+"""Files and memory: reads, writes, many ranges, many files, copies, and the route of the bytes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+from gdrkit import cuda, gds
+
+MIB = 1 << 20
+
+with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.allocate(MIB) as memory:
+    folder = Path(name)
+    for index in range(4):
+        (folder / f"part{index}").write_bytes(os.urandom(MIB // 4))
+
+    # direct="preferred" warns once if the direct path is not proven, and the engine moves the bytes.
+    with warnings.catch_warnings(), gds.File(folder / "part0") as file:
+        warnings.simplefilter("ignore", gds.FallbackWarning)
+        done = file.read_into(memory, length_bytes=1000)
+        print(done.bytes, "bytes by", done.route.value, "because", done.why_not_direct or "the path is proven")
+
+    # A transfer that was started is a future.
+    with gds.File(folder / "part1", direct="never") as file:
+        transfer: gds.Transfer = file.start_readv(memory, [(0, 4096), (8192, 4096)])
+        assert transfer.result(timeout_s=10).parts == (4096, 4096)
+        assert 0 <= file.cached_share() <= 1
+
+    # Many whole files into one memory, one behind the other.
+    lengths = [MIB // 4] * 4
+    gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths).result()
+    assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
+
+    # A failed transfer says how many bytes of each range arrived.
+    with gds.File(folder / "part2", direct="never") as file:
+        try:
+            file.read_into(memory, length_bytes=MIB)
+        except gds.TransferFailed as error:
+            print(error.reason.value, "after", error.transferred.bytes, "bytes")
+
+    # Durable writes, and a copy through GPU memory that is verified.
+    with gds.File(folder / "written", "w", direct="never") as file:
+        file.write_from(memory, length_bytes=MIB, durable=True)
+    result = gds.copy_file(folder / "written", folder / "copied", direct="never", check=True)
+    assert result.is_checked
+    assert (folder / "copied").read_bytes() == (folder / "written").read_bytes()
+
+    # The description that the transfers use: any array, here host memory.
+    buffer = gds.describe_buffer(bytearray(100), writable=True)
+    assert buffer.is_host
+    buffer.release()
+    assert gds.engine_for(gds.HOST) is gds.engine_for(gds.HOST)
+
+    # An engine with other settings, for example for a comparison.
+    gds.Engine(gds.EngineOptions(workers_count=1, buffers_count=2)).close()
+gds.close_driver()
+gds.close_engines()

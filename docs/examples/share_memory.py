@@ -1,0 +1,61 @@
+"""Share GPU memory with another process: the address by IPC, and a dma-buf for a process without CUDA."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from gdrkit import cuda, host, verbs
+from gdrkit.registration import ShareKind, device_of, export_memory, gdr_handle, import_dmabuf, import_memory, receive
+
+
+def owner() -> None:
+    """Allocate memory, send it by two methods, and wait for the bytes of the other process."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, __file__, str(theirs.fileno())]
+    with ours, cuda.Device(0) as device, device.allocate(1 << 20) as memory:
+        with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child:
+            theirs.close()
+            # The 80 bytes of the first GDR interface of hf3fs, for programs that support no other format.
+            ours.sendall(gdr_handle.export_gdr(memory))
+            for kind in (ShareKind.IPC, ShareKind.DMABUF):
+                with export_memory(memory, kind=kind, offset_bytes=4096, length_bytes=65536) as message:
+                    message.send(ours)
+            assert ours.recv(4) == b"done"
+            assert memory.read(length_bytes=3) == b"gdr"
+            assert memory.read(offset_bytes=4096, length_bytes=5) == b"hello"
+        assert child.returncode == 0
+    print("the other process wrote into the memory")
+
+
+def importer(descriptor: int) -> None:
+    """Receive the memory: write into it by its address, and register its dma-buf with a NIC."""
+    host.die_with_parent(os.getppid())
+    with socket.socket(fileno=descriptor) as connection:
+        data = connection.recv(80, socket.MSG_WAITALL)
+        assert gdr_handle.GdrHandle.parse(data).length_bytes == 1 << 20
+        with cuda.Device(0) as device, gdr_handle.import_gdr(device, data) as shared:
+            shared.write(b"gdr")
+        with (
+            receive(connection, timeout_ms=10_000) as message,
+            device_of(message.handle) as device,
+            import_memory(device, message) as shared,
+        ):
+            shared.write(b"hello")
+        (nic,) = verbs.open_active_nics(count_max=1)
+        with (
+            nic,
+            receive(connection, timeout_ms=10_000) as message,
+            import_dmabuf(message) as dmabuf,
+            nic.register_dmabuf(dmabuf) as region,
+        ):
+            assert region.length_bytes == 65536
+        connection.send(b"done")
+
+
+if len(sys.argv) > 1:
+    importer(int(sys.argv[1]))
+else:
+    owner()

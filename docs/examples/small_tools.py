@@ -1,0 +1,151 @@
+"""The small tools that all packages share: errors, patterns, sizes, handles, descriptors, JSON, child processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+from gdrkit import (
+    buffers,
+    children,
+    errors,
+    exit_code,
+    forks,
+    handles,
+    install_paths,
+    loader,
+    pattern,
+    remedies,
+    scm_rights,
+    serialization,
+    text,
+    units,
+)
+
+# Payloads whose every byte depends on its position and the seed.
+data = pattern.payload(4096, seed=7)
+pattern.check(data, seed=7)
+assert pattern.find_mismatch(data, data[:100] + b"\0" + data[101:]) == 100
+try:
+    pattern.check(bytes(4096), seed=7)
+except errors.DataMismatch as error:
+    print(error)
+
+# Sizes and ranges.
+assert units.align_up(5000, alignment_bytes=4096) == 8192
+assert units.align_down(5000, alignment_bytes=4096) == 4096
+print(units.format_bytes(3 * units.MIB))
+try:
+    buffers.check_range(offset_bytes=10, length_bytes=10, size_bytes=15)
+except errors.UsageError as error:
+    print(error, "->", exit_code.ExitCode.of(error).name)
+print(errors.errno_name(95))
+
+# A dma-buf of any exporter. The range owns a duplicate of the descriptor.
+memfd = os.memfd_create("exporter")
+os.truncate(memfd, 8192)
+with buffers.DmabufRange.from_fd(memfd, offset_bytes=4096) as dmabuf:
+    assert dmabuf.length_bytes == 4096
+
+# Descriptors over a socket: close-on-exec, and an error if the message was truncated.
+ours, theirs = socket.socketpair()
+with ours, theirs:
+    socket.send_fds(ours, [b"x"], [memfd])
+    message, received = scm_rights.receive(theirs, length_bytes=1, descriptors_max=1)
+    assert (message, len(received)) == (b"x", 1)
+    scm_rights.close_all(received)
+os.close(memfd)
+
+
+# An object that holds a resource, and is counted until it is closed.
+class Thing(handles.Resource):
+    """A resource whose release prints a line."""
+
+    def __init__(self) -> None:
+        super().__init__("thing", name="the thing")
+
+    def _release(self) -> None:
+        print("the thing is released")
+
+
+with Thing():
+    assert handles.live()["thing"] == 1
+assert "thing" not in handles.live()
+handle = handles.Handle("counted")
+handle.release()
+stack = handles.ReleaseStack()
+stack.push(lambda: print("released last"))
+stack.push(lambda: print("released first"))
+stack.run()
+
+
+# A lock and an object that a forked child does not inherit in a broken state.
+class Counter:
+    """A count that a forked child begins again."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.lock = forks.ForkSafeLock()
+        forks.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Begin again."""
+        self.count = 0
+
+
+counter = Counter()
+with counter.lock:
+    assert counter.lock.locked()
+if os.fork() == 0:
+    os._exit(counter.count)
+assert os.wait()[1] == 0
+
+
+# JSON with types: unknown fields and wrong types are refused.
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value with one field."""
+
+    count: int
+
+
+document = serialization.canonical(serialization.to_json_data(Value(3)))
+assert serialization.from_json_data(Value, serialization.parse_json(document, where="example")) == Value(3)
+print(serialization.digest(serialization.to_json_data(Value(3)))[:15])
+
+# Text from untrusted sources, safe for a terminal and for a table.
+print(text.escape_controls("bell\a"), text.single_line("two\nlines"), text.markdown_cell("a|b"))
+
+# Libraries and modules that a function needs.
+print("libc:", loader.find_library("libc.so.6"))
+print(list(loader.search_paths("libfoo.so", search_path=["/usr/lib"])))
+try:
+    loader.check_library("libmissing.so.1", operation="open the example")
+except errors.SetupMissing as error:
+    print(error.reason.value)
+try:
+    with loader.preserve_root_logger():
+        loader.import_package("missing_package", extension="device", folder="/nonexistent", what_to_do="install it")
+except errors.SetupMissing as error:
+    print(error)
+engine = loader.LazyModule("gdrkit.gds._engine")
+print("imported at its first use:", loader.import_native("gdrkit.gds._engine").__name__, engine)
+missing = loader.setup_missing(operation="dlopen", text="libx: not found", what_to_do="install x", default_errno=2)
+assert isinstance(missing, errors.SetupMissing)
+paths = install_paths.install_paths()
+assert Path(paths.suites).is_dir()
+
+# Commands that install what is missing, for the package manager of this machine.
+print(remedies.package_manager(), remedies.system_install("g++"), remedies.pip_install("fuse"), sep="; ")
+assert remedies.package_names("g++", manager="dnf") == ("gcc-c++",)
+
+# A child process and threads that do not outlive their owner.
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+children.kill_child(child)
+thread = threading.Thread(target=lambda: None)
+thread.start()
+children.join_threads([thread], timeout_s=5)

@@ -1,0 +1,32 @@
+"""Start a program on software twins from Python, and inject a fault into it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gdrkit import faultplan, host, launch
+from gdrkit.errors import Api
+
+PLAN = """\
+gdrkit-faults 1
+ibv_reg_dmabuf_mr  call=1  errno=EOPNOTSUPP
+"""
+PROGRAM = "from gdrkit import verbs; print([info.name for info in verbs.list_nics()])"
+
+print("twins:", sorted(api.value for api in launch.twins_available()))
+print("hardware that a twin would hide:", launch.overridden_hardware(launch.Launch(), host.HostTree()))
+assert launch.parse_apis("verbs,cuda") == {Api.VERBS, Api.CUDA}
+assert launch.api_of_library("/usr/lib/libibverbs.so.1") is Api.VERBS
+
+with tempfile.TemporaryDirectory() as folder:
+    plan = Path(folder) / "plan"
+    plan.write_text(PLAN)
+    assert faultplan.read_plan(plan) == faultplan.parse_plan(PLAN)
+    settings = launch.Launch(software=launch.TWINNED, seed=7, faults=plan, isolated=True)
+    # The variables of the dynamic loader, with which a child process finds the twins.
+    environment = launch.environment(settings)
+    command = [sys.executable, "-c", PROGRAM]
+    print(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())

@@ -1,0 +1,41 @@
+"""The storage service: a server, a client, files, batches and checksums. It starts a server for a new folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+
+from gdrkit import cuda
+from gdrkit.storage.client import StorageClient
+from gdrkit.storage.file import IORequest
+
+with tempfile.TemporaryDirectory() as store:
+    command = [sys.executable, "-m", "gdrkit", "serve", "--store", store]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        # The line has the form: files at ADDRESS by NICS.
+        address = server.stdout.readline().partition(" at ")[2].partition(" by ")[0]
+        try:
+            with (
+                StorageClient(address) as client,
+                client.register(bytearray(b"x" * (1 << 20))) as buffer,
+                client.open("numbers", read=True, write=True, create=True) as file,
+                cuda.Device(0) as device,
+                client.allocate(device, 65536) as gpu_buffer,
+            ):
+                file.write(buffer, offset_bytes=0)
+                file.sync()
+                # Two ranges in one call, one of them into GPU memory.
+                requests = [
+                    IORequest(file, offset_bytes=0, buffer=buffer.subrange(offset_bytes=0, length_bytes=4096)),
+                    IORequest(file, offset_bytes=65536, buffer=gpu_buffer),
+                ]
+                print([result.length_bytes for result in client.batch_read(requests)])
+                print(client.stat("numbers").size_bytes, [entry.name for entry in client.list_folder()])
+                file.punch_hole((0, 4096))
+                with client.register(bytearray(b"x" * 4096)) as small:
+                    file.read(small, offset_bytes=0)
+                    assert small.copy_out() == bytes(4096)
+        finally:
+            server.terminate()

@@ -1,0 +1,102 @@
+"""The hf3fs interface: host and GPU memory, rings, holes, hard links. It starts an agent for a new folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit import cuda, usrbio
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KIB = 1024
+
+
+@contextlib.contextmanager
+def agent(folder: str) -> Iterator[None]:
+    """Serve a folder by an agent in plain mode."""
+    command = [sys.executable, "-m", "gdrkit", "agent", folder, "--store", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # The agent prints a line when it accepts programs.
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+print("features:", sorted(usrbio.capabilities()))
+with tempfile.TemporaryDirectory() as mount, agent(mount):
+    path = Path(mount) / "data"
+    path.write_bytes(b"0123456789abcdef" * 4 * KIB)
+    fd = os.open(path, os.O_RDWR)
+    usrbio.register_fd(fd)
+    assert usrbio.is_hf3fs(fd)
+    assert usrbio.extract_mount_point(path) == mount
+
+    with (
+        usrbio.create_iovec(mount, length_bytes=64 * KIB) as iov,
+        usrbio.make_ioring(mount, 8, for_read=True, priority=usrbio.IorPriority.HIGH) as reads,
+        usrbio.make_ioring(mount, 8, for_read=False) as writes,
+    ):
+        (done,) = reads.prepare(iov[0:4096], True, fd, 16).submit().wait(min_results=1, timeout=timedelta(seconds=10))
+        assert (done.result, bytes(memoryview(iov)[:4])) == (4096, b"0123")
+        (done,) = writes.prepare(iov[0:4096], False, fd, 8192).submit().wait(min_results=1)
+        assert done.result == 4096
+        usrbio.force_fsync(fd)
+        # Another process opens the memory by its id.
+        with usrbio.open_iovec(mount, iov.id, length_bytes=64 * KIB) as same:
+            assert bytes(memoryview(same)[:4]) == b"0123"
+
+    # Memory that Python shares, as in the binding of 3FS, and a whole file in one call.
+    shared = shared_memory.SharedMemory(create=True, size=64 * KIB)
+    try:
+        usrbio.make_iovec(shared, mount).close()  # type: ignore[arg-type]
+    finally:
+        shared.close()
+        shared.unlink()
+    data = usrbio.read_file(path, mount, block_size=64 * KIB)
+    assert data is not None
+    assert data[:4] == b"0123"
+
+    # GPU memory: wrapped, allocated from the pool, opened by id, and imported by a handle.
+    print("GPUs:", usrbio.gdr_device_count(), "- available:", usrbio.gdr_available())
+    usrbio.limit_gpu_pool(idle_bytes_max=1 << 20)
+    with (
+        cuda.Device(0) as device,
+        device.allocate(64 * KIB) as memory,
+        usrbio.make_gpu_iovec(mount, memory) as iov,
+        usrbio.make_ioring(mount, 8, for_read=True) as reads,
+    ):
+        (done,) = reads.prepare(iov[0:4096], True, fd, 0).submit().wait(min_results=1)
+        assert (done.result, memory.read(length_bytes=4)) == (4096, b"0123")
+    usrbio.make_gpu_iovec(mount, length_bytes=64 * KIB).close()
+    print("idle in the pool:", usrbio.gpu_pool_statistics().idle_bytes, "bytes")
+    usrbio.trim_gpu_pool()
+    with usrbio.GpuSharedBuffer.create(mount, length_bytes=64 * KIB) as buffer:
+        buffer.memory.write(b"shared")
+        buffer.synchronize(after_transfer=False)
+        handle = buffer.export()
+        # Another process passes the handle to import_gpu_iovec, or the id to open_gpu_iovec.
+        try:
+            usrbio.import_gpu_iovec(mount, handle).close()
+        except usrbio.UsrbioError as error:
+            print("in the process of the owner:", error)
+        try:
+            usrbio.open_gpu_iovec(mount, buffer.iovec.id, length_bytes=64 * KIB).close()
+        except usrbio.UsrbioError as error:
+            print("in the process of the owner:", error)
+
+    usrbio.hardlink(path, Path(mount) / "link")
+    usrbio.punch_hole(fd, [0], [4096])
+    assert path.read_bytes()[:4] == bytes(4)
+    usrbio.deregister_fd(fd)
+    os.close(fd)

@@ -1,0 +1,30 @@
+"""Each program in docs/examples runs on the software twins, and a warning is an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from automation.site.snippets import example_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# An example collects all cases of the suites, which takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize("path", example_files(), ids=lambda path: path.stem)
+def test_example_runs_on_the_twins(path: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
+    command = [*launcher, sys.executable, "-W", "error", str(path)]
+    # The cuFile twin refuses files on disks that are not in udev's database, and a container has no such database.
+    environ = {**os.environ, "GDRKIT_TWINS_UDEV": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # pytest's plug-ins leave hidden folders where a run begins.
+    assert [left.name for left in tmp_path.iterdir() if not left.name.startswith(".")] == []

@@ -1,0 +1,149 @@
+"""The pages that the site makes from the code are complete, and the documents have a place on the site."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import enum
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from automation.site import flowchart, reference, stage
+from automation.site.examples import all_programs, programs_by_name
+from automation.site.snippets import ROOT, guides
+from gdrkit import errors
+from gdrkit.cufile import Cause
+from gdrkit.inventory import RULES
+
+PAGES = reference.api_pages({})
+# These public names have no example. The reason is in the table.
+WITHOUT_EXAMPLE: dict[str, str] = tomllib.loads((Path(__file__).parent / "without_example.toml").read_text())
+
+
+def declared_names() -> set[str]:
+    """Return the full names in the `__all__` of each package and of each module beside the packages."""
+    names = set()
+    for path in sorted((ROOT / "gdrkit").rglob("*.py")):
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        is_private = re.search(r"\._|\.cli", module)
+        if is_private or not (path.name == "__init__.py" or path.parent == ROOT / "gdrkit"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and target.id == "__all__" and isinstance(node, ast.Assign | ast.AnnAssign):
+                assert node.value is not None
+                names |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+    return names
+
+
+def test_reference_has_every_public_name() -> None:
+    headings = {
+        f"{Path(page).stem}.{name}"
+        for page, text in PAGES.items()
+        for name in re.findall(r"^## (\w+)$", text, re.MULTILINE)
+    }
+    names = declared_names()
+    assert len(names) > 450
+    assert names - headings == set()
+
+
+def test_public_class_or_function_has_a_docstring() -> None:
+    # The two native classes have the interfaces of the protocols Iovec and Ioring in gdrkit.usrbio.native_types.
+    undocumented = [
+        f"{module_name}.{name}"
+        for module_name, module in reference.public_modules().items()
+        for name in module.__all__
+        if (inspect.isclass(value := getattr(module, name)) or inspect.isfunction(value)) and not value.__doc__
+    ]
+    assert undocumented == ["gdrkit.usrbio.ioring", "gdrkit.usrbio.iovec"]
+
+
+def needs_an_example(value: object) -> bool:
+    """Return whether programs call this object. Results, enumerations, protocols and errors are not called by them."""
+    if not inspect.isclass(value):
+        return inspect.isroutine(value)
+    is_value = dataclasses.is_dataclass(value) or issubclass(value, tuple | enum.Enum | BaseException)
+    return not (is_value or getattr(value, "_is_protocol", False))
+
+
+def test_name_that_programs_call_has_an_example() -> None:
+    shown = programs_by_name(all_programs())
+    missing = {
+        f"{module_name}.{name}"
+        for module_name, module in reference.public_modules().items()
+        for name in module.__all__
+        if needs_an_example(getattr(module, name)) and not shown[f"{module_name}.{name}"]
+    }
+    assert missing == set(WITHOUT_EXAMPLE)
+
+
+@pytest.mark.parametrize("name", ["gdrkit qualify", "gdrkit tiers migrate"])
+def test_page_of_commands_has_the_printed_help(name: str) -> None:
+    command = [sys.executable, "-m", *name.split(), "--help"]
+    printed = subprocess.run(
+        command, env={"COLUMNS": "100", "PATH": "/usr/bin"}, capture_output=True, text=True, check=True
+    ).stdout
+    section = re.search(rf"^## {name}\n\n```text\n(.*?)\n```$", reference.commands_page(), re.MULTILINE | re.DOTALL)
+    assert section is not None
+    # The texts differ in the name of the program, and may differ in line breaks.
+    assert "".join(section[1].split()) == "".join(printed.replace("python -m gdrkit", "gdrkit").split())
+
+
+def test_page_of_errors_has_every_class_and_reason() -> None:
+    page = reference.errors_page()
+    classes = [name for name in errors.__all__ if name not in {"Api", "Reason", "errno_name", "GdrkitWarning"}]
+    assert [name for name in classes if f"[{name}](" not in page] == []
+    assert [reason.name for reason, meaning in reference.reasons().items() if not meaning] == []
+
+
+def test_every_guide_is_in_the_navigation() -> None:
+    listed = {name for names in stage.navigation().values() for name in names}
+    documents = {path.relative_to(ROOT).as_posix() for path in guides() if path.parent == ROOT / "docs"}
+    documents |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorial").glob("*.md")}
+    assert documents - {"docs/README.md"} - listed == set()
+    assert [name for name in listed if not (ROOT / name).is_file() and "/reference/" not in name] == []
+
+
+def test_link_of_a_document_leads_to_a_file() -> None:
+    assert stage.dead_links() == []
+
+
+def test_external_links_are_valid_addresses() -> None:
+    assert stage.check_external_links() == []
+
+
+@pytest.mark.parametrize("link", ["http://example.com/", "https://localhost/x", "ftp://example.com/x"])
+def test_invalid_external_link_is_found(link: str) -> None:
+    assert list(stage.invalid_links(f"See [this]({link}).")) == [link]
+
+
+def test_flowchart_of_the_architecture_is_drawn() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    chart = flowchart.parse(text)
+    assert "cuda" in chart.rows["level 2"]
+    assert ("registration", "cuda") in chart.edges
+    picture = flowchart.draw(chart)
+    assert picture.count("marker-end") == len(chart.edges)
+    assert "\n\n" not in picture  # An empty line would end the HTML block.
+
+
+def test_flowchart_with_an_unknown_node_is_refused() -> None:
+    with pytest.raises(ValueError, match="gone"):
+        flowchart.parse('subgraph a["a"]\n  b\nend\nb --> gone')
+
+
+def test_troubleshooting_has_every_cause_of_the_doctor() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    codes = set(re.findall(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`", text))
+    assert {rule.code for rule in RULES} - codes == set()
+
+
+def test_cufile_document_has_every_cause() -> None:
+    text = (ROOT / "docs" / "cufile.md").read_text()
+    assert [cause.value for cause in Cause if f"| `{cause.value}` |" not in text] == []
