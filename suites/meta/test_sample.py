@@ -1,4 +1,7 @@
-"""The sample report in docs/ is self-contained, small, and made from records in this tree by `nox -s sample`."""
+"""The sample report in docs/ is self-contained, small, and made from records in this tree by `nox -s sample`.
+
+The same session makes the pictures of the README.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +33,11 @@ def test_every_record_of_the_sample_exists() -> None:
 def test_sample_shows_the_host_if_its_facts_exist() -> None:
     has_facts = (PROJECT_ROOT / "reports" / "baselines" / "h200-1" / "facts.json").is_file()
     assert (">This host</h2>" in SAMPLE.read_text()) == has_facts
+
+
+def test_pictures_of_the_readme_are_small() -> None:
+    shown = re.findall(r"!\[[^\]]+\]\((docs/pictures/[\w-]+\.png)\)", (PROJECT_ROOT / "README.md").read_text())
+    pictures = [PROJECT_ROOT / name for name in shown]
+    assert len(pictures) == 2
+    assert {path.read_bytes()[:8] for path in pictures} == {b"\x89PNG\r\n\x1a\n"}
+    assert max(path.stat().st_size for path in pictures) < 200_000

@@ -1,0 +1,275 @@
+"""Every block of code in the documents is run by a case, or states in snippets.toml why it is not."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from automation.site.snippets import ROOT, Snippet, guides, snippets, used_names
+from gdrkit.inventory import load_profile
+from gdrkit.launch import TWINNED, Launch, environment
+
+if TYPE_CHECKING:
+    from gdrkit.harness.evidence import Evidence
+
+# The third chapter runs two qualifications, a check and the doctor.
+pytestmark = pytest.mark.timeout(600)
+TABLE: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "snippets.toml").read_text())
+SNIPPETS = [snippet for path in guides() for snippet in snippets(path)]
+CHAPTERS = sorted({snippet.document for snippet in SNIPPETS if "/tutorial/" in snippet.document})
+# A command with one of these beginnings serves until it is terminated.
+SERVICES = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
+# Exit codes of commands that report about this machine. All others must end with 0.
+CODES_BY_COMMAND = {"gdrkit doctor": {0, 1, 4}, "gdrkit run --software --isolated --faults": {1}}
+# Values for the placeholders of the documents.
+VALUES = {
+    "CODE": "memlock-low",
+    "HOST:PORT": "127.0.0.1:0",
+    ":7070": ":0",
+    "=/mnt/fast": "=fast",
+    "=/mnt/ssd": "=medium",
+}
+VALUES |= {"=/data": "=slow", "~/.config/fish/completions/": ""}
+# A comment after a command is separated by two spaces.
+COMMENT = re.compile(r" {2,}(?:#.*|(?![-|]).*)$")
+
+# Frames of programs that are a part of a program: the text of the document takes the place of BODY.
+SHARING_FRAME = """
+import os, socket, sys
+from gdrkit import cuda, verbs
+IMPORTS
+connection, end = socket.socketpair()
+kind = sys.argv[1]
+if os.fork():
+    with cuda.Device(0) as device, device.allocate(1 << 20) as memory:
+OWNER
+        assert os.wait()[1] == 0
+else:
+    connection = end
+    (nic,) = verbs.open_active_nics(count_max=1)
+PEER
+    os._exit(0)
+"""
+FRAMES = {
+    "docs/add-a-device.md": """
+from gdrkit import cuda, verbs
+from gdrkit.registration import RegionCache
+offset, length = 0, 65536
+(nic,) = verbs.open_active_nics(count_max=1)
+with cuda.Device(0) as device, device.allocate(65536) as owned, owned.export_dmabuf() as exported:
+    fd = exported.fd
+    with nic, RegionCache([nic]) as cache:
+BODY
+        assert remote.length_bytes == length
+""",
+    "docs/registration.md": """
+from gdrkit import verbs
+nics = verbs.open_active_nics()
+if True:
+    if True:
+BODY
+        for nic in nics:
+            nic.close()
+""",
+}
+
+
+def how(snippet: Snippet) -> str:
+    """Return the entry of the table for a block of code."""
+    entries = [entry for key, entry in TABLE.get(snippet.document, {}).items() if snippet.text.startswith(key)]
+    assert len(entries) == 1, f"suites/meta/snippets.toml has {len(entries)} entries for {snippet}"
+    return entries[0]
+
+
+def marked(kind: str) -> list[Snippet]:
+    return [snippet for snippet in SNIPPETS if how(snippet) == kind]
+
+
+def twin_environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a command on the twins, isolated from all but the other commands of this case."""
+    environ = environment(Launch(software=TWINNED, isolated=True))
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
+    tiers = {"GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow", "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue")}
+    return environ | tiers | {"HOME": str(folder), "GDRKIT_TWINS_UDEV": "1"}
+
+
+def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
+    """Run one command by a shell, and return its output. A service is terminated after its first line."""
+    if line.startswith(SERVICES):
+        with subprocess.Popen(
+            ["bash", "-c", f"exec {line}"], cwd=folder, env=environ, stdout=subprocess.PIPE
+        ) as service:
+            assert service.stdout is not None
+            first_line = service.stdout.readline()
+            service.terminate()
+            service.stdout.read()
+            assert service.wait(30) == 0, line
+        return first_line.decode()
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200
+    )
+    codes = next((codes for command, codes in CODES_BY_COMMAND.items() if line.startswith(command)), {0})
+    assert done.returncode in codes, f"{line}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def prepare(folder: Path) -> None:
+    """Create the files and folders that the commands of the documents name."""
+    (folder / "SRC").write_bytes(os.urandom(100_000))
+    for name in ("DIR", "fast", "medium", "slow", "reports/runs"):
+        (folder / name).mkdir(parents=True)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small qualification on the twins."""
+    folder = tmp_path_factory.mktemp("run")
+    options = ["--software", "-k", "policy", "--output", str(folder / "report")]
+    subprocess.run([sys.executable, "-m", "gdrkit", "qualify", *options], check=True, capture_output=True, timeout=200)
+    return folder / "report"
+
+
+def test_every_snippet_is_in_the_table(evidence: Evidence) -> None:
+    kinds = [how(snippet).split()[0] for snippet in SNIPPETS]
+    counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    evidence["snippets"] = {"total": len(SNIPPETS), **counts}
+    print(f"{len(SNIPPETS)} blocks of code: {counts}")  # noqa: T201 - `pytest -rP` shows the count
+    assert set(kinds) <= {"run", "program", "tutorial", "by", "session", "not"}
+
+
+def test_table_has_no_entry_without_a_snippet() -> None:
+    used = {
+        (snippet.document, key)
+        for snippet in SNIPPETS
+        for key in TABLE[snippet.document]
+        if snippet.text.startswith(key)
+    }
+    assert {(document, key) for document, keys in TABLE.items() for key in keys} == used
+
+
+def test_named_case_exists() -> None:
+    for entry in {how(snippet) for snippet in SNIPPETS}:
+        kind, _, rest = entry.partition(" ")
+        if kind == "by":
+            path, _, case = rest.partition("::")
+            assert f"def {case}" in (ROOT / path).read_text(), entry
+
+
+def test_named_session_exists() -> None:
+    sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
+    named = {how(snippet).split()[1] for snippet in SNIPPETS if how(snippet).startswith("session ")}
+    for path in guides():
+        named |= set(re.findall(r"nox -s (\w+)", path.read_text()))
+    assert named <= sessions
+
+
+def commands_of(snippet: Snippet) -> list[str]:
+    """Return the command of each line, without comments and with values for the placeholders."""
+    commands = []
+    for line in snippet.text.splitlines():
+        command = COMMENT.sub("", line)
+        for placeholder, value in VALUES.items():
+            command = command.replace(placeholder, value)
+        commands.append(command)
+    return commands
+
+
+@pytest.mark.parametrize("snippet", marked("run"), ids=str)
+def test_commands_of_the_document_run(snippet: Snippet, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    prepare(tmp_path)
+    if snippet.document == "docs/report.md":
+        folder = request.getfixturevalue("run_folder")
+        for name in ("DIR/node1",) if "--fleet" in snippet.text else ("DIR", "BEFORE", "AFTER"):
+            shutil.copytree(folder, tmp_path / name, dirs_exist_ok=True)
+        shutil.copyfile(folder / "records.jsonl", tmp_path / "FILE.jsonl")
+    environ = twin_environment(tmp_path)
+    for command in commands_of(snippet):
+        run_command(command, tmp_path, environ)
+
+
+def framed(snippet: Snippet) -> list[tuple[str, str]]:
+    """Return the programs that a part of a program becomes in its frame, each with its argument."""
+    if snippet.document != "docs/sharing.md":
+        frame = FRAMES[snippet.document]
+        return [(frame.replace("BODY", indented(snippet.text, 8)), "")]
+    imports, owner, importer, agent = re.split(
+        r"^# (?:the owner|the other process|an agent with a NIC)$", snippet.text, flags=re.MULTILINE
+    )
+    frame = SHARING_FRAME.replace("IMPORTS", imports)
+    return [
+        (frame.replace("OWNER", indented(owner, 8)).replace("PEER", indented(importer, 4)), "IPC"),
+        (
+            frame.replace("OWNER", indented(owner.replace("ShareKind.IPC", "ShareKind.DMABUF"), 8)).replace(
+                "PEER", indented(agent, 4)
+            ),
+            "DMABUF",
+        ),
+    ]
+
+
+def indented(text: str, width: int) -> str:
+    return "\n".join(" " * width + line for line in text.strip("\n").splitlines())
+
+
+@pytest.mark.parametrize("snippet", marked("program"), ids=str)
+def test_part_of_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
+    for program, argument in framed(snippet):
+        (tmp_path / "program.py").write_text(program)
+        run_command(f"{sys.executable} program.py {argument}", tmp_path, twin_environment(tmp_path))
+
+
+@pytest.mark.parametrize("document", CHAPTERS)
+def test_chapter_of_the_tutorial_works(document: str, tmp_path: Path) -> None:
+    """Run the programs and commands of a chapter in order. A block of text is the end of the last output."""
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    file_names = iter(re.findall(r"\bIn `([\w.]+)`:", (ROOT / document).read_text()))
+    output = ""
+    for snippet in snippets(ROOT / document):
+        if how(snippet) != "tutorial":
+            continue
+        if snippet.language == "python" or snippet.text.startswith("gdrkit-faults"):
+            (tmp_path / next(file_names)).write_text(snippet.text)
+        elif snippet.language == "text":
+            lines = snippet.text.splitlines()
+            assert without_numbers(lines) == without_numbers(output.splitlines()[-len(lines) :])
+        else:
+            for line in snippet.text.splitlines():
+                output = run_command(line, tmp_path, environ)
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    """Return the lines with each number replaced by 0. Numbers of cases and sizes of devices change."""
+    return [re.sub(r"\d+", "0", line) for line in lines]
+
+
+def test_expectation_of_the_document_is_valid(tmp_path: Path) -> None:
+    (text,) = (snippet.text for snippet in SNIPPETS if snippet.text.startswith("[[expected]]"))
+    profile = 'schema_version = 1\nname = "example"\nabout = "an example"\n'
+    (tmp_path / "example.toml").write_text(profile + text)
+    (expected,) = load_profile("example", folder=tmp_path).expected
+    assert (expected.value, expected.tolerance_percent) == (55.3, 10)
+
+
+@pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if snippet.language == "python"], ids=str)
+def test_program_of_the_document_uses_names_that_exist(snippet: Snippet) -> None:
+    """A program that no case can run still compiles, and imports only what gdrkit has."""
+    ast.parse(snippet.text)
+    for name in used_names(snippet.text):
+        parts = name.split(".")
+        value: object = importlib.import_module(parts[0])
+        for index, part in enumerate(parts[1:], start=2):
+            if not hasattr(value, part):
+                importlib.import_module(".".join(parts[:index]))
+            value = getattr(value, part)
+            if isinstance(value, type):
+                break
