@@ -1,4 +1,4 @@
-"""What gdrkit reads of a host: PCI, NICs, kernel, limits, mounts, libraries, processes. Nothing is changed."""
+"""Read the facts about a host: PCI, NICs, kernel, limits, mounts, libraries, processes. Nothing is changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(mount.kind, host.block_device(tree, mount.device))
 with tempfile.TemporaryFile() as file:
     print("file system of the temporary folder:", host.file_system_type(file.fileno()))
 
-# Where the dynamic loader would find a library.
+# The dynamic loader would find these libraries here.
 print(host.find_library(tree, "libc.so.6"), host.find_libraries(tree, ["libcuda.so.1"]))
 assert "libc.so.6" in host.cached_libraries(tree) or host.find_library(tree, "libc.so.6")
 
