@@ -1,0 +1,49 @@
+"""Measure which NICs reach which GPUs by moving bytes, and read the counters of the ports."""
+
+from __future__ import annotations
+
+from gdrkit import cuda, host, verbs
+from gdrkit.registration import (
+    ConnectedPair,
+    ReachTable,
+    measure_balance,
+    measure_devices,
+    measure_reach,
+    register,
+    unproven_reason,
+)
+
+tree = host.HostTree()
+print("results are kept in", host.state_folder())
+nics = verbs.open_active_nics()
+with cuda.Device(0) as device:
+    # Each result has the state of the route, and the growth of the counters of both ports.
+    for result in measure_reach(device, [(nic, nic) for nic in nics], tree=tree):
+        print(result.nic, "moved" if result.moved else "moved nothing", result.state.value, result.reason)
+    results = measure_devices([device], [(nic, nic) for nic in nics], tree=tree, counters_timeout_s=0.0)
+    assert [result.nic for result in results] == [nic.name for nic in nics]
+
+    # The table measures what nothing measured before, and keeps it for other programs.
+    table = ReachTable(tree)
+    assert all(result.moved for result in table.measured(device, nics))
+
+    # A connected pair of queue pairs, and the counters before and after it moved bytes.
+    name = nics[0].name
+    before = host.read_port(tree, name, 1)
+    with (
+        device.allocate(4096) as memory,
+        register(memory, nics) as registration,
+        ConnectedPair(nics[0], length_bytes=4096) as pair,
+    ):
+        pair.fill(seed=7)
+        pair.write(registration.remote(nics[0])).expect()
+        pair.read(registration.remote(nics[0])).expect()
+    growth = host.port_growth(before, host.read_port(tree, name, 1))
+    print("counted:", growth.sent_bytes, "bytes;", unproven_reason(results[0].path, 8192, growth) or "all of them")
+    print(len(host.port_counters(tree)), "ports")
+
+    # All NICs and GPUs at the same time: does each NIC carry its share?
+    for load in measure_balance([device], nics, duration_s=0.2).loads:
+        print(load.nic, f"{load.share_percent:.0f} % of {load.expected_percent:.0f} %", "slow" if load.is_slow else "")
+for nic in nics:
+    nic.close()
