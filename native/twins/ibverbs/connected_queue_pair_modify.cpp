@@ -7,7 +7,8 @@
 
 namespace gdrkit::twin::verbs {
 
-int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int attr_mask) {
+int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int mask) {
+    const int attr_mask = without_ignored_attributes(type(), mask);
     Lock lock(mutex_);
     const ibv_qp_state new_state = (attr_mask & IBV_QP_STATE) != 0 ? attr.qp_state : state_;
     if ((attr_mask & IBV_QP_CUR_STATE) != 0 && attr.cur_qp_state != state_) {

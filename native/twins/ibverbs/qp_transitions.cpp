@@ -102,6 +102,17 @@ bool is_valid_path(const ibv_ah_attr& path) {
 
 } // namespace
 
+int without_ignored_attributes(ibv_qp_type type, int attr_mask) {
+    switch (type) {
+    case IBV_QPT_XRC_SEND:
+        return attr_mask & ~(IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
+    case IBV_QPT_XRC_RECV:
+        return attr_mask & ~(IBV_QP_MAX_QP_RD_ATOMIC | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY);
+    default:
+        return attr_mask;
+    }
+}
+
 int check_transition(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to, int attr_mask) {
     const int attributes = attr_mask & ~IBV_QP_STATE;
     if (to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET)) {

@@ -5,6 +5,10 @@
 
 namespace gdrkit::twin::verbs {
 
+// Return the attributes of a mask without those that the kernel ignores for the type (modify_qp_mask of ib_uverbs): a
+// sender of XRC has no responder, and a receiver has no requester. Programs set them, such as perftest.
+int without_ignored_attributes(ibv_qp_type type, int attr_mask);
+
 // Return 0, or EINVAL if the transition does not exist, a required attribute is missing, or an attribute is not
 // allowed.
 int check_transition(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to, int attr_mask);
