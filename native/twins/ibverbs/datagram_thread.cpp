@@ -23,8 +23,12 @@ constexpr std::uint64_t max_sent_bytes = 16U << 10;
 
 void DatagramQueuePair::run() {
     Lock lock(mutex_);
-    while (!is_closing_) {
+    for (;;) {
         changed_.wait(lock, [this] { return !is_turn_taken_; });
+        // This is checked after the wait: close() wakes a thread that sleeps, not one that waits for the turn.
+        if (is_closing_) {
+            return;
+        }
         has_pending_change_ = false;
         if (!run_turn(&lock)) {
             wait_for_work(&lock);

@@ -21,8 +21,13 @@ constexpr std::size_t max_queued_sends = 64;
 
 void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
-    while (!is_closing_) {
+    for (;;) {
         changed_.wait(lock, [this] { return !is_borrowed_; });
+        // This is checked after the wait: close() wakes a thread that sleeps, not one that waits.
+        if (is_closing_) {
+            abort_requests(lock);
+            return;
+        }
         has_pending_change_ = false;
         bool has_progress = deliver_due_completions(lock);
         if (state_ == IBV_QPS_RTS || state_ == IBV_QPS_SQD) {

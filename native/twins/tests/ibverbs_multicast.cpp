@@ -229,6 +229,22 @@ void test_hostile_frames_are_discarded() {
     CHECK(endpoint.expect(1).src_qp == 7);
 }
 
+// The pair's thread wakes for the datagram while this thread still sends it to the rest of the group. It must notice
+// the end of the pair.
+void test_pair_ends_right_after_a_send_to_its_group() {
+    for (int round = 0; round < 100; ++round) {
+        const DatagramEndpoint member(0);
+        const ibv_gid group = make_group(7);
+        CHECK(ibv_attach_mcast(member.qp, &group, 0) == 0);
+        ibv_ah* const ah = member.make_address(path_to(group));
+        usleep(2000); // until the thread sleeps, so that this thread sends
+        for (int count = 0; count < 16; ++count) {
+            CHECK(member.send(1, ah, multicast_qpn, 0, 64, 0) == 0);
+        }
+        CHECK(ibv_detach_mcast(member.qp, &group, 0) == 0 && ibv_destroy_ah(ah) == 0);
+    }
+}
+
 } // namespace
 
 int main(int count, char** arguments) {
@@ -241,5 +257,6 @@ int main(int count, char** arguments) {
     test_multicast_reaches_every_member();
     test_wrong_groups_are_refused();
     test_hostile_frames_are_discarded();
+    test_pair_ends_right_after_a_send_to_its_group();
     return 0;
 }
