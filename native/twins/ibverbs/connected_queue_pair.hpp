@@ -175,7 +175,7 @@ private:
     void requeue_sends(const Lock& lock, Fifo<SendWork>* works);
     void complete_finished(const Lock& lock);
     void abort_requests(const Lock& lock);
-    void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status);
+    void complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status, std::uint64_t delay_us);
     bool deliver_due_completions(const Lock& lock);
     bool flush(Lock* lock);
     bool raise_last_wqe_event(const Lock& lock);
@@ -221,6 +221,7 @@ private:
     ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
     ibv_wc_status connection_lost_status();
     void lose_connection();
+    static std::uint64_t time_of_tries_us(const ibv_qp_attr& attr);
     bool sleep_unless_interrupted(std::uint64_t time_us);
 
     // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).

@@ -41,8 +41,6 @@ void ConnectedQueuePair::run_requester() {
             wait_for_work(&lock);
         }
     }
-    changed_.wait(lock, [this] { return !is_borrowed_; });
-    abort_requests(lock);
 }
 
 // Run one send turn: dequeue requests, submit chunks, handle responses, and complete finished requests. Return whether
@@ -92,11 +90,13 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
     if (state_ != IBV_QPS_RESET) {
         for (; !requester.finished.empty(); requester.finished.pop_front()) {
             count_sent(requester.finished.front());
-            complete_delayed(lock, std::move(requester.finished.front()), IBV_WC_SUCCESS);
+            complete_delayed(lock, std::move(requester.finished.front()), IBV_WC_SUCCESS, random_delay_us());
         }
         // A request that a state change of this pair interrupted is flushed later.
         if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
-            complete_delayed(lock, std::move(requester.started.front()), *requester.error);
+            const std::uint64_t tries_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? time_of_tries_us(attr_) : 0;
+            complete_delayed(lock, std::move(requester.started.front()), *requester.error,
+                             std::max(tries_us, random_delay_us()));
             requester.started.pop_front();
             push_completions(lock);
             enter_error(lock, nullptr);
