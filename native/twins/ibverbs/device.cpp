@@ -79,6 +79,7 @@ void append_traffic(std::string* json, const std::string& prefix, const Traffic:
     field("write_bytes", direction.write_bytes);
     field("read_bytes", direction.read_bytes);
     field("send_bytes", direction.send_bytes);
+    field("atomic_bytes", direction.atomic_bytes);
     field("requests", direction.requests);
 }
 

@@ -15,7 +15,7 @@ namespace gdrkit::twin::verbs {
 // the requests that they carried out for peers.
 struct Traffic {
     struct Direction {
-        PayloadCounter write_bytes, read_bytes, send_bytes;
+        PayloadCounter write_bytes, read_bytes, send_bytes, atomic_bytes;
         std::atomic<std::uint64_t> requests{0};
     };
     explicit Traffic(unsigned index)
@@ -23,7 +23,10 @@ struct Traffic {
           served(make(index, PortDirection::received, PortDirection::sent, Side::responder)) {}
     // The payload of a read goes in the other direction than that of writes and sends.
     static Direction make(unsigned index, PortDirection direction, PortDirection read_direction, Side side) {
-        return {{index, direction, side}, {index, read_direction, side}, {index, direction, side}};
+        return {{index, direction, side},
+                {index, read_direction, side},
+                {index, direction, side},
+                {index, direction, side}};
     }
     Direction sent, served;
 };

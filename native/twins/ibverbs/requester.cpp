@@ -138,8 +138,8 @@ void ConnectedQueuePair::abort_requests(const Lock& lock) {
     mark_idle(lock);
 }
 
-void ConnectedQueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status) {
-    const std::uint64_t delay_us = random_delay_us();
+void ConnectedQueuePair::complete_delayed(const Lock& lock, SendWork work, ibv_wc_status status,
+                                          std::uint64_t delay_us) {
     if (delay_us == 0 && delayed_completions_.empty()) {
         complete_send(lock, work, status);
     } else {
@@ -302,7 +302,7 @@ void ConnectedQueuePair::count_sent(const SendWork& work) {
         sent.read_bytes += work.length_bytes;
         break;
     default:
-        // Atomic requests are counted as requests only.
+        sent.atomic_bytes += work.length_bytes;
         break;
     }
 }

@@ -361,8 +361,9 @@ void ConnectedQueuePair::count_served(const wire::Request& request) {
     case wire::Opcode::read:
         served.read_bytes += request.chunk_bytes;
         break;
-    default:
-        // Atomic requests are counted as requests only.
+    case wire::Opcode::compare_and_swap:
+    case wire::Opcode::fetch_and_add:
+        served.atomic_bytes += request.chunk_bytes;
         break;
     }
 }
