@@ -1,5 +1,6 @@
 // The exported functions of queue pairs: create, destroy, modify and query.
 
+#include <algorithm>
 #include <cstring>
 
 #include "ibverbs/connected_queue_pair.hpp"
@@ -89,6 +90,15 @@ void remove_unused_attributes(ibv_qp_init_attr_ex* attr) {
     }
 }
 
+// Give the pair at least as much space for inline data as its scatter-gather entries take in a request, as Soft-RoCE
+// does (rxe_qp_init_req). Programs such as rdma_xclient post inline data and ask for no space.
+void round_up_inline_data(ibv_qp_cap* cap) {
+    constexpr std::uint32_t entry_bytes = 16;
+    if (cap->max_send_wr != 0) {
+        cap->max_inline_data = std::max(cap->max_inline_data, cap->max_send_sge * entry_bytes);
+    }
+}
+
 // Change the number of users of each object of a queue pair by `change`.
 void count_user(const QueuePairHandle& handle, int change) {
     const ibv_qp& qp = handle.abi.qp_base;
@@ -128,6 +138,7 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
     if (const int error = check_init_attributes(context, *attr); error != 0) {
         return fail_null(error);
     }
+    round_up_inline_data(&attr->cap);
     auto handle = std::make_unique<QueuePairHandle>();
     ibv_qp* const qp = &handle->abi.qp_base;
     fill_public_structure(qp, context, *attr);

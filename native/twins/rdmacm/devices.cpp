@@ -2,6 +2,8 @@
 
 #include "rdmacm/devices.hpp"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
@@ -79,6 +81,14 @@ void release_default_pd(CmDevice* device) {
         ibv_dealloc_pd(device->pd);
         device->pd = nullptr;
     }
+}
+
+ibv_xrcd* default_xrc_domain(CmDevice* device) {
+    if (device->xrc_domain == nullptr) {
+        ibv_xrcd_init_attr attr{IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, -1, O_CREAT};
+        device->xrc_domain = ibv_open_xrcd(device->verbs, &attr);
+    }
+    return device->xrc_domain;
 }
 
 std::optional<LocalPort> find_local_port(const IpAddress& address) {

@@ -19,6 +19,8 @@ struct CmDevice {
     // The protection domain of the identifiers that were given none, and the number of its users.
     ibv_pd* pd = nullptr;
     int pd_user_count = 0;
+    // The XRC domain of the identifiers that were given none. It stays open, as in librdmacm.
+    ibv_xrcd* xrc_domain = nullptr;
 };
 
 // Return the devices. They are opened at the first call; a device that cannot be opened is left out. Sets `error` to an
@@ -28,6 +30,9 @@ const std::vector<std::unique_ptr<CmDevice>>& cm_devices(int* error);
 // Return the protection domain of the device, and count a user of it. Return nullptr with errno set on failure.
 ibv_pd* take_default_pd(CmDevice* device);
 void release_default_pd(CmDevice* device);
+
+// Return the XRC domain of the device, or nullptr with errno set on failure.
+ibv_xrcd* default_xrc_domain(CmDevice* device);
 
 // A device together with the index of one of its GIDs.
 struct LocalPort {

@@ -46,6 +46,9 @@ int make_datagram_queue_ready(Identifier* id) {
 }
 
 void destroy_queues(rdma_cm_id* id) {
+    if (id->qp_type == IBV_QPT_XRC_RECV && id->srq != nullptr) {
+        return; // the shared receive queue uses them
+    }
     for (auto [queue, channel] :
          {std::pair(&id->recv_cq, &id->recv_cq_channel), {&id->send_cq, &id->send_cq_channel}}) {
         if (*queue != nullptr) {
@@ -89,6 +92,11 @@ ibv_pd* choose_pd(Identifier* id, ibv_pd* given) {
     return pd;
 }
 
+ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* given) {
+    std::lock_guard lock(manager_mutex());
+    return given != nullptr ? given : default_xrc_domain(id->local->device);
+}
+
 int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
     rdma_cm_id& abi = id->abi;
     if (abi.qp != nullptr || abi.verbs == nullptr) {
@@ -99,12 +107,15 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
         return EINVAL;
     }
     const bool receives_only = abi.qp_type == IBV_QPT_XRC_RECV;
-    if (!receives_only) {
+    if (receives_only) {
+        attr->xrcd = choose_xrc_domain(id, (attr->comp_mask & IBV_QP_INIT_ATTR_XRCD) != 0 ? attr->xrcd : nullptr);
+        attr->comp_mask |= IBV_QP_INIT_ATTR_XRCD;
+    } else {
         attr->pd = choose_pd(id, (attr->comp_mask & IBV_QP_INIT_ATTR_PD) != 0 ? attr->pd : nullptr);
         attr->comp_mask |= IBV_QP_INIT_ATTR_PD;
-        if (attr->pd == nullptr) {
-            return errno;
-        }
+    }
+    if (receives_only ? attr->xrcd == nullptr : attr->pd == nullptr) {
+        return errno;
     }
     attr->srq = attr->srq == nullptr ? abi.srq : attr->srq;
     const std::uint32_t send_size = attr->send_cq != nullptr || abi.send_cq != nullptr ? 0 : attr->cap.max_send_wr;
@@ -128,7 +139,25 @@ int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
         destroy_queues(&abi);
         return error;
     }
-    abi.pd = qp->pd;
+    abi.pd = receives_only ? abi.pd : qp->pd;
+    return 0;
+}
+
+// Give a shared receive queue of XRC the domain and the completion queue that the program did not give.
+int complete_xrc_attributes(Identifier* id, ibv_srq_init_attr_ex* attr) {
+    attr->xrcd = choose_xrc_domain(id, (attr->comp_mask & IBV_SRQ_INIT_ATTR_XRCD) != 0 ? attr->xrcd : nullptr);
+    if (attr->xrcd == nullptr) {
+        return errno;
+    }
+    if ((attr->comp_mask & IBV_SRQ_INIT_ATTR_CQ) == 0 || attr->cq == nullptr) {
+        // The queue pair of the identifier may have made the queue.
+        const int error = id->abi.recv_cq != nullptr ? 0 : make_queues(&id->abi, 0, attr->attr.max_wr);
+        if (error != 0) {
+            return error;
+        }
+        attr->cq = id->abi.recv_cq;
+    }
+    attr->comp_mask |= IBV_SRQ_INIT_ATTR_XRCD | IBV_SRQ_INIT_ATTR_CQ;
     return 0;
 }
 
@@ -141,13 +170,10 @@ int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
     if (attr->pd == nullptr) {
         return errno;
     }
-    const bool is_xrc = (attr->comp_mask & IBV_SRQ_INIT_ATTR_TYPE) != 0 && attr->srq_type == IBV_SRQT_XRC;
-    if (is_xrc && attr->cq == nullptr) {
-        if (const int error = make_queues(&id->abi, 0, attr->attr.max_wr); error != 0) {
+    if ((attr->comp_mask & IBV_SRQ_INIT_ATTR_TYPE) != 0 && attr->srq_type == IBV_SRQT_XRC) {
+        if (const int error = complete_xrc_attributes(id, attr); error != 0) {
             return error;
         }
-        attr->cq = id->abi.recv_cq;
-        attr->comp_mask |= IBV_SRQ_INIT_ATTR_CQ;
     }
     ibv_srq* const srq = ibv_create_srq_ex(id->abi.verbs, attr);
     if (srq == nullptr) {
@@ -332,10 +358,9 @@ int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
         ibv_srq_init_attr_ex extended{};
         extended.srq_context = attr->srq_context;
         extended.attr = attr->attr;
-        if (pd != nullptr) {
-            extended.comp_mask = IBV_SRQ_INIT_ATTR_PD;
-            extended.pd = pd;
-        }
+        extended.pd = pd;
+        extended.srq_type = id->qp_type == IBV_QPT_XRC_RECV ? IBV_SRQT_XRC : IBV_SRQT_BASIC;
+        extended.comp_mask = IBV_SRQ_INIT_ATTR_TYPE | IBV_SRQ_INIT_ATTR_PD;
         const int error = create_receive_queue(identifier, &extended);
         if (error == 0) {
             attr->attr = extended.attr;
