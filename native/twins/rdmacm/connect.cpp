@@ -1,6 +1,8 @@
 // The calls that make, accept, reject and end connections.
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "rdmacm/connection.hpp"
 #include "rdmacm/functions.hpp"
@@ -11,6 +13,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
+constexpr std::chrono::milliseconds listener_grace_time{100};
 constexpr int max_backlog = 1024; // the kernel's default of net.rdma_ucm.max_backlog
 
 std::uint8_t limit(std::uint8_t requested, std::uint8_t device_limit) {
@@ -71,6 +74,20 @@ void report_unreachable(Identifier* id, int error) {
     }
 }
 
+// Connect to the listener of an address. Return the socket or -errno. A server such as that of perftest -R listens
+// right after it has told its client to connect, and wins that race on hardware. Here its processor also does the work
+// of the device, so the listener is waited for.
+int connect_or_wait(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
+    const auto deadline = std::chrono::steady_clock::now() + listener_grace_time;
+    for (;;) {
+        const int result = connect_to_listener(ps, gid, address, port);
+        if (result != -ECONNREFUSED || std::chrono::steady_clock::now() >= deadline) {
+            return result;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+}
+
 // Send the request of an identifier that is in the state connecting. Return 0 or an errno.
 int send_request(Identifier* id, const wire::Message& request) {
     ibv_gid gid{};
@@ -78,7 +95,7 @@ int send_request(Identifier* id, const wire::Message& request) {
     IpAddress address;
     address.family = request.family;
     std::copy(request.dst_ip.begin(), request.dst_ip.end(), address.bytes.raw);
-    const int result = connect_to_listener(id->abi.ps, gid, address, request.dst_port);
+    const int result = connect_or_wait(id->abi.ps, gid, address, request.dst_port);
     Fd socket(result);
     std::lock_guard lock(manager_mutex());
     if (!socket) {

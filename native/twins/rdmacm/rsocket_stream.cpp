@@ -330,7 +330,9 @@ short StreamSocket::ready_events() {
     if (stage_ == Stage::connected && (can_send() || is_disconnected_)) {
         events |= POLLOUT;
     }
-    if (is_disconnected_ || (peer_writes_ended_ && writes_ended_)) {
+    // The end is reported after the last byte was read. In librdmacm it may come earlier; rstream -T a ends then with
+    // an error.
+    if ((is_disconnected_ || (peer_writes_ended_ && writes_ended_)) && is_at_end()) {
         events |= POLLHUP;
     }
     return static_cast<short>(events);

@@ -96,6 +96,28 @@ void test_port_without_listener_rejects() {
     CHECK(rdma_destroy_id(id) == 0);
 }
 
+// The server of perftest -R listens right after it has told its client to connect.
+void test_listener_may_start_just_after_the_request() {
+    const EventChannel server_channel, client_channel;
+    rdma_cm_id* const listener = make_id(server_channel);
+    CHECK(rdma_bind_addr(listener, Endpoint4or6("127.0.0.1", 0)) == 0);
+    rdma_cm_id* const client = make_id(client_channel);
+    resolve(client_channel, client, "127.0.0.1", ntohs(rdma_get_src_port(listener)));
+    make_queue_pair(client);
+    std::thread server([&] {
+        usleep(20'000);
+        CHECK(rdma_listen(listener, 1) == 0);
+        rdma_cm_event* const event = server_channel.take(RDMA_CM_EVENT_CONNECT_REQUEST);
+        rdma_cm_id* const id = event->id;
+        CHECK(rdma_ack_cm_event(event) == 0 && rdma_reject(id, nullptr, 0) == 0 && rdma_destroy_id(id) == 0);
+    });
+    CHECK(rdma_connect(client, nullptr) == 0);
+    client_channel.expect(RDMA_CM_EVENT_REJECTED, 28);
+    server.join();
+    rdma_destroy_qp(client);
+    CHECK(rdma_destroy_id(client) == 0 && rdma_destroy_id(listener) == 0);
+}
+
 // No host has an address of TEST-NET-1 (RFC 5737), so no connection manager answers there.
 void test_unknown_host_is_unreachable() {
     const EventChannel channel;
@@ -262,6 +284,7 @@ int main() {
     test_too_much_private_data_is_refused();
     test_rejection_has_reason_and_private_data();
     test_port_without_listener_rejects();
+    test_listener_may_start_just_after_the_request();
     test_unknown_host_is_unreachable();
     test_full_backlog_rejects();
     test_disconnect_is_seen_by_both_sides();

@@ -95,10 +95,13 @@ void test_closed_peer_ends_the_stream() {
     send_pattern(streams.client, 100'000);
     CHECK(rclose(streams.client) == 0);
     streams.client = -1;
+    // The end is reported after the data.
+    usleep(100'000);
+    pollfd descriptor{streams.server, POLLIN, 0};
+    CHECK(rpoll(&descriptor, 1, 1000) == 1 && descriptor.revents == POLLIN);
     expect_pattern(streams.server, 100'000);
     char byte = 0;
     CHECK(rrecv(streams.server, &byte, 1, 0) == 0);
-    pollfd descriptor{streams.server, POLLIN, 0};
     while (rpoll(&descriptor, 1, 1000) == 1 && (descriptor.revents & POLLHUP) == 0) {
         std::this_thread::yield();
     }
