@@ -83,10 +83,8 @@ int ConnectedQueuePair::listen() {
         // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
         qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
         if (!config().fabric_addresses.empty()) {
-            FabricAddress address{};
-            std::memcpy(address.data(), &context_->device->gid, address.size());
             std::uint16_t port = 0;
-            const int remote_listener = listen_on_fabric(address, &port);
+            const int remote_listener = listen_on_fabric(fabric_address_of(context_->device->gid), &port);
             if (remote_listener < 0) {
                 return -remote_listener;
             }

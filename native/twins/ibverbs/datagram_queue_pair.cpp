@@ -10,6 +10,7 @@
 #include "ibverbs/handle.hpp"
 #include "ibverbs/wire.hpp"
 #include "model/config.hpp"
+#include "model/fabric.hpp"
 #include "model/thread.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -54,24 +55,9 @@ int DatagramQueuePair::open() {
     if (!wake_eventfd_ || !sender_ || send_buffer_ == nullptr || receive_buffer_ == nullptr) {
         return errno;
     }
-    const ibv_gid& gid = context_->device->gid;
-    int reservation = -EADDRINUSE;
-    while (reservation == -EADDRINUSE) {
-        // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
-        qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
-        reservation = reserve_name(wire::socket_name_of(gid, qp_num_));
+    if (const int error = open_receivers(); error != 0) {
+        return error;
     }
-    if (reservation < 0) {
-        return -reservation;
-    }
-    qp_num_reservation_ = Fd(reservation);
-    auto receiver = std::make_shared<Receiver>();
-    const int socket = receive_datagrams_at(datagram_socket_name(gid, qp_num_));
-    if (socket < 0) {
-        return -socket;
-    }
-    receiver->socket = Fd(socket);
-    receivers_ = std::make_shared<Receivers>(Receivers{std::move(receiver)});
     try {
         thread_ = start_signal_blocking_thread([this] { run(); });
         send_queue_->add_work(this);
@@ -82,6 +68,41 @@ int DatagramQueuePair::open() {
         close();
         return error.code().value();
     }
+    return 0;
+}
+
+// Draw a number that is free at this device's GID, and open the sockets that receive at it. On the TCP fabric, the low
+// 16 bits of the number are the UDP port for datagrams from other machines.
+int DatagramQueuePair::open_receivers() {
+    const ibv_gid& gid = context_->device->gid;
+    int reservation = -EADDRINUSE;
+    while (reservation == -EADDRINUSE) {
+        // The numbers 0 and 1 are the special queue pairs of a port, and 0xffffff means multicast.
+        qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
+        if (!config().fabric_addresses.empty()) {
+            std::uint16_t port = 0;
+            const int socket = receive_fabric_datagrams(fabric_address_of(gid), &port);
+            if (socket < 0) {
+                return -socket;
+            }
+            remote_receiver_ = std::make_shared<Receiver>(Receiver{Fd(socket), std::nullopt, true});
+            qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | port;
+        }
+        reservation = reserve_name(wire::socket_name_of(gid, qp_num_));
+    }
+    if (reservation < 0) {
+        return -reservation;
+    }
+    qp_num_reservation_ = Fd(reservation);
+    const int socket = receive_datagrams_at(datagram_socket_name(gid, qp_num_));
+    if (socket < 0) {
+        return -socket;
+    }
+    Receivers receivers{std::make_shared<Receiver>(Receiver{Fd(socket), std::nullopt, false})};
+    if (remote_receiver_ != nullptr) {
+        receivers.push_back(remote_receiver_);
+    }
+    receivers_ = std::make_shared<Receivers>(std::move(receivers));
     return 0;
 }
 
@@ -97,6 +118,7 @@ void DatagramQueuePair::close() {
         thread_.join();
     }
     receivers_ = std::make_shared<Receivers>();
+    remote_receiver_.reset();
     qp_num_reservation_.reset();
     send_queue_->drop(qp_num_);
     receive_queue_->drop(qp_num_);
@@ -264,7 +286,8 @@ int DatagramQueuePair::detach(const ibv_gid& group) {
 
 bool DatagramQueuePair::is_in_multicast_group() {
     Lock lock(mutex_);
-    return receivers_->size() > 1;
+    return std::any_of(receivers_->begin(), receivers_->end(),
+                       [](const auto& receiver) { return receiver->group.has_value(); });
 }
 
 } // namespace gdrkit::twin::verbs

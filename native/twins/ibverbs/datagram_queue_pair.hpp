@@ -50,10 +50,12 @@ private:
     using Clock = std::chrono::steady_clock;
     using Lock = std::unique_lock<std::mutex>;
 
-    // A socket that receives datagrams, those to the pair itself or those to a multicast group.
+    // A socket that receives datagrams, those to the pair itself or those to a multicast group. One of the pair's own
+    // sockets receives those from other machines of the TCP fabric.
     struct Receiver {
         Fd socket;
         std::optional<ibv_gid> group;
+        bool is_remote = false;
     };
     using Receivers = std::vector<std::shared_ptr<const Receiver>>;
 
@@ -113,6 +115,9 @@ private:
     ibv_wc_status gather(const SendWork& work);
     [[nodiscard]] DatagramHeader header_of(const DatagramWork& work, const AddressVector& destination,
                                            std::uint32_t own_qkey) const;
+    int open_receivers();
+    // Send the gathered payload to a pair on another machine of the TCP fabric.
+    void send_to_other_machine(const DatagramHeader& header);
     // Send the gathered payload to one socket. Return false if its queue is full and the thread must try again.
     bool send_to(const std::string& name, const DatagramHeader& header, DatagramWork* work);
     // Receive one frame. Return false if none has arrived. `header->magic` is 0 if the frame must be dropped.
@@ -139,6 +144,8 @@ private:
 
     // Replaced as a whole, so that the thread can use a copy without the lock.
     std::shared_ptr<const Receivers> receivers_ = std::make_shared<Receivers>();
+    // The one for datagrams from other machines, which also sends to them; nullptr without a TCP fabric.
+    std::shared_ptr<const Receiver> remote_receiver_;
     Fd qp_num_reservation_; // keeps the number from connected queue pairs of the device
 
     // Only the thread that does a turn uses these.

@@ -6,6 +6,7 @@
 #include "ibverbs/datagram_queue_pair.hpp"
 #include "ibverbs/region.hpp"
 #include "ibverbs/session.hpp"
+#include "model/fabric.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -81,8 +82,10 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
                 return std::nullopt;
             }
         }
-        if (!is_to_group &&
-            !send_to(datagram_socket_name(header.destination_gid, header.destination_qpn), header, work)) {
+        if (!is_to_group && is_on_other_machine(fabric_address_of(header.destination_gid))) {
+            send_to_other_machine(header);
+        } else if (!is_to_group &&
+                   !send_to(datagram_socket_name(header.destination_gid, header.destination_qpn), header, work)) {
             return std::nullopt;
         }
     }
@@ -156,10 +159,20 @@ bool DatagramQueuePair::send_to(const std::string& name, const DatagramHeader& h
     return true;
 }
 
+void DatagramQueuePair::send_to_other_machine(const DatagramHeader& header) {
+    const iovec header_part{const_cast<DatagramHeader*>(&header), sizeof header};
+    const iovec payload{send_buffer_->data_at(0), header.payload_bytes};
+    // An error means that the datagram is lost.
+    send_fabric_datagram(remote_receiver_->socket.get(), fabric_address_of(header.destination_gid),
+                         static_cast<std::uint16_t>(header.destination_qpn), header_part, payload);
+}
+
 bool DatagramQueuePair::receive_frame(const Receiver& receiver, DatagramHeader* header) {
     const iovec parts[] = {{header, sizeof *header}, {receive_buffer_->data_at(grh_bytes), max_datagram_bytes}};
     std::size_t frame_bytes = 0;
-    const int error = receive_datagram(receiver.socket.get(), parts, &frame_bytes);
+    const int error = receiver.is_remote
+                          ? receive_fabric_datagram(receiver.socket.get(), parts[0], parts[1], &frame_bytes)
+                          : receive_datagram(receiver.socket.get(), parts, &frame_bytes);
     if (error == EAGAIN) {
         return false;
     }

@@ -8,6 +8,7 @@
 
 #include "ibverbs/abi.hpp"
 #include "ibverbs/port_counters.hpp"
+#include "model/fabric_address.hpp"
 
 namespace gdrkit::twin::verbs {
 
@@ -54,6 +55,11 @@ inline constexpr std::uint32_t max_message_bytes = 1U << 30;
 // Size of the memory that is on a device.
 inline constexpr std::uint64_t max_device_memory_bytes = 128U << 10;
 inline constexpr int completion_vector_count = 1;
+
+// Return the address on the TCP fabric of the NIC that has this GID.
+inline FabricAddress fabric_address_of(const ibv_gid& gid) {
+    return std::to_array(gid.raw);
+}
 
 unsigned device_count();
 Device& device_at(unsigned index);

@@ -26,12 +26,6 @@ std::uint64_t all_tries_us(const ibv_qp_attr& attr) {
     return (4096ULL << attr.timeout) / 1000 * (attr.retry_cnt + 1U);
 }
 
-FabricAddress fabric_address_of(const ibv_gid& gid) {
-    FabricAddress address{};
-    std::memcpy(address.data(), gid.raw, address.size());
-    return address;
-}
-
 // Return for how long a connection is retried, computed from the timeout and retry_cnt attributes. 0 means without
 // limit.
 std::uint64_t retry_time_us(const ibv_qp_attr& attr) {

@@ -81,6 +81,25 @@ bool authenticate_to_server(int socket) {
            is_equal_digest(server_digest, make_digest("server", hello.nonce, proof.nonce));
 }
 
+Sha256Digest make_datagram_digest(const iovec& header, const iovec& payload, std::size_t payload_bytes) {
+    const auto* const bytes = static_cast<const char*>(payload.iov_base);
+    return hmac_sha256(
+        config().fabric_secret,
+        {"datagram", {static_cast<const char*>(header.iov_base), header.iov_len}, {bytes, payload_bytes}});
+}
+
+// Open a socket of this type at a free port of the address. Return the socket or -errno, and store the port.
+int bind_to_free_port(const FabricAddress& address, int type, std::uint16_t* port) {
+    SocketAddress socket_address(address, 0);
+    Fd socket(::socket(socket_address.family(), type | SOCK_CLOEXEC, 0));
+    if (!socket || bind(socket.get(), socket_address.get(), socket_address.size_bytes) != 0 ||
+        getsockname(socket.get(), socket_address.get(), &socket_address.size_bytes) != 0) {
+        return -errno;
+    }
+    *port = socket_address.port();
+    return socket.release();
+}
+
 } // namespace
 
 bool is_on_other_machine(const FabricAddress& address) {
@@ -89,15 +108,61 @@ bool is_on_other_machine(const FabricAddress& address) {
 }
 
 int listen_on_fabric(const FabricAddress& address, std::uint16_t* port) {
-    SocketAddress socket_address(address, 0);
-    Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
-    if (!socket || bind(socket.get(), socket_address.get(), socket_address.size_bytes) != 0 ||
-        listen(socket.get(), 128) != 0 ||
-        getsockname(socket.get(), socket_address.get(), &socket_address.size_bytes) != 0) {
-        return -errno;
+    const int bound = bind_to_free_port(address, SOCK_STREAM, port);
+    if (bound < 0) {
+        return bound;
     }
-    *port = socket_address.port();
-    return socket.release();
+    Fd socket(bound);
+    return listen(socket.get(), 128) == 0 ? socket.release() : -errno;
+}
+
+int receive_fabric_datagrams(const FabricAddress& address, std::uint16_t* port) {
+    const int socket = bind_to_free_port(address, SOCK_DGRAM, port);
+    if (socket >= 0) {
+        // The kernel limits it to net.core.rmem_max.
+        set_option(socket, SOL_SOCKET, SO_RCVBUF, 4 << 20);
+    }
+    return socket;
+}
+
+int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t port, const iovec& header,
+                         const iovec& payload) {
+    SocketAddress socket_address(address, port);
+    Sha256Digest digest = make_datagram_digest(header, payload, payload.iov_len);
+    iovec parts[] = {{digest.data(), digest.size()}, header, payload};
+    msghdr message{};
+    message.msg_name = socket_address.get();
+    message.msg_namelen = socket_address.size_bytes;
+    message.msg_iov = parts;
+    message.msg_iovlen = std::size(parts);
+    ssize_t sent = 0;
+    do {
+        sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } while (sent < 0 && errno == EINTR);
+    return sent < 0 ? errno : 0;
+}
+
+int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size) {
+    Sha256Digest digest{};
+    iovec parts[] = {{digest.data(), digest.size()}, header, payload};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = std::size(parts);
+    ssize_t received = 0;
+    do {
+        received = recvmsg(socket, &message, MSG_DONTWAIT);
+    } while (received < 0 && errno == EINTR);
+    if (received < 0) {
+        return errno;
+    }
+    const std::size_t min_bytes = digest.size() + header.iov_len;
+    const auto received_bytes = static_cast<std::size_t>(received);
+    if (received_bytes < min_bytes || (message.msg_flags & MSG_TRUNC) != 0 ||
+        !is_equal_digest(digest, make_datagram_digest(header, payload, received_bytes - min_bytes))) {
+        return EPERM;
+    }
+    *size = received_bytes - digest.size();
+    return 0;
 }
 
 int connect_to_fabric(const FabricAddress& address, std::uint16_t port, std::chrono::milliseconds timeout) {

@@ -5,6 +5,8 @@
 // port on which the queue pair listens. Programs exchange both by themselves.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <chrono>
 #include <cstdint>
 
@@ -22,6 +24,19 @@ int listen_on_fabric(const FabricAddress& address, std::uint16_t* port);
 // Connect to a port of another machine and exchange the proofs. A peer whose machine does not acknowledge data for
 // `timeout` is considered gone (0: never). Return the socket or -errno: -EACCES if the peer has another secret.
 int connect_to_fabric(const FabricAddress& address, std::uint16_t port, std::chrono::milliseconds timeout);
+
+// Open a socket for datagrams of other machines at a free port of the address. Return the socket or -errno, and store
+// the port.
+int receive_fabric_datagrams(const FabricAddress& address, std::uint16_t* port);
+
+// A datagram of the fabric has a header and a payload. In front of them is a proof that the sender has the secret.
+// Send one and do not wait. Return 0 or an errno; the network may lose it.
+int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t port, const iovec& header,
+                         const iovec& payload);
+
+// Receive one without waiting. *size is the size of header and payload. Return 0 or an errno: EAGAIN, or EPERM if the
+// sender does not have the secret or the datagram is too short or too long.
+int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size);
 
 // Exchange the proofs on an accepted connection. Return false if the client does not have the secret.
 bool authenticate_client(int socket);

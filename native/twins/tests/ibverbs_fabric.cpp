@@ -6,7 +6,7 @@
 
 #include "ibverbs/wire.hpp"
 #include "model/fabric.hpp"
-#include "tests/ibverbs_support.hpp"
+#include "tests/ibverbs_datagram_support.hpp"
 #include "tests/peer_process.hpp"
 
 using namespace gdrkit::twin;
@@ -22,7 +22,14 @@ struct Target {
     Address address;
     std::uint64_t remote_address;
     std::uint32_t rkey;
+    std::uint32_t datagram_qp_num;
 };
+
+FabricAddress fabric_address_of(const Address& address) {
+    FabricAddress fabric_address{};
+    std::memcpy(fabric_address.data(), address.gid.raw, fabric_address.size());
+    return fabric_address;
+}
 
 // Start the second process as another machine.
 struct OtherMachine : PeerProcess {
@@ -31,21 +38,38 @@ struct OtherMachine : PeerProcess {
 private:
     static PeerProcess start(const char* secret) {
         CHECK(setenv("GDRKIT_TWINS_FABRIC", "tcp://127.0.0.2", 1) == 0);
+        // Otherwise the two processes would also meet by the names of one machine.
+        CHECK(setenv("GDRKIT_TWINS_DOMAIN", ("other." + std::to_string(getpid())).c_str(), 1) == 0);
         CHECK(setenv("GDRKIT_TWINS_FABRIC_SECRET", secret, 1) == 0);
         return PeerProcess();
     }
 };
 
-// Body of the second process: serves requests until the first process closes the socket.
+// Receive a datagram with the pattern and send it back.
+void return_datagram(const DatagramEndpoint& endpoint) {
+    ibv_wc wc = endpoint.expect(7);
+    CHECK(wc.byte_len == grh_bytes + 1000 && has_pattern(endpoint.buffer->bytes + grh_bytes, 1000));
+    ibv_ah* const ah = ibv_create_ah_from_wc(endpoint.pd, &wc, reinterpret_cast<ibv_grh*>(endpoint.buffer->bytes), 1);
+    CHECK(ah != nullptr && endpoint.send(8, ah, wc.src_qp, grh_bytes, 1000) == 0);
+    endpoint.expect(8);
+    CHECK(ibv_destroy_ah(ah) == 0);
+}
+
+// Body of the second process: serves requests until the first process closes the socket, and returns a datagram for
+// each byte on it.
 int run_target(int socket) {
     Endpoint endpoint(0);
+    const DatagramEndpoint datagrams(0);
     Buffer memory(endpoint.pd, target_bytes);
-    send_value(socket, Target{endpoint.address(), memory.at(), memory.mr->rkey});
+    send_value(socket, Target{endpoint.address(), memory.at(), memory.mr->rkey, datagrams.qp->qp_num});
     endpoint.connect(receive_value<Address>(socket));
-    CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0);
+    CHECK(endpoint.post_receive(1, {memory.sge(0, 1000)}) == 0 && datagrams.post_receive(7, 0, 4096) == 0);
     send_value(socket, 'r');
     char byte = 0;
-    return recv_all(socket, &byte, 1) ? 1 : 0;
+    while (recv_all(socket, &byte, 1)) {
+        return_datagram(datagrams);
+    }
+    return 0;
 }
 
 Target connect_to_target(Endpoint* endpoint, const PeerProcess& machine) {
@@ -83,6 +107,31 @@ void test_every_operation_reaches_other_machine() {
     CHECK(machine.wait() == 0);
 }
 
+void test_datagrams_reach_other_machine_with_the_secret() {
+    OtherMachine machine;
+    Endpoint endpoint(0);
+    const Target target = connect_to_target(&endpoint, machine);
+    const DatagramEndpoint datagrams(0);
+    CHECK(datagrams.post_receive(2, 4096, 2048) == 0);
+    // A datagram without the proof is dropped. It would use up the receive request.
+    const Fd untrusted(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    SocketAddress socket_address(fabric_address_of(target.address), static_cast<std::uint16_t>(target.datagram_qp_num));
+    const std::vector<char> noise(32 + 72 + 1000, 'x');
+    for (const std::size_t size : {noise.size(), std::size_t{1}, std::size_t{0}}) {
+        CHECK(sendto(untrusted.get(), noise.data(), size, 0, socket_address.get(), socket_address.size_bytes) >= 0);
+    }
+    fill_pattern(datagrams.buffer->bytes, 1000);
+    ibv_ah* const ah = datagrams.make_address(path_to(target.address.gid));
+    CHECK(datagrams.send(1, ah, target.datagram_qp_num, 0, 1000) == 0);
+    datagrams.expect(1);
+    send_value(machine.socket.get(), 'd');
+    CHECK(datagrams.expect(2).byte_len == grh_bytes + 1000);
+    CHECK(has_pattern(datagrams.buffer->bytes + 4096 + grh_bytes, 1000));
+    CHECK(ibv_destroy_ah(ah) == 0);
+    machine.socket.reset();
+    CHECK(machine.wait() == 0);
+}
+
 void test_killed_machine_exceeds_retries() {
     OtherMachine machine;
     Endpoint endpoint(0);
@@ -104,12 +153,6 @@ void test_other_secret_is_refused() {
     endpoint.expect_completion(1, IBV_WC_RETRY_EXC_ERR);
     machine.socket.reset();
     CHECK(machine.wait() == 0);
-}
-
-FabricAddress fabric_address_of(const Address& address) {
-    FabricAddress fabric_address{};
-    std::memcpy(fabric_address.data(), address.gid.raw, fabric_address.size());
-    return fabric_address;
 }
 
 // Return a socket that is connected to the port of a queue pair, and has proved nothing.
@@ -196,6 +239,7 @@ int main(int count, char** arguments) {
     ibv_free_device_list(ibv_get_device_list(&device_count)); // the twin's own copy of the configuration is read here
     CHECK(device_count == 1);
     test_every_operation_reaches_other_machine();
+    test_datagrams_reach_other_machine_with_the_secret();
     test_killed_machine_exceeds_retries();
     test_other_secret_is_refused();
     test_hostile_frames_end_their_connection(1);
