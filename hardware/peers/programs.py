@@ -107,8 +107,10 @@ def _perftest() -> list[StockProgram]:
             option_texts = [f"-c {connection}" for connection in types]
             option_texts += ["--use_old_post_send", "-R"]
             if test == "send":
-                option_texts += ["--use-srq", "-e", "-c UD -R"]
+                option_texts += ["--use-srq", "-c UD -R"]
             if quantity == "bw":
+                # ib_send_lat -e polls for the completion of its send after any event, also if that is for a receive.
+                option_texts += ["-e"] if test == "send" else []
                 option_texts += ["-q 8 -b", "-l 16"]
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
             elif test in {"write", "send"}:
@@ -119,7 +121,9 @@ def _perftest() -> list[StockProgram]:
 
 
 def _perftest_run(program: str, text: str) -> StockProgram:
-    operations = 20 if "-n 20" in text else 512
+    # perftest asks for one completion for 100 requests, or for 16 with -l 16. With a number of iterations that is not a
+    # multiple of it, perftest 4.5 waits for ever if its queue pairs (-q) do not keep pace with each other.
+    operations = 20 if "-n 20" in text else 512 if "-l 16" in text else 500
     length_bytes = 8 if "atomic" in program or "-s 8" in text else 1024
     options = text.split()
     if "-n" not in options:
@@ -163,11 +167,18 @@ def _rdmacm_utils() -> list[StockProgram]:
             ("rdma_xclient", *at, "-p", "{port}", "-c", "x"),
             ("rdma_xserver", "-p", "{port}", "-c", "x"),
         ),
-        pair("cmtime -c 20", ("cmtime", *at, "-c", "20", "-p", "{port}"), ("cmtime", "-c", "20", "-p", "{port}")),
+        StockProgram(
+            "cmtime -c 20",
+            package,
+            ("cmtime", *at, "-c", "20", "-p", "{port}"),
+            ("cmtime", "-c", "20", "-p", "{port}"),
+            data=NOTHING_MOVED,
+            output=r"^disconnect\b",
+        ),
         StockProgram(
             "rcopy",
             package,
-            ("rcopy", "-p", "{port}", "{folder}/source", "{address}:{folder}/copy"),
+            ("rcopy", "{folder}/source", "{address}:{folder}/copy", "-p", "{port}"),
             ("rcopy", "-p", "{port}"),
             data=BY_PROGRAM,
             moved_bytes_min=1 << 20,
@@ -180,7 +191,9 @@ def _rdmacm_utils() -> list[StockProgram]:
             name = f"{program} -T {mode} -T v"
             programs.append(pair(name, (*command, *at), command, BY_PROGRAM, 2 * 50 * 65536))
     programs.append(pair("rstream -S all", ("rstream", "-p", "{port}", *at), ("rstream", "-p", "{port}")))
-    programs.append(pair("udpong", ("udpong", "-p", "{port}", "-C", "50", *at), ("udpong", "-p", "{port}", "-C", "50")))
+    # Without -b, the server binds the first address that the resolver gives, which may be ::1.
+    udpong = ("udpong", "-p", "{port}", "-C", "50")
+    programs.append(pair("udpong", (*udpong, *at), (*udpong, "-b", "{address}")))
     return programs
 
 
@@ -211,7 +224,9 @@ def _ucx() -> list[StockProgram]:
         "ud_verbs": ("am_lat", "am_bw"),
     }.items():
         for test in tests:
-            options = ("-n", str(operations), "-w", "100", "-s", "8", *(("-D", "zcopy") if test == "get" else ()))
+            # UCX 1.13 gets no less than 65 bytes without a copy.
+            size_options = ("-s", "128", "-D", "zcopy") if test == "get" else ("-s", "8")
+            options = ("-n", str(operations), "-w", "100", *size_options)
             command = ("ucx_perftest", "-p", "{port}", "-d", "{device}:1", "-x", transport, "-t", test, *options)
             programs.append(
                 StockProgram(
@@ -222,7 +237,8 @@ def _ucx() -> list[StockProgram]:
                     moved_bytes_min=operations * 8,
                 )
             )
-    for transport in ("rc_verbs", "ud_verbs"):
+    # UCX connects the queue pairs of rc_verbs by datagrams.
+    for transport in ("rc_verbs,ud_verbs:aux", "ud_verbs"):
         for test in ("tag_lat", "tag_bw", "ucp_put_bw", "ucp_get", "ucp_am_bw", "stream_bw"):
             settings = ("env", f"UCX_TLS={transport},self", "UCX_NET_DEVICES={device}:1")
             command = (*settings, "ucx_perftest", "-p", "{port}", "-t", test, "-n", str(operations), "-w", "100")

@@ -6,6 +6,7 @@ each ends as passed, skipped (with the reason that the test gives), failed or in
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdrkit.host import die_with_parent
 from hardware.peers.twin_report import bytes_moved
 
 if TYPE_CHECKING:
@@ -72,7 +74,14 @@ def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCor
     command = [*launcher, python, str(_CHILD), str(tests), str(results), target.device, str(target.gid_index)]
     try:
         completed = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S, cwd=tests, env=environ
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+            cwd=tests,
+            env=environ,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         output = completed.stdout + completed.stderr
     except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ A program passes if it and its server succeed, its output and the data are right
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gdrkit.host import die_with_parent
 from hardware.peers.twin_report import bytes_moved
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ __all__ = ["ProgramOutcome", "Target", "run_program"]
 
 # A program that has not ended after this time is killed.
 TIMEOUT_S = 60.0
-# A server that listens on no TCP port is given this time before its client starts.
+# A server that listens on another port, or on no port, is given this time before its client starts.
 _SERVER_START_S = 2.0
 # A client that fails is started again for this time, while its server runs: the server may not have listened yet.
 _RETRY_S = 15.0
@@ -97,13 +99,17 @@ class ProgramOutcome:
 
 
 class _Process:
-    """A process of a run, in a session of its own, with its output in a file."""
+    """A process of a run, in a session of its own, with its output in a file.
+
+    If this process is killed, the kernel kills the child. `gdrkit run` then ends its program in the same way.
+    """
 
     def __init__(self, role: str, command: Sequence[str], target: Target, folder: Path) -> None:
         self.report = folder / f"{role}.json"
         self._log = folder / f"{role}.log"
         launcher = (*target.launcher, f"--report={self.report}", "--") if target.launcher else ()
-        with self._log.open("w") as log:
+        # A client that is started again keeps the output of its first start.
+        with self._log.open("a") as log:
             self.popen = subprocess.Popen(
                 [*launcher, *command],
                 stdin=subprocess.DEVNULL,
@@ -111,6 +117,7 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 cwd=folder,
                 start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - there are no threads.
             )
 
     @property
@@ -207,12 +214,15 @@ def _await_listener(server: _Process, port: int) -> None:
 
 
 def _is_listening(port: int) -> bool:
-    """Return whether the kernel lists a TCP listener on the port. A test connection would be taken for the client."""
+    """Return whether a program listens on the port. A test connection would be taken for the client.
+
+    The kernel lists the listeners of TCP, and the sockets on which the twin of librdmacm listens.
+    """
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         rows = [line.split() for line in table.read_text().splitlines()[1:]] if table.exists() else []
         if any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows):
             return True
-    return False
+    return re.search(rf"@gdrkit-twins/\S*/cm\.\S*\.[a-z]{port:04x}\.", Path("/proc/net/unix").read_text()) is not None
 
 
 def _free_port() -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from support.processes import is_gone, wait_until
+from support.python_child import suites_environ
 from support.records import record_of
 
 from gdrkit.report import CaseReason, Verdict, append_record
@@ -20,6 +23,15 @@ if TYPE_CHECKING:
 
 NO_TWINS = Target("rxe0", "127.0.0.1", 1, timeout_s=20)
 ON_TWINS = Target("twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60)
+
+# Each program writes its process ID to a file, and sleeps.
+RUN_SLEEPERS = """
+import sys
+from hardware.peers.programs import StockProgram
+from hardware.peers.run import Target, run_program
+sleepers = (("sh", "-c", f"echo $$ > {sys.argv[1]}/{role}; exec sleep 1000") for role in ("client", "server"))
+run_program(StockProgram("sleepers", "a-package", *sleepers), Target("rxe0", "127.0.0.1", 1, timeout_s=100))
+"""
 
 
 def program(client: str, server: str = "", **fields: object) -> StockProgram:
@@ -47,6 +59,21 @@ def test_program_that_hangs_is_killed() -> None:
     outcome = run_program(program("sleep 1000"), dataclasses.replace(NO_TWINS, timeout_s=1))
     assert outcome.failure == "the client did not end within 1 s"
     assert outcome.duration_s < 15
+
+
+def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
+    """The programs have sessions of their own, so a signal to the group of the runner does not reach them."""
+    with subprocess.Popen([sys.executable, "-c", RUN_SLEEPERS, str(tmp_path)], env=suites_environ()) as runner:
+        for role in ("server", "client"):
+            wait_until(lambda role=role: has_line(tmp_path / role), f"the start of the {role}", timeout_s=60)
+        runner.kill()
+    for role in ("server", "client"):
+        process_id = int((tmp_path / role).read_text())
+        wait_until(lambda process_id=process_id: is_gone(process_id), f"the end of the {role}")
+
+
+def has_line(path: Path) -> bool:
+    return path.exists() and path.read_text().endswith("\n")
 
 
 def test_client_is_started_again_while_its_server_runs() -> None:
