@@ -11,6 +11,7 @@ NUMBERS = {
     "GDRKIT_FUZZ_S": "300",
     "GDRKIT_KILLS": "230",
     "GDRKIT_TIER_KILLS": "300",
+    "GDRKIT_TWIN_KILLS_S": "600",
     "GDRKIT_KILLED_CLIENTS": "10000",
     "GDRKIT_HONEST_OPERATIONS": "100000",
 }
@@ -24,6 +25,7 @@ CASES = (
     "suites/usrbio/test_killed_clients.py",
     "suites/usrbio/test_hostile_clients.py",
     "suites/fault/test_kills.py",
+    "suites/rdma/test_kills.py",
     "suites/tiers/test_kills.py",
     "suites/tiers/test_power_cuts.py",
 )

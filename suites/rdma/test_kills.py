@@ -1,0 +1,110 @@
+"""SIGKILL of any process of several `gdrkit run` at any time leaves no process, socket or file behind.
+
+GDRKIT_TWIN_KILLS_S is the duration of the kills in seconds: 4 by default, and 600 in ``nox -s long``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.processes import wait_until
+from support.python_child import module_command, suites_environ
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+
+if TYPE_CHECKING:
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(software(Api.VERBS))
+
+KILLS_S = float(os.environ.get("GDRKIT_TWIN_KILLS_S", "4"))
+# Each pair has two processes that use the twin, and its `gdrkit run`.
+PAIR_COUNT = 4
+# A process notices the loss of its peer after the tries of its queue pair. The start of an interpreter may take longer.
+END_S = 60.0
+RUN = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "verbs", "--quiet", "--")
+
+
+class Pair:
+    """One `gdrkit run` of :mod:`rdma.kill_pair`, whose processes are found by a variable of their environment."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._marker = f"GDRKIT_TEST_PAIR={secrets.token_hex(8)}"
+        name, _, value = self._marker.partition("=")
+        self._process = subprocess.Popen(
+            [*RUN, *module_command("rdma.kill_pair", "first")],
+            env={**environ, name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def processes(self) -> list[int]:
+        """Return the process IDs of all processes of the pair that have not ended."""
+        self._process.poll()
+        return processes_with(self._marker)
+
+    def kill_one(self, rng: random.Random) -> None:
+        """Kill one process of the pair, and require that the others end by themselves, and without an error."""
+        alive = self.processes()
+        victim = rng.choice(alive)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: not self.processes(), "the end of a pair whose process was killed", timeout_s=END_S)
+        assert self._process.wait() in {0, -signal.SIGKILL}
+
+
+def processes_with(variable: str) -> list[int]:
+    """Return the process IDs whose environment has this variable with this value, ``NAME=VALUE``."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            data = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if variable.encode() in data.split(b"\0"):
+            found.append(int(folder.name))
+    return found
+
+
+def left_behind(domain: str, temporary: Path) -> list[str]:
+    """Return what the processes of a domain have left: their state, sockets, and files."""
+    state = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - the folder is that of gdrkit run.
+    names = [str(path) for path in state.glob(f"{domain}*")] if state.exists() else []
+    names += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
+    return names + [str(path) for path in temporary.iterdir()]
+
+
+@pytest.mark.timeout(120 + 4 * KILLS_S)
+def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evidence: Evidence) -> None:
+    rng = random.Random(seed)
+    domain = f"kills-{secrets.token_hex(6)}"
+    environ = {**suites_environ(), "GDRKIT_TWINS_DOMAIN": domain, "TMPDIR": str(tmp_path)}
+    pairs = [Pair(environ) for _ in range(PAIR_COUNT)]
+    end_s = time.monotonic() + KILLS_S
+    kills_count = 0
+    while time.monotonic() < end_s:
+        # The kill comes at any time of the start or of the transfers.
+        threading.Event().wait(rng.uniform(0, 2))
+        number = rng.randrange(PAIR_COUNT)
+        pairs[number].kill_one(rng)
+        pairs[number] = Pair(environ)
+        kills_count += 1
+    for pair in pairs:
+        pair.kill_one(rng)
+    # The folder of a gdrkit run that was killed is removed by the next one.
+    subprocess.run([*RUN, "true"], env=environ, check=True)
+    assert processes_with(f"GDRKIT_TWINS_DOMAIN={domain}") == []
+    assert left_behind(domain, tmp_path) == []
+    evidence["kills"] = kills_count + PAIR_COUNT
+    assert kills_count > 0
