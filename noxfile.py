@@ -18,7 +18,7 @@ import nox
 # nox loads this file by its path, from any folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from automation import builds, long_run, system_packages
+from automation import builds, long_run, release, system_packages
 from automation.bundle import fill_bundle
 from automation.commands import (
     NOTHING_PROVEN,
@@ -254,6 +254,23 @@ def bundle(session: nox.Session) -> None:
     extras = Path(options["extras"]).resolve() if "extras" in options else None
     output = Path(options.get("output", ROOT / "build" / "bundle"))
     fill_bundle(python=options.get("python", "3.12"), output=output, extras=extras)
+
+
+@nox.session(default=False)
+def wheels(session: nox.Session) -> None:
+    """Build the release into build/dist: source distributions, and wheels of gdrkit, of the twins and of pyverbs with
+    their debug symbols; qualify from them in empty environments, and run the native tests for aarch64 in QEMU. Option:
+    -- --arch x86_64 builds for one kind of processor.
+    """
+    option, *names = session.posargs or ["--arch", *release.ARCHITECTURES]
+    if option != "--arch" or not names or not set(names) <= release.ARCHITECTURES.keys():
+        say(f"usage: nox -s wheels -- [--arch {'|'.join(release.ARCHITECTURES)}]")
+        sys.exit(WRONG_USAGE)
+    finished = release.build_release(names)
+    release.print_table(finished)
+    codes = release.check_wheels() if "x86_64" in names else []
+    codes += release.check_native_in_emulator() if "aarch64" in names else []
+    fail_unless_zero(session, codes)
 
 
 @nox.session(default=False)

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from automation.commands import ROOT, call, prepend_to_path, prepend_to_pythonpath, require, say, stop
-from automation.environments import ENVIRONMENTS, digest, ensure_environment, lock_environments
+from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, digest, ensure_environment, lock_environments
 from automation.machine import find_interpreter, has_pyverbs, python_version
 from automation.system_packages import LAB_PROGRAMS, install, missing_build_packages, missing_pyverbs_packages
 from gdrkit.remedies import system_install
@@ -31,6 +31,7 @@ __all__ = [
     "ensure_build_tools",
     "ensure_lab_tools",
     "ensure_playwright",
+    "ensure_pyverbs_wheel",
     "prepare_run",
 ]
 
@@ -122,6 +123,20 @@ def ensure_axe() -> Path:
                 stop(f"npm is needed to install axe-core: {system_install('npm')}")
             require(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(tools), AXE_PACKAGE])
     return axe / "axe.min.js"
+
+
+def ensure_pyverbs_wheel(tools: Path, *, tag: str) -> Path:
+    """Build the wheel of pyverbs for the Python of `tools`, and return its path.
+
+    It is built only once for each `tag` of Python, because the build takes minutes and does not depend on this tree.
+    """
+    folder = ROOT / "build" / "pyverbs" / tag
+    if not list(folder.glob("pyverbs-*.whl")):
+        pip_wheel = [str(tools / "pip"), "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
+        # The variables limit the versions of the build tools that pip installs.
+        require([*pip_wheel, PYVERBS_REQUIREMENT], environ=BUILD_CONSTRAINTS)
+    (wheel,) = folder.glob("pyverbs-*.whl")
+    return wheel
 
 
 def build_bench_programs() -> Path:

@@ -19,9 +19,10 @@ from automation.builds import (
     KVIKIO_REQUIREMENTS,
     PYVERBS_REQUIREMENT,
     build_bench_programs,
+    ensure_pyverbs_wheel,
 )
 from automation.commands import ROOT, call, output_of, prepend_to_path, require, say, stop
-from automation.environments import BUILD_CONSTRAINTS, ensure_environment, lock_environments
+from automation.environments import ensure_environment, lock_environments
 from automation.machine import python_version
 from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
 from gdrkit.remedies import system_install
@@ -79,17 +80,14 @@ def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:
     """Build the wheels of gdrkit, of the twins and of pyverbs, and download the wheels of their dependencies."""
     wheels, cache = output / "wheels", BUNDLE_CACHE
     pip_wheel = [str(tools / "pip"), "wheel", "--quiet", "--no-deps"]
-    # The wheel of pyverbs is built only once, because the build takes minutes and does not depend on this tree. The
-    # environment variables in BUILD_CONSTRAINTS limit the versions of the build tools that pip installs.
-    if not list((cache / tag).glob("pyverbs-*.whl")):
-        require([*pip_wheel, "--wheel-dir", str(cache / tag), PYVERBS_REQUIREMENT], environ=BUILD_CONSTRAINTS)
+    pyverbs = ensure_pyverbs_wheel(tools, tag=tag)
     sources = BUNDLE_CACHE / "tree"
     for source, build_folder in ((sources / "native" / "twins", "twins"), (sources, f"native-{tag}")):
         options = ["--no-build-isolation", "--wheel-dir", str(wheels), "-C", f"build-dir={cache / build_folder}"]
         # Debug symbols are removed, because they exceed the size limit. Build ids remain, because they are in a section
         # that is loaded with the library. The records name each library by its build id.
         require([*pip_wheel, *options, "-C", "install.strip=true", str(source)], environ=prepend_to_path(tools))
-    links = ["--find-links", str(wheels), "--find-links", str(cache / tag)]
+    links = ["--find-links", str(wheels), "--find-links", str(pyverbs.parent)]
     _download(tools, "--dest", str(wheels), *links, "gdrkit[qualify]", "gdrkit-twins", PYVERBS_REQUIREMENT)
 
 

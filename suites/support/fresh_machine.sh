@@ -4,16 +4,25 @@
 # The fresh machine is a new Debian 12 root file system in a chroot. It has only Python, venv, pip, git and a C++ compiler, an empty
 # HOME and a clone of this tree. It uses the apt and pip settings of the host, so it gets packages from the same servers.
 #
-# The exit code is 0 if all commands succeeded within their time limits.
+# With WHEELS=build/dist (the output of `nox -s wheels`), the machine is a Debian 13 without git and compiler. It installs these
+# wheels and runs `gdrkit qualify --software` from them.
 #
-# usage: fresh_machine.sh [FOLDER]
+# The exit code is 0 if all commands succeeded within their time limits. A command that prints nothing for more than 5 s fails too.
+#
+# usage: [WHEELS=build/dist] fresh_machine.sh [FOLDER]
 #   FOLDER keeps the new root file system, and the next run starts with a copy of it. Without FOLDER, nothing is kept.
 set -euo pipefail
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+wheels=${WHEELS:+$(cd "$WHEELS" && pwd)}
 release=bookworm
 packages=python3,python3-venv,python3-pip,git,g++,ca-certificates
-first_limit_s=300
+if [ -n "$wheels" ]; then
+    release=trixie
+    packages=python3,python3-venv,ca-certificates
+fi
+first_limit_s=180
+silence_limit_s=5
 repeat_limit_s=60
 tests_limit_s=720
 
@@ -74,7 +83,12 @@ for folder in $(pip config list 2>/dev/null | grep -oE "(file://)?/[^ ']+" | sed
     fi
 done
 
-git clone --quiet "$project" "$root/root/gdrkit"
+if [ -n "$wheels" ]; then
+    mkdir "$root/root/gdrkit"
+    cp "$wheels"/*.whl "$root/root/gdrkit"
+else
+    git clone --quiet "$project" "$root/root/gdrkit"
+fi
 mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys" && mount --make-rslave "$root/sys"
 mount --rbind /dev "$root/dev" && mount --make-rslave "$root/dev"
@@ -88,18 +102,38 @@ run_in_new_system() {
         PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c "cd /root/gdrkit && $1"
 }
 
+# Prints its input, and at its end the longest time without a line, which must not exceed the limit.
+check_silence() {
+    local now last=${EPOCHREALTIME/./} longest_us=0
+    while IFS= read -r line || [ -n "$line" ]; do
+        now=${EPOCHREALTIME/./}
+        if [ $((now - last)) -gt "$longest_us" ]; then longest_us=$((now - last)); fi
+        last=$now
+        printf '%s\n' "$line"
+    done
+    echo "== longest silence: $((longest_us / 1000)) ms (limit $silence_limit_s s)"
+    [ "$longest_us" -le $((silence_limit_s * 1000000)) ]
+}
+
 failed=0
 run_timed() {
-    local name=$1 limit_s=$2 command=$3 code=0 start_s=$SECONDS
+    local name=$1 limit_s=$2 command=$3 codes start_s=$SECONDS
     echo "== $name: $command"
-    run_in_new_system "$command" || code=$?
+    run_in_new_system "$command" 2>&1 | check_silence && codes=(0 0) || codes=("${PIPESTATUS[@]}")
     local duration_s=$((SECONDS - start_s))
-    echo "== $name: exit code $code after $duration_s s (limit $limit_s s)"
-    if [ "$code" -ne 0 ] || [ "$duration_s" -gt "$limit_s" ]; then failed=1; fi
+    echo "== $name: exit code ${codes[0]} after $duration_s s (limit $limit_s s)"
+    if [ "${codes[0]}" -ne 0 ] || [ "${codes[1]}" -ne 0 ] || [ "$duration_s" -gt "$limit_s" ]; then failed=1; fi
 }
 
 venv='. .venv/bin/activate'
-run_timed "first qualification" "$first_limit_s" "python3 -m venv .venv && $venv && pip install -q nox && nox -s qualify"
-run_timed "repeated qualification" "$repeat_limit_s" "$venv && pip install -q nox && nox -s qualify"
-run_timed "tests" "$tests_limit_s" "$venv && pip install -q nox && nox"
+if [ -n "$wheels" ]; then
+    # shellcheck disable=SC2016 # The new system expands the names.
+    install='pip install "gdrkit[qualify] @ file://$(echo $PWD/gdrkit-*-cp312-abi3-*x86_64.whl)" gdrkit_twins-*x86_64.whl pyverbs-*-cp313-*.whl'
+    run_timed "installation" "$first_limit_s" "python3 -m venv .venv && $venv && $install"
+    run_timed "qualification" 900 "$venv && cd / && gdrkit qualify --software --output /root/report"
+    exit "$failed"
+fi
+run_timed "first qualification" "$first_limit_s" "python3 -m venv .venv && $venv && pip install nox && nox -s qualify"
+run_timed "repeated qualification" "$repeat_limit_s" "$venv && pip install nox && nox -s qualify"
+run_timed "tests" "$tests_limit_s" "$venv && pip install nox && nox"
 exit "$failed"

