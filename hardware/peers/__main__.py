@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from hardware.peers.python_programs import python_programs
 from hardware.peers.rdma_core import run_tests
 from hardware.peers.records import debian_version, format_table, new_record, program_record, pypi_version
 from hardware.peers.run import TIMEOUT_S, Target, run_program
+from hardware.peers.speed import ProgramFailedError, measure_speed, speed_numbers, speed_record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +37,8 @@ def main() -> int:
         options.records = _BUILD_FOLDER / "records.jsonl"
     options.records.parent.mkdir(parents=True, exist_ok=True)
     options.records.unlink(missing_ok=True)
+    if options.speed:
+        return _compare_speed(options)
     failures_count = _run_programs(options)
     if options.lab:
         try:
@@ -46,10 +50,31 @@ def main() -> int:
     return FAILED if failures_count else 0
 
 
+def _compare_speed(options: argparse.Namespace) -> int:
+    """Measure the speed of the twin, write one record, and return the exit code."""
+    began_s, load_before = time.monotonic(), os.getloadavg()[0]
+    try:
+        values = measure_speed(_target_of(options), _say)
+    except ProgramFailedError as error:
+        _say(f"peers: {error}")
+        return FAILED
+    load = (load_before, os.getloadavg()[0])
+    record = speed_record(values, load=load, duration_s=time.monotonic() - began_s)
+    append_record(options.records, record)
+    for name, number in speed_numbers(values).items():
+        _say(f"{name} {number:.3f}")
+    _say("".join(reason.text for reason in record.reasons) or "every goal is reached")
+    return 0 if record.verdict is Verdict.PASS else FAILED
+
+
+def _target_of(options: argparse.Namespace) -> Target:
+    launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
+    return Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
+
+
 def _run_programs(options: argparse.Namespace) -> int:
     """Run all programs, print the table, write the records, and return how many failed."""
-    launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
-    target = Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
+    target = _target_of(options)
     substrate = "kernel_software" if options.here else "twin"
     programs = debian_programs()
     if options.python and not options.debian_only:
@@ -97,6 +122,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--gid-index", type=int, default=1, help="index of its RoCE GID (default: %(default)s)")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="limit of a program (default: %(default)s)")
     parser.add_argument("--debian-only", action="store_true", help="do not run the programs of PyPI")
+    parser.add_argument(
+        "--speed", action="store_true", help="only measure the speed of the twin, beside TCP and memcpy"
+    )
     parser.add_argument("--lab", action="store_true", help="then run them on Soft-RoCE of a kernel, and compare")
     add_machine_options(parser)
     return parser.parse_args()

@@ -89,6 +89,8 @@ class ProgramOutcome:
     outputs : mapping
         The last lines that each process printed; empty if the run passed. The key ``first`` is the server, and ``last``
         is the client. For a program that runs alone, the key is ``first``.
+    client_output : str
+        All that the client printed.
     """
 
     failure: str
@@ -96,6 +98,7 @@ class ProgramOutcome:
     duration_s: float
     command: str
     outputs: Mapping[str, str] = field(default_factory=dict)
+    client_output: str = ""
 
 
 class _Process:
@@ -169,7 +172,7 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
         outputs = {
             name: _last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
-        return ProgramOutcome(failure, moved_bytes, duration_s, command, outputs if failure else {})
+        return ProgramOutcome(failure, moved_bytes, duration_s, command, outputs if failure else {}, client.output)
 
 
 def _run_processes(

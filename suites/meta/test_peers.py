@@ -17,6 +17,7 @@ from hardware.peers.lab import Difference, compare
 from hardware.peers.programs import StockProgram, debian_programs
 from hardware.peers.rdma_core import RdmaCoreResults
 from hardware.peers.run import Target, run_program
+from hardware.peers.speed import speed_record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +109,24 @@ def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> 
         Difference("tests.b", "skip: unsupported", "pass"),
     ]
     assert all(difference.is_defect_of_twin for difference in differences)
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "missed"),
+    [
+        ("ib_write_lat_us", 0.6, ""),
+        ("ib_write_lat_us", 0.61, "ib_write_lat_us / ucx_tcp_tag_lat_us <= 0.6 does not hold: 0.61"),
+        ("ib_read_bw_gbps", 0.79, "ib_read_bw_gbps / memcpy_gbps >= 0.8 does not hold: 0.79"),
+        ("ucx_verbs_put_bw_gbps", 1.9, "ucx_verbs_put_bw_gbps / ucx_tcp_put_bw_gbps >= 2 does not hold: 1.90"),
+    ],
+)
+def test_speed_passes_only_within_its_limits(figure: str, value: float, missed: str) -> None:
+    names = ("ucx_tcp_tag_lat_us", "memcpy_gbps", "ib_write_bw_gbps", "ib_read_bw_gbps", "ucx_tcp_put_bw_gbps")
+    values = {name: [1.0, 9.0, 1.0] for name in names}
+    values |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, figure: [value] * 3}
+    record = speed_record(values, load=(0.0, 0.0), duration_s=1.0)
+    assert "; ".join(reason.text for reason in record.reasons) == missed
+    assert (record.verdict is Verdict.PASS) == (not missed)
 
 
 def test_skipped_tests_are_counted_whatever_their_reason() -> None:

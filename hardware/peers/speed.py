@@ -1,0 +1,186 @@
+"""`python -m hardware.peers --speed`: the speed of the verbs twin beside that of TCP and of a memory copy, in one run.
+
+Every figure is measured once in each turn, so that other load on the machine meets all of them. The ratios are those of
+the medians of the turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hardware.peers.programs import StockProgram
+from hardware.peers.records import debian_version, new_record
+from hardware.peers.run import Target, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gdrkit.report import Record
+
+__all__ = ["ProgramFailedError", "measure_speed", "speed_numbers", "speed_record"]
+
+TURNS_COUNT = 5
+_LARGE_BYTES = 1 << 20
+_MIB_PER_GB = 1e9 / (1 << 20)
+_COPY_TIME_S = 0.5
+# perftest prints t_min, t_max and t_typical after the number of bytes and of iterations.
+_PERFTEST_TYPICAL_US = r"^\s*8\s+\d+\s+[\d.]+\s+[\d.]+\s+([\d.]+)"
+# With --report_gbits: the peak and the average, in Gb/s.
+_PERFTEST_AVERAGE_GBITPS = rf"^\s*{_LARGE_BYTES}\s+\d+\s+[\d.]+\s+([\d.]+)"
+# ucx_perftest prints the median, average and overall time, then the average and overall bandwidth in MiB/s.
+_UCX_MEDIAN_US = r"^Final:\s+\d+\s+([\d.]+)"
+_UCX_OVERALL_MIBPS = r"^Final:\s+\d+\s+[\d.]+\s+[\d.]+\s+[\d.]+\s+[\d.]+\s+([\d.]+)"
+
+
+class ProgramFailedError(Exception):
+    """A program of the comparison did not print its figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SpeedGoal:
+    """A figure of the twin, the figure beside it, and the limit of their ratio.
+
+    Attributes
+    ----------
+    name : str
+        Name of the ratio in the record.
+    figure, reference : str
+        Names of the two figures.
+    limit : float
+        Limit of figure / reference.
+    is_upper_limit : bool
+        Whether the ratio must be at most the limit; else it must be at least the limit.
+    """
+
+    name: str
+    figure: str
+    reference: str
+    limit: float
+    is_upper_limit: bool = False
+
+    def is_reached(self, ratio: float) -> bool:
+        """Return whether a ratio is within the limit."""
+        return ratio <= self.limit if self.is_upper_limit else ratio >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.figure} / {self.reference} {'<=' if self.is_upper_limit else '>='} {self.limit:g}"
+
+
+_GOALS = (
+    _SpeedGoal("write_lat_over_tcp_ratio", "ib_write_lat_us", "ucx_tcp_tag_lat_us", 0.6, is_upper_limit=True),
+    _SpeedGoal("write_bw_over_memcpy_ratio", "ib_write_bw_gbps", "memcpy_gbps", 1.0),
+    _SpeedGoal("read_bw_over_memcpy_ratio", "ib_read_bw_gbps", "memcpy_gbps", 0.8),
+    _SpeedGoal("put_bw_over_tcp_ratio", "ucx_verbs_put_bw_gbps", "ucx_tcp_put_bw_gbps", 2.0),
+)
+
+
+def measure_speed(target: Target, say: Callable[[str], None]) -> dict[str, list[float]]:
+    """Return the values of every figure, one for each turn. Names end in the unit: ``us``, or ``gbps`` for 10^9 B/s.
+
+    Raises
+    ------
+    ProgramFailedError
+        A program did not print its figure.
+    """
+    without_twins = dataclasses.replace(target, launcher=())
+    put_options = ("-t", "ucp_put_bw", "-s", str(_LARGE_BYTES), "-n", "2000")
+    # rc_v is rc_verbs, with ud_verbs to set up connections.
+    verbs = ("UCX_TLS=rc_v,self", "UCX_NET_DEVICES={device}:1")
+    tcp = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo")
+    figures: dict[str, Callable[[], float]] = {
+        "ucx_tcp_tag_lat_us": lambda: _figure(
+            _ucx(tcp, "-t", "tag_lat", "-s", "8", "-n", "20000"), without_twins, _UCX_MEDIAN_US
+        ),
+        "ib_write_lat_us": lambda: _figure(
+            _perftest("ib_write_lat", "-s", "8", "-n", "20000"), target, _PERFTEST_TYPICAL_US
+        ),
+        "memcpy_gbps": _memcpy_gbps,
+        "ib_write_bw_gbps": lambda: _bandwidth_gbps("ib_write_bw", target),
+        "ib_read_bw_gbps": lambda: _bandwidth_gbps("ib_read_bw", target),
+        "ucx_tcp_put_bw_gbps": lambda: (
+            _figure(_ucx(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+        ),
+        "ucx_verbs_put_bw_gbps": lambda: _figure(_ucx(verbs, *put_options), target, _UCX_OVERALL_MIBPS) / _MIB_PER_GB,
+    }
+    values: dict[str, list[float]] = {name: [] for name in figures}
+    for turn in range(TURNS_COUNT):
+        for name, measure in figures.items():
+            values[name].append(measure())
+        say(f"turn {turn + 1}: " + ", ".join(f"{name} {values[name][-1]:.2f}" for name in figures))
+    return values
+
+
+def speed_numbers(values: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the median, least and largest value of every figure, and the ratios of the goals."""
+    numbers = {}
+    for name, figures in values.items():
+        stem, unit = name.rsplit("_", 1)
+        for kind, value in (("median", statistics.median(figures)), ("min", min(figures)), ("max", max(figures))):
+            numbers[f"{stem}_{kind}_{unit}"] = value
+    for goal in _GOALS:
+        numbers[goal.name] = statistics.median(values[goal.figure]) / statistics.median(values[goal.reference])
+    return numbers
+
+
+def speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float) -> Record:
+    """Return the record of a run. It passed if every goal is reached. `load` is the load before and after the run."""
+    numbers = speed_numbers(values)
+    missed = [
+        f"{goal} does not hold: {numbers[goal.name]:.2f}" for goal in _GOALS if not goal.is_reached(numbers[goal.name])
+    ]
+    return new_record(
+        "speed",
+        failure="; ".join(missed),
+        evidence={
+            "turns": dict(values),
+            "load_1min": list(load),
+            "cores": os.cpu_count(),
+            "package_versions": {package: debian_version(package) for package in ("perftest", "ucx-utils")},
+        },
+        numbers=numbers,
+        substrate="twin",
+        duration_s=duration_s,
+    )
+
+
+def _perftest(program: str, *options: str) -> StockProgram:
+    command = (program, "-F", "-d", "{device}", "-x", "{gid}", "-p", "{port}", *options)
+    return StockProgram(program, "perftest", (*command, "{address}"), command)
+
+
+def _bandwidth_gbps(program: str, target: Target) -> float:
+    described = _perftest(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
+    return _figure(described, target, _PERFTEST_AVERAGE_GBITPS) / 8
+
+
+def _ucx(settings: tuple[str, ...], *options: str) -> StockProgram:
+    command = ("env", *settings, "ucx_perftest", "-p", "{port}")
+    return StockProgram(f"{settings[0]} ucx_perftest", "ucx-utils", (*command, *options, "{address}"), command)
+
+
+def _figure(program: StockProgram, target: Target, pattern: str) -> float:
+    outcome = run_program(program, target)
+    match = re.search(pattern, outcome.client_output, re.MULTILINE)
+    if outcome.failure or match is None:
+        reason = outcome.failure or f"the output does not contain {pattern!r}"
+        message = f"{outcome.command}: {reason}:\n{outcome.client_output}"
+        raise ProgramFailedError(message)
+    return float(match[1])
+
+
+def _memcpy_gbps() -> float:
+    """Return the rate at which one thread copies a block of 1 MiB again and again."""
+    source, copy = (ctypes.create_string_buffer(_LARGE_BYTES) for _ in range(2))
+    copies_count = 0
+    began_s = time.perf_counter()
+    while (elapsed_s := time.perf_counter() - began_s) < _COPY_TIME_S:
+        ctypes.memmove(copy, source, _LARGE_BYTES)
+        copies_count += 1
+    return copies_count * _LARGE_BYTES / elapsed_s / 1e9
