@@ -3,13 +3,12 @@
 
 #include "ibverbs/completion.hpp"
 
-#include <sched.h>
-
 #include <chrono>
 #include <thread>
 
 #include "ibverbs/device_clock.hpp"
 #include "ibverbs/handle.hpp"
+#include "ibverbs/parallel_copy.hpp"
 #include "ibverbs/session.hpp"
 
 namespace gdrkit::twin::verbs {
@@ -78,7 +77,7 @@ bool CompletionQueue::is_empty_after_progress() {
     }
     if (!has_completions_or_overrun_) {
         // A program that polls without pause must leave the processor to the threads on which its completions depend.
-        sched_yield();
+        ParallelCopy::yield_processor();
     }
     return !has_completions_or_overrun_;
 }

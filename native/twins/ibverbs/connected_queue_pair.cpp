@@ -148,7 +148,8 @@ void ConnectedQueuePair::drop_completions() {
     }
 }
 
-void ConnectedQueuePair::shut_down_connections(const Lock&, const Connection* except) {
+void ConnectedQueuePair::shut_down_connections(const Lock& lock, const Connection* except) {
+    revoke_grants(lock);
     for (Connection& connection : connections_) {
         if (&connection != except) {
             shut_down_socket(connection.socket);

@@ -22,7 +22,10 @@
 #include <vector>
 
 #include "ibverbs/bounce_buffer.hpp"
+#include "ibverbs/grants.hpp"
 #include "ibverbs/link.hpp"
+#include "ibverbs/parallel_copy.hpp"
+#include "ibverbs/peer_memory.hpp"
 #include "ibverbs/queue_pair.hpp"
 #include "ibverbs/region.hpp"
 #include "ibverbs/session.hpp"
@@ -65,6 +68,8 @@ private:
         bool has_ended = false;
         // Value of generation_ at the handshake. A connection of an earlier generation must not complete any request.
         std::uint64_t generation = 0;
+        // The regions that the peer may access itself; nullptr if it cannot.
+        std::shared_ptr<GrantIssuer> grants;
     };
 
     // An incoming message that is not complete, and the receive request to whose memory it is written.
@@ -132,6 +137,10 @@ private:
         // Time of the last response, or of the submission that made in_flight non-empty, whichever is later.
         Clock::time_point last_response;
         bool is_peer_gone = false;
+        // Time at which the connection was last checked for a copy.
+        Clock::time_point last_peer_check;
+        // Number of bytes that this send turn has copied without the responder.
+        std::uint64_t copied_bytes = 0;
     };
 
     using Lock = std::unique_lock<std::mutex>;
@@ -195,8 +204,8 @@ private:
     void arm_takeover_timer(const Lock& lock);
     static bool has_fault_rule(ibv_wr_opcode opcode);
 
-    // Functions of the requester that run without the lock (requester_submit.cpp, requester_splice.cpp,
-    // requester_connect.cpp).
+    // Functions of the requester that run without the lock (requester_submit.cpp, requester_direct.cpp,
+    // requester_splice.cpp, requester_connect.cpp).
     bool make_progress(const ibv_qp_attr& attr);
     bool submit_requests(const ibv_qp_attr& attr);
     bool start_next_send(const ibv_qp_attr& attr);
@@ -204,6 +213,16 @@ private:
     bool must_wait_for_earlier(const SendWork& next_send, FaultSite* site);
     ibv_wc_status prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr);
     bool submit_chunk();
+    bool has_grant(const SendWork& work);
+    bool must_drain_for_copy(const SendWork& next_send);
+    bool peer_lives();
+    bool copy_directly(const SendWork& work, const ibv_qp_attr& attr);
+    bool copy_segment(const SendWork& work, const PeerRange& range, std::uint64_t offset);
+    bool copy_list(const SendWork& work, const ibv_qp_attr& attr);
+    void finish_copied(const PeerRange& range, const ibv_qp_attr& attr);
+    void finish_first_started(const ibv_qp_attr& attr);
+    static void count_without_fault(ibv_wr_opcode opcode);
+    std::optional<int> injected_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr);
     bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count);
     std::uint32_t count_pages_to_splice(const SendWork& work, const wire::Request& request);
     void publish();
@@ -248,6 +267,7 @@ private:
     wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
     wire::Response fail_request(RegionError error, const Connection& connection);
     [[nodiscard]] bool permits(unsigned required_access);
+    [[nodiscard]] bool permits(const Lock& lock, unsigned required_access) const;
     std::optional<ReceiveWork> take_receive(const Lock& lock, SharedReceiveQueue* source);
     bool consume_receive(IncomingMessage* incoming);
     void return_receive(IncomingMessage* incoming, const Connection& connection);
@@ -260,6 +280,11 @@ private:
     wire::Response receiver_not_ready_response();
     bool may_serve(const Connection& connection);
     void count_served(const wire::Request& request);
+
+    // Grants (responder_grants.cpp).
+    void grant(Region* region, std::uint32_t rkey, const Connection& connection);
+    static void close_grants(const Connection& connection);
+    void revoke_grants(const Lock& lock);
 
     const std::shared_ptr<XrcDomain> xrc_domain_;
     std::mutex mutex_;
@@ -304,6 +329,10 @@ private:
     // while they hold the lock.
     Fd peer_socket_;
     std::unique_ptr<Link> link_;
+    // The memory of the peer's process; nullptr if this process cannot access it. The owner of requester_state_ uses
+    // it.
+    std::unique_ptr<PeerMemory> peer_memory_;
+    ParallelCopy parallel_copy_; // polling threads take part in it
     Fd listener_, remote_listener_;
     std::list<Connection> connections_;
     std::thread requester_thread_;

@@ -31,6 +31,9 @@ int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int mask) {
         return 0;
     }
     apply_attributes(attr, attr_mask);
+    if ((attr_mask & (IBV_QP_ACCESS_FLAGS | IBV_QP_MAX_DEST_RD_ATOMIC)) != 0) {
+        revoke_grants(lock);
+    }
     must_raise_drained_ = new_state == IBV_QPS_SQD && state_ == IBV_QPS_RTS &&
                           (attr_mask & IBV_QP_EN_SQD_ASYNC_NOTIFY) != 0 && attr.en_sqd_async_notify != 0;
     state_ = new_state;

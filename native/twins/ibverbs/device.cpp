@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "ibverbs/grants.hpp"
 #include "ibverbs/session.hpp"
 #include "model/config.hpp"
 
@@ -107,6 +108,7 @@ ibv_gid_type gid_type_at(unsigned index) {
 }
 
 std::string traffic_json() {
+    collect_granted_traffic();
     std::string json = "{";
     for (const auto& device : devices()) {
         json += (json.size() > 1 ? ",\"" : "\"") + std::string(device->abi.name) + "\":{";

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <new>
 
+#include "ibverbs/grants.hpp"
+
 namespace gdrkit::twin::verbs {
 namespace {
 
@@ -58,6 +60,7 @@ struct Link::ControlBlock {
     alignas(64) AtomicCount responder_sleeps{0};
     alignas(64) wire::Request requests[slot_count];
     alignas(64) wire::Response responses[slot_count];
+    GrantTable grants;
 };
 
 namespace {
@@ -71,6 +74,10 @@ Link::Link(std::unique_ptr<BounceBuffer> memory, std::unique_ptr<Pipe> pipe)
     : memory_(std::move(memory)), pipe_(std::move(pipe)),
       control_(reinterpret_cast<ControlBlock*>(memory_->data_at(0))) {
     static_assert(sizeof(ControlBlock) <= control_bytes && payload_offset == control_bytes);
+}
+
+GrantTable& Link::grants() const {
+    return control_->grants;
 }
 
 std::unique_ptr<BounceBuffer> Link::make_memory() {

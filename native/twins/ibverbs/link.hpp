@@ -21,6 +21,8 @@
 
 namespace gdrkit::twin::verbs {
 
+struct GrantTable;
+
 // Poll a condition for a short time. Return whether it became true; the caller sleeps if it did not. Sleeping and
 // waking takes tens of microseconds between processors of a virtual machine, so polling costs less if the peer is about
 // to act. sched_yield lets other threads run meanwhile. If one of them keeps the processor for long, this thread does
@@ -66,6 +68,8 @@ public:
     Link& operator=(const Link&) = delete;
 
     [[nodiscard]] BounceBuffer& memory() const { return *memory_; }
+    // The grants of the responder (grants.hpp). A link over TCP has no grants.
+    [[nodiscard]] GrantTable& grants() const;
     // The pipe. A link over TCP has none, and max_pipe_pages() is 0.
     [[nodiscard]] Pipe& pipe() const { return *pipe_; }
     [[nodiscard]] std::uint32_t max_pipe_pages() const { return pipe_ == nullptr ? 0 : pipe_->max_pages(); }

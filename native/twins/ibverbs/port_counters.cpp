@@ -45,19 +45,23 @@ void add(std::uint64_t* counter, std::uint64_t count) {
 } // namespace
 
 void PayloadCounter::operator+=(std::uint64_t length_bytes) {
-    bytes_.fetch_add(length_bytes, std::memory_order_relaxed);
+    add_without_port(length_bytes);
     if (side_ == Side::requester) {
         record_bytes(length_bytes);
     }
+    count_at_port(device_index_, direction_, length_bytes);
+}
+
+void count_at_port(unsigned device_index, PortDirection direction, std::uint64_t length_bytes) {
     static PortCounters* const counters = map_counters();
-    if (counters == nullptr || device_index_ >= max_devices) {
+    if (counters == nullptr || device_index >= max_devices) {
         return;
     }
-    PortCounters& port = counters[device_index_];
+    PortCounters& port = counters[device_index];
     const std::uint64_t packet_count = std::max<std::uint64_t>((length_bytes + mtu_bytes - 1) / mtu_bytes, 1);
     const std::uint64_t port_bytes = length_bytes + packet_count * header_bytes;
-    add(direction_ == PortDirection::sent ? &port.sent_bytes : &port.received_bytes, port_bytes);
-    add(direction_ == PortDirection::sent ? &port.sent_packets : &port.received_packets, packet_count);
+    add(direction == PortDirection::sent ? &port.sent_bytes : &port.received_bytes, port_bytes);
+    add(direction == PortDirection::sent ? &port.sent_packets : &port.received_packets, packet_count);
 }
 
 } // namespace gdrkit::twin::verbs

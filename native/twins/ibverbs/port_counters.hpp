@@ -10,6 +10,9 @@ namespace gdrkit::twin::verbs {
 enum class PortDirection { sent, received };
 enum class Side { requester, responder };
 
+// Count one message, or one chunk of a message that consists of whole packets, at the port of a device.
+void count_at_port(unsigned device_index, PortDirection direction, std::uint64_t length_bytes);
+
 // Counts the payload bytes of one kind of request. `direction` is the direction of the payload at the port. The bytes
 // of the requester also count as moved in the report of `gdrkit run`.
 class PayloadCounter {
@@ -19,6 +22,8 @@ public:
 
     // Count one message, or one chunk of a message that consists of whole packets.
     void operator+=(std::uint64_t length_bytes);
+    // Count bytes that another process has counted at the port.
+    void add_without_port(std::uint64_t length_bytes) { bytes_.fetch_add(length_bytes, std::memory_order_relaxed); }
     operator std::uint64_t() const { return bytes_.load(std::memory_order_relaxed); }
 
 private:

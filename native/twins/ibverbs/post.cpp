@@ -17,7 +17,8 @@ int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr) 
 }
 
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
-    const auto fault = injected_fault("ibv_post_send");
+    static FaultSite site("ibv_post_send");
+    const auto fault = injected_fault(&site);
     const int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
     if (error != 0) {
         *bad_wr = wr;
@@ -27,7 +28,8 @@ int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
 }
 
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
-    const auto fault = injected_fault("ibv_post_recv");
+    static FaultSite site("ibv_post_recv");
+    const auto fault = injected_fault(&site);
     int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
     if (error != 0) {
         *bad_wr = wr;

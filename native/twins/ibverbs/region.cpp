@@ -6,6 +6,9 @@
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <utility>
+
+#include "ibverbs/grants.hpp"
 
 namespace gdrkit::twin::verbs {
 
@@ -98,10 +101,38 @@ RegionError Region::atomic_update(std::uint64_t address, std::uint64_t* original
     return write(address, *bounce, 0, sizeof new_value);
 }
 
+std::byte* Region::add_issuer(std::weak_ptr<GrantIssuer> issuer) {
+    std::shared_lock lock(mutex_);
+    std::byte* const address = memory_ == nullptr ? nullptr : memory_->mapped_address(0);
+    if (address != nullptr) {
+        std::lock_guard issuers_lock(issuers_mutex_);
+        std::erase_if(issuers_, [&](const std::weak_ptr<GrantIssuer>& earlier) {
+            return earlier.expired() || (!earlier.owner_before(issuer) && !issuer.owner_before(earlier));
+        });
+        issuers_.push_back(std::move(issuer));
+    }
+    return address;
+}
+
 std::unique_ptr<Memory> Region::take_memory() {
     is_revoked_ = true;
-    std::unique_lock lock(mutex_);
-    return std::move(memory_);
+    std::unique_ptr<Memory> memory;
+    {
+        std::unique_lock lock(mutex_);
+        memory = std::move(memory_);
+    }
+    // No issuer is added any more. The memory is released after all grants were revoked.
+    std::vector<std::weak_ptr<GrantIssuer>> issuers;
+    {
+        std::lock_guard lock(issuers_mutex_);
+        issuers.swap(issuers_);
+    }
+    for (const std::weak_ptr<GrantIssuer>& weak_issuer : issuers) {
+        if (const auto issuer = weak_issuer.lock()) {
+            issuer->revoke(rkey);
+        }
+    }
+    return memory;
 }
 
 } // namespace gdrkit::twin::verbs

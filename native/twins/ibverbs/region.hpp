@@ -5,14 +5,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <span>
+#include <vector>
 
 #include "ibverbs/memory.hpp"
 #include "ibverbs/pipe.hpp"
 #include "ibverbs/protection_domain.hpp"
 
 namespace gdrkit::twin::verbs {
+
+class GrantIssuer;
 
 enum class RegionError {
     none,
@@ -48,6 +52,28 @@ public:
     RegionError atomic_update(std::uint64_t address, std::uint64_t* original,
                               const std::function<std::uint64_t(std::uint64_t)>& compute_new);
 
+    // Call access(address in this process) while the region stays registered. Return RegionError::fault if it returns
+    // false. The memory must be mapped.
+    template <typename Access> RegionError access_mapped(std::uint64_t address, Access access) {
+        std::shared_lock lock(mutex_);
+        if (memory_ == nullptr) {
+            return RegionError::refused;
+        }
+        return access(memory_->mapped_address(address - iova)) ? RegionError::none : RegionError::fault;
+    }
+    // Like access_mapped, for several chunks. The iov_base of a chunk is its address in the region.
+    template <typename Access> RegionError access_mapped(std::span<iovec> chunks, Access access) {
+        std::shared_lock lock(mutex_);
+        if (memory_ == nullptr) {
+            return RegionError::refused;
+        }
+        translate_to_mapped_addresses(chunks);
+        return access(chunks) ? RegionError::none : RegionError::fault;
+    }
+    // Note that `issuer` grants the region, and revoke that grant before the region loses its memory. Return the
+    // address of the region in this process; nullptr if the memory is not mapped or the region was deregistered.
+    std::byte* add_issuer(std::weak_ptr<GrantIssuer> issuer);
+
     // Wait for accesses in progress, and make later ones fail. The second function returns the memory of the region.
     void revoke() { take_memory(); }
     std::unique_ptr<Memory> take_memory();
@@ -73,6 +99,8 @@ private:
     std::shared_mutex mutex_;
     std::unique_ptr<Memory> memory_;
     std::atomic<bool> is_revoked_{false};
+    std::mutex issuers_mutex_;
+    std::vector<std::weak_ptr<GrantIssuer>> issuers_;
 };
 
 // Assign random keys to a region and add it to the table. All keys differ, and no key is reused while the process

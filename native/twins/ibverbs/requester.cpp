@@ -122,6 +122,7 @@ void ConnectedQueuePair::disconnect(const Lock&) {
         link_->mark_ended();
     }
     peer_socket_.reset();
+    peer_memory_.reset();
     link_.reset();
 }
 

@@ -33,8 +33,10 @@ bool ConnectedQueuePair::try_send_in_caller(Lock* lock, std::uint64_t posted_byt
     return true;
 }
 
-// Handle the responses to requests that a thread of the application has sent.
+// Take part in a large copy of the requester thread, or handle the responses to requests that a thread of the
+// application has sent.
 void ConnectedQueuePair::progress_at_poll() {
+    parallel_copy_.help();
     if (!awaits_poll_) {
         return;
     }

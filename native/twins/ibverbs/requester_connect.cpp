@@ -112,6 +112,8 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     }
     if (is_remote) {
         link_ = TcpLink::make_requester(socket);
+    } else {
+        peer_memory_ = PeerMemory::open(socket, reply, &link_->grants());
     }
     return link_ != nullptr;
 }

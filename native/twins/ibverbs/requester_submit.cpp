@@ -128,8 +128,20 @@ bool ConnectedQueuePair::has_fault_rule(ibv_wr_opcode opcode) {
     return sites != nullptr && (sites->before.has_rule() || sites->landed.has_rule());
 }
 
+void ConnectedQueuePair::count_without_fault(ibv_wr_opcode opcode) {
+    if (FaultSites* const sites = find_fault_sites(opcode); sites != nullptr) {
+        injected_fault(&sites->before);
+    }
+}
+
+std::optional<int> ConnectedQueuePair::injected_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr) {
+    FaultSites* const sites = find_fault_sites(opcode);
+    return sites == nullptr ? std::nullopt : fault_of_path(&sites->landed, *context_->device, attr);
+}
+
 bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
+    requester.copied_bytes = 0;
     const bool has_submitted_chunk = submit_requests(attr);
     const bool has_handled_response = handle_responses(attr);
     if (!requester.error && requester.in_flight.empty() && requester.local_error) {
@@ -148,7 +160,8 @@ bool ConnectedQueuePair::submit_requests(const ibv_qp_attr& attr) {
     bool has_submitted_chunk = false;
     while (!requester.local_error && !requester.error && !requester.is_peer_gone &&
            (requester.has_pending_chunk || !requester.queued.empty())) {
-        if ((requester.may_get_rnr && !requester.in_flight.empty()) ||
+        // Completed copies are delivered before further requests start.
+        if ((requester.may_get_rnr && !requester.in_flight.empty()) || requester.copied_bytes >= publish_after_bytes ||
             (requester.retry_at && Clock::now() < *requester.retry_at)) {
             break;
         }
@@ -194,6 +207,9 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
         requester.local_error = status;
         return true;
     }
+    if (copy_directly(work, attr)) {
+        return true;
+    }
     requester.has_pending_chunk = true;
     requester.next_chunk = make_first_chunk(work);
     requester.rnr_retries_left = attr.rnr_retry;
@@ -219,9 +235,9 @@ void ConnectedQueuePair::change_keys(const SendWork& work) {
 // not affect earlier requests. A request with a rule in the fault plan is carried out alone, so that its fault does not
 // affect earlier requests.
 bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
-    const RequesterState& requester = requester_state_;
+    RequesterState& requester = requester_state_;
     if ((next_send.is_fenced && requester.pending_data_response_count > 0) ||
-        (changes_keys(next_send.opcode) && !requester.started.empty())) {
+        (changes_keys(next_send.opcode) && !requester.started.empty()) || must_drain_for_copy(next_send)) {
         return true;
     }
     if (site == nullptr || !site->has_rule()) {
@@ -370,14 +386,7 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
     }
     if (is_last_chunk(chunk.request)) {
         requester.pending_data_response_count -= returns_data(work.opcode) ? 1 : 0;
-        if (FaultSites* const sites = find_fault_sites(work.opcode); sites != nullptr) {
-            if (const auto fault = fault_of_path(&sites->landed, *context_->device, attr)) {
-                requester.error = static_cast<ibv_wc_status>(*fault);
-                return;
-            }
-        }
-        requester.finished.push_back(std::move(work));
-        requester.started.pop_front();
+        finish_first_started(attr);
     }
 }
 

@@ -97,6 +97,7 @@ void ConnectedQueuePair::run_responder(Connection* connection) {
         IncomingMessage incoming;
         serve_requests(connection, link.get(), &incoming);
         return_receive(&incoming, *connection);
+        close_grants(*connection);
     }
     Lock lock(mutex_);
     connection->socket.reset();
@@ -118,17 +119,26 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     if (link == nullptr) {
         return nullptr;
     }
-    wire::ConnectReply reply{wire::magic, 0};
+    static const std::uint64_t probe_value = random_u64();
+    wire::ConnectReply reply{
+        wire::magic, 0, reinterpret_cast<std::uint64_t>(&probe_value), probe_value, context_->device->index, 0};
+    auto grants = connection->is_remote || xrc_domain_ != nullptr
+                      ? nullptr
+                      : GrantIssuer::make(&link->grants(), peer_process_id(socket), context_->device);
     {
         Lock lock(mutex_);
         if (can_receive_requests() && is_expected_peer(lock, connect_request) && !is_closing_) {
             reply.ready = 1;
             connection->is_serving = true;
             connection->generation = generation_;
+            connection->grants = std::move(grants);
         }
     }
-    const bool is_accepted = send_all(socket, &reply, sizeof reply) && reply.ready == 1;
-    return is_accepted ? std::move(link) : nullptr;
+    if (!send_all(socket, &reply, sizeof reply) || reply.ready != 1) {
+        close_grants(*connection); // before the link is destroyed
+        return nullptr;
+    }
+    return link;
 }
 
 bool ConnectedQueuePair::is_expected_peer(const Lock&, const wire::ConnectRequest& connect_request) const {
@@ -233,6 +243,10 @@ ProtectionDomain* ConnectedQueuePair::target_domain(const IncomingMessage& incom
 
 bool ConnectedQueuePair::permits(unsigned required_access) {
     Lock lock(mutex_);
+    return permits(lock, required_access);
+}
+
+bool ConnectedQueuePair::permits(const Lock&, unsigned required_access) const {
     const bool reads_memory = (required_access & (IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC)) != 0;
     return (attr_.qp_access_flags & required_access) == required_access &&
            (!reads_memory || attr_.max_dest_rd_atomic > 0);
@@ -285,6 +299,7 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
         if (error != RegionError::none) {
             return fail_request(error, connection);
         }
+        grant(region.get(), request.rkey, connection);
     }
     return consumes_receive ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
 }
@@ -304,6 +319,7 @@ wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, Bo
         if (error != RegionError::none) {
             return fail_request(error, connection);
         }
+        grant(region.get(), request.rkey, connection);
     }
     wire::Response response = wire::make_response(wire::Status::done);
     response.payload_bytes = request.chunk_bytes;

@@ -68,6 +68,9 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
     for (std::size_t index = 0; index < succeeded_count; ++index) {
         served.write_bytes += payloads[index].iov_len;
     }
+    if (error == RegionError::none) {
+        grant(region.get(), first_request.rkey, *connection);
+    }
     const auto served_count = static_cast<std::uint32_t>(succeeded_count);
     for (std::uint32_t index = 0; index < served_count; ++index) {
         link->put_response(first_number + index, wire::make_response(wire::Status::done));

@@ -15,7 +15,7 @@
 namespace gdrkit::twin::verbs::wire {
 
 inline constexpr std::uint32_t magic = 0x47525143; // "CQRG" in memory
-inline constexpr std::uint32_t version = 3;
+inline constexpr std::uint32_t version = 4;
 
 struct ConnectRequest {
     std::uint32_t magic;
@@ -38,8 +38,15 @@ struct ConnectReply {
     std::uint32_t magic;
     // 1: the queue pair accepts this peer. 0: it does not, and on hardware it would drop the packets of this peer.
     std::uint32_t ready;
+    // A random number and its address in the responder's process. A requester that reads it there has found the memory
+    // of this process (peer_memory.hpp).
+    std::uint64_t probe_address;
+    std::uint64_t probe_value;
+    // Index of the responder's device.
+    std::uint32_t device_index;
+    std::uint32_t reserved;
 };
-static_assert(sizeof(ConnectReply) == 8);
+static_assert(sizeof(ConnectReply) == 32);
 
 enum class Opcode : std::uint16_t { send, write, read, compare_and_swap, fetch_and_add };
 

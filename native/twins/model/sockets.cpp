@@ -270,10 +270,23 @@ int connect_to(std::string_view name) {
     return is_same_user(socket.get()) ? socket.release() : -ECONNREFUSED;
 }
 
+namespace {
+
+bool get_peer(int socket, ucred* peer) {
+    socklen_t size = sizeof *peer;
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, peer, &size) == 0;
+}
+
+} // namespace
+
 bool is_same_user(int socket) {
     ucred peer{};
-    socklen_t size = sizeof peer;
-    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == getuid();
+    return get_peer(socket, &peer) && peer.uid == getuid();
+}
+
+int peer_process_id(int socket) {
+    ucred peer{};
+    return get_peer(socket, &peer) ? peer.pid : 0;
 }
 
 int accept_from(int listener) {

@@ -71,6 +71,9 @@ int accept_from(int listener);
 // Return whether the peer process belongs to the same user. The twins serve no other users.
 bool is_same_user(int socket);
 
+// Return the number of the peer process in the PID namespace of this process; 0 if it is not visible there.
+int peer_process_id(int socket);
+
 // Send or receive exactly `size` bytes. Return false with errno set on error; EPIPE means end of file. SIGPIPE is never
 // raised.
 bool send_all(int socket, const void* data, std::size_t size);

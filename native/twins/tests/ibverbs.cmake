@@ -2,7 +2,7 @@
 
 set(ibverbs_tests device errors events exit exports fabric faults lists loading many regions release shared_receives states traffic two_processes)
 list(APPEND ibverbs_tests providers datagrams multicast unreliable xrc)
-list(APPEND ibverbs_tests device_memory extended_cq extended_qp windows)
+list(APPEND ibverbs_tests device_memory extended_cq extended_qp grants windows)
 foreach(name IN LISTS ibverbs_tests)
   add_executable(ibverbs_${name} ${CMAKE_CURRENT_LIST_DIR}/ibverbs_${name}.cpp)
   # The tests create dma-bufs with a copy of model/. The twin contains another copy, whose symbols are hidden.

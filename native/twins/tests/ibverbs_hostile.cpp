@@ -8,6 +8,7 @@
 #include <random>
 #include <thread>
 
+#include "ibverbs/grants.hpp"
 #include "ibverbs/link.hpp"
 #include "ibverbs/wire.hpp"
 #include "tests/ibverbs_support.hpp"
@@ -149,6 +150,23 @@ void test_random_writes(unsigned seed) {
     }
 }
 
+// A peer that claims to use a grant for ever delays a deregistration only for a limited time.
+void test_endless_use_of_grant() {
+    Endpoint peer(1);
+    Target target(peer.address());
+    HostilePeer hostile(peer.address(), target.endpoint.address());
+    ibv_mr* const mr = ibv_reg_mr(target.endpoint.pd, target.memory.bytes + region_bytes, region_bytes, all_access);
+    wire::Request request = hostile.request(target);
+    request.rkey = mr->rkey;
+    hostile.link->put_request(0, request);
+    hostile.link->publish_requests(1, hostile.socket.get());
+    while (hostile.link->response_count() == 0) {
+        std::this_thread::yield();
+    }
+    hostile.link->grants().used_slot = 1;
+    CHECK(ibv_dereg_mr(mr) == 0);
+}
+
 void publish_response(Link* link, int socket, std::uint32_t index, const wire::Response& response) {
     link->put_response(index, response);
     link->publish_responses(index + 1, socket);
@@ -169,7 +187,7 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
         CHECK(recv_all(socket.get(), &connect_request, sizeof connect_request) &&
               recv_fds(socket.get(), Link::fd_count, &memory));
         const auto link = Link::adopt(std::move(memory));
-        const wire::ConnectReply connect_reply{wire::magic, 1};
+        const wire::ConnectReply connect_reply{wire::magic, 1, 0, 0, 0, 0};
         CHECK(link != nullptr && send_all(socket.get(), &connect_reply, sizeof connect_reply));
         while (link->request_count() == 0) {
             std::this_thread::yield();
@@ -203,6 +221,7 @@ int main() {
         CHECK(peer.post(request(1, IBV_WR_RDMA_WRITE, target.address(), target.mr->rkey), {from.sge(0, 64)}) == 0);
         peer.expect_completion(1, IBV_WC_SUCCESS);
     }
+    test_endless_use_of_grant();
     for (unsigned seed = 0; seed < 50; ++seed) {
         test_random_writes(seed);
     }

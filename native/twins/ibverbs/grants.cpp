@@ -1,0 +1,151 @@
+// Implements the grants of a responder.
+
+#include "ibverbs/grants.hpp"
+
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+#include <vector>
+
+#include "ibverbs/link.hpp"
+#include "ibverbs/region.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// A requester that uses a grant for this time is considered stopped, and not waited for any more. A copy takes less
+// than a millisecond, and the death of the requester's process is noticed at once.
+constexpr std::chrono::seconds requester_timeout{5};
+
+// All issuers of this process that are not closed.
+struct Issuers {
+    std::mutex mutex; // is locked before the lock of an issuer
+    std::vector<GrantIssuer*> open;
+};
+
+Issuers& issuers() {
+    static auto* const instance = new Issuers;
+    return *instance;
+}
+
+// Return by how much the counter has grown since the last call.
+std::uint64_t take_growth(const std::atomic<std::uint64_t>& counter, std::uint64_t* collected) {
+    const std::uint64_t count = counter.load(std::memory_order_relaxed);
+    return count - std::exchange(*collected, count);
+}
+
+} // namespace
+
+std::shared_ptr<GrantIssuer> GrantIssuer::make(GrantTable* table, int requester_process_id, Device* device) {
+    // The system reports process 0 for a process that this one cannot see, in another PID namespace.
+    Fd process(requester_process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, requester_process_id, 0)) : -1);
+    if (!process) {
+        return nullptr;
+    }
+    // With the security module Yama, the memory of a process is accessible to its ancestors only, and not to a peer of
+    // the same user. Without it, the call fails and is not needed.
+    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+    auto issuer = std::shared_ptr<GrantIssuer>(new GrantIssuer(table, std::move(process), device));
+    std::lock_guard lock(issuers().mutex);
+    issuers().open.push_back(issuer.get());
+    return issuer;
+}
+
+GrantIssuer::~GrantIssuer() {
+    close();
+}
+
+bool GrantIssuer::has_granted(std::uint32_t rkey) {
+    std::lock_guard lock(mutex_);
+    return std::ranges::find(rkeys_, rkey) != rkeys_.end();
+}
+
+void GrantIssuer::grant(Region* region, unsigned access) {
+    std::lock_guard lock(mutex_);
+    const std::byte* const mapped_address = table_ == nullptr ? nullptr : region->add_issuer(weak_from_this());
+    if (mapped_address == nullptr) {
+        return;
+    }
+    const std::uint32_t slot = next_slot_++ % GrantTable::slot_count;
+    revoke_slot(slot);
+    rkeys_[slot] = region->rkey;
+    Grant& grant = table_->grants[slot];
+    grant.rkey = region->rkey;
+    grant.begin = region->iova;
+    grant.length_bytes = region->length_bytes;
+    grant.mapped_address = reinterpret_cast<std::uint64_t>(mapped_address);
+    grant.access = access;
+    grant.is_valid = 1;
+}
+
+void GrantIssuer::revoke(std::uint32_t rkey) {
+    std::lock_guard lock(mutex_);
+    const auto found = std::ranges::find(rkeys_, rkey);
+    if (found != rkeys_.end()) {
+        revoke_slot(static_cast<std::uint32_t>(found - rkeys_.begin()));
+    }
+}
+
+void GrantIssuer::revoke_all() {
+    std::lock_guard lock(mutex_);
+    for (std::uint32_t slot = 0; slot < GrantTable::slot_count; ++slot) {
+        revoke_slot(slot);
+    }
+}
+
+void GrantIssuer::revoke_slot(std::uint32_t slot) {
+    if (rkeys_[slot] != 0) {
+        rkeys_[slot] = 0;
+        table_->grants[slot].is_valid = 0;
+        wait_until_unused(slot);
+    }
+}
+
+void GrantIssuer::wait_until_unused(std::uint32_t slot) {
+    const auto is_unused = [&] { return table_->used_slot != slot + 1; };
+    if (is_requester_gone_ || spin_until(is_unused)) {
+        return;
+    }
+    const auto deadline = std::chrono::steady_clock::now() + requester_timeout;
+    pollfd process{requester_process_.get(), POLLIN, 0};
+    while (!is_unused() && !is_requester_gone_) {
+        is_requester_gone_ = poll(&process, 1, 1) > 0 || std::chrono::steady_clock::now() >= deadline;
+    }
+}
+
+void GrantIssuer::close() {
+    {
+        std::lock_guard lock(issuers().mutex);
+        std::erase(issuers().open, this);
+    }
+    revoke_all();
+    collect_traffic();
+    std::lock_guard lock(mutex_);
+    table_ = nullptr;
+}
+
+void GrantIssuer::collect_traffic() {
+    std::lock_guard lock(mutex_);
+    if (table_ == nullptr) {
+        return;
+    }
+    Traffic::Direction& served = device_->traffic.served;
+    served.requests += take_growth(table_->request_count, &collected_requests_);
+    // The requester has counted these bytes at the port.
+    served.write_bytes.add_without_port(take_growth(table_->write_bytes, &collected_write_bytes_));
+    served.read_bytes.add_without_port(take_growth(table_->read_bytes, &collected_read_bytes_));
+}
+
+void collect_granted_traffic() {
+    std::lock_guard lock(issuers().mutex);
+    for (GrantIssuer* const issuer : issuers().open) {
+        issuer->collect_traffic();
+    }
+}
+
+} // namespace gdrkit::twin::verbs

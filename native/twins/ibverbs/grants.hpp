@@ -1,0 +1,86 @@
+// Grants: permissions of a responder by which the requester of a connection copies to and from a region of the
+// responder's process itself, without a thread of the responder. The responder gives a grant after it has served a
+// request to the region. It revokes the grant, and waits for a copy that runs, before the region, the permissions or
+// the state of the queue pair change.
+//
+// The system lets a process access the memory of another one only if it may debug it (ptrace). So a grant gives the
+// requester no power that it would not have without it, and a requester that ignores the table only harms a program of
+// its own user.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "ibverbs/device.hpp"
+#include "model/sockets.hpp"
+
+namespace gdrkit::twin::verbs {
+
+class Region;
+
+struct Grant {
+    std::atomic<std::uint32_t> is_valid{0};
+    std::uint32_t rkey = 0;
+    // The range in addresses of requests, and the address of its first byte in the responder's process.
+    std::uint64_t begin = 0, length_bytes = 0, mapped_address = 0;
+    std::uint32_t access = 0; // IBV_ACCESS_REMOTE_WRITE and IBV_ACCESS_REMOTE_READ
+};
+
+// The grants of a connection, in its shared memory. A requester stores the slot that it will use and then loads
+// `is_valid`. A responder clears `is_valid` and then loads the slot in use. All four accesses are sequentially
+// consistent. So either the requester sees that the grant is revoked, or the responder sees that it is in use.
+struct GrantTable {
+    static constexpr std::uint32_t slot_count = 64;
+    // Written by the requester: the slot in use, counted from 1, or 0; and what it has carried out itself.
+    alignas(64) std::atomic<std::uint32_t> used_slot{0};
+    std::atomic<std::uint64_t> request_count{0}, write_bytes{0}, read_bytes{0};
+    // Written by the responder.
+    alignas(64) Grant grants[slot_count];
+};
+
+// Gives and revokes the grants of one connection, for the responder.
+class GrantIssuer : public std::enable_shared_from_this<GrantIssuer> {
+public:
+    // `table` is valid until close(). Return nullptr if this process cannot observe whether the requester's process
+    // lives.
+    static std::shared_ptr<GrantIssuer> make(GrantTable* table, int requester_process_id, Device* device);
+    ~GrantIssuer();
+    GrantIssuer(const GrantIssuer&) = delete;
+    GrantIssuer& operator=(const GrantIssuer&) = delete;
+
+    [[nodiscard]] bool has_granted(std::uint32_t rkey);
+    // Grant this access to the region, in place of the oldest grant if the table is full. A region whose memory is not
+    // mapped is not granted.
+    void grant(Region* region, unsigned access);
+    // Revoke grants. After these calls the requester does not access the memory any more.
+    void revoke(std::uint32_t rkey);
+    void revoke_all();
+    // Revoke all grants, and do not use the table after this call.
+    void close();
+    // Add what the requester has carried out itself since the last call to the traffic that the device has served.
+    void collect_traffic();
+
+private:
+    GrantIssuer(GrantTable* table, Fd requester_process, Device* device)
+        : table_(table), requester_process_(std::move(requester_process)), device_(device) {}
+    void revoke_slot(std::uint32_t slot);
+    void wait_until_unused(std::uint32_t slot);
+
+    std::mutex mutex_; // is locked before the lock of a region
+    GrantTable* table_;
+    const Fd requester_process_; // is readable when the process has ended
+    Device* const device_;
+    // Keys of the grants that this process has given; 0: the slot is free. The table itself cannot be trusted.
+    std::array<std::uint32_t, GrantTable::slot_count> rkeys_{};
+    std::uint32_t next_slot_ = 0;
+    bool is_requester_gone_ = false; // its process has ended or is stopped, so that no revocation waits for it
+    std::uint64_t collected_requests_ = 0, collected_write_bytes_ = 0, collected_read_bytes_ = 0;
+};
+
+// Collect the traffic of all connections of this process.
+void collect_granted_traffic();
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,128 @@
+// Implements copies between two processes.
+
+#include "ibverbs/parallel_copy.hpp"
+
+#include <sched.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// A smaller copy takes less time than another thread needs to notice it.
+constexpr std::size_t min_parallel_bytes = 256U << 10;
+constexpr std::size_t piece_bytes = 128U << 10;
+// Size of the part that is copied last.
+constexpr std::size_t tail_bytes = 64;
+
+using Clock = std::chrono::steady_clock;
+// A yield or the copy of a piece takes longer than this only if other threads use the processor. A thread that helps
+// then would keep the copy waiting.
+constexpr std::chrono::microseconds longest_yield{50}, longest_piece{200};
+constexpr std::chrono::milliseconds help_pause{20};
+thread_local Clock::time_point help_again_at{};
+
+PeerCopy part_of(const PeerCopy& copy, std::size_t offset, std::size_t size) {
+    return {copy.process_id, copy.reads, copy.local + offset, copy.remote_address + offset, size};
+}
+
+// The raw system calls bypass the libc functions that ThreadSanitizer intercepts, as in bounce_buffer.cpp.
+long move(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote) {
+    return syscall(reads ? SYS_process_vm_readv : SYS_process_vm_writev, process_id, local.data(), local.size(),
+                   remote.data(), remote.size(), 0);
+}
+
+} // namespace
+
+bool copy_with_peer(const PeerCopy& copy) {
+    iovec local{copy.local, copy.size};
+    iovec remote{reinterpret_cast<void*>(copy.remote_address), copy.size};
+    while (local.iov_len > 0) {
+        const long moved_bytes = move(copy.process_id, copy.reads, {&local, 1}, {&remote, 1});
+        if (moved_bytes <= 0) {
+            return false;
+        }
+        for (iovec* const range : {&local, &remote}) {
+            range->iov_base = static_cast<char*>(range->iov_base) + moved_bytes;
+            range->iov_len -= static_cast<std::size_t>(moved_bytes);
+        }
+    }
+    return true;
+}
+
+bool copy_lists_with_peer(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote) {
+    std::size_t size = 0;
+    for (const iovec& range : local) {
+        size += range.iov_len;
+    }
+    return move(process_id, reads, local, remote) == static_cast<long>(size);
+}
+
+bool ParallelCopy::run(const PeerCopy& copy) {
+    if (copy.size < min_parallel_bytes) {
+        return copy_with_peer(copy);
+    }
+    const std::size_t tail_offset = copy.size - tail_bytes;
+    {
+        std::lock_guard lock(mutex_);
+        copy_ = copy;
+        begin_offset_ = 0;
+        end_offset_ = tail_offset;
+        has_failed_ = false;
+        has_free_pieces_ = true;
+    }
+    while (copy_next_piece(false)) {
+    }
+    for (int count = active_count_; count != 0; count = active_count_) {
+        active_count_.wait(count);
+    }
+    return !has_failed_ && copy_with_peer(part_of(copy, tail_offset, tail_bytes));
+}
+
+void ParallelCopy::help() {
+    for (auto now = Clock::now(); has_free_pieces_ && now >= help_again_at && copy_next_piece(true);) {
+        const auto began_at = std::exchange(now, Clock::now());
+        if (now - began_at > longest_piece) {
+            help_again_at = now + help_pause;
+        }
+    }
+}
+
+void ParallelCopy::yield_processor() {
+    const auto began_at = Clock::now();
+    sched_yield();
+    if (const auto now = Clock::now(); now - began_at > longest_yield) {
+        help_again_at = now + help_pause;
+    }
+}
+
+bool ParallelCopy::copy_next_piece(bool from_end) {
+    PeerCopy piece{};
+    {
+        std::lock_guard lock(mutex_);
+        const std::size_t size = std::min(piece_bytes, end_offset_ - begin_offset_);
+        if (size == 0) {
+            return false;
+        }
+        piece = part_of(copy_, from_end ? end_offset_ - size : begin_offset_, size);
+        (from_end ? end_offset_ : begin_offset_) += from_end ? -size : size;
+        has_free_pieces_ = begin_offset_ != end_offset_;
+        ++active_count_;
+    }
+    if (!copy_with_peer(piece)) {
+        has_failed_ = true;
+        std::lock_guard lock(mutex_);
+        end_offset_ = begin_offset_;
+        has_free_pieces_ = false;
+    }
+    --active_count_;
+    active_count_.notify_one();
+    return true;
+}
+
+} // namespace gdrkit::twin::verbs

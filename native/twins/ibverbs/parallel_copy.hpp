@@ -1,0 +1,57 @@
+// Copies between the memory of this process and that of a peer, by process_vm_readv and process_vm_writev. A thread
+// that has nothing else to do can take part in a large copy of another thread.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+
+namespace gdrkit::twin::verbs {
+
+// A copy of `size` bytes between this process and another one.
+struct PeerCopy {
+    int process_id;
+    bool reads; // false: write to the memory of the other process
+    std::byte* local;
+    std::uint64_t remote_address;
+    std::size_t size;
+};
+
+// Carry out a copy, from the first byte to the last. Return false if the memory of either process is not mapped or the
+// other process has ended; a part may be copied then. No signal is raised.
+bool copy_with_peer(const PeerCopy& copy);
+
+// Copy between lists of ranges by one system call. The sizes of local.front() and remote.front() are equal, and so on.
+// Return false as copy_with_peer does.
+bool copy_lists_with_peer(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote);
+
+// A copy in which several threads take part.
+class ParallelCopy {
+public:
+    // Carry out a copy as copy_with_peer does. Only one thread at a time may call this function. The last bytes are
+    // copied after all others, because programs poll the last byte of a message that a peer writes.
+    bool run(const PeerCopy& copy);
+    // Take part in the copy that another thread runs, if there is one, unless this thread has had to wait for a
+    // processor recently.
+    void help();
+    // Give up the processor. help() takes this thread for one that waits for a processor if another thread keeps it.
+    static void yield_processor();
+
+private:
+    // The thread that runs the copy takes pieces from its begin, and others take them from its end. So each processor
+    // keeps its part of a buffer that is copied again and again in its cache.
+    bool copy_next_piece(bool from_end);
+
+    std::mutex mutex_;
+    PeerCopy copy_{};
+    std::size_t begin_offset_ = 0, end_offset_ = 0; // the part that no thread has taken
+    std::atomic<bool> has_free_pieces_{false};
+    std::atomic<bool> has_failed_{false};
+    std::atomic<int> active_count_{0}; // number of threads that copy a piece
+};
+
+} // namespace gdrkit::twin::verbs

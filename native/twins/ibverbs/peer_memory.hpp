@@ -1,0 +1,57 @@
+// The memory of the process to which the requester of a queue pair is connected, as far as the responder has granted
+// access to it (grants.hpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+
+#include "ibverbs/grants.hpp"
+#include "ibverbs/parallel_copy.hpp"
+#include "ibverbs/wire.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// The range of a peer's memory to which a request refers, and the access that it needs: IBV_ACCESS_REMOTE_WRITE or
+// IBV_ACCESS_REMOTE_READ.
+struct PeerRange {
+    std::uint32_t rkey;
+    unsigned access;
+    std::uint64_t address;
+    std::uint64_t size;
+};
+
+class PeerMemory {
+public:
+    static constexpr std::size_t max_list_length = 32;
+
+    // Return nullptr if the system does not let this process access the memory of the peer. `socket` is connected to
+    // the peer.
+    static std::unique_ptr<PeerMemory> open(int socket, const wire::ConnectReply& reply, GrantTable* grants);
+
+    // Return whether there is a grant for the range.
+    [[nodiscard]] bool is_granted(const PeerRange& range) { return find_slot(range).has_value(); }
+    // Copy between the range and `local`. Return false if the range is not granted or the copy fails. After a failed
+    // copy no range is granted any more.
+    bool copy(const PeerRange& range, std::byte* local, ParallelCopy* parallel_copy);
+    // Copy between ranges with the same key and access, and the memory `local`, by one call. Return false as above.
+    bool copy_list(std::span<const PeerRange> ranges, std::span<const iovec> local);
+    // Count a request that was carried out by copies, for the peer and at the peer's port.
+    void count_request(const PeerRange& range);
+
+private:
+    PeerMemory(int process_id, unsigned device_index, GrantTable* grants)
+        : process_id_(process_id), device_index_(device_index), grants_(grants) {}
+    std::optional<std::uint32_t> find_slot(const PeerRange& range);
+    template <typename Copy> bool use_grant(const PeerRange& range, Copy copy);
+
+    const int process_id_;
+    const unsigned device_index_;
+    GrantTable* const grants_;
+    std::uint32_t last_slot_ = 0;
+    bool has_failed_ = false;
+};
+
+} // namespace gdrkit::twin::verbs

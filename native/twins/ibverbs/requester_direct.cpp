@@ -1,0 +1,179 @@
+// The requester carries out a write or a read itself where the responder has granted access to the region
+// (grants.hpp): it copies between the memory of the two processes, and no other thread takes part. Whenever that is not
+// possible, also after an error, the request is submitted to the responder, which determines its status.
+#include <algorithm>
+#include <array>
+
+#include "ibverbs/connected_queue_pair.hpp"
+
+namespace gdrkit::twin::verbs {
+namespace {
+
+// A grant is used for at most this number of bytes, so that its revocation does not wait long.
+constexpr std::uint64_t max_segment_bytes = 1U << 20;
+// A list of requests that is copied by one call has at most this number of bytes.
+constexpr std::uint64_t max_list_bytes = 64U << 10;
+// The process id of a peer that has ended may be used again. So the connection is checked after this time.
+constexpr std::chrono::milliseconds peer_check_interval{1};
+
+// Return the range of the peer's memory that the request needs. Its access is 0 if the requester cannot carry out the
+// request itself, because it does more than copy one range.
+PeerRange range_of(const SendWork& work) {
+    const bool has_one_range = work.length_bytes > 0 && (work.is_inline || work.sges.size() == 1);
+    unsigned access = 0;
+    if (has_one_range && work.opcode == IBV_WR_RDMA_WRITE) {
+        access = IBV_ACCESS_REMOTE_WRITE;
+    } else if (has_one_range && work.opcode == IBV_WR_RDMA_READ) {
+        access = IBV_ACCESS_REMOTE_READ;
+    }
+    return {work.rkey, access, work.remote_address, work.length_bytes};
+}
+
+unsigned local_access(const PeerRange& range) {
+    return range.access == IBV_ACCESS_REMOTE_READ ? IBV_ACCESS_LOCAL_WRITE : 0;
+}
+
+// Return the memory of this process that the request copies, as an address in its region.
+iovec local_range(const SendWork& work) {
+    return {reinterpret_cast<void*>(work.sges.front().addr), work.length_bytes};
+}
+
+// Return whether the chunk belongs to a request that the requester could carry out itself with a grant.
+bool only_copies(const wire::Request& request) {
+    return request.opcode == wire::Opcode::read ||
+           (request.opcode == wire::Opcode::write && (request.flags & wire::flag_immediate) == 0);
+}
+
+} // namespace
+
+bool ConnectedQueuePair::has_grant(const SendWork& work) {
+    const PeerRange range = range_of(work);
+    return peer_memory_ != nullptr && range.access != 0 && peer_memory_->is_granted(range);
+}
+
+// Return whether a request with a grant shall wait until the chunks in flight have been served, so that it can be
+// copied. It does not wait for sends and atomic requests, whose responses would come late if they alternate with
+// copies.
+bool ConnectedQueuePair::must_drain_for_copy(const SendWork& next_send) {
+    Fifo<InFlightChunk>& in_flight = requester_state_.in_flight;
+    if (in_flight.empty() || !has_grant(next_send)) {
+        return false;
+    }
+    for (std::size_t index = 0; index < in_flight.size(); ++index) {
+        if (!only_copies(in_flight[index].request)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool ConnectedQueuePair::peer_lives() {
+    RequesterState& requester = requester_state_;
+    if (const auto now = Clock::now(); now - requester.last_peer_check >= peer_check_interval) {
+        requester.last_peer_check = now;
+        requester.is_peer_gone |= !link_->take_wake(peer_socket_.get());
+    }
+    return !requester.is_peer_gone;
+}
+
+// Carry out the last started request without the responder. Return false if it must be submitted to the responder.
+bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& attr) {
+    RequesterState& requester = requester_state_;
+    // A copy must not overtake earlier requests.
+    if (!requester.in_flight.empty() || requester.started.size() != 1 || !has_grant(work) || !peer_lives()) {
+        return false;
+    }
+    if (copy_list(work, attr)) {
+        return true;
+    }
+    const PeerRange range = range_of(work);
+    for (std::uint64_t offset = 0; offset < range.size; offset += max_segment_bytes) {
+        if (offset > 0) {
+            Lock lock(mutex_);
+            if (is_interrupted()) {
+                requester.local_error = IBV_WC_WR_FLUSH_ERR;
+                return true;
+            }
+        }
+        const std::uint64_t segment_bytes = std::min(range.size - offset, max_segment_bytes);
+        if (!copy_segment(work, {range.rkey, range.access, range.address + offset, segment_bytes}, offset)) {
+            return false;
+        }
+    }
+    finish_copied(range, attr);
+    return true;
+}
+
+// Copy the last started request and further queued ones by one call, if they are small, alike, and in one local region.
+// Return false if there is no such list, or it could not be copied.
+bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr) {
+    Fifo<SendWork>& queued = requester_state_.queued;
+    if (queued.empty() || work.is_inline || has_fault_rule(work.opcode)) {
+        return false;
+    }
+    std::array<PeerRange, PeerMemory::max_list_length> ranges;
+    std::array<iovec, PeerMemory::max_list_length> local;
+    ranges[0] = range_of(work);
+    local[0] = local_range(work);
+    Region* const region = find_local_region(work.sges.front(), local_access(ranges[0]));
+    std::uint64_t list_bytes = ranges[0].size;
+    std::size_t count = 1;
+    for (; region != nullptr && count < ranges.size() && count <= queued.size(); ++count) {
+        const SendWork& next = queued[count - 1];
+        ranges[count] = range_of(next);
+        list_bytes += ranges[count].size;
+        if (next.is_inline || list_bytes > max_list_bytes || ranges[count].access != ranges[0].access ||
+            ranges[count].rkey != ranges[0].rkey || next.sges.front().lkey != work.sges.front().lkey ||
+            !region->covers(next.sges.front().addr, next.sges.front().length)) {
+            break;
+        }
+        local[count] = local_range(next);
+    }
+    if (count < 2 || !region->is_mapped() ||
+        region->access_mapped(std::span(local).first(count), [&](std::span<const iovec> mapped) {
+            return peer_memory_->copy_list(std::span(ranges).first(count), mapped);
+        }) != RegionError::none) {
+        return false;
+    }
+    finish_copied(ranges[0], attr);
+    for (std::size_t index = 1; index < count && !requester_state_.error; ++index) {
+        requester_state_.started.push_back(std::move(queued.front()));
+        queued.pop_front();
+        count_without_fault(requester_state_.started.front().opcode);
+        finish_copied(ranges[index], attr);
+    }
+    return true;
+}
+
+// The first started request was copied.
+void ConnectedQueuePair::finish_copied(const PeerRange& range, const ibv_qp_attr& attr) {
+    peer_memory_->count_request(range);
+    requester_state_.copied_bytes += range.size;
+    finish_first_started(attr);
+}
+
+bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& range, std::uint64_t offset) {
+    if (work.is_inline) {
+        std::byte* const data = const_cast<std::byte*>(work.inline_data.data()) + offset;
+        return peer_memory_->copy(range, data, &parallel_copy_);
+    }
+    const ibv_sge& sge = work.sges.front();
+    Region* const region = find_local_region(sge, local_access(range));
+    return region != nullptr && region->is_mapped() &&
+           region->access_mapped(sge.addr + offset, [&](std::byte* address) {
+               return peer_memory_->copy(range, address, &parallel_copy_);
+           }) == RegionError::none;
+}
+
+// Move the first started request, which was carried out, to the finished ones, unless the fault plan makes it fail.
+void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
+    RequesterState& requester = requester_state_;
+    if (const auto fault = injected_fault_after(requester.started.front().opcode, attr)) {
+        requester.error = static_cast<ibv_wc_status>(*fault);
+        return;
+    }
+    requester.finished.push_back(std::move(requester.started.front()));
+    requester.started.pop_front();
+}
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,38 @@
+// The responder grants regions to its peer, and revokes the grants.
+#include "ibverbs/connected_queue_pair.hpp"
+
+namespace gdrkit::twin::verbs {
+
+// Let the peer access the region itself from now on (grants.hpp). A memory window is not granted, because its bounds
+// are not those of its region.
+void ConnectedQueuePair::grant(Region* region, std::uint32_t rkey, const Connection& connection) {
+    if (connection.grants == nullptr || region->rkey != rkey || connection.grants->has_granted(rkey)) {
+        return;
+    }
+    Lock lock(mutex_);
+    if (is_closing_ || !can_receive_requests() || connection.generation != generation_) {
+        return;
+    }
+    unsigned access = 0;
+    for (const unsigned type : {IBV_ACCESS_REMOTE_WRITE, IBV_ACCESS_REMOTE_READ}) {
+        access |= region->permits(type) && permits(lock, type) ? type : 0;
+    }
+    connection.grants->grant(region, access);
+}
+
+// Revoke the grants of a connection whose link is destroyed next.
+void ConnectedQueuePair::close_grants(const Connection& connection) {
+    if (connection.grants != nullptr) {
+        connection.grants->close();
+    }
+}
+
+void ConnectedQueuePair::revoke_grants(const Lock&) {
+    for (const Connection& connection : connections_) {
+        if (connection.grants != nullptr) {
+            connection.grants->revoke_all();
+        }
+    }
+}
+
+} // namespace gdrkit::twin::verbs

@@ -1,0 +1,266 @@
+// Tests of writes and reads that the requester carries out itself under a grant of the responder: they need no thread
+// of the responder, and they end when the region, the permissions or the state of the queue pair change.
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <thread>
+
+#include "control/control.h"
+#include "tests/ibverbs_support.hpp"
+#include "tests/peer_process.hpp"
+
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr std::size_t large_bytes = 4UL << 20;
+
+struct Target {
+    Address address;
+    std::uint64_t remote_address;
+    std::uint32_t rkey;
+};
+
+// Body of the target process: it stops itself, and continues when the test has accessed its memory.
+int run_target(int socket) {
+    Endpoint endpoint(1);
+    Buffer memory(endpoint.pd, large_bytes);
+    send_value(socket, Target{endpoint.address(), memory.at(), memory.mr->rkey});
+    endpoint.connect(receive_value<Address>(socket));
+    send_value(socket, 'r');
+    CHECK(receive_value<char>(socket) == 's');
+    CHECK(raise(SIGSTOP) == 0);
+    CHECK(has_pattern(memory.bytes, large_bytes));
+    send_value(socket, 'k');
+    return receive_value<char>(socket) == 'e' ? 0 : 1;
+}
+
+void write(Endpoint* requester, const Buffer& from, std::uint64_t remote, std::uint32_t rkey, std::size_t size) {
+    CHECK(requester->post(request(size, IBV_WR_RDMA_WRITE, remote, rkey), {from.sge(0, size)}) == 0);
+    requester->expect_completion(size, IBV_WC_SUCCESS);
+}
+
+// A device accesses the memory of a stopped process.
+void test_stopped_process_is_accessed() {
+    const PeerProcess peer;
+    Endpoint endpoint(0);
+    const auto target = receive_value<Target>(peer.socket.get());
+    send_value(peer.socket.get(), endpoint.address());
+    endpoint.connect(target.address);
+    receive_value<char>(peer.socket.get());
+    Buffer from(endpoint.pd, large_bytes), back(endpoint.pd, large_bytes);
+    fill_pattern(from.bytes, large_bytes);
+    // The responder serves this request, and then grants the region.
+    write(&endpoint, from, target.remote_address, target.rkey, 8);
+    send_value(peer.socket.get(), 's');
+    int status = 0;
+    CHECK(waitpid(peer.pid, &status, WUNTRACED) == peer.pid && WIFSTOPPED(status));
+    write(&endpoint, from, target.remote_address, target.rkey, 16);
+    write(&endpoint, from, target.remote_address, target.rkey, large_bytes);
+    CHECK(endpoint.post(request(1, IBV_WR_RDMA_READ, target.remote_address, target.rkey), {back.sge(0, large_bytes)}) ==
+          0);
+    endpoint.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(has_pattern(back.bytes, large_bytes));
+    CHECK(kill(peer.pid, SIGCONT) == 0);
+    CHECK(receive_value<char>(peer.socket.get()) == 'k');
+    send_value(peer.socket.get(), 'e');
+    CHECK(peer.wait() == 0);
+}
+
+// Two connected queue pairs of this process, and memory of the second one that is granted to the first.
+struct Granted {
+    Endpoint requester{0}, responder{1};
+    Buffer from{requester.pd, large_bytes}, to{responder.pd, large_bytes};
+
+    Granted() {
+        connect(&requester, &responder);
+        fill_pattern(from.bytes, large_bytes);
+        write(&requester, from, to.at(), to.mr->rkey, 8);
+        write(&requester, from, to.at(), to.mr->rkey, 16);
+    }
+    void expect_refusal(ibv_wc_status status) {
+        std::memset(to.bytes, 0, to.size);
+        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), rkey), {from.sge(0, large_bytes)}) == 0);
+        requester.expect_completion(1, status);
+        CHECK(to.bytes[0] == 0 && to.bytes[large_bytes - 1] == 0);
+    }
+    const std::uint32_t rkey = to.mr->rkey;
+};
+
+void test_deregistered_memory_is_refused() {
+    Granted granted;
+    CHECK(ibv_dereg_mr(granted.to.mr) == 0);
+    granted.to.mr = nullptr;
+    granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
+}
+
+void test_reregistered_access_is_refused() {
+    Granted granted;
+    CHECK(ibv_rereg_mr(granted.to.mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, IBV_ACCESS_REMOTE_READ) == 0);
+    CHECK(granted.to.mr->rkey == granted.rkey);
+    granted.expect_refusal(IBV_WC_REM_ACCESS_ERR);
+}
+
+void test_bytes_outside_the_region_are_refused() {
+    Granted granted;
+    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_WRITE, granted.to.at(large_bytes - 7), granted.rkey),
+                                 {granted.from.sge(0, 8)}) == 0);
+    granted.requester.expect_completion(1, IBV_WC_REM_ACCESS_ERR);
+}
+
+void test_permissions_of_queue_pair_are_followed() {
+    Granted granted;
+    ibv_qp_attr attr{};
+    attr.qp_access_flags = IBV_ACCESS_REMOTE_READ;
+    CHECK(ibv_modify_qp(granted.responder.qp, &attr, IBV_QP_ACCESS_FLAGS) == 0);
+    Buffer back(granted.requester.pd, 16);
+    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_READ, granted.to.at(), granted.rkey), {back.sge(0, 16)}) == 0);
+    granted.requester.expect_completion(1, IBV_WC_SUCCESS);
+    CHECK(has_pattern(back.bytes, 16));
+    granted.expect_refusal(IBV_WC_REM_INV_REQ_ERR);
+}
+
+void test_queue_pair_in_error_is_not_accessed() {
+    Granted granted;
+    CHECK(granted.responder.modify_to(IBV_QPS_ERR) == 0);
+    granted.expect_refusal(IBV_WC_RETRY_EXC_ERR);
+}
+
+void test_unmapped_memory_of_responder_fails() {
+    Granted granted;
+    void* const memory = mmap(nullptr, large_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    ibv_mr* const mr = ibv_reg_mr(granted.responder.pd, memory, large_bytes, all_access);
+    CHECK(mr != nullptr);
+    write(&granted.requester, granted.from, address_of(memory), mr->rkey, 8);
+    CHECK(munmap(static_cast<char*>(memory) + large_bytes / 2, large_bytes / 2) == 0);
+    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_WRITE, address_of(memory), mr->rkey),
+                                 {granted.from.sge(0, large_bytes)}) == 0);
+    granted.requester.expect_completion(1, IBV_WC_REM_OP_ERR);
+    CHECK(ibv_dereg_mr(mr) == 0);
+    munmap(memory, large_bytes / 2);
+}
+
+void test_unmapped_memory_of_requester_fails() {
+    Granted granted;
+    void* const memory = mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED);
+    ibv_mr* const mr = ibv_reg_mr(granted.requester.pd, memory, 8192, all_access);
+    CHECK(mr != nullptr && munmap(memory, 8192) == 0);
+    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_WRITE, granted.to.at(), granted.rkey),
+                                 {make_sge(mr, address_of(memory), 8)}) == 0);
+    granted.requester.expect_completion(1, IBV_WC_LOC_PROT_ERR);
+    CHECK(ibv_dereg_mr(mr) == 0);
+}
+
+// A write must not overtake a send before it, also if the send waits for a receive request.
+void test_write_does_not_overtake_send() {
+    Granted granted;
+    std::memset(granted.to.bytes, 0, 64);
+    CHECK(granted.requester.post(request(1, IBV_WR_SEND), {granted.from.sge(0, 8)}) == 0);
+    CHECK(granted.requester.post(request(2, IBV_WR_RDMA_WRITE, granted.to.at(32), granted.rkey),
+                                 {granted.from.sge(0, 8)}) == 0);
+    usleep(20000);
+    CHECK(granted.to.bytes[32] == 0);
+    CHECK(granted.responder.post_receive(3, {granted.to.sge(0, 8)}) == 0);
+    granted.responder.expect_completion(3, IBV_WC_SUCCESS);
+    granted.requester.expect_completion(1, IBV_WC_SUCCESS);
+    granted.requester.expect_completion(2, IBV_WC_SUCCESS);
+    CHECK(has_pattern(granted.to.bytes + 32, 8));
+}
+
+// More regions than there are slots for grants: each is written correctly.
+void test_many_regions_are_granted_in_turn() {
+    Granted granted;
+    std::vector<ibv_mr*> regions;
+    for (std::size_t index = 0; index < 100; ++index) {
+        regions.push_back(ibv_reg_mr(granted.responder.pd, granted.to.bytes + index * 4096, 4096, all_access));
+        CHECK(regions.back() != nullptr);
+    }
+    for (int round = 0; round < 3; ++round) {
+        std::memset(granted.to.bytes, 0, granted.to.size);
+        for (std::size_t index = 0; index < regions.size(); ++index) {
+            write(&granted.requester, granted.from, granted.to.at(index * 4096), regions[index]->rkey, 64);
+            CHECK(has_pattern(granted.to.bytes + index * 4096, 64) && granted.to.bytes[index * 4096 + 64] == 0);
+        }
+    }
+    for (ibv_mr* const mr : regions) {
+        CHECK(ibv_dereg_mr(mr) == 0);
+    }
+}
+
+// After deregistration has returned, no byte of the region changes, although the requester writes without pause.
+void test_deregistration_waits_for_copies() {
+    for (int round = 0; round < 50; ++round) {
+        Granted granted;
+        std::atomic<bool> has_started{false};
+        std::thread writer([&] {
+            for (std::uint64_t count = 0;; ++count) {
+                granted.from.bytes[0] = static_cast<std::uint8_t>(count);
+                const ibv_send_wr wr = request(count, IBV_WR_RDMA_WRITE, granted.to.at(), granted.rkey);
+                CHECK(granted.requester.post(wr, {granted.from.sge(0, large_bytes)}) == 0);
+                ibv_wc wc{};
+                while (ibv_poll_cq(granted.requester.cq, 1, &wc) == 0) {
+                }
+                if (wc.status != IBV_WC_SUCCESS) {
+                    CHECK(wc.status == IBV_WC_REM_ACCESS_ERR);
+                    return;
+                }
+                has_started = true;
+            }
+        });
+        while (!has_started) {
+            std::this_thread::yield();
+        }
+        usleep(static_cast<useconds_t>(round * 37));
+        CHECK(ibv_dereg_mr(granted.to.mr) == 0);
+        granted.to.mr = nullptr;
+        std::memset(granted.to.bytes, 0xee, large_bytes);
+        writer.join();
+        for (std::size_t index = 0; index < large_bytes; ++index) {
+            CHECK(granted.to.bytes[index] == 0xee);
+        }
+    }
+}
+
+std::string ledger_json() {
+    std::string json(static_cast<std::size_t>(gdrkit_twin_ledger(nullptr, 0)) + 4096, '\0');
+    json.resize(static_cast<std::size_t>(gdrkit_twin_ledger(json.data(), json.size())));
+    return json;
+}
+
+// The bytes that the requester copies itself count at both devices.
+void test_copied_bytes_are_counted() {
+    Granted granted;
+    Buffer back(granted.requester.pd, 100);
+    CHECK(granted.requester.post(request(1, IBV_WR_RDMA_READ, granted.to.at(), granted.rkey), {back.sge(0, 100)}) == 0);
+    granted.requester.expect_completion(1, IBV_WC_SUCCESS);
+    const std::string json = ledger_json();
+    CHECK(json.find("\"twin0\":{\"write_bytes\":24,\"read_bytes\":100,\"send_bytes\":0,\"requests\":3,") !=
+          std::string::npos);
+    CHECK(json.find("\"served_write_bytes\":24,\"served_read_bytes\":100,\"served_send_bytes\":0,"
+                    "\"served_requests\":3") != std::string::npos);
+}
+
+} // namespace
+
+int main(int count, char** arguments) {
+    isolate_from_other_processes();
+    if (count > 1) {
+        return run_target(std::atoi(arguments[1]));
+    }
+    test_copied_bytes_are_counted(); // runs first, because the counters start at 0
+    test_stopped_process_is_accessed();
+    test_deregistered_memory_is_refused();
+    test_reregistered_access_is_refused();
+    test_bytes_outside_the_region_are_refused();
+    test_permissions_of_queue_pair_are_followed();
+    test_queue_pair_in_error_is_not_accessed();
+    test_unmapped_memory_of_responder_fails();
+    test_unmapped_memory_of_requester_fails();
+    test_write_does_not_overtake_send();
+    test_many_regions_are_granted_in_turn();
+    test_deregistration_waits_for_copies();
+    return 0;
+}
