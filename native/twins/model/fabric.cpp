@@ -81,7 +81,7 @@ bool authenticate_to_server(int socket) {
            is_equal_digest(server_digest, make_digest("server", hello.nonce, proof.nonce));
 }
 
-Sha256Digest make_datagram_digest(const iovec& header, const iovec& payload, std::size_t payload_bytes) {
+HmacDigest make_datagram_digest(const iovec& header, const iovec& payload, std::size_t payload_bytes) {
     const auto* const bytes = static_cast<const char*>(payload.iov_base);
     return hmac_sha256(
         config().fabric_secret,
@@ -128,7 +128,7 @@ int receive_fabric_datagrams(const FabricAddress& address, std::uint16_t* port) 
 int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t port, const iovec& header,
                          const iovec& payload) {
     SocketAddress socket_address(address, port);
-    Sha256Digest digest = make_datagram_digest(header, payload, payload.iov_len);
+    HmacDigest digest = make_datagram_digest(header, payload, payload.iov_len);
     iovec parts[] = {{digest.data(), digest.size()}, header, payload};
     msghdr message{};
     message.msg_name = socket_address.get();
@@ -143,7 +143,7 @@ int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t
 }
 
 int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size) {
-    Sha256Digest digest{};
+    HmacDigest digest{};
     iovec parts[] = {{digest.data(), digest.size()}, header, payload};
     msghdr message{};
     message.msg_iov = parts;
