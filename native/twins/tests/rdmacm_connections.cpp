@@ -100,7 +100,7 @@ void test_port_without_listener_rejects() {
 void test_listener_may_start_just_after_the_request() {
     const EventChannel server_channel, client_channel;
     rdma_cm_id* const listener = make_id(server_channel);
-    CHECK(rdma_bind_addr(listener, Endpoint4or6("127.0.0.1", 0)) == 0);
+    CHECK(rdma_bind_addr(listener, IpEndpoint("127.0.0.1", 0)) == 0);
     rdma_cm_id* const client = make_id(client_channel);
     resolve(client_channel, client, "127.0.0.1", ntohs(rdma_get_src_port(listener)));
     make_queue_pair(client);
