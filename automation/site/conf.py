@@ -39,3 +39,5 @@ html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 # Code in the documents is plain text if it does not name its language.
 highlight_language = "text"
+# Options begin with two hyphens, which would become a dash.
+smartquotes = False

@@ -76,7 +76,7 @@ def api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
                 parts.append(f"Used in {', '.join(links)}.\n")
         pages[f"{API_FOLDER}/{module_name}.md"] = "\n".join(parts)
     listing = "\n".join(f"{name}" for name in modules)
-    rows = [f"| [{name}]({name}.md) | {_first_sentence(module)} |" for name, module in modules.items()]
+    rows = [f"| [{name}]({name}.md) | {_first_paragraph(module)} |" for name, module in modules.items()]
     table = "\n".join(["| module | contents |", "|---|---|", *rows])
     toctree = f"```{{toctree}}\n:hidden:\n\n{listing}\n```\n"
     names_count = sum(len(module.__all__) for module in modules.values())
@@ -103,8 +103,9 @@ def _directive(name: str, argument: str, *options: str) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
-def _first_sentence(module: ModuleType) -> str:
-    text = " ".join((module.__doc__ or "").split("\n\n")[0].split()).replace("|", "\\|")
+def _first_paragraph(value: object) -> str:
+    """Return the first paragraph of a docstring for the cell of a table."""
+    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("|", "\\|")
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").removesuffix("::")
 
 
@@ -175,8 +176,4 @@ def _exception_row(error_class: type[errors.GdrkitError]) -> str:
     # ExitCode.of reads only the class of the error.
     code = ExitCode.of(BaseException.__new__(error_class))
     link = f"[{error_class.__name__}](api/gdrkit.errors.md#{error_class.__name__.lower()})"
-    return f"| {link} | `{error_class.__mro__[1].__name__}` | {_first_sentence_of(error_class)} | {int(code)} |"
-
-
-def _first_sentence_of(value: type) -> str:
-    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")
+    return f"| {link} | `{error_class.__mro__[1].__name__}` | {_first_paragraph(error_class)} | {int(code)} |"
