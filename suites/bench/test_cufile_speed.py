@@ -47,7 +47,7 @@ pytestmark = [needs(needs_device(), cufile_needs.driver, cufile_needs.udev_prese
 CALL_BYTES_BEFORE = 64 * MIB
 SMALL_BYTES = 64 * KIB
 # Workers, and size of a call in MiB.
-SETTINGS = ((4, 4), (8, 1), (8, 4), (8, 16), (16, 1), (16, 2), (16, 4), (16, 16), (32, 4))
+SETTINGS = ((4, 4), (8, 1), (8, 4), (8, 16), (12, 8), (16, 2), (16, 4), (16, 8), (16, 16), (24, 8))
 # The methods that read into memory that is not registered.
 NOT_REGISTERED = ("one_thread", "path_not_registered")
 FLAGS = {"cached": 0, "o_direct": os.O_DIRECT}

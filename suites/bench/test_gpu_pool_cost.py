@@ -50,9 +50,9 @@ def test_create_and_destroy_of_a_gpu_iov(
 ) -> None:
     is_measured = request.config.getoption("--benchmark-enable")
     rounds_count, calls_count = (9, 5) if is_measured else (1, 2)
-    # gdrkit retains the primary context at the first use of a device, and this case does not use the device. So the
-    # time of each iov without the pool includes the creation of the context, which an application often has already.
-    with cuda.Device(0), AgentProcess(tmp_path):
+    # The primary context exists during the whole case, as in an application that uses the GPU. Otherwise each iov
+    # without the pool would create it and destroy it again.
+    with cuda.Device(0) as device, device.current(), AgentProcess(tmp_path):
         pooled = create_and_destroy(tmp_path, size_mib * MIB, POOL_BYTES)
         unpooled = create_and_destroy(tmp_path, size_mib * MIB, 0)
         ratios: list[float] = []
