@@ -19,6 +19,6 @@ print("build id of Python:", elf.build_id)
 assert evidence.parse_elf(Path(sys.executable).read_bytes(), name="python") == elf
 
 print(len(evidence.descriptors()), "descriptors,", len(evidence.device_nodes()), "open devices")
-print("counters:", evidence.counters(tree))
+print("counters:", host.port_counters(tree))
 print("kernel log:", evidence.kernel_log(tree, records_max=10).unreadable or "readable")
 print("missing evidence of RDMA:", evidence.kernel_evidence().rdma_missing)

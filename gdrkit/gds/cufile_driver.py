@@ -34,7 +34,7 @@ _JOBS_MAX = 1024
 class CufileOptions:
     """Settings of the transfers by cuFile.
 
-    The defaults were the fastest of the measured settings on one H200 with 16 processors in compat mode. See docs/gds.md.
+    The defaults were the fastest of those measured on one H200 with 16 processors in compat mode. See docs/gds.md.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
-from typing import TextIO
+from typing import IO
 
 from support.python_child import module_command
 
@@ -19,7 +19,7 @@ from gdrkit.verbs import Endpoint, Nic, RemoteRange
 _LENGTH_BYTES = 1 << 20
 
 
-def write_without_end(own: TextIO, peer: TextIO) -> int:
+def write_without_end(own: IO[str], peer: IO[str]) -> int:
     """Exchange the endpoints as lines on `own` and `peer`, and write until the peer is lost. Return the exit code."""
     with (
         Nic.open("twin0") as nic,

@@ -15,6 +15,8 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
+std::atomic<std::uint64_t> properties_calls = 0;
+
 struct Driver {
     std::mutex mutex;
     bool open = false;
@@ -103,6 +105,10 @@ CompatModes compat_modes() {
     return state.compat_modes;
 }
 
+std::uint64_t properties_call_count() {
+    return properties_calls;
+}
+
 std::vector<std::array<std::uint8_t, 16>> device_uuids() {
     Driver& state = driver();
     std::lock_guard lock(state.mutex);
@@ -161,6 +167,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties
         if (properties == nullptr) {
             throw CufileError{invalid_value};
         }
+        ++properties_calls;
         // nvidia-fs is not loaded: version 0.0, and no supported file systems.
         *properties = {};
         const bool allows_compat = is_open() ? compat_modes().allow_compat : bool_parameter(bool_allow_compat);

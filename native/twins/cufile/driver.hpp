@@ -25,6 +25,9 @@ void require_open_driver();
 [[nodiscard]] CompatModes compat_modes();
 [[nodiscard]] std::vector<std::array<std::uint8_t, 16>> device_uuids();
 
+// Number of calls of cuFileDriverGetProperties in this process.
+[[nodiscard]] std::uint64_t properties_call_count();
+
 // Keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.
 class OperationInProgress {
 public:

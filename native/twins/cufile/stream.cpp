@@ -90,6 +90,7 @@ struct QueuedTransfer {
     const off_t* buffer_offset = nullptr;
     ssize_t* result = nullptr;
     TransferRange submitted; // the values at the call
+    std::uint64_t properties_call_count = cufile::properties_call_count();
 };
 
 ssize_t run_queued(const QueuedTransfer& queued) {
@@ -98,7 +99,8 @@ ssize_t run_queued(const QueuedTransfer& queued) {
     }
     const Transfer transfer{
         CallType::stream,     queued.is_write,     queued.submitted.file, queued.buffer,
-        *queued.length_bytes, *queued.file_offset, *queued.buffer_offset, queued.unfinished->concurrent()};
+        *queued.length_bytes, *queued.file_offset, *queued.buffer_offset, queued.unfinished->concurrent(),
+        queued.properties_call_count};
     return transfer.length_bytes > queued.submitted.length_bytes ? -invalid_value : execute_transfer(transfer);
 }
 

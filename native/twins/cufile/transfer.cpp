@@ -161,6 +161,10 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
         errno = EIO; // observed with 1.15. The offset is documented for registered memory only.
         return -1;
     }
+    if (is_compat_in_stream && transfer.properties_call_count != properties_call_count()) {
+        errno = EIO; // observed with 1.15 for most transfers that are in progress during cuFileDriverGetProperties
+        return -1;
+    }
     const ssize_t result =
         location.is_device ? transfer_device_memory(transfer, *file, location) : transfer_host_memory(transfer, *file);
     if (result > 0) {

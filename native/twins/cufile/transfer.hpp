@@ -30,6 +30,8 @@ struct Transfer {
     off_t buffer_offset = 0;
     // A transfer of another stream with the same memory, which was unfinished when this one was queued.
     std::optional<TransferRange> concurrent = std::nullopt;
+    // The value of properties_call_count() when this transfer was queued on a stream.
+    std::uint64_t properties_call_count = 0;
 };
 
 // Carry out a transfer and count it. Return the number of bytes, or -1 with errno set if the file operation failed.

@@ -230,6 +230,29 @@ void test_offset_in_unregistered_memory_is_eio() {
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
+// Query the properties of the driver while a read of `test_file` waits in a stream. Return the result of the read.
+ssize_t read_during_properties(const TestFile& test_file) {
+    const u64 stream = make_stream();
+    Gate gate(stream);
+    AsyncArguments arguments;
+    CHECK(start_async("cuFileReadAsync", test_file, stream, &arguments) == success);
+    DriverProperties properties;
+    EXPECT_STATUS(success, "cuFileDriverGetProperties", &properties);
+    gate.open();
+    synchronize(stream);
+    CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
+    return arguments.result;
+}
+
+void test_properties_end_transfers_in_progress() {
+    const TestFile test_file;
+    CHECK(read_during_properties(test_file) == -EIO);
+    // It was observed in compat mode only.
+    set_fault_plan("cufile.route call=* route=p2p");
+    CHECK(read_during_properties(test_file) == page_bytes);
+    set_fault_plan("");
+}
+
 } // namespace
 
 int main() {
@@ -242,4 +265,5 @@ int main() {
     test_streams_mix_up_the_bytes_of_one_registration();
     test_streams_with_a_direct_path_keep_their_bytes();
     test_offset_in_unregistered_memory_is_eio();
+    test_properties_end_transfers_in_progress();
 }

@@ -42,9 +42,9 @@ extern "C" {
 /* ---- queries ----------------------------------------------------- */
 
 /*
- * Returns true if hf3fs_gdr_device_count() is above 0. The agent of this user, or `gdrkit reach`, must have run since the
- * boot, because they measure which NICs reach which devices. The result of create or wrap is the verdict for the memory
- * at hand.
+ * Returns true if hf3fs_gdr_device_count() is above 0. The agent of this user, or `gdrkit reach`, must have run since
+ * the boot, because they measure which NICs reach which devices. The result of create or wrap is the verdict for the
+ * memory at hand.
  */
 HF3FS_API bool hf3fs_gdr_available(void);
 
