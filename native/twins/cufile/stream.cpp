@@ -97,10 +97,15 @@ ssize_t run_queued(const QueuedTransfer& queued) {
     if (const auto code = injected_fault("cufile.async_io")) {
         return -*code;
     }
-    const Transfer transfer{
-        CallType::stream,     queued.is_write,     queued.submitted.file, queued.buffer,
-        *queued.length_bytes, *queued.file_offset, *queued.buffer_offset, queued.unfinished->concurrent(),
-        queued.properties_call_count};
+    const Transfer transfer{CallType::stream,
+                            queued.is_write,
+                            queued.submitted.file,
+                            queued.buffer,
+                            *queued.length_bytes,
+                            *queued.file_offset,
+                            *queued.buffer_offset,
+                            queued.unfinished->concurrent(),
+                            queued.properties_call_count};
     return transfer.length_bytes > queued.submitted.length_bytes ? -invalid_value : execute_transfer(transfer);
 }
 
