@@ -131,8 +131,8 @@ HF3FS_API int hf3fs_iov_gpu_device(const struct hf3fs_iov* iov);
  * Waits until the work that was submitted to the device before has finished (in all streams of the context that holds
  * the memory).
  *   direction    0: call it before a write is submitted; the NIC then reads what the GPU has written. 1: call it after
- *                a read has completed; kernels that start after the call see what the NIC has written. hf3fs_wait_for_ios
- *                has already flushed the writes of the NIC on devices that need it, and this function does so again.
+ *                a read has completed; kernels that start after the call see what the NIC has written. On devices that
+ *                need it, hf3fs_wait_for_ios has flushed the writes of the NIC before, and this function does so again.
  * Errors
  *   -EINVAL      It is not a GPU iov, or direction is neither 0 nor 1.
  *   -ENODEV      The context of the memory was destroyed.
