@@ -92,9 +92,11 @@ void test_ledger_counts_handles_and_bytes() {
         CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(), to.mr->rkey), {from.sge(0, 50)}) == 0);
         requester.expect_completion(1, IBV_WC_SUCCESS);
         requester.expect_completion(2, IBV_WC_SUCCESS);
-        CHECK(ledger_contains("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,\"requests\":2,"));
-        CHECK(ledger_contains("\"twin1\":{\"write_bytes\":0,\"read_bytes\":0,\"send_bytes\":0,\"requests\":0,"
-                              "\"served_write_bytes\":60,\"served_read_bytes\":50,"));
+        CHECK(ledger_contains("\"twin0\":{\"write_bytes\":60,\"read_bytes\":50,\"send_bytes\":0,"
+                              "\"atomic_bytes\":0,\"requests\":2,"));
+        CHECK(ledger_contains(
+            "\"twin1\":{\"write_bytes\":0,\"read_bytes\":0,\"send_bytes\":0,\"atomic_bytes\":0,\"requests\":0,"
+            "\"served_write_bytes\":60,\"served_read_bytes\":50,"));
     }
     CHECK(ledger_contains("\"handles\":{}") && ledger_contains("\"ibv_reg_mr\":2"));
     char short_buffer[10];
