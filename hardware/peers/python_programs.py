@@ -9,16 +9,19 @@ from hardware.peers.programs import BY_PROGRAM, StockProgram
 __all__ = ["python_programs"]
 
 _MOVED_BYTES = 2 << 20
+# On one host UCX moves the bytes through shared memory. The UCX in NIXL's wheel also asks the kernel for a route to the
+# GID of the peer, and the kernel has none.
+_NIXL_SETTINGS = ("env", "UCX_TLS=rc_verbs,ud_verbs:aux,self", "UCX_IB_ROCE_REACHABILITY_MODE=all")
 
 
 def python_programs(python: str) -> list[StockProgram]:
     """Return the runs of NIXL and Mooncake by the interpreter `python`, whose environment has the packages."""
     programs = []
     script = str(Path(__file__).with_name("python_peer.py"))
-    for name, package, argument in (
-        ("NIXL, backend UCX, two agents", "nixl", "nixl"),
-        ("Mooncake, protocol rdma", "mooncake-transfer-engine-non-cuda", "mooncake"),
+    for name, package, argument, settings in (
+        ("NIXL, backend UCX over rc_verbs, two processes", "nixl", "nixl", _NIXL_SETTINGS),
+        ("Mooncake, protocol rdma", "mooncake-transfer-engine-non-cuda", "mooncake", ()),
     ):
-        client, server = ((python, script, argument, role, "{folder}") for role in ("initiator", "target"))
+        client, server = ((*settings, python, script, argument, role, "{folder}") for role in ("initiator", "target"))
         programs.append(StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=_MOVED_BYTES))
     return programs
