@@ -96,6 +96,10 @@ class ReachTable:
         result = self._results.get(key)
         if result is None:
             return False
+        if result.route is None and result.failure is None:
+            # Another process could not register the memory. Its errors are not in the file, and this process needs them
+            # for its own error. A failed registration takes little time.
+            return False
         age_s = time.time() - result.measured_s
         return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
 

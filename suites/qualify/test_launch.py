@@ -83,7 +83,7 @@ def test_api_without_a_twin_is_a_usage_error(text: str) -> None:
 def test_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GDRKIT_TWINS_LIB", str(tmp_path))
     assert launch.twins_available() == frozenset()
-    with pytest.raises(SetupMissing, match=r"pip install 'gdrkit\[software\]'"):
+    with pytest.raises(SetupMissing, match="pip install the wheel of gdrkit_twins"):
         launch.environment(launch.Launch(software=launch.TWINNED), base={})
 
 
