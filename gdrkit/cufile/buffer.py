@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gdrkit import forks
-from gdrkit.cufile import _cufile
+from gdrkit.cufile import _cufile, parameters
 from gdrkit.cufile.interfaces import OwnedMemory
 from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
@@ -141,7 +141,6 @@ class RegisteredBuffer:
         driver.check_open()
         self._length_bytes = checked_length(memory, offset_bytes=0, length_bytes=None)
         self.memory = memory
-        self._driver = driver
         self._address = memory.address
         # The stream that got the newest asynchronous transfer of this memory.
         self._stream: CudaStream | None = None
@@ -178,7 +177,7 @@ class RegisteredBuffer:
             other = self._stream
             if other is not None and (other.closed or other.handle == stream.handle or other.query()):
                 other = None
-            if other is not None and self._driver.properties().allows_compat:
+            if other is not None and _allows_compat_mode():
                 message = (
                     f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
                     f"({self._length_bytes} bytes), because stream {other.handle:#x} has not finished its work with "
@@ -332,3 +331,15 @@ class _CacheEntry:
     is_kept: bool = False
     lease_count: int = 0
     stop_watching: Callable[[], None] = lambda: None
+
+
+def _allows_compat_mode() -> bool:
+    """Return whether libcufile may copy through host memory. It may if this version does not have the parameter.
+
+    The properties of the driver have the same flag, but their query makes transfers on streams fail
+    (:meth:`gdrkit.cufile.Driver.properties`).
+    """
+    try:
+        return parameters.flag(parameters.Flag.ALLOW_COMPAT_MODE)
+    except ApiError:
+        return True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit.cufile import _cufile, probe
 from gdrkit.cufile.statistics import Statistics
-from gdrkit.errors import ApiError, ClosedResource
+from gdrkit.errors import ClosedResource
 from gdrkit.handles import Handle, ReleaseStack
 
 if TYPE_CHECKING:
@@ -86,14 +86,6 @@ class Driver:
             probe.require(timeout_s=timeout_s)
         _cufile.load()
         _cufile.call("cuFileDriverOpen", "driver_open")
-        # The properties are read now and not later: with libcufile 1.15 on an H200 in compat mode, transfers on streams
-        # that are in progress during this call end with EIO.
-        try:
-            nvfs_major, nvfs_minor, *other_fields = _cufile.properties()
-        except ApiError:
-            _cufile.call("cuFileDriverClose", "driver_close")
-            raise
-        self._properties = Properties((nvfs_major, nvfs_minor), *other_fields)
         self._open_objects = ReleaseStack()
         self._handle = Handle("cufile.driver")
         self._closed = False
@@ -105,9 +97,14 @@ class Driver:
         return self._closed
 
     def properties(self) -> Properties:
-        """Return the properties of the library and of nvidia-fs, as they were when the driver was opened."""
+        """Return the properties of the library and of nvidia-fs.
+
+        Call this while no transfer is in progress on a stream: with libcufile 1.15 on an H200 in compat mode, such
+        transfers end with EIO during the call. The call also sets ``parameters.Flag.FORCE_COMPAT_MODE`` to false.
+        """
         self.check_open()
-        return self._properties
+        nvfs_major, nvfs_minor, *other_fields = _cufile.properties()
+        return Properties((nvfs_major, nvfs_minor), *other_fields)
 
     def use_count(self) -> int:
         """Return how many times the driver is open in this process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -49,6 +50,13 @@ def test_document_is_current() -> None:
 
 def test_expected_symptom_is_a_catch() -> None:
     assert judge(DEFECT, {DEFECT.case: record(Verdict.FAIL, f"so: {DEFECT.symptom}")}).is_caught
+
+
+def test_named_case_must_fail_too() -> None:
+    defect = replace(DEFECT, also_fails=("a::b",))
+    records = {DEFECT.case: record(Verdict.FAIL, DEFECT.symptom), "a::b": record(Verdict.FAIL, "x")}
+    assert judge(defect, records).is_caught
+    assert not judge(defect, records | {"a::b": record(Verdict.PASS)}).is_caught
 
 
 OTHER_OUTCOMES = [

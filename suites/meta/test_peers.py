@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -66,11 +67,11 @@ def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
     """The programs have sessions of their own, so a signal to the group of the runner does not reach them."""
     with subprocess.Popen([sys.executable, "-c", RUN_SLEEPERS, str(tmp_path)], env=suites_environ()) as runner:
         for role in ("server", "client"):
-            wait_until(lambda role=role: has_line(tmp_path / role), f"the start of the {role}", timeout_s=60)
+            wait_until(partial(has_line, tmp_path / role), f"the start of the {role}", timeout_s=60)
         runner.kill()
     for role in ("server", "client"):
         process_id = int((tmp_path / role).read_text())
-        wait_until(lambda process_id=process_id: is_gone(process_id), f"the end of the {role}")
+        wait_until(partial(is_gone, process_id), f"the end of the {role}")
 
 
 def has_line(path: Path) -> bool:

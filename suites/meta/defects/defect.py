@@ -33,13 +33,16 @@ class Defect:
     finding : str
         Identifier of the finding: ``1`` to ``6`` in the first review, ``a`` to ``t`` in the later ones.
     case : str
-        File and name of the case that must fail, below suites/review. Every other case there must pass.
+        File and name of the case that must fail, below suites/review. Every other case there must pass, except those in
+        `also_fails`.
     symptom : str
         Text that the failure of that case must contain. With any other failure, the defect does not count as caught.
     module : str
         The module of gdrkit that gets the defect, or the source file of the C library.
     injection : callable or NativeDefect
         The function that injects the defect into the imported module, or the patch of the C library.
+    also_fails : tuple of str
+        Other cases that must fail, because they need the same code for what they show.
     """
 
     finding: str
@@ -47,6 +50,7 @@ class Defect:
     symptom: str
     module: str
     injection: Callable[[Any], None] | NativeDefect
+    also_fails: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

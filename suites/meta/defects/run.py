@@ -4,8 +4,8 @@ The cases run first without a defect, then once for each defect. A defect in Pyt
 defect in C++, the process loads a build of the usrbio client library from the folder ``--libraries``.
 
 A defect is caught if its case fails in the body with the expected symptom. It is not caught if the case fails at
-import, in set-up or with another message, or if another case fails, too. The exit code is 0 if every defect is caught,
-and 1 otherwise.
+import, in set-up or with another message, or if a case fails that the table does not name for it. The exit code is 0 if
+every defect is caught, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -54,11 +54,14 @@ def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
     if record is None:
         return Outcome(is_caught=False, observed="the case has no record")
     failed_cases = {case for case, each in records.items() if each.verdict is Verdict.FAIL}
-    other_failures = sorted(failed_cases - {defect.case})
+    expected_cases = {defect.case, *defect.also_fails}
+    other_failures = sorted(failed_cases - expected_cases)
     if other_failures:
         return Outcome(is_caught=False, observed=f"other cases fail, too: {', '.join(other_failures)}")
     if record.verdict is not Verdict.FAIL:
         return Outcome(is_caught=False, observed=f"the verdict of the case is {record.verdict.value}")
+    if missing_failures := sorted(expected_cases - failed_cases):
+        return Outcome(is_caught=False, observed=f"these cases do not fail: {', '.join(missing_failures)}")
     # The text of a failure in set-up or tear-down begins with the phase. Such a failure does not count.
     text = record.reasons[0].text
     if text.startswith(("setup:", "teardown:")):

@@ -88,6 +88,7 @@ _DEFECTS = (
         f"{_CPU_ACCESS} read",
         "gdrkit.storage.batch",
         storage.checksum_read_by_cpu,
+        also_fails=(f"{_PROOF}test_read_of_the_storage_client_is_visible",),
     ),
     Defect(
         "3",
@@ -130,6 +131,7 @@ _DEFECTS = (
         "device memory was published as host memory",
         "gdrkit.usrbio.gpu",
         usrbio.publish_as_host,
+        also_fails=(f"{_PROOF}test_read_is_visible_after_hf3fs_wait_for_ios",),
     ),
     Defect(
         "a",
@@ -207,6 +209,7 @@ _DEFECTS = (
         "the manager is available although no memory can be registered",
         "gdrkit.registration.manager",
         regions.accept_unregistrable_gpu,
+        also_fails=(f"{_PROOF}test_manager_is_available_only_if_bytes_moved",),
     ),
     Defect(
         "i",
