@@ -48,7 +48,8 @@ class Placement:
     def __init__(self, tree: HostTree | None = None, *, reach: ReachTable | None = None) -> None:
         self._tree = HostTree() if tree is None else tree
         self.reach = ReachTable() if reach is None else reach
-        self._turns: dict[tuple[str, ...], int] = {}  # The number of choices by the names of the equal NICs.
+        # How often one of several equally near NICs was chosen. The key has the names of these NICs.
+        self._turns: dict[tuple[str, ...], int] = {}
         # The positions of the nearest NICs in a sequence, by the address of the GPU and the names in that sequence.
         self._nearest: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         self._lock = ForkSafeLock()
@@ -113,7 +114,7 @@ class Placement:
         key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
         positions = self._nearest.get(key)
         if positions is None:
-            # A transfer asks for its NIC, so the files are read only once.
+            # Each transfer calls this function, so the result is kept: the files of sysfs are read only once.
             ranks = [(self._distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
             best = min(ranks)
             positions = self._nearest[key] = tuple(index for index, rank in enumerate(ranks) if rank == best)

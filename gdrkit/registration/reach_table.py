@@ -1,8 +1,8 @@
 """The measured reach of GPUs and NICs, kept in this process and in a file that all programs of the user read.
 
-The file is ``reach`` in the state folder of gdrkit, which is in memory (tmpfs), so that it ends with the boot. Each
-line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads it too
-(native/usrbio/client/reach_file.cpp).
+The file is ``reach`` in the state folder of gdrkit, which is in memory (tmpfs) and is therefore empty after a boot.
+Each line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads it
+too (native/usrbio/client/reach_file.cpp).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ReachTable:
             return tuple(self._results[key] for key in keys)
 
     def store(self, results: Iterable[Reach]) -> None:
-        """Keep the results of measurements; of several for one GPU and NIC, the one that says most."""
+        """Keep the results of measurements. Of several for one GPU and NIC, keep the one that proves most."""
         best: dict[_Key, Reach] = {}
         for result in results:
             key = (result.gpu_uuid, result.nic_gid)
@@ -97,14 +97,14 @@ class ReachTable:
         if result is None:
             return False
         if result.route is None and result.failure is None:
-            # Another process could not register the memory. Its errors are not in the file, and this process needs them
-            # for its own error. A failed registration takes little time.
+            # The result is from the file: another process could not register the memory. The file does not have its
+            # errors, which this process needs for its own error. A failed registration takes little time.
             return False
         age_s = time.time() - result.measured_s
         return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
 
     def _measure(self, device: PrimaryContext, due: Sequence[Nic], nics: Sequence[Nic]) -> None:
-        """Measure the NICs that are due, in loopback, and those that fail with another NIC that works as the peer."""
+        """Measure the NICs that are due in loopback. If that fails, measure again with a working NIC as the peer."""
         results = dict(zip(due, measure_reach(device, [(nic, nic) for nic in due], tree=self._tree), strict=True))
         known = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
         working = next((nic for nic, result in known.items() if result.moved), None)

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-# The device UUID in the handle of a dma-buf of an exporter that gdrkit does not know.
+# The device UUID in a handle whose dma-buf comes from an exporter that gdrkit does not know.
 ANY_EXPORTER = b"any dma-buf".ljust(16, b"\0")
 
 
@@ -97,8 +97,8 @@ def export_memory(
     Raises
     ------
     Unsupported
-        ENOTSUP: it is neither memory of CUDA nor a dma-buf. With the driver's status: this kind of memory does not
-        support this method.
+        ENOTSUP: it is neither memory of CUDA nor a dma-buf. Another status: the driver does not support this method
+        for this kind of memory.
     ApiError
         The driver failed for another reason.
     UsageError

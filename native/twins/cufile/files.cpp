@@ -39,8 +39,8 @@ Files& files() {
     return *instance;
 }
 
-// Return whether udev's database describes the block device as one with a file system. The real library looks the
-// device of a file up there, and does not register the file without this entry (observed with cuFile 1.15 on an H200).
+// Return whether udev's database describes the block device as one with a file system. The real library
+// does not register a file whose device has no entry there (observed with cuFile 1.15 on an H200).
 bool is_known_to_udev(dev_t device) {
     const std::string path = "/run/udev/data/b" + std::to_string(major(device)) + ":" + std::to_string(minor(device));
     std::ifstream file(path);

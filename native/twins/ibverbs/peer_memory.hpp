@@ -1,5 +1,5 @@
-// The memory of the process to which the requester of a queue pair is connected, as far as the responder has granted
-// access to it (grants.hpp).
+// Direct access of the requester of a queue pair to the memory of the peer process. The responder in that process
+// grants it for each region (grants.hpp).
 #pragma once
 
 #include <cstddef>
@@ -36,9 +36,10 @@ public:
     // Copy between the range and `local`. Return false if the range is not granted or the copy fails. After a failed
     // copy no range is granted any more.
     bool copy(const PeerRange& range, std::byte* local, ParallelCopy* parallel_copy);
-    // Copy between ranges with the same key and access, and the memory `local`, by one call. Return false as above.
+    // Copy several ranges to or from the memory `local` by one system call. They have one key and one access. Return
+    // false as copy() does.
     bool copy_list(std::span<const PeerRange> ranges, std::span<const iovec> local);
-    // Count a request that was carried out by copies, for the peer and at the peer's port.
+    // Add a request that was carried out by copies to the counters of the peer and of its port.
     void count_request(const PeerRange& range);
 
 private:

@@ -20,7 +20,7 @@ constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
-// A rule for such a point may have nic=.
+// Return the fault point with support for rules that are for one NIC (nic=NAME).
 constexpr FaultPoint of_nic(FaultPoint point) {
     point.has_nic = true;
     return point;

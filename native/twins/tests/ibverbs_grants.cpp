@@ -1,5 +1,5 @@
-// Tests of writes and reads that the requester carries out itself under a grant of the responder: they need no thread
-// of the responder, and they end when the region, the permissions or the state of the queue pair change.
+// Tests of writes and reads that the requester carries out itself under a grant of the responder. They need no
+// thread of the responder. The grant ends when the region, its permissions or the state of the queue pair change.
 #include <signal.h>
 #include <sys/mman.h>
 
@@ -196,7 +196,7 @@ void write_until_refused(Granted* granted, const Buffer& other, std::atomic<bool
         const Buffer& from = count % 2 == 0 ? granted->from : other;
         const ibv_send_wr wr = request(count, IBV_WR_RDMA_WRITE, granted->to.at(), granted->rkey);
         CHECK(granted->requester.post(wr, {from.sge(0, large_bytes)}) == 0);
-        // Further writes are posted while completions are late, so that copies run most of the time.
+        // Eight writes are always outstanding, so that copies run most of the time, also when completions are late.
         if (count < 8) {
             continue;
         }

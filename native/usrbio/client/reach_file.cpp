@@ -1,3 +1,4 @@
+// Reader of the file in which gdrkit keeps the measured reach of GPUs and NICs (gdrkit/registration/reach_table.py).
 #include "usrbio/client/reach_file.hpp"
 
 #include <fcntl.h>
@@ -25,8 +26,8 @@ std::string file_path() {
            "/reach";
 }
 
-// Returns the contents of the file, or an empty text. Another user may have put a file there, so only a file that no
-// other user can write to counts.
+// Returns the contents of the file. The text is empty if another user can write to the file, because that user may have
+// created it.
 std::string read_file(const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     struct stat status {};
