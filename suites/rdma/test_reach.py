@@ -12,7 +12,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import ROUTES
+from support.memory_kinds import ROUTES, registered_device_memory
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import needs, software, verbs
@@ -58,11 +58,18 @@ def row_of(reach: Reach) -> dict[str, object]:
     }
 
 
+def require_registration(devices: Sequence[Device], nics: Sequence[Nic], route: RegistrationRoute) -> None:
+    """Register memory once. If that fails, the error has the cause of each method, not only of `route`."""
+    with registered_device_memory(devices[0], nics[0], route):
+        pass
+
+
 @pytest.mark.qualify
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_nic_accesses_every_device(
     devices: tuple[Device, ...], nics: tuple[Nic, ...], evidence: Evidence, route: RegistrationRoute
 ) -> None:
+    require_registration(devices, nics, route)
     next_nics = zip(nics, nics[1:] + nics[:1], strict=True)
     pairs = dict.fromkeys([*((nic, nic) for nic in nics), *next_nics])
     results = measure_devices(devices, list(pairs), tree=HostTree(), route=route)
@@ -79,6 +86,7 @@ def test_every_nic_accesses_every_device(
 def test_nics_of_this_host_access_devices_for_each_other(
     devices: tuple[Device, ...], nics: tuple[Nic, ...], evidence: Evidence, route: RegistrationRoute
 ) -> None:
+    require_registration(devices, nics, route)
     results = measure_devices(devices, list(permutations(nics, 2)), tree=HostTree(), route=route)
     record_all(results, devices, evidence)
     for reach in results:
