@@ -16,6 +16,7 @@ from support.raw_usrbio import AgentProcess
 from support.records import facts_of, proven_route, record_of
 
 from gdrkit import pattern, usrbio
+from gdrkit.children import kill_child
 from gdrkit.errors import Api
 from gdrkit.harness.needs import needs, software
 from gdrkit.harness.needs import verbs as verbs_needs
@@ -38,17 +39,21 @@ NEEDS_FLUSH = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
 
 def run_child(program: str, *arguments: object) -> None:
     """Run a program on GPUs that need flushes, and require that it ends with 0."""
-    child = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
         env=suites_environ() | NEEDS_FLUSH,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    ) as child:
+        try:
+            output, error_output = child.communicate(timeout=60)
+        finally:
+            # With a defect, SIGSEGV can end the program before it has ended its storage server.
+            kill_child(child)
     # The error is the last line of a traceback. It begins the message, because a record has the first line only.
-    errors = [line for line in child.stderr.splitlines() if line.startswith("AssertionError: ")]
-    assert child.returncode == 0, "\n".join([*errors[-1:], child.stdout, child.stderr])
+    errors = [line for line in error_output.decode().splitlines() if line.startswith("AssertionError: ")]
+    assert child.returncode == 0, "\n".join([*errors[-1:], output.decode(), error_output.decode()])
 
 
 def test_route_without_counted_bytes_is_unproven() -> None:
