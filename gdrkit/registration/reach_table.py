@@ -31,6 +31,8 @@ _LOG = logging.getLogger("gdrkit.registration")
 _FILE_NAME, _HEADER = "reach", "gdrkit-reach 1"
 _VALID_S, _RETRY_AFTER_S = 3600.0, 30.0
 _CAUSE_LENGTH_MAX = 300
+# The client library does not read more of the file (native/usrbio/client/reach_file.cpp).
+_FILE_BYTES_MAX = 64 << 10
 
 _Key = tuple[str, str]  # UUID of the GPU, and GID of the NIC.
 
@@ -149,7 +151,13 @@ def _write_file(results: Iterable[Reach], *, forgotten: Iterable[_Key] = ()) -> 
     merged = _read_file() | {(result.gpu_uuid, result.nic_gid): result for result in results}
     for key in forgotten:
         merged.pop(key, None)
-    text = "\n".join([_HEADER, *(_format(result) for result in merged.values()), ""])
+    text = _HEADER + "\n"
+    # If the file is full, the oldest results are left out.
+    for result in sorted(merged.values(), key=lambda result: result.measured_s, reverse=True):
+        line = _format(result) + "\n"
+        if len(text) + len(line) > _FILE_BYTES_MAX:
+            break
+        text += line
     try:
         with PrivateFolder.below(state_folder()) as folder:
             folder.write_text(_FILE_NAME, text)

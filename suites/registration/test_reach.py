@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,19 @@ def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_
     results = ReachTable().measured(device, nics)
     assert all(reach.moved for reach in results)
     assert registrations() == before + len(nics)
+
+
+def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...], state_folder: Path) -> None:
+    (newest,) = measure_reach(device, [(nics[0], nics[0])], tree=HostTree())
+    older = [
+        dataclasses.replace(newest, gpu_uuid=f"GPU-{number}", measured_s=newest.measured_s - number)
+        for number in range(1, 1000)
+    ]
+    ReachTable().store([*older, newest])
+    text = (state_folder / "reach").read_text()
+    assert 60 * KIB < len(text) <= 64 * KIB
+    assert f"gpu={newest.gpu_uuid} " in text
+    assert " gpu=GPU-999 " not in text.replace("\n", " ")
 
 
 def test_file_that_others_may_have_written_is_ignored(
