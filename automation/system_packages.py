@@ -53,6 +53,8 @@ RDMA_OR_GPU_PACKAGE = re.compile(r"ibverbs|rdma|ibumad|mlx|mlnx|ofed|doca|nvidia
 DISTRIBUTORS = re.compile(r"debian|ubuntu|red ?hat|rocky|alma|centos|fedora|oracle america", re.IGNORECASE)
 # The repositories of the distributions, as dnf names them.
 DNF_RELEASE_REPOSITORY = re.compile(r"baseos|appstream|crb|extras|epel|rhel-|ol\d+_|fedora|updates")
+# A fresh machine often runs apt-get in the background after its first start. dnf waits by default.
+_LOCK_WAIT = ("-o", "DPkg::Lock::Timeout=600")
 _DNF_COLUMNS = 6  # Name, architecture, version, repository, and a size of two words.
 
 
@@ -130,7 +132,7 @@ def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
     if changes is None:
         stop(f"{manager} cannot install these packages; this line shows why:  " + " ".join(command))
     _check_changes(manager, changes)
-    quiet = ["-qq", "-o", "Dpkg::Use-Pty=0"] if manager == "apt-get" else ["-q"]
+    quiet = ["-qq", "-o", "Dpkg::Use-Pty=0", *_LOCK_WAIT] if manager == "apt-get" else ["-q"]
     if call([*command, *quiet], environ={"DEBIAN_FRONTEND": "noninteractive"}) != 0:
         stop(f"{manager} failed; its output is above.")
 

@@ -116,6 +116,16 @@ def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> N
         assert FOREIGN.removeprefix("Inst ") in result.stdout
 
 
+def test_apt_waits_for_the_lock_of_another_apt(tmp_path: Path) -> None:
+    called = tmp_path / "called"
+    write_program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
+    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{ADDED}";; *) echo "$*" >{called};; esac')
+    result = install_with(tmp_path)
+    # Other users get the command and install nothing.
+    assert result.returncode == (0 if os.geteuid() == 0 else 3), result.stdout
+    assert os.geteuid() != 0 or "DPkg::Lock::Timeout=600" in called.read_text()
+
+
 @pytest.mark.parametrize(
     ("distribution", "text"),
     [
