@@ -182,11 +182,11 @@ def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
     assert json.loads(run_folder.report.read_text())["exit_code"] == 1
 
 
-def test_plan_of_10000_cases_costs_less_than_its_records(run_folder: RunFolder) -> None:
+def test_cost_of_a_long_plan_does_not_grow_with_the_records(run_folder: RunFolder) -> None:
     first_line = run_folder.records.read_text().splitlines()[0]
-    names = [f"a.py::test_{number:05}" for number in range(10_000)]
+    names = [f"a.py::test_{number:06}" for number in range(100_000)]
     run_folder.run.unlink()
-    run_folder.records.write_text("".join(first_line.replace("a.py::test_0", name) + "\n" for name in names))
+    run_folder.records.write_text("".join(first_line.replace("a.py::test_0", name) + "\n" for name in names[-2_000:]))
 
     def cpu_s(planned_cases: list[str]) -> float:
         run_folder.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned_cases]}))
@@ -195,7 +195,8 @@ def test_plan_of_10000_cases_costs_less_than_its_records(run_folder: RunFolder) 
         return time.process_time() - start_s
 
     without_plan_s = cpu_s([])
-    assert cpu_s(names) < without_plan_s * 1.5
+    # A search of all records for each planned case would compare 200 million names, which costs ten times as much.
+    assert cpu_s(names) < without_plan_s * 10
 
 
 def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tmp_path: Path) -> None:
