@@ -15,8 +15,8 @@
 
 namespace gdrkit::twin::verbs {
 
-// Size of the port attributes that a client without the verbs_context extension passes to ibv_query_port: the structure
-// as it was before port_cap_flags2.
+// Size of ibv_port_attr before port_cap_flags2 was added. A client without the verbs_context extension passes a
+// structure of this size to ibv_query_port.
 inline constexpr std::size_t compat_port_attr_bytes = offsetof(ibv_port_attr, port_cap_flags2);
 
 static_assert(compat_port_attr_bytes == 48);

@@ -51,7 +51,8 @@ bool CompletionQueue::push_one(const Completion& completion) {
             context_->raise(public_cq_, IBV_EVENT_CQ_ERR, async_event_counter);
             return false;
         }
-        // The client has asked to lose completions. The slots that the lost one covers stay used.
+        // The client has asked to ignore overruns, so the oldest completion is lost. The slots that it covers stay
+        // used.
         completions_.pop_front();
     }
     completions_.push_back(completion);
@@ -116,15 +117,15 @@ int CompletionQueue::take(Completion* completion) {
 
 int CompletionQueue::resize(std::size_t capacity) {
     std::unique_lock lock(mutex_);
-    // Soft-RoCE carries out many requests in the call that posts them, so the check below counts their completions. In
-    // the twin, threads carry them out. Give these threads time, because their completions would overrun a smaller size
-    // that is accepted too early.
+    // Soft-RoCE carries out many requests in the call that posts them, so the check below sees their completions. In
+    // the twin, threads carry the requests out later. Give the threads time: if the twin accepted a smaller size too
+    // early, their completions would overrun the queue.
     for (int tries = 0; tries < 20 && capacity < capacity_ && completions_.size() <= capacity; ++tries) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         lock.lock();
     }
-    // Soft-RoCE refuses a size below the number of completions that wait (rxe_cq_chk_attr).
+    // Soft-RoCE refuses a size below the number of queued completions (rxe_cq_chk_attr).
     if (completions_.size() > capacity) {
         return EINVAL;
     }

@@ -66,7 +66,7 @@ public:
     // or EIO (overrun).
     int take(Completion* completion);
 
-    // Change the capacity (ibv_resize_cq). Return EINVAL if more completions wait than would fit.
+    // Change the capacity (ibv_resize_cq). Return EINVAL if the queue holds more completions than would fit.
     int resize(std::size_t capacity);
 
     // Request one event on the channel for the next completion (ibv_req_notify_cq).

@@ -68,11 +68,11 @@ private:
         bool has_ended = false;
         // Value of generation_ at the handshake. A connection of an earlier generation must not complete any request.
         std::uint64_t generation = 0;
-        // The regions that the peer may access itself; nullptr if it cannot.
+        // The grants of regions to the peer; nullptr if the peer cannot access the memory of this process.
         std::shared_ptr<GrantIssuer> grants;
     };
 
-    // An incoming message that is not complete, and the receive request to whose memory it is written.
+    // An incoming message that is not complete, and the receive request whose memory gets its payload.
     struct IncomingMessage {
         ReceiveWork work;
         // The shared receive queue that the request comes from; nullptr if it is the pair's own queue.
@@ -109,8 +109,8 @@ private:
         // Send requests in posted order: not started; started (all but the last are completely submitted); finished.
         Fifo<SendWork> queued, started, finished;
         Fifo<InFlightChunk> in_flight;
-        // Number of chunks that were put into the request ring of this connection, number of those that were published
-        // to the peer, and number of responses that were handled. Each chunk is one wire::Request.
+        // Numbers of chunks in the request ring since the connection began: submitted to the ring, published to the
+        // peer, and answered by responses that were handled. Each chunk is one wire::Request.
         std::uint32_t submitted_count = 0, published_count = 0, handled_count = 0;
         std::uint64_t unpublished_bytes = 0;
         std::uint32_t pipe_pages_used = 0;
@@ -145,10 +145,9 @@ private:
 
     using Lock = std::unique_lock<std::mutex>;
 
-    // State (connected_queue_pair.cpp, connected_queue_pair_modify.cpp). A caller of a function with a Lock parameter
-    // must hold that lock, which is a lock of mutex_.
-    // Enter the state ERR and shut down all connections. `except` (may be null) is left open, so that its responder
-    // thread can still send the response to the request that failed.
+    // State (connected_queue_pair.cpp, connected_queue_pair_modify.cpp). A `Lock` parameter must hold mutex_. Enter the
+    // state ERR and shut down all connections. `except` (may be null) is left open, so that its responder thread can
+    // still send the response to the request that failed.
     void enter_error(const Lock& lock, const Connection* except);
     // Like enter_error, and raise an asynchronous event.
     void fail(const Lock& lock, ibv_event_type event, const Connection* except);
@@ -294,7 +293,7 @@ private:
     // Number of resets. Work that started before a reset must not complete after it.
     std::uint64_t generation_ = 0;
     bool is_closing_ = false;          // close() was called
-    bool is_sending_ = false;          // the requester thread has dequeued requests that are not finished
+    bool is_sending_ = false;          // requests were dequeued and are not finished
     bool is_flushing_ = false;         // the requester thread is about to flush both queues
     bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED when no incoming message is incomplete
     bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
@@ -325,8 +324,8 @@ private:
     // Wakes the requester thread, so that it takes over requests whose completion queue is not polled.
     Fd takeover_timer_;
     bool is_takeover_armed_ = false;
-    // The connection to the peer. Only the requester thread uses and closes the socket. Other threads may shut it down
-    // while they hold the lock.
+    // The connection to the peer. Only the owner of requester_state_ uses and closes the socket. Other threads may shut
+    // it down while they hold the lock.
     Fd peer_socket_;
     std::unique_ptr<Link> link_;
     // The memory of the peer's process; nullptr if this process cannot access it. The owner of requester_state_ uses

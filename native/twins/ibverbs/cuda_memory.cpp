@@ -41,10 +41,10 @@ private:
     bool is_pushed_ = false;
 };
 
-// A real NIC that has pinned GPU pages accesses them even after the memory was freed. It never accesses the allocation
-// that gets the address next (observed on an H200). The driver, however, can only access the present allocation at an
-// address. So once the buffer id at an address has changed, peers read and write separate host memory of this region
-// (detached_memory_).
+// A real NIC that has pinned GPU pages accesses these pages even after the memory was freed, and never a later
+// allocation at the same address (observed on an H200). The twin copies through the driver, which accesses whatever is
+// allocated at the address now. So when the buffer id at an address has changed, the region uses host memory of its own
+// instead (detached_memory_).
 class CudaMemory : public Memory {
 public:
     CudaMemory(const CudaDriver& driver, std::uint64_t address, std::uint64_t length_bytes)

@@ -55,13 +55,13 @@ bool is_ipv4_gid(const ibv_gid& gid);
 bool is_multicast_gid(const ibv_gid& gid);
 bool is_same_gid(const ibv_gid& one, const ibv_gid& other);
 
-// Return the name of the socket at which a queue pair receives datagrams, and the name at which the member of this
-// number receives those of a multicast group.
+// Return the name of a socket: that at which a queue pair receives its datagrams, or that at which a member of a
+// multicast group receives the datagrams of the group.
 std::string datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
 std::string multicast_socket_name(const ibv_gid& group, unsigned member);
 
-// Return the network header of a datagram as the receiver finds it: the global routing header of RoCE v1, the IPv6
-// header of RoCE v2, or 20 zero bytes and the IPv4 header of RoCE v2.
+// Return the 40 bytes that the receiver finds in front of the payload: for RoCE v1 the global routing header; for RoCE
+// v2 the IPv6 header, or 20 zero bytes and the IPv4 header.
 std::array<std::byte, grh_bytes> network_header_of(const DatagramHeader& header);
 
 } // namespace gdrkit::twin::verbs

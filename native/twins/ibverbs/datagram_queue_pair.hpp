@@ -1,9 +1,8 @@
-// An unreliable-datagram (UD) queue pair. One thread per pair, or a thread of the application while the pair's thread
-// sleeps, sends the posted requests, receives the datagrams of all other pairs, and delivers the completions after
-// random delays. Each pair has one datagram socket, and one more for each multicast group that it is attached to, so
-// the number of senders does not matter. The queue of a socket is bounded. A sender whose datagram finds the queue full
-// tries again for a while, because the receiving thread may not have run yet, and then drops the datagram, as a network
-// would.
+// An unreliable-datagram (UD) queue pair. Each pair has one thread, which sends the posted requests, receives the
+// datagrams of all other pairs, and delivers the completions after random delays. While this thread sleeps, a thread of
+// the application can do the same work. A pair has one datagram socket for all senders, and one more for each multicast
+// group that it is attached to. The queue of a socket is bounded. If the queue is full, the receiving thread may not
+// have run yet, so the sender tries again for a limited time. Then it drops the datagram, as a network would.
 #pragma once
 
 #include <poll.h>
@@ -77,14 +76,14 @@ private:
     };
     using DelayedCompletions = std::deque<DelayedCompletion>;
 
-    // State (datagram_queue_pair.cpp, datagram_queue_pair_modify.cpp). A caller of a function with a Lock parameter
-    // must hold that lock, which is a lock of mutex_.
+    // State (datagram_queue_pair.cpp, datagram_queue_pair_modify.cpp). A `Lock` parameter must hold mutex_.
     void reset(Lock* lock);
     void enter_error(const Lock& lock, ibv_qp_state state);
     void complete_send(const Lock& lock, const SendWork& work, ibv_wc_status status);
     void complete_receive(const Lock& lock, const ReceiveWork& work, ibv_wc wc, bool is_solicited);
     void notify_change(const Lock& lock);
-    // Wait until the thread moves no datagram. The thread waits in mark_idle until the caller has gone on.
+    // Wait until the thread moves no datagram. The thread then waits in mark_idle until the caller has left this
+    // function.
     void wait_until_idle(Lock* lock);
     void mark_idle(Lock* lock);
     std::optional<ReceiveWork> take_receive(const Lock& lock);

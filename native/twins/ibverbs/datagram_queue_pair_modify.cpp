@@ -28,8 +28,8 @@ constexpr Transition transitions[] = {
     {IBV_QPS_SQE, IBV_QPS_RTS, 0, IBV_QP_CUR_STATE | IBV_QP_QKEY},
 };
 
-// A Q_Key with this bit is controlled: only privileged users may give it to a queue pair, and a send request with it
-// uses the Q_Key of its queue pair instead (InfiniBand specification, 10.2.5).
+// A Q_Key with this bit is controlled (InfiniBand specification, 10.2.5). Only privileged users may give such a Q_Key
+// to a queue pair. A send request that has one uses the Q_Key of its queue pair instead.
 constexpr std::uint32_t controlled_qkey = 0x80000000U;
 
 int check_transition(ibv_qp_state from, ibv_qp_state to, int attr_mask) {

@@ -1,5 +1,5 @@
-// The work of a datagram queue pair: its thread does it in turns. A thread of the application that posts a request or
-// polls a completion queue does a turn itself while the thread sleeps, so a small datagram needs no other thread.
+// The thread of a datagram queue pair, which does its work in turns. While it sleeps, a thread of the application that
+// posts a request or polls a completion queue does a turn itself. So a small datagram needs no other thread.
 
 #include <sys/eventfd.h>
 
@@ -51,8 +51,8 @@ bool DatagramQueuePair::run_turn(Lock* lock) {
     return has_progress;
 }
 
-// Do a turn in a thread of the application. A fault rule may delay a request or stop the process, which must not happen
-// in a call of the application.
+// Do a turn in a thread of the application. Requests with a fault rule are left to the pair's thread, because the rule
+// may delay a request, and a call of the application must not be delayed.
 void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
     if (!is_asleep_ || is_turn_taken_ || is_closing_ || (!sends_.empty() && has_send_fault_rule())) {
         return;

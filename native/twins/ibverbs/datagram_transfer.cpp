@@ -149,8 +149,8 @@ bool DatagramQueuePair::send_to(const std::string& name, const DatagramHeader& h
     if (stalled_names_.size() >= max_stalled_names) {
         stalled_names_.clear();
     }
-    // The datagrams that the stopped process has not read count against the buffer of the socket that sent them. A new
-    // socket keeps them from blocking those to other receivers.
+    // Unread datagrams of a stopped process stay in the send buffer of the socket that sent them. Use a new socket, so
+    // that they do not block datagrams to other receivers.
     if (stalled_names_.insert(name).second) {
         if (Fd sender(open_datagram_sender()); sender) {
             sender_ = std::move(sender);

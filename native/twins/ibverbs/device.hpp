@@ -32,9 +32,9 @@ struct Traffic {
     Direction sent, served;
 };
 
-// `abi` is the first member, because clients hold pointers to it. rdma-core's providers cast such a pointer to their
-// private `struct verbs_device` and compare the member that follows with their own table of functions, for example in
-// mlx5dv_is_supported. It is null here, so no provider takes a twin for its device.
+// `abi` is the first member, because clients hold pointers to it. Providers of rdma-core cast such a pointer to their
+// private `struct verbs_device`, and compare its next member with their own table of functions (for example in
+// mlx5dv_is_supported). Here that member, provider_operations, is null, so no provider takes a twin for its own device.
 struct Device {
     explicit Device(unsigned device_index) : index(device_index), traffic(device_index) {}
 
@@ -42,8 +42,8 @@ struct Device {
     const void* provider_operations = nullptr;
     unsigned index;
     std::array<std::uint8_t, 8> guid{};
-    // The GID at index 0 (RoCE v1) and index 1 (RoCE v2): both are the link-local address made from the GUID, or the
-    // address of the NIC on the TCP fabric.
+    // The GID at both indices, 0 (RoCE v1) and 1 (RoCE v2): the link-local address made from the GUID, or the address
+    // of the NIC on the TCP fabric.
     ibv_gid gid{};
     Traffic traffic;
     std::atomic<std::uint64_t> device_memory_bytes{0}; // allocated by ibv_alloc_dm

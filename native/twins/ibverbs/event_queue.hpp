@@ -65,8 +65,8 @@ public:
     }
 
     // Take the first event. Return 0 or an errno: EAGAIN (non-blocking descriptor only) or EINTR. `on_take` counts the
-    // event as taken. It is called while the lock is held, so that a concurrent drop_if cannot run between the removal
-    // of the event and its counting.
+    // event as taken. take() calls it with the lock held, so that no drop_if runs between the removal and the count of
+    // the event.
     template <typename OnTake> int take(Event* event, OnTake on_take) {
         for (;;) {
             {

@@ -49,7 +49,8 @@ int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) {
     return error;
 }
 
-// Without a started poll the functions of real providers read an undefined entry and unlock a lock that is not held.
+// End the process if no poll was started: the functions of real providers would then read an undefined entry, or unlock
+// a lock that is not held.
 void require_started_poll(const CompletionQueueHandle& handle, const char* function) {
     if (!handle.is_in_extended_poll) {
         std::fprintf(stderr, "gdrkit twin: %s was called without a successful ibv_start_poll\n", function);
@@ -69,8 +70,8 @@ void end_poll(ibv_cq_ex* cq) {
     handle->poll_lock.release();
 }
 
-// Set the functions that read a completion. As with real providers, those of fields that the client has not asked for
-// stay null.
+// Set the functions that read a completion. As with real providers, the functions for fields that the client has not
+// requested stay null.
 void fill_read_functions(ibv_cq_ex* cq, std::uint64_t wc_flags) {
     cq->read_opcode = [](ibv_cq_ex* current) { return current_of(current).wc.opcode; };
     cq->read_vendor_err = [](ibv_cq_ex* current) { return current_of(current).wc.vendor_err; };

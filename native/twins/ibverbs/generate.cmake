@@ -83,8 +83,8 @@ function(gdrkit_generate_version_script symbols private output)
   gdrkit_write_when_changed(${output} "${text}")
 endfunction()
 
-# Defines, in the scope of the caller, for each convention of the contract: the return type and the statements of a
-# function that fails by it.
+# Defines variables in the scope of the caller. For each convention of the contract, they contain the return type and
+# the statements of a function that fails by this convention.
 macro(gdrkit_define_bodies)
   set(type_errno "int")
   set(statements_errno "return EOPNOTSUPP;")

@@ -18,8 +18,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A requester that uses a grant for this time is considered stopped, and not waited for any more. A copy takes less
-// than a millisecond, and the death of the requester's process is noticed at once.
+// If a requester uses a grant for this time, its process is considered stopped, and the responder does not wait any
+// longer. A copy takes less than a millisecond, and the responder notices at once if the requester's process dies.
 constexpr std::chrono::seconds requester_timeout{5};
 
 // All issuers of this process that are not closed.
@@ -47,8 +47,8 @@ std::shared_ptr<GrantIssuer> GrantIssuer::make(GrantTable* table, int requester_
     if (!process) {
         return nullptr;
     }
-    // With the security module Yama, the memory of a process is accessible to its ancestors only, and not to a peer of
-    // the same user. Without it, the call fails and is not needed.
+    // The security module Yama permits only ancestors to access the memory of a process. This call permits it to all
+    // processes of the user. Without Yama the call fails, and is not needed.
     prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     auto issuer = std::shared_ptr<GrantIssuer>(new GrantIssuer(table, std::move(process), device));
     std::lock_guard lock(issuers().mutex);

@@ -1,11 +1,10 @@
-// Grants: permissions of a responder by which the requester of a connection copies to and from a region of the
-// responder's process itself, without a thread of the responder. The responder gives a grant after it has served a
-// request to the region. It revokes the grant, and waits for a copy that runs, before the region, the permissions or
-// the state of the queue pair change.
+// Grants. With a grant of the responder, the requester of a connection itself copies to and from a region in the
+// responder's process, and needs no thread of the responder. The responder gives a grant after it has served a request
+// to the region. Before the region, the permissions or the state of the queue pair change, the responder revokes the
+// grant and waits for the end of a running copy.
 //
-// The system lets a process access the memory of another one only if it may debug it (ptrace). So a grant gives the
-// requester no power that it would not have without it, and a requester that ignores the table only harms a program of
-// its own user.
+// A grant gives the requester no new power: the system lets a process access the memory of another process only if it
+// may debug that process (ptrace). A requester that ignores the table can harm only programs of its own user.
 #pragma once
 
 #include <array>
@@ -34,10 +33,11 @@ struct Grant {
 // consistent. So either the requester sees that the grant is revoked, or the responder sees that it is in use.
 struct GrantTable {
     static constexpr std::uint32_t slot_count = 64;
-    // Written by the requester: the slot in use, counted from 1, or 0; and what it has carried out itself.
+    // The requester writes these: the slot that it uses, counted from 1 (0: none), and the requests and bytes that it
+    // has copied itself.
     alignas(64) std::atomic<std::uint32_t> used_slot{0};
     std::atomic<std::uint64_t> request_count{0}, write_bytes{0}, read_bytes{0};
-    // Written by the responder.
+    // The responder writes this.
     alignas(64) Grant grants[slot_count];
 };
 

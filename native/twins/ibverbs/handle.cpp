@@ -37,7 +37,7 @@ void track(std::string_view kind, const void* object) {
 }
 
 bool is_alive(std::string_view kind, const void* object) {
-    // ledger_remove of a handle that is not live either aborts (double release) or returns false (unknown handle).
+    // If the handle is not live, ledger_remove aborts (double release) or returns false (unknown handle).
     return object != nullptr && (ledger_holds(kind, handle_of(object)) || ledger_remove(kind, handle_of(object)));
 }
 

@@ -1,5 +1,5 @@
-// Memory of a region that the twin can access directly: host memory, which is counted against RLIMIT_MEMLOCK, and
-// dma-bufs of the twins, which this twin maps.
+// Memory of a region that the twin accesses directly: host memory, which counts against RLIMIT_MEMLOCK, and dma-bufs of
+// the twins, which this twin maps.
 
 #include <sys/mman.h>
 #include <sys/resource.h>

@@ -23,10 +23,11 @@ namespace gdrkit::twin::verbs {
 
 struct GrantTable;
 
-// Poll a condition for a short time. Return whether it became true; the caller sleeps if it did not. Sleeping and
-// waking takes tens of microseconds between processors of a virtual machine, so polling costs less if the peer is about
-// to act. sched_yield lets other threads run meanwhile. If one of them keeps the processor for long, this thread does
-// not poll for a while: a thread that sleeps gets the processor at its wake-up, and one that yields waits for its turn.
+// Poll a condition for at most 100 us, and return whether it is true. If it is not, the caller sleeps. In a virtual
+// machine, a sleep and a wake-up take tens of microseconds, so polling costs less if the peer is about to act.
+// sched_yield lets other threads run meanwhile. If another thread then keeps the processor for more than 50 us, this
+// thread sleeps instead of polling for the next 20 ms. The scheduler prefers a thread that wakes up to a thread that
+// yields.
 template <typename Condition> bool spin_until(Condition is_true) {
     using Clock = std::chrono::steady_clock;
     constexpr std::chrono::microseconds spin_time{100}, longest_yield{50}, pause{20'000};
@@ -81,7 +82,8 @@ public:
 
     // Reserve space in the payload ring and return its offset; nullopt if there is not enough space at present.
     std::optional<std::uint32_t> reserve(std::size_t size);
-    // Return the number of bytes that were ever reserved. After a reservation, this number is the mark for its release.
+    // Return the number of bytes that were ever reserved. After a reservation, pass this number to release_up_to() to
+    // release the reserved space.
     [[nodiscard]] std::uint64_t reserved_bytes() const { return reserved_bytes_; }
     // Release all space up to this mark. Space must be released in the order of the reservations.
     void release_up_to(std::uint64_t mark);
@@ -117,10 +119,10 @@ public:
     // Make the first `count` responses visible. Wake the requester if it sleeps and waits for at most `count`
     // responses.
     virtual void publish_responses(std::uint32_t count, int socket);
-    // Return a buffer for one chunk that is not shared with the peer; nullptr if it cannot be created.
+    // Return a buffer for one chunk, which the peer cannot access; nullptr if it cannot be created.
     BounceBuffer* private_buffer();
-    // Wait until more than `served_count` requests exist. Return false at the end of the connection. Requests that were
-    // not started are then dropped, like packets that never reach a device.
+    // Wait until more than `served_count` requests exist. Return false at the end of the connection: the responder then
+    // drops the requests that it has not started, like packets that never reach a device.
     virtual bool wait_for_request(std::uint32_t served_count, int socket);
 
 protected:

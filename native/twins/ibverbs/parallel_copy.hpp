@@ -35,15 +35,17 @@ public:
     // Carry out a copy as copy_with_peer does. Only one thread at a time may call this function. The last bytes are
     // copied after all others, because programs poll the last byte of a message that a peer writes.
     bool run(const PeerCopy& copy);
-    // Take part in the copy that another thread runs, if there is one, unless this thread has had to wait for a
-    // processor recently.
+    // Take part in the copy that another thread runs, if any. Does nothing if this thread has recently waited for a
+    // processor.
     void help();
-    // Give up the processor. help() takes this thread for one that waits for a processor if another thread keeps it.
+    // Call sched_yield. If another thread then keeps the processor for long, help() regards this thread as one that
+    // waits for a processor.
     static void yield_processor();
 
 private:
-    // The thread that runs the copy takes pieces from its begin, and others take them from its end. So each processor
-    // keeps its part of a buffer that is copied again and again in its cache.
+    // The thread that runs the copy takes pieces from the begin of the range, and other threads take them from the end.
+    // So if a buffer is copied many times, each processor copies the same part of it again, which is still in its
+    // cache.
     bool copy_next_piece(bool from_end);
 
     std::mutex mutex_;

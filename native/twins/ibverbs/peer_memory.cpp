@@ -9,7 +9,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Return the address in the peer's process of the begin of the range; nullopt if the grant does not cover the range.
+// Return where the range begins in the address space of the peer's process; nullopt if the grant does not cover the
+// range.
 std::optional<std::uint64_t> translate(const Grant& grant, const PeerRange& range) {
     if (grant.is_valid == 0 || grant.rkey != range.rkey || (grant.access & range.access) == 0 ||
         range.address < grant.begin || range.size > grant.length_bytes ||
@@ -48,8 +49,8 @@ std::optional<std::uint32_t> PeerMemory::find_slot(const PeerRange& range) {
     return std::nullopt;
 }
 
-// Call copy(grant, address in the peer's process) while a grant for the range is in use, so that it is not revoked. The
-// function returns false if the copy fails.
+// Mark a grant for the range as used, so that the responder waits before it revokes the grant, and call copy(grant,
+// address in the peer's process). Return false if there is no grant or the copy fails.
 template <typename Copy> bool PeerMemory::use_grant(const PeerRange& range, Copy copy) {
     const std::optional<std::uint32_t> slot = find_slot(range);
     if (!slot) {

@@ -72,15 +72,15 @@ int Pipe::splice_in(const void* memory, std::size_t size) {
     return 0;
 }
 
-// One read call removes all the data at once. So it gets either the whole chunk or, after drain(), nothing.
+// One read call removes all bytes of a chunk at once. So it returns the whole chunk or, after drain(), nothing.
 int Pipe::read(void* memory, std::size_t size) {
     long moved_bytes = 0;
     do {
         moved_bytes = syscall(SYS_read, reader_.get(), memory, size);
     } while (moved_bytes < 0 && errno == EINTR);
     if (moved_bytes >= 0 && static_cast<std::size_t>(moved_bytes) < size) {
-        // After a short read, data left in the pipe means that the end of the memory is not mapped. No data left means
-        // that the pipe held fewer bytes.
+        // The read was short. If data is left in the pipe, the end of the memory is not mapped. If none is left, the
+        // pipe held fewer bytes than requested.
         char probe = 0;
         return syscall(SYS_read, reader_.get(), &probe, 1) == 1 ? EFAULT : EPIPE;
     }

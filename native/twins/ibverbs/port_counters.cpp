@@ -17,9 +17,9 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// The twin has no packets. The port counts those that RoCE v2 over IPv6 would have: the path MTU is 4096, and the
-// headers of a packet are Ethernet (14), IPv6 (40), UDP (8), BTH (12) and ICRC (4). Acknowledgements and the further
-// headers of some operations are left out; they are below 1 % of a large transfer.
+// The twin has no packets, so the port counts the packets of RoCE v2 over IPv6 with a path MTU of 4096. A packet has
+// the headers Ethernet (14 bytes), IPv6 (40), UDP (8), BTH (12) and ICRC (4). The counters leave out acknowledgements
+// and the further headers of some operations, which are below 1 % of a large transfer.
 constexpr std::uint64_t mtu_bytes = 4096;
 constexpr std::uint64_t header_bytes = 14 + 40 + 8 + 12 + 4;
 

@@ -16,9 +16,9 @@ struct Transition {
     int optional;
 };
 
-// The tables of the InfiniBand specification, as the kernel's qp_state_table has them, without the transitions to RESET
-// and to ERR. check_transition allows these from every state, except from RESET to ERR, and allows no attributes with
-// them.
+// The transitions of the InfiniBand specification, as in the kernel's qp_state_table. Those to RESET and to ERR are
+// missing: check_transition allows them without attributes, from every state to RESET, and from every state but RESET
+// to ERR.
 
 // Attributes of transports with connections that may change when the queue pair enters RTS or stays in RTS.
 constexpr int rts_attributes = IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_PATH_MIG_STATE | IBV_QP_ALT_PATH;

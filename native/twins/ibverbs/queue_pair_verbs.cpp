@@ -90,8 +90,8 @@ void remove_unused_attributes(ibv_qp_init_attr_ex* attr) {
     }
 }
 
-// Give the pair at least as much space for inline data as its scatter-gather entries take in a request, as Soft-RoCE
-// does (rxe_qp_init_req). Programs such as rdma_xclient post inline data and ask for no space.
+// Give the pair at least 16 bytes of inline data for each scatter-gather entry, as Soft-RoCE does (rxe_qp_init_req):
+// programs such as rdma_xclient post inline data although they request no space for it.
 void round_up_inline_data(ibv_qp_cap* cap) {
     constexpr std::uint32_t entry_bytes = 16;
     if (cap->max_send_wr != 0) {

@@ -70,11 +70,12 @@ public:
         translate_to_mapped_addresses(chunks);
         return access(chunks) ? RegionError::none : RegionError::fault;
     }
-    // Note that `issuer` grants the region, and revoke that grant before the region loses its memory. Return the
-    // address of the region in this process; nullptr if the memory is not mapped or the region was deregistered.
+    // Record that `issuer` grants the region: the region makes it revoke the grant before the memory is released.
+    // Return the address of the region in this process; nullptr if the memory is not mapped or the region was
+    // deregistered.
     std::byte* add_issuer(std::weak_ptr<GrantIssuer> issuer);
 
-    // Wait for accesses in progress, and make later ones fail. The second function returns the memory of the region.
+    // Wait for accesses in progress, and make later accesses fail. take_memory() returns the memory of the region.
     void revoke() { take_memory(); }
     std::unique_ptr<Memory> take_memory();
     [[nodiscard]] bool is_revoked() const { return is_revoked_; }

@@ -86,8 +86,8 @@ bool is_valid_reregistration(const ibv_mr& mr, const Reregistration& wanted) {
            (!wanted.changes_memory || !overflows(reinterpret_cast<std::uint64_t>(wanted.address), wanted.length));
 }
 
-// Put a new region in the place of the one that `handle` has. The keys stay the same unless the memory changes: an old
-// key must not reach other memory. Return 0 or an errno. The region cannot be used after an error.
+// Replace the region of `handle` by a new one. If the memory changes, the region gets new keys, because an old key must
+// not reach other memory. Return 0 or an errno. The region cannot be used after an error.
 int replace_region(RegionHandle* handle, const Reregistration& wanted) {
     ibv_mr& mr = handle->abi;
     const std::shared_ptr<Region> old_region = handle->model;

@@ -23,7 +23,7 @@ void ConnectedQueuePair::run_requester() {
     Lock lock(mutex_);
     for (;;) {
         changed_.wait(lock, [this] { return !is_borrowed_; });
-        // This is checked after the wait: close() wakes a thread that sleeps, not one that waits.
+        // Check this after the wait: close() wakes this thread from sleep(), but not from the wait above.
         if (is_closing_) {
             abort_requests(lock);
             return;
@@ -195,8 +195,8 @@ bool ConnectedQueuePair::flush(Lock* lock) {
     return true;
 }
 
-// A pair with a shared receive queue has no receive requests to flush. After its last incoming message it raises an
-// event instead. Return whether it did.
+// A pair with a shared receive queue has no receive requests to flush. Instead it raises an event after its last
+// incoming message. Return whether it raised the event now.
 bool ConnectedQueuePair::raise_last_wqe_event(const Lock&) {
     if (!must_raise_last_wqe_ || incoming_message_count_ != 0) {
         return false;

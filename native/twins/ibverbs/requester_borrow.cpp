@@ -1,7 +1,7 @@
-// A thread of the application works for the requester while the requester thread sleeps: it sends small requests when
-// it posts them, and handles their responses when it polls. So a small request needs no other thread on the side of the
-// requester. The requester thread takes over what is left: large requests, errors, delayed completions, and requests
-// whose completion queue is not polled.
+// While the requester thread sleeps, a thread of the application does its work: it sends small requests when it posts
+// them, and handles their responses when it polls. So the requester's side of a small request needs no other thread.
+// The requester thread does the rest: large requests, errors, delayed completions, and requests whose completion queue
+// is not polled.
 #include <sys/timerfd.h>
 
 #include "ibverbs/connected_queue_pair.hpp"
@@ -9,10 +9,10 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// Largest number of bytes that a post call sends itself. The requester thread sends more, while the application goes
-// on.
+// Largest number of bytes that a post call sends itself. The requester thread sends larger lists, so that the call
+// returns soon.
 constexpr std::uint64_t max_sent_bytes = 16U << 10;
-// The requester thread looks for responses that no poll has handled after this time.
+// After this time, the requester thread handles the responses that no poll has handled.
 constexpr long takeover_ns = 500'000;
 
 } // namespace

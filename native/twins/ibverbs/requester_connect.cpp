@@ -118,15 +118,15 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     return link_ != nullptr;
 }
 
-// Return the status for an unreachable peer: flushed if this pair has left RTS and SQD or is closed, else retry
-// exceeded.
+// Return the completion status for a peer that cannot be reached: IBV_WC_WR_FLUSH_ERR if this pair has left RTS and SQD
+// or is closed, else IBV_WC_RETRY_EXC_ERR.
 ibv_wc_status ConnectedQueuePair::connection_lost_status() {
     Lock lock(mutex_);
     return is_interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
 }
 
-// The peer has ended the connection. The next request of a reliable pair fails. The started ones of an unreliable pair
-// are lost, which their sender does not notice. Later requests need a new connection.
+// The peer has ended the connection. The first unfinished request of a reliable pair fails. The started requests of an
+// unreliable pair are lost, but complete with success; later requests need a new connection.
 void ConnectedQueuePair::lose_connection() {
     RequesterState& requester = requester_state_;
     const ibv_wc_status status = connection_lost_status();
@@ -155,8 +155,9 @@ void ConnectedQueuePair::lose_connection() {
     disconnect(lock);
 }
 
-// Return the delay after which the loss of a peer is reported. Hardware notices it only when no try was acknowledged.
-// Programs rely on this: the last requests of ibv_srq_pingpong may fail after its peer has ended, but not at once.
+// Return the delay after which the loss of a peer is reported. Hardware notices the loss only when the last try is not
+// acknowledged. Programs rely on this delay: when the peer of ibv_srq_pingpong has ended, the last requests may fail,
+// but not at once.
 std::uint64_t ConnectedQueuePair::time_of_tries_us(const ibv_qp_attr& attr) {
     return std::min(all_tries_us(attr), max_tries_us);
 }

@@ -1,6 +1,6 @@
-// The requester carries out a write or a read itself where the responder has granted access to the region
-// (grants.hpp): it copies between the memory of the two processes, and no other thread takes part. Whenever that is not
-// possible, also after an error, the request is submitted to the responder, which determines its status.
+// If the responder has granted access to a region (grants.hpp), the requester carries out writes and reads itself: it
+// copies between the memory of the two processes, without a thread of the responder. If it cannot, or if its copy
+// fails, it submits the request to the responder, which determines the status.
 #include <algorithm>
 #include <array>
 
@@ -16,8 +16,8 @@ constexpr std::uint64_t max_list_bytes = 64U << 10;
 // The process id of a peer that has ended may be used again. So the connection is checked after this time.
 constexpr std::chrono::milliseconds peer_check_interval{1};
 
-// Return the range of the peer's memory that the request needs. Its access is 0 if the requester cannot carry out the
-// request itself, because it does more than copy one range.
+// Return the range of the peer's memory that the request needs. If the request is not a copy of one range, `access` is
+// 0, and the requester cannot carry it out itself.
 PeerRange range_of(const SendWork& work) {
     const bool has_one_range = work.length_bytes > 0 && (work.is_inline || work.sges.size() == 1);
     unsigned access = 0;
@@ -51,9 +51,9 @@ bool ConnectedQueuePair::has_grant(const SendWork& work) {
     return peer_memory_ != nullptr && range.access != 0 && peer_memory_->is_granted(range);
 }
 
-// Return whether a request with a grant shall wait until the chunks in flight have been served, so that it can be
-// copied. It does not wait for sends and atomic requests, whose responses would come late if they alternate with
-// copies.
+// Return whether the next request shall wait for the responses to the chunks in flight, so that it can be copied then.
+// It waits only for writes and reads. If it waited for sends and atomic requests too, a program that alternates them
+// with writes would wait for each response.
 bool ConnectedQueuePair::must_drain_for_copy(const SendWork& next_send) {
     Fifo<InFlightChunk>& in_flight = requester_state_.in_flight;
     if (in_flight.empty() || !has_grant(next_send)) {
@@ -104,8 +104,8 @@ bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& 
     return true;
 }
 
-// Copy the last started request and further queued ones by one call, if they are small, alike, and in one local region.
-// Return false if there is no such list, or it could not be copied.
+// Copy the last started request and the queued requests after it by one system call, if they are small, have the same
+// type and keys, and use one local region. Return false if fewer than two requests qualify or the copy failed.
 bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr) {
     Fifo<SendWork>& queued = requester_state_.queued;
     if (queued.empty() || work.is_inline || has_fault_rule(work.opcode)) {
@@ -145,7 +145,7 @@ bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr
     return true;
 }
 
-// The first started request was copied.
+// Count the first started request, which was copied, and move it to the finished ones.
 void ConnectedQueuePair::finish_copied(const PeerRange& range, const ibv_qp_attr& attr) {
     peer_memory_->count_request(range);
     requester_state_.copied_bytes += range.size;
@@ -165,7 +165,8 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
            }) == RegionError::none;
 }
 
-// Move the first started request, which was carried out, to the finished ones, unless the fault plan makes it fail.
+// The first started request was carried out: move it to the finished ones, or set its error if the fault plan injects
+// one.
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     if (const auto fault = injected_fault_after(requester.started.front().opcode, attr)) {

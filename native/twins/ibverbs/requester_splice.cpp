@@ -23,8 +23,9 @@ Region* ConnectedQueuePair::find_local_region(const ibv_sge& sge, unsigned requi
     return cached.get();
 }
 
-// Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. A chunk is copied if it is
-// small, or if it may be sent again after a receiver-not-ready response, or if the peer may drop it.
+// Return the number of pipe pages that this chunk needs, or 0 if the chunk shall be copied. Small chunks are copied. So
+// are chunks that may be sent again after a receiver-not-ready response, and chunks that the peer may drop: spliced
+// pages would stay in the pipe.
 std::uint32_t ConnectedQueuePair::count_pages_to_splice(const SendWork& work, const wire::Request& request) {
     if (!is_reliable() || request.opcode != wire::Opcode::write || (request.flags & wire::flag_immediate) != 0 ||
         work.is_inline || request.chunk_bytes < min_splice_bytes) {
@@ -63,8 +64,8 @@ bool ConnectedQueuePair::can_queue_splice(const SendWork& work, const wire::Requ
            (requester.pending_splices.empty() || requester.splice_region == requester.cached_region);
 }
 
-// Splice all queued payloads. If one fails, its request gets the local error, and the requests after it go back to the
-// queue as if they had not started.
+// Splice all queued payloads. If one cannot be spliced, its request gets the local error, and the requests after it go
+// back to the queue as if they had not started.
 void ConnectedQueuePair::flush_splices() {
     RequesterState& requester = requester_state_;
     if (requester.pending_splices.empty()) {
@@ -79,8 +80,8 @@ void ConnectedQueuePair::flush_splices() {
     if (error == RegionError::none) {
         return;
     }
-    // The requests after the failed one go back to the queue. If the last started request has no submitted chunk, it is
-    // none of the queued splices but follows them, and goes back too.
+    // The requests after the failed one go back to the queue. So does the last started request if its payload was not
+    // queued: it has a chunk that is not submitted, or a local error.
     std::size_t requeued_count = splice_count - succeeded_count - 1;
     if (requester.has_pending_chunk || requester.local_error) {
         requester.has_pending_chunk = false;

@@ -100,8 +100,8 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
     }
 }
 
-// Count a request, and return the status that the fault plan injects. The request belongs to the NIC of the requester
-// and to that of the responder, if the responder is on this machine.
+// Count a request, and return the status that the fault plan injects. A rule with nic= applies if it names the NIC of
+// the requester or that of the responder, if the latter is on this machine.
 std::optional<int> fault_of_path(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
     if (!site->has_rule()) {
         return injected_fault(site);
@@ -231,9 +231,8 @@ void ConnectedQueuePair::change_keys(const SendWork& work) {
     requester.started.pop_front();
 }
 
-// Return whether the next request must not start before earlier ones have finished. A request that changes keys must
-// not affect earlier requests. A request with a rule in the fault plan is carried out alone, so that its fault does not
-// affect earlier requests.
+// Return whether the next request must wait for earlier requests. A fenced request waits for reads and atomic requests.
+// A request that changes keys, or has a rule in the fault plan, waits for all, so that it does not affect them.
 bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultSite* site) {
     RequesterState& requester = requester_state_;
     if ((next_send.is_fenced && requester.pending_data_response_count > 0) ||
@@ -354,7 +353,7 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
     ++requester.handled_count;
     requester.pipe_pages_used -= chunk.pipe_pages;
     if (response.status == wire::Status::receiver_not_ready) {
-        // No chunk was submitted after the refused one (see may_get_rnr), so the refused chunk is the next one again.
+        // No chunk was submitted after the refused one (see may_get_rnr), so the refused chunk is submitted again next.
         requester.next_chunk = chunk.request;
         requester.has_pending_chunk = true;
         link_->release_up_to(chunk.release_mark);

@@ -16,8 +16,8 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A queue pair needs one connection, that of its peer. Others may be earlier attempts of that peer, before this side
-// was ready, or connections of untrusted clients.
+// A queue pair needs one connection, that of its peer. Further connections may be attempts that the peer made before
+// this side was ready, or come from untrusted clients.
 constexpr std::size_t max_connections = 16;
 
 // Return the type of a queue pair that sends to one of type `type`.
@@ -180,8 +180,8 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
     if (!is_reliable() && (!wire::carries_payload(request.opcode) || (request.flags & wire::flag_piped) != 0)) {
         return false;
     }
-    // The next chunk of a send must continue at the end of the previous one, and no other message may start before the
-    // send is complete.
+    // Each chunk of a send must continue where the previous chunk ended, and no other message may start before the send
+    // is complete.
     if (incoming->is_active
             ? (request.opcode != wire::Opcode::send || request.chunk_offset_bytes != incoming->arrived_bytes ||
                request.message_bytes != incoming->message_bytes)
@@ -203,8 +203,8 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
     }
     link->put_response(number, response);
     link->publish_responses(number + 1, connection->socket.get());
-    // The response comes first. A program may end as soon as it has seen its last receive completion, and its peer must
-    // have the response by then. Hardware acknowledges a message before it writes the completion, too.
+    // Publish the response before the completion, as hardware does: a program may end as soon as it has polled its last
+    // receive completion, and its peer must have the response by then.
     if (incoming->completion) {
         deliver_receive(incoming, *connection);
     }

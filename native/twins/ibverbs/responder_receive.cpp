@@ -23,7 +23,7 @@ wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, co
         return fail_receive(incoming, IBV_WC_LOC_PROT_ERR, wire::Status::operation_failed);
     }
     incoming->arrived_bytes += request.chunk_bytes;
-    // Soft-RoCE ends such a message with the same status of its receive request (RESPST_ERR_INVALIDATE_RKEY).
+    // Soft-RoCE completes the receive request of such a message with the same status (RESPST_ERR_INVALIDATE_RKEY).
     if (wire::is_last_chunk(request) && (request.flags & wire::flag_invalidate) != 0 &&
         !invalidate_window(request.immediate, target_domain(*incoming), qp_num_)) {
         return fail_receive(incoming, IBV_WC_REM_INV_REQ_ERR, wire::Status::operation_failed);

@@ -44,7 +44,8 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
             std::uint64_t address = request.remote_address;
             region =
                 find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
-            // The bounds of a memory window are not those of its region, so its writes are served one by one.
+            // This rkey is that of a memory window, whose bounds differ from those of the region. Serve its writes one
+            // by one.
             if (region != nullptr && region->rkey != request.rkey) {
                 region.reset();
             }

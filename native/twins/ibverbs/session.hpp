@@ -1,5 +1,5 @@
-// Start-up of the verbs twin at its first call (configuration and fault plan), fault injection, and helpers that return
-// an error by the convention of a verbs function.
+// The start-up of the verbs twin at its first call, fault injection, and helpers that return an error by the convention
+// of a verbs function.
 #pragma once
 
 #include <cerrno>
@@ -16,7 +16,7 @@ namespace gdrkit::twin::verbs {
 // valid.
 const std::string& session_error();
 
-// Count a call of this function and return the errno (for wc.* the status) that the fault plan injects, if any.
+// Count a call of this function. Return the errno (for wc.* the status) that the fault plan injects; nullopt if none.
 // `nics` are the names of the NICs to which the call belongs.
 std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 

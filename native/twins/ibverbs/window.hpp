@@ -48,8 +48,8 @@ std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey
 bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
 bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num);
 
-// Return the region of a bound window if the request may access this range of the window, and replace *address by the
-// address in the region; else return nullptr.
+// If the request may access this range of a bound window, return the region of the window, and replace *address by the
+// address in the region. Else return nullptr.
 std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
                                        unsigned required_access, std::uint64_t* address, std::uint64_t size);
 

@@ -24,8 +24,8 @@ struct ConnectRequest {
     ibv_gid destination_gid;
     std::uint32_t source_qpn;
     std::uint32_t destination_qpn;
-    // Number of the first packet, and type of the source's GID. The peer refuses other values than it expects: on
-    // hardware, the packets would not arrive.
+    // Number of the first packet, and type of the source's GID. The peer refuses values that it does not expect,
+    // because on hardware the packets would not arrive.
     std::uint32_t psn;
     std::uint32_t gid_type;
     // Type of the source (ibv_qp_type). The peer refuses a type that does not match its own.
@@ -38,8 +38,8 @@ struct ConnectReply {
     std::uint32_t magic;
     // 1: the queue pair accepts this peer. 0: it does not, and on hardware it would drop the packets of this peer.
     std::uint32_t ready;
-    // A random number and its address in the responder's process. A requester that reads it there has found the memory
-    // of this process (peer_memory.hpp).
+    // A random number, and its address in the responder's process. If the requester finds the number at that address of
+    // the peer's process, it can access the memory of the right process (peer_memory.hpp).
     std::uint64_t probe_address;
     std::uint64_t probe_value;
     // Index of the responder's device.

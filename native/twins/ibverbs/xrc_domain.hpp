@@ -1,6 +1,6 @@
 // XRC domains. The receive queue pairs of a domain deliver each message to the shared receive queue of the domain that
-// the message names. All opened domains of one file are one domain. A receive queue pair belongs to its domain: several
-// ibv_qp structures of clients can stand for it (ibv_open_qp), and it ends with the last of them.
+// the message names. All opened domains of one file are one domain. A receive queue pair belongs to its domain. Clients
+// can have several ibv_qp structures for it (ibv_open_qp), and it ends when the last structure is destroyed.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,8 @@ public:
     void remove(const SharedReceiveQueue& srq);
     // Return the queue with this number; nullptr if the domain has none.
     std::shared_ptr<SharedReceiveQueue> find(std::uint32_t number);
-    // Remove the completions of a queue pair that is reset or destroyed from the completion queues of all its queues.
+    // A queue pair is reset or destroyed: remove its completions from the completion queues of the domain's receive
+    // queues.
     void drop_completions(std::uint32_t qp_num);
 
     // Add a receive queue pair with its first structure.
