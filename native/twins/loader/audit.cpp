@@ -1,8 +1,8 @@
-// A library for LD_AUDIT (rtld-audit(7)): makes the dynamic loader open a twin in place of every library with the name
-// of the twin, also if the program has its own copy. `gdrkit run` sets the variable for its child.
+// A library for LD_AUDIT (rtld-audit(7)). With it, the dynamic loader opens a twin in place of each library with the
+// same name, even if the program has its own copy of that library. `gdrkit run` sets the variable for its child.
 //
-// LD_LIBRARY_PATH does not suffice: a DT_RPATH of the program precedes it, Python wheels contain copies with other
-// names (libibverbs-1a2b3c4d.so.1.14.48.0), and some programs open a library by its absolute path.
+// LD_LIBRARY_PATH is not enough. The loader searches a DT_RPATH of the program first. Python wheels contain copies with
+// other names (libibverbs-1a2b3c4d.so.1.14.48.0). Some programs open a library by its absolute path.
 #include <link.h>
 
 #include <cstdint>
@@ -43,7 +43,8 @@ static_assert(stem_of("libcuda.sock").empty() && stem_of("/usr/bin/env").empty()
 
 // Return the path of the twin that replaces this library, or nullptr.
 char* find_twin(std::string_view library) {
-    // The paths are in a copy, in which each ends with NUL, because the loader needs C strings for as long as it runs.
+    // A copy of the variable that is never freed, with NUL in place of the colons: the loader keeps the C strings that
+    // la_objsearch returns.
     static char* const paths = [] {
         const char* const value = std::getenv(twins_variable);
         const std::string_view text = value == nullptr ? "" : value;
@@ -70,13 +71,14 @@ char* find_twin(std::string_view library) {
 extern "C" {
 
 [[gnu::visibility("default")]] unsigned la_version(unsigned version) {
-    // Every version of the interface has what this library uses. The loader refuses a version that it does not know.
+    // Every version of the interface has the functions that this library uses. The loader refuses versions that it does
+    // not know.
     return version < LAV_CURRENT ? version : LAV_CURRENT;
 }
 
-// The loader calls this with the name as the program states it (LA_SER_ORIG), and then with each path that it would
-// try. A name without a folder is not replaced at once: the loader would then not find its own entry for the name when
-// it checks symbol versions. It is replaced in the first path that the loader tries.
+// The loader calls this first with the name that the program requests (LA_SER_ORIG), and then with each path that it
+// tries. If the requested name has no folder, do not replace it in the first call: the loader would not find its entry
+// for the name when it checks symbol versions. Replace the first path that the loader tries instead.
 [[gnu::visibility("default")]] char* la_objsearch(const char* name, std::uintptr_t*, unsigned flag) {
     const std::string_view library = name;
     const bool is_path = library.find('/') != std::string_view::npos;

@@ -1,7 +1,7 @@
-// A library for LD_PRELOAD: programs see the devices of the verbs twin in /sys and /dev. Each function here has the
-// name of a function of libc, and calls it with the path of the same file in the tree of the domain. `gdrkit run`
-// creates the tree and sets the variables for its child. The library needs nothing but libc, so that it costs a process
-// little.
+// A library for LD_PRELOAD, by which programs see the devices of the verbs twin in /sys and /dev. Each function here
+// replaces the function of libc with the same name. If its path is that of a device file, it calls the function of libc
+// with the path of this file in the tree of the domain. `gdrkit run` creates the tree and sets the variables for its
+// child. The library needs only libc, so it adds little to the start of a process.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -25,7 +25,8 @@ using gdrkit::twin::Path;
 
 namespace {
 
-// Return the next definition of a function, which is that of libc. `cache` may be filled by several threads at once.
+// Return the definition of a function after this library's, which is that of libc. `cache` may be filled by several
+// threads at once.
 void* next_definition(const char* name, void** cache) {
     void* function = __atomic_load_n(cache, __ATOMIC_RELAXED);
     if (function == nullptr) {

@@ -44,13 +44,13 @@ std::string_view tree_folder() {
     return {folder, static_cast<std::size_t>(known_length)};
 }
 
-// Folders that the tree replaces as a whole: no other RDMA device is seen, as in the verbs twin.
+// Folders that the tree replaces as a whole, so that programs see only the RDMA devices of the verbs twin.
 constexpr std::string_view replaced_folders[] = {
     "/sys/class/infiniband", "/sys/class/infiniband_verbs", "/sys/class/infiniband_mad",
     "/dev/infiniband",       "/sys/devices/pci7d00:00",     "/sys/bus/pci/devices/7d00:",
 };
 static_assert(replaced_folders[4].ends_with(host_bridge_name));
-// Devices that are in the tree only if this machine has no device with the same address.
+// A path below this folder leads to the tree only if it does not exist on this machine.
 constexpr std::string_view pci_devices = "/sys/bus/pci/devices/";
 
 bool is_in_folder(std::string_view path, std::string_view folder) {

@@ -6,7 +6,7 @@
 
 namespace gdrkit::twin {
 
-// A longer path is not that of a device file. PATH_MAX would be too much for the stacks of small threads.
+// A longer path does not name a device file. A buffer of PATH_MAX would be too large for threads with small stacks.
 inline constexpr std::size_t max_path_bytes = 1024;
 
 // A path that a program passes to a function of libc, relative to a folder's descriptor or AT_FDCWD.
@@ -14,9 +14,10 @@ class Path {
 public:
     Path(int folder, const char* file);
 
-    // Return the path for libc: that of the file in the tree if the path names a device file, or the path itself.
+    // Return the path to pass to libc. For a device file it is the path of the file in the tree, else the unchanged
+    // path.
     [[nodiscard]] const char* get() const { return is_replaced_ ? tree_path_ : file_; }
-    // Return whether the path is that of a port counter, whose file has to be written when it is opened.
+    // Return whether the path names a port counter. Its file must be opened by open_counter.
     [[nodiscard]] bool is_counter() const { return device_ >= 0; }
     [[nodiscard]] int device() const { return device_; }
     [[nodiscard]] const char* counter_name() const { return counter_name_; }

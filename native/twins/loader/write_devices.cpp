@@ -38,14 +38,14 @@ void write_file(const fs::path& path, const std::string& text) {
     }
 }
 
-// Create a relative link, as sysfs has them, so that it also leads to the target inside the tree.
+// Create a relative link, like those of sysfs, which stays inside the tree.
 void write_link(const fs::path& link, const fs::path& target) {
     fs::create_directories(link.parent_path());
     fs::create_symlink(target.lexically_relative(link.parent_path()), link);
 }
 
-// Programs such as UCX check that a device node is a character device that they may open. There is no driver behind it,
-// so the link leads to one for which every ioctl fails with ENOTTY and every write with ENOSPC.
+// Programs such as UCX check that a device node is a character device that they may open. A twin has no such device, so
+// link to /dev/full, where every ioctl fails with ENOTTY and every write with ENOSPC.
 void write_device_node(const fs::path& path) {
     fs::create_symlink("/dev/full", path);
 }
@@ -173,7 +173,7 @@ void write_port(const fs::path& folder, ibv_context* context) {
         write_file(folder / "pkeys" / std::to_string(index), format("0x%02x%02x", bytes[0], bytes[1]));
     }
     write_gids(folder, context);
-    // The library that shows the tree to programs replaces the first four when they are opened. The others count
+    // The library for LD_PRELOAD writes the first four counters anew when a program opens them. The others count
     // failures that the twin does not have.
     for (const char* const name :
          {"port_xmit_data", "port_rcv_data", "port_xmit_packets", "port_rcv_packets", "symbol_error",
@@ -231,8 +231,8 @@ void write_tree(const fs::path& tree) {
         fs::create_directories(tree / folder);
     }
     write_file(tree / "sys/class/infiniband_verbs/abi_version", "6");
-    // Not a device node: rdma-core's librdmacm refuses a file that is not a character device at once. With a device
-    // that answers no command, UCX would wait for events.
+    // This is not a device node, so rdma-core's librdmacm refuses it at once. With a character device that answers no
+    // command, UCX would wait for events.
     write_file(tree / "dev/infiniband/rdma_cm", "");
     const unsigned gpu_count = config().gpu_count;
     for (unsigned index = 0; index < std::max(static_cast<unsigned>(nic_count), gpu_count); ++index) {

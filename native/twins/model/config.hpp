@@ -15,7 +15,7 @@ enum class GaudiGeneration { gaudi, gaudi2, gaudi3 };
 struct Config {
     // The domain stands for one machine: the twins of the processes of one user with the same domain reach each other.
     std::string domain = "default";
-    // Addresses of the NICs on the TCP fabric, one for each NIC. If it is empty, queue pairs find each other only
+    // Addresses of the NICs on the TCP fabric, one for each NIC. If the list is empty, queue pairs find each other only
     // within one network namespace.
     std::vector<FabricAddress> fabric_addresses;
     std::string fabric_secret;
@@ -31,8 +31,8 @@ struct Config {
     int writes_ordering = 100;         // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
     std::string fault_plan_path;
     unsigned max_delay_us = 300; // largest random delay of a completion or of a stream's work
-    // Share of the completions, and of the work in streams, that is delayed at random. A small share already finds code
-    // that relies on an order that hardware does not promise, and programs run at nearly full speed.
+    // Share of the completions, and of the work in streams, that is delayed at random. A small share is enough to find
+    // code that relies on an order that hardware does not guarantee, and programs still run at nearly full speed.
     unsigned late_share_percent = 1;
     // Error text if a variable is malformed, else empty. The text has already been printed on stderr. The first
     // function that a client calls (ibv_get_device_list, cuInit) must then fail.

@@ -106,9 +106,9 @@ struct ExtentMessage {
     std::uint64_t offset_bytes, length_bytes;
 };
 
-// Return whether any process has opened this memfd through /proc/self/fd. The kernel grants a write lease only if there
-// is no other writer. The descriptor that memfd_create returned, and its duplicates, do not count as writers;
-// descriptors opened later do.
+// Return whether any process has opened this memfd through /proc/self/fd. To find out, open the memfd and request a
+// write lease, which the kernel grants only if the file was not opened elsewhere. The descriptor that memfd_create
+// returned, and its duplicates, do not count.
 bool has_other_opens(int fd) {
     const Fd writer(reopen(fd, O_RDWR));
     // If a process opens the file while the lease is held, the kernel signals this process. SIGURG is ignored by
@@ -274,7 +274,7 @@ bool is_dmabuf_alive(std::uint64_t id) {
 }
 
 int export_shareable(int memory_fd) {
-    // A shareable handle must not be accepted as a dma-buf, so it gets a descriptor memfd of its own over the whole
+    // A shareable handle must not be accepted as a dma-buf. So export a separate descriptor memfd over the whole
     // allocation.
     const Extent entire_allocation{memory_fd, 0, file_size_of(memory_fd)};
     return export_descriptor(shareable_name_prefix, {&entire_allocation, 1});

@@ -50,8 +50,8 @@ struct ImportedDmabuf {
     };
     std::vector<OwnedExtent> extents;
     std::uint64_t length_bytes = 0;
-    // A descriptor of the dma-buf. While it is open, the exporter sees that the dma-buf is imported. The kernel counts
-    // an attachment for the same purpose.
+    // A descriptor of the dma-buf, which shows the exporter that the dma-buf is imported. The kernel counts attachments
+    // for the same purpose.
     Fd attachment;
 };
 
@@ -61,8 +61,8 @@ enum class DmabufOrigin { twin, kernel };
 // -EINVAL if it is not a dma-buf.
 int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes);
 
-// Import a dma-buf that a twin exported. Return 0; -EBADF or -EINVAL as identify_dmabuf does; -EINVAL for a dma-buf of
-// the kernel; or -ENODEV if the process that exported it is gone.
+// Import a dma-buf that a twin exported. Return 0 or an error: an error of identify_dmabuf, -EINVAL for a dma-buf of
+// the kernel, or -ENODEV if the exporting process is gone.
 int import_dmabuf(int fd, ImportedDmabuf* imported);
 
 // Map the extents as one contiguous read-write range of this process. Return nullptr and set errno on failure. The

@@ -105,7 +105,8 @@ constexpr NamedCode route_names[] = {{"p2p", 1}, {"nvfs", 2}, {"posix", 3}};
 // Largest delay_us= of a rule: ten seconds.
 constexpr std::uint32_t max_rule_delay_us = 10'000'000;
 
-// Longest time for which hold= holds a call. A test that ended without removing its file does not hang for ever.
+// Longest time for which hold= holds a call. So a test that ends without removing its file does not block a process for
+// ever.
 constexpr std::chrono::seconds max_hold{60};
 
 // Prefixes of the fault points of all twins. A rule for a name with none of these prefixes is an error in every twin.
@@ -295,8 +296,8 @@ void stop_process_if_file_exists(const std::string& file) {
     }
 }
 
-// Wait while the file exists, at most for max_hold. A test removes the file when the other threads have come as far as
-// it wants, so the order of events does not depend on the speed of the machine.
+// Wait while the file exists, at most for max_hold. A test removes the file when the other threads have reached a
+// certain point. So the order of events does not depend on the speed of the machine.
 void wait_while_file_exists(const std::string& file) {
     const auto deadline = std::chrono::steady_clock::now() + max_hold;
     while (access(file.c_str(), F_OK) == 0 && std::chrono::steady_clock::now() < deadline) {

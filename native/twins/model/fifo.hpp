@@ -1,5 +1,5 @@
-// A queue in a ring of slots whose memory is kept and reused. It exists because std::deque allocates and frees a block
-// for every few elements, which the request path of the verbs twin cannot afford.
+// A queue in a ring of slots whose memory is kept and reused. std::deque would allocate and free a block for every few
+// elements, which is too slow for the request path of the verbs twin.
 #pragma once
 
 #include <cstddef>

@@ -62,8 +62,8 @@ int check_mapped(std::uint64_t begin, std::uint64_t end, bool writable) {
         result =
             madvise(reinterpret_cast<void*>(begin), end - begin, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
     } while (result != 0 && (errno == EINTR || errno == EAGAIN));
-    // A driver that pins the pages returns EFAULT in all these cases: the memory is not mapped, the mapping does not
-    // permit the access, or the mapping extends beyond the end of its file.
+    // The memory is not mapped, the mapping does not permit the access, or the mapping extends beyond the end of its
+    // file. A driver that pins the pages returns EFAULT in each of these cases.
     return result == 0 ? 0 : EFAULT;
 }
 

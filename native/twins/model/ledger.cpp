@@ -34,7 +34,7 @@ using Key = std::pair<std::string_view, std::uint64_t>;
 
 struct ReleasedHandle {
     Stack creation_stack, release_stack;
-    // Tells this release from a later one of the same handle value, which the twin may have reused.
+    // Distinguishes this release from a later release of the same handle value, because a twin may reuse values.
     std::uint64_t sequence_number = 0;
 };
 

@@ -25,8 +25,8 @@ namespace {
 
 constexpr std::size_t max_fds = 64;
 constexpr std::uint32_t message_magic = 0x47444b31; // "1KDG" in memory
-// A process that does not respond in this time is considered stopped. Clients that connect and send nothing delay the
-// control service by 2 s each, so the time is longer than the delay by a few of them.
+// A process that does not respond in this time is considered stopped. Each client that connects and sends nothing
+// delays the control service by 2 s, so this time allows for a few such clients.
 constexpr timeval connect_timeout{10, 0};
 constexpr std::uint32_t max_message_bytes = 1U << 20;
 
@@ -114,8 +114,9 @@ void handle_connection(int socket) {
         return;
     }
     std::vector<Fd> fds;
-    // Call a copy of the handler without holding the service's mutex. A handler may take other locks, and the holders
-    // of those locks may call register_handler or control_service_id, which take the mutex.
+    // Call a copy of the handler without holding the service's mutex. A handler may take other locks. A thread that
+    // holds one of these locks may call register_handler or control_service_id, which take the mutex, so holding the
+    // mutex here could cause a deadlock.
     if (const Handler handler = find_handler(header.type)) {
         handler(request, &reply, &fds);
     }

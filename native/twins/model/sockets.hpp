@@ -1,5 +1,5 @@
-// Unix sockets on which the processes of a domain meet, with file descriptors passed by SCM_RIGHTS, and the control
-// service by which one process requests descriptors from another.
+// Unix sockets that connect the processes of a domain and pass file descriptors (SCM_RIGHTS), and the control service,
+// from which another process requests descriptors.
 #pragma once
 
 #include <sys/uio.h>
@@ -46,8 +46,8 @@ int listen_on(std::string_view name);
 // time out after 10 s with EAGAIN.
 int connect_to(std::string_view name);
 
-// Take a name without listening on it, so that no other socket gets the name and each connect to it is refused. Return
-// the socket or -errno, as listen_on does.
+// Reserve a name without listening on it. No other socket can then get the name, and each connect to it is refused.
+// Return the socket or -errno, as listen_on does.
 int reserve_name(std::string_view name);
 
 // Open a socket that receives datagrams at this name, with the credentials of the sender. Return the socket or -errno,
