@@ -8,8 +8,8 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// An IPv4 or IPv6 address without a port. An IPv4 address is stored as an IPv4-mapped IPv6 address, which is also the
-// GID that a RoCE device has for it.
+// An IPv4 or IPv6 address without a port. An IPv4 address is stored as an IPv4-mapped IPv6 address. A RoCE device with
+// this address has the same bytes as its GID.
 struct IpAddress {
     int family = AF_INET; // AF_INET or AF_INET6
     ibv_gid bytes{};
@@ -32,8 +32,8 @@ IpAddress loopback_address(int family);
 bool is_host_address(const IpAddress& address);
 // Return the addresses of the interfaces of this host, of both families.
 std::vector<IpAddress> host_addresses();
-// Store the address that this host would use as the source of a packet to `destination`. Return 0 or an errno of the
-// routing (ENETUNREACH ...).
+// Store the source address of the packets that this host sends to `destination`. Return 0 or an errno of the routing
+// (ENETUNREACH ...).
 int source_address_for(const IpAddress& destination, IpAddress* source);
 
 bool same_gid(const ibv_gid& left, const ibv_gid& right);

@@ -36,7 +36,7 @@ addrinfo make_hints(const rdma_addrinfo* hints) {
     return converted;
 }
 
-// Fill the types of the entry: those of the hints, else those of the socket type.
+// Fill the types of the entry from the hints, or else from the socket type.
 void fill_types(rdma_addrinfo* entry, const rdma_addrinfo* hints, int socket_type) {
     const bool is_datagram = socket_type == SOCK_DGRAM;
     entry->ai_qp_type =

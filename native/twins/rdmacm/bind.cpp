@@ -20,8 +20,8 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
     if (!address.is_any()) {
         local = find_local_port(address);
         if (!local) {
-            // As in the kernel: EADDRNOTAVAIL if no interface has the address, ENODEV if the interface that has it is
-            // not one of an RDMA device.
+            // As in the kernel: EADDRNOTAVAIL if no interface has the address, ENODEV if an interface has it, but no
+            // RDMA device uses this interface.
             return is_host_address(address) ? ENODEV : EADDRNOTAVAIL;
         }
     }

@@ -20,8 +20,8 @@ std::uint8_t limit(std::uint8_t requested, std::uint8_t device_limit) {
     return std::min(requested, device_limit); // 255 requests the largest number
 }
 
-// Return 0, or EINVAL if the parameters exceed the limits of the device, or if there are none although the identifier
-// has no queue pair: they must then give the number of the program's own.
+// Return EINVAL if the parameters exceed the limits of the device, else 0. Also return EINVAL without parameters if the
+// identifier has no queue pair: the parameters must then contain the number of the program's queue pair.
 int check_parameters(const Identifier& id, const rdma_conn_param* parameters) {
     if (is_datagram(id)) {
         return 0;
@@ -74,9 +74,9 @@ void report_unreachable(Identifier* id, int error) {
     }
 }
 
-// Connect to the listener of an address. Return the socket or -errno. A server such as that of perftest -R listens
-// right after it has told its client to connect, and wins that race on hardware. Here its processor also does the work
-// of the device, so the listener is waited for.
+// Connect to the listener of an address. Return the socket or -errno. If there is no listener, wait for it a short
+// time: the server of perftest -R listens only after it has told its client to connect. On hardware it is still early
+// enough; here its processor also does the work of the device.
 int connect_or_wait(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
     const auto deadline = std::chrono::steady_clock::now() + listener_grace_time;
     for (;;) {
@@ -332,8 +332,8 @@ int rdma_disconnect(rdma_cm_id* id) {
     });
 }
 
-// Enhanced connection establishment (ECE): options of a vendor that the two sides negotiate. The twin has none. It
-// ignores those of the program and reports empty ones.
+// Enhanced connection establishment (ECE): vendor options that the two sides negotiate. The twin has no such options.
+// It ignores the options of the program and reports empty options.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
     return entry("rdma_set_local_ece", [&] { return id_of(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }

@@ -18,7 +18,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// A peer that connects and sends no request is dropped after this time.
+// The connection of a peer that sends no request is closed after this time.
 constexpr std::chrono::seconds request_timeout{10};
 // The kernel keeps a request for about this time, because the listener's connection manager asks for it (MRA).
 constexpr std::chrono::seconds reply_timeout{70};
@@ -36,7 +36,7 @@ void set_timer(Connection* connection, std::chrono::milliseconds delay, void (*o
     });
 }
 
-// Report an event, unless the identifier is one that the program has not accepted yet.
+// Report an event, but not on a passive identifier that the program has not accepted yet.
 void report_to_program(Connection* connection, QueuedEvent event) {
     Identifier* const id = connection->id;
     if (id != nullptr && (!id->is_passive || id->is_accepted)) {
@@ -84,8 +84,9 @@ void report_disconnected(Connection* connection, int status) {
     }
 }
 
-// Handle the end of file: the peer's process or its identifier is gone. The events are those of the kernel, which
-// destroys the identifiers of a killed process: it rejects their requests and disconnects their connections.
+// Handle the end of file: the peer's process or its identifier is gone. Report the same events as the kernel. When a
+// process is killed, the kernel destroys its identifiers, which rejects their requests and disconnects their
+// connections.
 void on_end(Connection* connection) {
     switch (connection->phase) {
     case Phase::waits_for_reply:
@@ -194,7 +195,7 @@ void on_request(Connection* connection, const wire::Message& request) {
         answer_automatically(connection, *listener);
         return;
     }
-    // If the backlog is full, or the identifier cannot be made, the kernel destroys it, which rejects the request.
+    // If the backlog is full or no identifier can be made, reject the request, as the kernel does.
     Identifier* const id = listener->backlog > 0 ? make_requested_identifier(*listener, request) : nullptr;
     if (id == nullptr) {
         const int reason = is_for_datagrams ? datagram_rejected : rejected_by_program;

@@ -38,7 +38,7 @@ struct Connection : std::enable_shared_from_this<Connection> {
 void start_reading(const std::shared_ptr<Connection>& connection);
 // End the connection without a message. The peer sees the end of file.
 void close_connection(Connection* connection);
-// Send a message. A failure is ignored, because the end of file follows.
+// Send a message. Failures are ignored, because the manager then sees the end of file.
 void send_message(Connection* connection, const wire::Message& message);
 // Return a message of this type from the identifier, with its addresses. Return nullopt if the private data is too
 // long.

@@ -37,8 +37,8 @@ std::unique_ptr<CmDevice> open_device(ibv_device* device) {
     return opened;
 }
 
-// Return the index of the GID with which a RoCE device sends from an address that is not a GID of it: the first one of
-// RoCE v2, which is the type that the kernel's connection manager uses by default.
+// Return the index of the GID from which a RoCE device sends if the source address is not one of its GIDs: the first
+// GID of type RoCE v2, the default of the kernel's connection manager.
 std::uint8_t default_gid_index(const CmDevice& device) {
     const auto found = std::find_if(device.gids.begin(), device.gids.end(),
                                     [](const ibv_gid_entry& entry) { return entry.gid_type == IBV_GID_TYPE_ROCE_V2; });

@@ -41,8 +41,8 @@ struct LocalPort {
     [[nodiscard]] const ibv_gid& gid() const { return device->gids[gid_index].gid; }
 };
 
-// Find the device of a local address: the one that has the address as a GID; for another address of this host, the
-// first device. Return nullopt if there is none.
+// Find the device of a local address: the device with this address as a GID, or the first device for another address of
+// this host. Return nullopt if there is no such device.
 std::optional<LocalPort> find_local_port(const IpAddress& address);
 
 } // namespace gdrkit::twin::rdmacm

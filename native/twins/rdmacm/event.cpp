@@ -12,7 +12,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// An event as the program gets it. It keeps its private data until the program acknowledges it.
+// An event for the program, with its private data, which exists until the program acknowledges the event.
 struct ProgramEvent {
     rdma_cm_event abi{}; // first, because programs hold pointers to it
     std::array<std::uint8_t, 256> private_data{};

@@ -14,8 +14,8 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// ledger_remove of a handle that is not live either ends the process, because the program uses a released object, or
-// returns false, because the handle never existed.
+// If the handle is not live, ledger_remove ends the process (the program uses a released object) or returns false (the
+// handle never existed).
 bool is_alive(std::string_view kind, const void* object) {
     const auto handle = reinterpret_cast<std::uint64_t>(object);
     return object != nullptr && (ledger_holds(kind, handle) || ledger_remove(kind, handle));
@@ -139,7 +139,7 @@ int rdma_destroy_id(rdma_cm_id* id) {
             rdma_ack_cm_event(id->event);
             id->event = nullptr;
         }
-        // As in the real library, the call waits for the acknowledgement of the events that the program has taken.
+        // As in the real library, wait until the program has acknowledged the events that it took.
         identifier->counter->wait_until_acknowledged();
         if (!ledger_remove("rdma_cm_id", reinterpret_cast<std::uint64_t>(identifier))) {
             return EINVAL;

@@ -21,8 +21,8 @@ struct Identifier;
 // The states of the kernel's connection manager (enum rdma_cm_state) that the caller's operations depend on.
 enum class State { idle, bound, addr_resolved, route_resolved, connecting, disconnected, listening };
 
-// An event as the kernel would report it. rdma_get_cm_event makes the event of the program from it, and changes the
-// state of the queue pair on the way.
+// An event as the kernel would report it. rdma_get_cm_event converts it to the event that the program gets, and changes
+// the state of the queue pair if the event requires it.
 struct QueuedEvent {
     Identifier* id = nullptr; // the identifier that the event is reported on; for a request, the listener
     Identifier* new_id = nullptr;
@@ -60,11 +60,12 @@ struct Identifier {
     Identifier() = default;
     Identifier(const Identifier&) = delete;
     Identifier& operator=(const Identifier&) = delete;
-    // Not in rdma_destroy_id, because the identifier of a request that the program never took has a route, too.
+    // Free the route here and not in rdma_destroy_id: the program never destroys the identifier of a request that it
+    // has not taken.
     ~Identifier() { std::free(abi.route.path_rec); }
 
     rdma_cm_id abi{}; // first, because programs hold pointers to it
-    // Points to this identifier until it is destroyed.
+    // Points to this identifier, and to null after it was destroyed.
     std::shared_ptr<Identifier*> self = std::make_shared<Identifier*>(this);
     State state = State::idle;
     Channel* channel = nullptr;
@@ -83,7 +84,8 @@ struct Identifier {
     // Used by a listener.
     std::vector<std::pair<Fd, Token>> listeners;
     int backlog = 0;
-    // If it is not 0, requests for datagrams are answered with this queue pair at once, and the program sees none.
+    // If this is not 0, the connection manager itself answers requests for datagrams with this number, and the program
+    // does not see them.
     std::uint32_t automatic_qp_num = 0;
     // Used by an identifier with a connection. `responder_resources` and `initiator_depth` are those of this side.
     std::shared_ptr<Connection> connection;
@@ -92,7 +94,7 @@ struct Identifier {
     std::uint32_t remote_qp_num = 0, remote_psn = 0;
     std::uint32_t qkey = 0;
     bool is_passive = false;
-    bool is_accepted = false; // of a passive identifier; the kernel reports no events before
+    bool is_accepted = false; // passive identifiers only; before, the kernel reports no events
     bool connect_failed = false;
     // rdma_create_ep stores these for rdma_connect and rdma_get_request.
     std::unique_ptr<ibv_qp_init_attr> endpoint_attributes;

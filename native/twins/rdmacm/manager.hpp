@@ -9,13 +9,13 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// The lock of all identifiers, connections and devices. No call that may block is made while it is held.
+// The lock of all identifiers, connections and devices. A thread that holds it makes no call that may block.
 std::mutex& manager_mutex();
 
 using Token = std::uint64_t; // 0: none
 
-// Call `on_readable` in the thread of the manager, with the lock held, whenever the descriptor is readable, which
-// includes its end of file, until unwatch is called. The caller of this function and of those below holds the lock.
+// Until unwatch is called, call `on_readable` whenever the descriptor is readable or at its end of file. The thread of
+// the manager makes this call, with the lock held. The caller of this function and of those below holds the lock.
 Token watch(int fd, std::function<void()> on_readable);
 void unwatch(Token token);
 

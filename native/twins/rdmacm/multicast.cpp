@@ -17,8 +17,8 @@ constexpr std::uint32_t multicast_qp_num = 0xffffff;
 constexpr unsigned join_attr_address = 1, join_attr_flags = 2;
 constexpr unsigned flag_full_member = 0, flag_send_only_full_member = 1;
 
-// Return the GID of the group as the kernel forms it on RoCE v2: an IPv6 address as it is, an IPv4 address in its
-// IPv4-mapped form, in which IpAddress stores it.
+// Return the GID of the group, as the kernel forms it on RoCE v2: the IPv6 address, or the IPv4 address in its
+// IPv4-mapped form. IpAddress stores addresses in this form.
 ibv_gid group_gid(const IpAddress& address) {
     return address.bytes;
 }

@@ -22,7 +22,7 @@ constexpr int max_port_attempts = 256;
 
 constexpr std::string_view any_ipv4 = "any4", any_ipv6 = "any6", any_of_both = "any";
 
-// A name has at most 50 bytes after the prefix of the domain, so its parts are short: a letter for the port space, the
+// A name has at most 50 bytes after the prefix of the domain. So it has short parts: a letter for the port space, the
 // port in hexadecimal, and a hash of the address.
 std::string port_text(rdma_port_space ps, std::uint16_t port) {
     const char letter = ps == RDMA_PS_TCP ? 't' : (ps == RDMA_PS_UDP ? 'u' : (ps == RDMA_PS_IB ? 'b' : 'i'));
@@ -31,8 +31,8 @@ std::string port_text(rdma_port_space ps, std::uint16_t port) {
     return text;
 }
 
-// Return the FNV-1a hash of an address. Two addresses with the same hash would only share their ports, because a
-// listener compares the address in the request with its own.
+// Return the FNV-1a hash of an address. If two addresses had the same hash, a port could be claimed for only one of
+// them. No request would reach a wrong listener, because a listener compares the address in the request with its own.
 std::string hash_text(const ibv_gid& address) {
     std::uint32_t hash = 0x811c9dc5U;
     for (const std::uint8_t byte : address.raw) {
@@ -58,7 +58,7 @@ std::string claim_name(rdma_port_space ps, std::uint16_t port, std::string_view 
     return "cmport." + port_text(ps, port) + "." + std::string(address);
 }
 
-// Return the addresses that this host may have bound, each as the last part of a name.
+// Return all addresses that an identifier on this host can be bound to, each as the last part of a name.
 std::vector<std::string> specific_addresses(bool ipv4, bool ipv6) {
     std::set<std::string> names;
     for (const IpAddress& address : host_addresses()) {
@@ -75,7 +75,7 @@ std::vector<std::string> specific_addresses(bool ipv4, bool ipv6) {
     return {names.begin(), names.end()};
 }
 
-// Return the claims of other identifiers that conflict with a claim of this address.
+// Return the last parts of the names of claims that conflict with a claim of this address.
 std::vector<std::string> conflicting_addresses(const IpAddress& address, std::string_view own) {
     const bool ipv4 = own == any_ipv4 || own == any_of_both;
     const bool ipv6 = own == any_ipv6 || own == any_of_both;
@@ -96,8 +96,7 @@ std::vector<std::string> conflicting_addresses(const IpAddress& address, std::st
 }
 
 // Lock a port against claims by other processes, because two concurrent claims would see each other's temporary names.
-// After one second the lock is not waited for any more: a process that is stopped while it holds the lock must not
-// block the others.
+// Wait for the lock at most one second, because a process that holds it may be stopped.
 Fd lock_port(rdma_port_space ps, std::uint16_t port) {
     const std::string name = "cmlock." + port_text(ps, port);
     for (int attempt = 0; attempt < 1000; ++attempt) {

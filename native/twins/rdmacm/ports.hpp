@@ -13,9 +13,9 @@ int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port);
 // Return 0 or EADDRINUSE.
 int claim_exclusively(Identifier* id);
 
-// Return the names at which an identifier with this address listens: one for each GID at which its host is reached.
+// Return the socket names at which an identifier listens: one name for each GID that peers can use to reach it.
 std::vector<std::string> listener_names(const Identifier& id);
-// Return the names at which a listener for this destination may be, the most specific one first.
+// Return the socket names at which a listener for this destination can be, the most specific name first.
 std::vector<std::string> names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
                                       std::uint16_t port);
 

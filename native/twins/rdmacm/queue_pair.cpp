@@ -220,8 +220,8 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
         }
         *mask |= IBV_QP_ACCESS_FLAGS;
         if (is_connected) {
-            // As in the kernel's communication manager: the peer may write, and it may also use reads and atomics if
-            // their number was negotiated.
+            // As in the kernel's communication manager, the peer may write. It may also read and use atomics if this
+            // side accepts such requests (responder_resources is not 0).
             attr->qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
             attr->qp_access_flags |=
                 id.responder_resources == 0 ? 0U : IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;

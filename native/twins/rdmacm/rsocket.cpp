@@ -108,8 +108,8 @@ int RdmaSocket::open() {
     if (channel_ == nullptr) {
         return errno;
     }
-    // Blocking calls wait in poll(). rdma_get_cm_event itself must not block, because another thread may have taken the
-    // event that made the descriptor readable.
+    // Blocking calls wait in poll(). rdma_get_cm_event itself must not block: after poll() returns, another thread may
+    // take the event first.
     fcntl(channel_->fd, F_SETFL, O_NONBLOCK);
     return rdma_create_id(channel_, &id_, this, type_ == SOCK_STREAM ? RDMA_PS_TCP : RDMA_PS_UDP) == 0 ? 0 : errno;
 }

@@ -17,7 +17,7 @@
 
 namespace gdrkit::twin::rdmacm {
 
-// A waiting thread checks its condition again after this time, because another call may have taken its notification.
+// A waiting thread checks its condition again after this time, because another call may have consumed the notification.
 inline constexpr int wake_up_interval_ms = 100;
 
 // Set in wr_id of a receive. The low 32 bits are the slot, as in wr_id of a send.
@@ -56,12 +56,12 @@ public:
     [[nodiscard]] int number() const { return channel_->fd; }
     [[nodiscard]] int type() const { return type_; }
 
-    // Each call returns 0 or an errno, unless it says otherwise.
+    // Each call returns 0 or an errno, unless its comment says otherwise.
     int bind(sockaddr* address, socklen_t length);
     virtual int listen(int backlog) = 0;
     virtual int accept(std::shared_ptr<RdmaSocket>* accepted) = 0;
     virtual int connect(sockaddr* address, socklen_t length) = 0;
-    // Move bytes and count them in *moved. A receive that returns 0 with no bytes is at the end of the stream.
+    // Move bytes and count them in *moved. If a receive returns 0 and moves no bytes, the stream has ended.
     virtual int send(std::span<const iovec> parts, int flags, sockaddr* destination, std::size_t* moved) = 0;
     virtual int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) = 0;
     virtual int shut_down(int how) = 0;
@@ -93,7 +93,8 @@ protected:
     virtual void progress() = 0;
     // Create the queue pair and its buffers, and post all receives. Return 0 or an errno.
     int make_queue_pair();
-    // Destroy them, if they exist. A derived class calls it before it releases what the queue pair uses.
+    // Destroy the queue pair and its buffers, if they exist. A derived class calls this before it releases objects that
+    // the queue pair uses.
     void destroy_queue_pair();
     int post_receive(unsigned slot);
     // Post a request with the first `size` bytes of a send slot. If that fails, the slot is free again.
@@ -120,7 +121,8 @@ protected:
         }
     }
 
-    // Wait until something has changed, or for a short time. One thread waits at the descriptors, and wakes the others.
+    // Wait for a change, but only a short time. One thread waits at the descriptors, and wakes the other waiting
+    // threads.
     template <typename Condition> int wait_for_change(SocketLock* lock, Condition is_met) {
         if (is_polling_) {
             changed_.wait_for(*lock, std::chrono::milliseconds(wake_up_interval_ms));
@@ -130,7 +132,7 @@ protected:
         lock->unlock();
         arm();
         lock->lock();
-        progress(); // takes the completions that came before arm(), of which there is no notification
+        progress(); // takes completions from before arm(), which cause no notification
         int error = 0;
         if (!is_met()) {
             lock->unlock();

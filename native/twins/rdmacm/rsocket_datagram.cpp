@@ -79,8 +79,8 @@ DatagramSocket::~DatagramSocket() {
     }
 }
 
-// Bind, if the program has not done it, create the queue pair, and let the connection manager answer requests with its
-// number.
+// Bind the identifier if the program has not bound it, and create the queue pair. From then on, the connection manager
+// answers requests with the number of the queue pair.
 int DatagramSocket::make_ready() {
     if (is_ready_) {
         return 0;

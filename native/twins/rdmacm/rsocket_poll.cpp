@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The descriptors of one call, with the rsocket behind each one that is an rsocket.
+// The descriptors of one call, with the rsocket of each descriptor (null for other descriptors).
 class PollSet {
 public:
     explicit PollSet(std::span<pollfd> descriptors) : descriptors_(descriptors) {
@@ -95,7 +95,7 @@ int poll_until(PollSet* set, int timeout_ms) {
         int count = set->update_events();
         if (count == 0 && timeout_ms != 0) {
             set->arm();
-            count = set->update_events(); // finds what came before arm(), of which there is no notification
+            count = set->update_events(); // finds changes from before arm(), which cause no notification
         }
         if (count != 0) {
             return count;

@@ -1,4 +1,4 @@
-// The queue pair of an rsocket with its buffers, and the descriptors by which a thread waits for it.
+// The queue pair of an rsocket with its buffers, and the descriptors at which a thread waits for changes.
 
 #include <fcntl.h>
 
@@ -18,7 +18,7 @@ RdmaSocket::~RdmaSocket() {
     }
 }
 
-// Create the queue pair, with one completion queue and one channel for both directions, so that a thread waits at one
+// Create the queue pair. Both directions share one completion queue and one channel, so that a thread waits at one
 // descriptor.
 int RdmaSocket::make_queues() {
     ibv_qp_init_attr attributes{};

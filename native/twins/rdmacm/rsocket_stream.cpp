@@ -11,8 +11,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// Only this many data buffers or more are returned in a message without data, so at most four such messages at a time
-// occupy buffers of the peer.
+// A message without data returns at least this number of data buffers. So at most four such messages are in flight.
 constexpr unsigned credit_batch = data_slot_count / 4;
 constexpr int close_timeout_ms = 10'000;
 // The wr_id of a control message without payload.
@@ -186,7 +185,7 @@ int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
         return ENOTCONN;
     }
-    // Several parts are sent as one, so that a message holds as many of them as fit.
+    // Join the parts, so that each message is as full as possible.
     std::vector<std::uint8_t> joined;
     iovec whole = parts.size() == 1 ? parts.front() : iovec{};
     if (parts.size() > 1) {
@@ -302,7 +301,7 @@ int StreamSocket::close() {
             writes_ended_ = true;
             post_message(Kind::end_of_data, nullptr, 0);
         }
-        // Wait until the peer has received the bytes that were sent, before the connection ends.
+        // Before the connection ends, wait until the peer has received all sent bytes.
         wait(
             &lock, false, [this] { return sends_in_flight_ == 0 || stage_ != Stage::connected || is_disconnected_; },
             close_timeout_ms);

@@ -147,7 +147,7 @@ int StreamSocket::connect(sockaddr* address, socklen_t length) {
 void StreamSocket::on_connection_event(const rdma_cm_event& event) {
     switch (event.event) {
     case RDMA_CM_EVENT_ESTABLISHED:
-        // The passive side has read the greeting from the request. Its event has no private data.
+        // The event of the passive side has no private data, because that side has read the greeting from the request.
         if (stage_ == Stage::connecting) {
             const bool is_active = event.param.conn.private_data_len != 0;
             stage_ = Stage::connected;
@@ -162,8 +162,8 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
     case RDMA_CM_EVENT_CONNECT_ERROR:
         return fail(event.status < 0 ? -event.status : ECONNREFUSED);
     case RDMA_CM_EVENT_DISCONNECTED:
-        // rdma_disconnect moves the queue pair to the error state, so that every posted receive completes: is_at_end()
-        // waits for these completions, so that no data that has arrived is lost.
+        // rdma_disconnect moves the queue pair to the error state, so every posted receive completes. is_at_end() waits
+        // for these completions, so no data that has arrived is lost.
         is_disconnected_ = true;
         rdma_disconnect(id_);
         return;

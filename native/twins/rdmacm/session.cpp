@@ -43,7 +43,8 @@ constexpr std::array points = {
     point("rdma_set_local_ece"),   point("rdma_set_option"),
 };
 
-// Calls of rsockets are counted, but a plan cannot name them, because their names have no prefix of their own.
+// The twin counts calls of rsocket functions, but a plan cannot name these functions, because their names have no
+// common prefix.
 constexpr std::array<std::string_view, 1> prefixes = {"rdma_"};
 
 } // namespace
