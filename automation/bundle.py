@@ -34,6 +34,8 @@ __all__ = ["fill_bundle"]
 
 # Size limit of a copy to the GPU machine.
 BUNDLE_BYTES_MAX = 64 << 20
+# Loaders of model files, beside which gdrkit is measured. Their wheels are small.
+MODEL_LOADERS = ("safetensors", "fastsafetensors", "runai-model-streamer", "instanttensor")
 BUNDLE_CACHE = ROOT / "build" / "bundle-parts"
 
 
@@ -98,6 +100,9 @@ def _collect_extras(tools: Path, *, output: Path, extras: Path | None) -> None:
     command = _download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, *packages)
     if call(command) != 0:
         say(f"Continuing without {KVIKIO_REQUIREMENTS[0]}: its cases will not run on the GPU machine.")
+    for package in MODEL_LOADERS:
+        if call(_download_command(tools, "--no-deps", "--dest", str(output / "extras"), *links, package)) != 0:
+            say(f"Continuing without {package}: the benchmark of model files will run without it.")
 
 
 def _collect_programs(output: Path) -> None:

@@ -22,6 +22,7 @@ CASES = (
     "suites/storage/test_wire.py",
     "suites/usrbio/test_bad_input.py",
     "suites/inventory/test_importers.py",
+    "suites/models/test_header.py",
     "suites/usrbio/test_killed_clients.py",
     "suites/usrbio/test_hostile_clients.py",
     "suites/fault/test_kills.py",

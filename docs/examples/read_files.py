@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import warnings
@@ -32,6 +33,15 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
     lengths = [MIB // 4] * 4
     gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths).result()
     assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
+
+    # In a coroutine, each transfer is awaited. If the coroutine is cancelled, the transfer is too.
+    async def read_both() -> None:
+        """Read two ranges at the same time."""
+        async with gds.AsyncFile(folder / "part0", direct="never") as first:
+            halves = [first.read_into(memory, file_offset_bytes=begin, length_bytes=512) for begin in (0, 512)]
+            assert [half.bytes for half in await asyncio.gather(*halves)] == [512, 512]
+
+    asyncio.run(read_both())
 
     # A failed transfer says how many bytes of each range arrived.
     with gds.File(folder / "part2", direct="never") as file:

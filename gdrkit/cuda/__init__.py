@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gdrkit.cuda.context import DeviceAttribute, MemoryInfo, PrimaryContext
 from gdrkit.cuda.device import Device, device_count, driver_version
-from gdrkit.cuda.interop import ForeignArray, describe, wrap
+from gdrkit.cuda.interop import ForeignArray, describe, dlpack_device, export_tensor, wrap
 from gdrkit.cuda.ipc import ImportedMemory, device_of_handle, export_handle, open_handle
 from gdrkit.cuda.memory import BorrowedMemory, CudaMemory, DeviceMemory, borrow
 from gdrkit.cuda.peer import can_access_peer, peer_access
@@ -36,8 +36,10 @@ __all__ = [
     "describe",
     "device_count",
     "device_of_handle",
+    "dlpack_device",
     "driver_version",
     "export_handle",
+    "export_tensor",
     "granularity_bytes",
     "memory_kind",
     "open_handle",

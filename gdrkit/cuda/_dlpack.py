@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 from gdrkit.errors import Reason, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-__all__ = ["CUDA", "CUDA_HOST", "CUDA_MANAGED", "Tensor", "consume", "export"]
+__all__ = ["BYTE_ELEMENT", "CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Tensor", "consume", "export"]
 
+CPU = 1  # kDLCPU
 CUDA = 2  # kDLCUDA
 CUDA_HOST = 3  # kDLCUDAHost
 CUDA_MANAGED = 13  # kDLCUDAManaged
 
-_TYPE_UNSIGNED = 1  # kDLUInt
+# Type code (kDLUInt), bits and lanes of bytes.
+BYTE_ELEMENT = (1, 8, 1)
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
-_BYTE_BITS = 8
 
 
 class _Tensor(ctypes.Structure):
@@ -155,32 +156,41 @@ _DELETER, _CAPSULE_DESTRUCTOR = _AddressCallback(_delete_export), _AddressCallba
 
 
 def export(
-    address: int, *, length_bytes: int, device_index: int, is_versioned: bool, on_release: Callable[[], None]
+    address: int,
+    *,
+    shape: Sequence[int],
+    device: tuple[int, int],
+    is_versioned: bool,
+    on_release: Callable[[], None],
+    element: tuple[int, int, int] = BYTE_ELEMENT,
 ) -> Any:
-    """Return a capsule for bytes at a device address.
+    """Return a capsule for a contiguous tensor.
 
-    `on_release` is called when the consumer releases the tensor, or when the capsule is deleted without a consumer.
+    Parameters
+    ----------
+    address : int
+        Address of the first element.
+    shape : sequence of int
+        Number of elements in each dimension.
+    device : tuple of int
+        DLPack's type and index of the device.
+    is_versioned : bool
+        Whether the capsule has a ``DLManagedTensorVersioned``.
+    on_release : callable
+        Called when the consumer releases the tensor, or when the capsule is deleted without a consumer.
+    element : tuple of int
+        Type code, bits and lanes of an element.
     """
     name = b"dltensor_versioned" if is_versioned else b"dltensor"
     managed = _STRUCTURES[name]()
-    shape = (ctypes.c_int64 * 1)(length_bytes)
-    managed.tensor = _Tensor(
-        address,
-        CUDA,
-        device_index,
-        1,
-        _TYPE_UNSIGNED,
-        _BYTE_BITS,
-        1,
-        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
-        None,
-        0,
-    )
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    sizes_pointer = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
+    managed.tensor = _Tensor(address, *device, len(shape), *element, sizes_pointer, None, 0)
     managed.deleter = ctypes.cast(_DELETER, ctypes.c_void_p)
     if is_versioned:
         managed.major, managed.minor = 1, 0
     structure_address = ctypes.addressof(managed)
-    _exported[structure_address] = (managed, shape, on_release)
+    _exported[structure_address] = (managed, sizes, on_release)
     return _new_capsule(
         structure_address,
         ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p),

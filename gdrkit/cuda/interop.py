@@ -6,6 +6,7 @@ be wrapped, because a NIC does not support strides. Sources: "CUDA Array Interfa
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from gdrkit.cuda.memory import BorrowedMemory, borrow
 from gdrkit.errors import Api, Reason, Unsupported, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from gdrkit.cuda.context import PrimaryContext
 
-__all__ = ["ForeignArray", "describe", "wrap"]
+__all__ = ["ForeignArray", "describe", "dlpack_device", "export_tensor", "wrap"]
 
 _INTERFACE_VERSIONS = (2, 3)
 _TYPESTR = re.compile(r"[<>|=][a-zA-Z](\d+)")  # Byte order, type, and size in bytes, such as <f4.
@@ -103,6 +104,47 @@ def wrap(array: object, *, device: PrimaryContext, read_only: bool = False) -> B
     return memory
 
 
+def dlpack_device(device_index: int | None) -> tuple[int, int]:
+    """Return DLPack's type and index of a device; of the host if `device_index` is None."""
+    return (_dlpack.CPU, 0) if device_index is None else (_dlpack.CUDA, device_index)
+
+
+def export_tensor(
+    owner: object,
+    address: int,
+    *,
+    shape: Sequence[int],
+    element: tuple[int, int, int],
+    device_index: int | None,
+    is_versioned: bool,
+) -> object:
+    """Return a DLPack capsule for a contiguous tensor in memory of the host or of a device.
+
+    Parameters
+    ----------
+    owner : object
+        The object that has the memory. The capsule, and then its consumer, keep it alive.
+    address : int
+        Address of the first element.
+    shape : sequence of int
+        Number of elements in each dimension.
+    element : tuple of int
+        DLPack's type code, bits and lanes of an element.
+    device_index : int or None
+        Index of the device; None for memory of the host.
+    is_versioned : bool
+        Whether the consumer accepts version 1 of DLPack.
+    """
+    return _dlpack.export(
+        address,
+        shape=shape,
+        device=dlpack_device(device_index),
+        is_versioned=is_versioned,
+        on_release=functools.partial(_release_owner, owner),
+        element=element,
+    )
+
+
 def describe(array: object) -> ForeignArray:
     """Return the properties that an array reports.
 
@@ -120,6 +162,11 @@ def _release_array(foreign: ForeignArray, _array: object) -> None:
     # The memory stores the call of this function until the memory is closed. The stored call has a reference to the
     # array, which keeps the array alive.
     foreign.release()
+
+
+def _release_owner(_owner: object) -> None:
+    # A partial of this function has the only reference of a capsule to the owner. It is dropped after this call.
+    return
 
 
 def _from_interface(interface: dict[str, Any]) -> ForeignArray:

@@ -185,8 +185,8 @@ class CudaMemory(MemoryResource):
             raise BufferError(message)
         return _dlpack.export(
             self.address,
-            length_bytes=self.length_bytes,
-            device_index=self.device.index,
+            shape=(self.length_bytes,),
+            device=self.__dlpack_device__(),
             is_versioned=max_version is not None and max_version[0] >= 1,
             on_release=self._release_actions.push(self._refuse_while_exported),
         )

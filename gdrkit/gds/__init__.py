@@ -5,6 +5,7 @@ Only ``_native.py`` imports the native engine.
 
 from __future__ import annotations
 
+from gdrkit.gds.asynchronous import AsyncFile
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.copying import CopyResult, CopyTotals, copy_file
 from gdrkit.gds.cufile_driver import close_driver
@@ -13,13 +14,14 @@ from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, 
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File
 from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred
-from gdrkit.gds.whole_files import read_files
+from gdrkit.gds.whole_files import read_files, transfer_ranges
 
 DIRECT_PATH_PROBES.append(probe_cufile)
 
 __all__ = [
     "HOST",
     "Access",
+    "AsyncFile",
     "CopyResult",
     "CopyTotals",
     "Direct",
@@ -40,4 +42,5 @@ __all__ = [
     "describe_buffer",
     "engine_for",
     "read_files",
+    "transfer_ranges",
 ]

@@ -6,6 +6,7 @@ warning names the cause. The result of each call reports the route that its byte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ from gdrkit.gds.transfer import (
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import TracebackType
 
     from gdrkit.gds.ranges import Range
@@ -129,7 +130,7 @@ class File:
         self._changed = threading.Condition(self._lock)
         self._users_count = 0  # Number of calls that use the descriptor now. close() waits for them.
         self._is_closing = False
-        self._transfers = TransferSet()
+        self.transfers = TransferSet()
         self._handle = Handle("gds.file")
 
     @property
@@ -317,7 +318,7 @@ class File:
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._users_count == 0)
-            for transfer in self._transfers.all():
+            for transfer in self.transfers.all():
                 transfer.exception()
             self._direct_paths.close()
             self._native = None
@@ -328,6 +329,15 @@ class File:
             with self._changed:
                 self._is_closing = False
                 self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Any]:
+        """Yield the native file. :meth:`close` waits for the end of the block, and then for the file's transfers."""
+        self._begin_use()
+        try:
+            yield self._native
+        finally:
+            self._end_use()
 
     def _begin_use(self) -> None:
         with self._lock:
@@ -375,7 +385,7 @@ class File:
                 why_not_direct=why_not_direct,
                 direct_required=self.direct == "required",
                 keep=(self._native, self),
-                group=self._transfers,
+                groups=(self.transfers,),
             )
         finally:
             self._end_use()

@@ -6,6 +6,7 @@ caller drops the future. Its result reports how many bytes arrived and which rou
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import threading
@@ -22,7 +23,7 @@ from gdrkit.errors import Api, ApiError, GdrkitError, Reason
 from gdrkit.gds._native import Failure, api_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from gdrkit.gds.buffer import TransferBuffer
 
@@ -186,8 +187,10 @@ class Transfer:
         Whether a route that is not direct is an error.
     keep : object
         Objects that must live until the transfer is over.
-    group : TransferSet or None
-        The set of the file's transfers.
+    groups : tuple of TransferSet
+        The set of the transfers of each file.
+    name_part : callable or None
+        Function that returns the arguments, for errors, that name the range of this index.
     """
 
     job: TransferJob
@@ -197,7 +200,8 @@ class Transfer:
     why_not_direct: str = ""
     direct_required: bool = False
     keep: object = None
-    group: TransferSet | None = None
+    groups: tuple[TransferSet, ...] = ()
+    name_part: Callable[[int], Mapping[str, object]] | None = None
     _began_s: float = field(default_factory=time.monotonic)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _result: Transferred | None = None
@@ -270,6 +274,27 @@ class Transfer:
         assert self._result is not None  # noqa: S101 - a settled transfer without an error has a result.
         return self._result
 
+    def __await__(self) -> Generator[Any, None, Transferred]:
+        """Wait in a coroutine, and return or raise as :meth:`result`. A thread of the loop's executor waits.
+
+        If the coroutine is cancelled, the transfer is cancelled, and CancelledError is raised when it is over.
+        """
+        return self._wait_in_coroutine().__await__()
+
+    async def _wait_in_coroutine(self) -> Transferred:
+        waiting = asyncio.get_running_loop().run_in_executor(None, self.job.wait, -1)
+        cancelled: asyncio.CancelledError | None = None
+        while not waiting.done():
+            try:
+                await asyncio.shield(waiting)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self.job.cancel()
+        if cancelled is not None:
+            self._settle()
+            raise cancelled
+        return self.result()
+
     def _wait(self, timeout_s: float | None) -> None:
         if not self.job.wait(-1 if timeout_s is None else int(timeout_s * 1e6)):
             raise self._timeout_error()
@@ -318,8 +343,14 @@ class Transfer:
         for group in self._groups():
             group.discard(self)
 
+    def _short_part(self, parts: tuple[int, ...]) -> Mapping[str, object]:
+        """Return the arguments that name the first range that is not complete."""
+        if self.name_part is None:
+            return {}
+        return self.name_part(next(index for index, part in enumerate(parts) if part != self.lengths[index]))
+
     def _groups(self) -> tuple[TransferSet, ...]:
-        return (_transfers_in_progress,) if self.group is None else (_transfers_in_progress, self.group)
+        return (_transfers_in_progress, *self.groups)
 
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
@@ -327,11 +358,13 @@ class Transfer:
         arguments = {**self.arguments, "transferred_bytes": result.bytes, **progress.get("failed_part", {})}
         detail = f"{result.bytes} of {self.length_bytes} bytes were moved"
         if failure is not None:
+            if self.name_part is not None:
+                arguments.update(self.name_part(progress["failed_extent"]))
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
             error = _early_end_error(arguments, detail, reason=Reason.CANCELLED)
         elif result.parts != tuple(self.lengths):
-            error = _early_end_error(arguments, detail)
+            error = _early_end_error({**arguments, **self._short_part(result.parts)}, detail)
         elif self.direct_required and result.bytes and result.route not in DIRECT_ROUTES:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
             error = _early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)

@@ -1,7 +1,8 @@
-"""The function :func:`read_files`, which reads many complete files into one memory as one transfer."""
+"""Transfers of several files: complete files by :func:`read_files`, parts of open files by :func:`transfer_ranges`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,13 @@ from gdrkit.gds.ranges import check_range, part_length, released_on_error
 from gdrkit.gds.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from array import array
+    from collections.abc import Mapping, Sequence
 
-    from gdrkit.gds.file import Access
+    from gdrkit.gds.buffer import TransferBuffer
+    from gdrkit.gds.file import Access, File
 
-__all__ = ["read_files"]
+__all__ = ["read_files", "transfer_ranges"]
 
 
 def read_files(
@@ -69,3 +72,61 @@ def read_files(
             flags=os.O_RDONLY,
         )
     return Transfer(job, lengths_bytes, memory, {"files_count": paths_count, "length_bytes": total_bytes})
+
+
+def transfer_ranges(
+    files: Sequence[File], extents: array[int], memory: TransferBuffer, *, write: bool = False
+) -> Transfer:
+    """Read or write ranges of several open files by the copy engine, as one transfer, and return its future.
+
+    One call starts any number of ranges, into any memory of one device. The caller answers for the addresses: they are
+    not checked, because that would take longer than the start of all ranges.
+
+    Parameters
+    ----------
+    files : sequence of File
+        The files. Each stays open until the transfer is over, also if it is closed meanwhile.
+    extents : array of int
+        Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
+    memory : TransferBuffer
+        The device, and an object that keeps all addresses valid.
+    write : bool
+        True: write from memory into the files. False: read from the files into memory.
+
+    Raises
+    ------
+    ClosedResource
+        A file was closed.
+    UsageError
+        The files do not have the same `access`, or a file to write was opened for reading only.
+    """
+    access = files[0].access
+    if any(file.access != access for file in files):
+        message = f"all files of one transfer must have the same access, not {sorted({file.access for file in files})}"
+        raise UsageError(message)
+    if write and not all(file.writable for file in files):
+        message = f"{next(file.path for file in files if not file.writable)} was opened for reading only"
+        raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
+
+    def name_part(index: int) -> Mapping[str, object]:
+        return {"path": files[extents[4 * index]].path, "file_offset_bytes": extents[4 * index + 1]}
+
+    with released_on_error(memory), contextlib.ExitStack() as users:
+        natives = [users.enter_context(file.in_use()) for file in files]
+        job = engine_for(memory.device_index).submit(
+            write=write,
+            device_index=memory.device_index,
+            files=natives,
+            extents=extents,
+            access=access,
+        )
+        lengths = extents[3::4]
+        return Transfer(
+            job,
+            lengths,
+            memory,
+            {"files_count": len(files), "device_index": memory.device_index, "length_bytes": sum(lengths)},
+            keep=(natives, files),
+            groups=tuple(file.transfers for file in files),
+            name_part=name_part,
+        )

@@ -54,6 +54,7 @@ REWRITTEN: tuple[str, ...] = (
     "gdrkit/qualify",
     "gdrkit/registration",
     "gdrkit/report",
+    "gdrkit/safetensors",
     "gdrkit/scm_rights.py",
     "gdrkit/serialization.py",
     "gdrkit/storage",

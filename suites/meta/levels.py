@@ -18,7 +18,7 @@ IMPORT_LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cuda", "cufile", "gaudi", "host", "verbs"}),
     frozenset({"evidence", "launch", "nccl", "registration"}),
     frozenset({"gds", "inventory", "storage", "twin_run"}),
-    frozenset({"report", "tiers", "usrbio"}),
+    frozenset({"report", "safetensors", "tiers", "usrbio"}),
     frozenset({"qualify"}),
     frozenset({"__main__", "cli", "cli_files", "cli_inventory", "cli_report", "cli_serve", "cli_tiers", "harness"}),
 )
@@ -62,6 +62,8 @@ SEAMS: Mapping[str, frozenset[str]] = {
     "gdrkit.usrbio._hf3fs": frozenset({"gdrkit/usrbio/_library.py"}),
     "gdrkit.usrbio._loop": frozenset({"gdrkit/usrbio/agent/_agent_loop.py"}),
     "gdrkit.verbs._initiator": frozenset({"gdrkit/verbs/_native.py"}),
+    "torch": frozenset({"gdrkit/safetensors/_torch.py"}),
+    "safetensors": frozenset({"gdrkit/safetensors/_torch.py"}),
     "sqlite3": frozenset({"gdrkit/tiers/_sqlite.py"}),
     "gdrkit.storage._engine": frozenset({"gdrkit/storage/_native.py"}),
     "gdrkit.gds._engine": frozenset({"gdrkit/gds/_native.py"}),

@@ -146,6 +146,12 @@ def test_gds_program_prints_the_documented_output(tmp_path: Path) -> None:
     assert is_in_document(run_on_twins("python program.py .\n", tmp_path), "gds.md")
 
 
+def test_model_program_prints_the_documented_output(tmp_path: Path) -> None:
+    program = blocks("models.md", "python")[0]
+    (tmp_path / "program.py").write_text(program)
+    assert is_in_document(run_on_twins("python program.py\n", tmp_path), "models.md")
+
+
 def test_cufile_program_prints_why_it_was_not_direct(tmp_path: Path) -> None:
     (program,) = blocks("cufile.md", "python")
     (tmp_path / "program.py").write_text(program)

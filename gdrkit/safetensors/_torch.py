@@ -1,0 +1,204 @@
+"""Access to torch: its devices, its data types, memory of its allocator, and tensors in that memory.
+
+This file is the only one of the package that imports torch or safetensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import mmap
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError
+from gdrkit.gds import HOST, TransferBuffer
+from gdrkit.safetensors.header import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from gdrkit.safetensors.layout import Placement
+
+__all__ = ["TorchMaker", "has_torch", "names_to_replace"]
+
+# The types of which a byte has several elements.
+_PACKED = ("F4", "F6")
+
+
+def _missing(operation: str, error: ImportError, what_to_do: str) -> SetupMissing:
+    return SetupMissing(
+        api=Api.LOADER,
+        operation=operation,
+        status=None,
+        status_name="ImportError",
+        reason=Reason.LIBRARY_MISSING,
+        what_to_do=what_to_do,
+        detail=str(error),
+    )
+
+
+def has_torch() -> bool:
+    """Return whether torch is installed."""
+    return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
+
+
+class TorchMaker:
+    """The allocator of memory, and the maker of tensors in it, by torch.
+
+    Memory comes from torch's allocator, so that torch counts it, uses it again, and frees its cache if memory is short.
+
+    Raises
+    ------
+    SetupMissing
+        torch is not installed.
+    """
+
+    name = "pt"
+
+    def __init__(self) -> None:
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as error:
+            advice = "pip install torch, or pass framework='dlpack'"
+            operation = "import torch"
+            raise _missing(operation, error, advice) from error
+        self._dtypes = {name: getattr(self._torch, kind.torch_name, None) for name, kind in ELEMENT_TYPES.items()}
+        # Bytes are saved as U8, so that the types of 6 bits, which torch has as bytes, are left out.
+        self._names = {dtype: name for name, dtype in self._dtypes.items() if not name.startswith("F6")}
+
+    def device_index(self, device: Any) -> int:
+        """Return the index of a device that torch knows: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, 1 or a torch.device."""
+        try:
+            described = self._torch.device("cuda", device) if isinstance(device, int) else self._torch.device(device)
+        except RuntimeError as error:
+            message = f"device must name the CPU or a CUDA device, not {device!r}"
+            raise UsageError(message) from error
+        if described.type == "cpu":
+            return HOST
+        if described.type != "cuda":
+            message = f"device must name the CPU or a CUDA device, not {device!r}"
+            raise UsageError(message)
+        return int(self._torch.cuda.current_device() if described.index is None else described.index)
+
+    def allocate(self, device_index: int, length_bytes: int) -> Any:
+        """Return new memory as a tensor of bytes. Call :meth:`wait_for_allocations` before other code writes to it."""
+        torch = self._torch
+        # Every type must divide the size, so that the memory can be viewed as a tensor of that type.
+        size_bytes = max(-(-length_bytes // 8) * 8, 8)
+        if device_index == HOST:
+            return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+        return self._empty(device_index, size_bytes, torch.uint8)
+
+    def _empty(self, device_index: int, sizes: Any, dtype: Any) -> Any:
+        device = "cpu" if device_index == HOST else f"cuda:{device_index}"
+        try:
+            return self._torch.empty(sizes, dtype=dtype, device=device)
+        except self._torch.cuda.OutOfMemoryError as error:
+            raise ApiError(
+                api=Api.CUDA,
+                operation="torch.empty",
+                status=2,
+                status_name="CUDA_ERROR_OUT_OF_MEMORY",
+                arguments={"device_index": device_index, "sizes": sizes},
+                reason=Reason.OUT_OF_MEMORY,
+                what_to_do="free device memory, or load fewer files or slices at a time",
+                detail=str(error).partition("\n")[0],
+            ) from error
+
+    def wait_for_allocations(self, device_index: int) -> None:
+        """Wait until no queued kernel uses the memory that was allocated.
+
+        The allocator of torch returns memory that such kernels still use, because it relies on the order of the stream.
+        """
+        if device_index != HOST:
+            self._torch.cuda.current_stream(device_index).synchronize()
+
+    def address(self, buffer: Any) -> int:
+        """Return the address of the memory."""
+        return int(buffer.data_ptr())
+
+    def tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
+        """Return the tensors in the memory of a file."""
+        as_strided = self._torch.as_strided
+        views = {name: buffer.view(dtype) for name, dtype in self._dtypes_of(placements).items()}
+        item_bytes = {name: view.element_size() for name, view in views.items()}
+        tensors = []
+        for _name, dtype, shape, offset_bytes, length_bytes in placements:
+            sizes = _packed_shape(dtype, shape, length_bytes) if dtype.startswith(_PACKED) else shape
+            tensors.append(as_strided(views[dtype], sizes, _strides(sizes), offset_bytes // item_bytes[dtype]))
+        return tensors
+
+    def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
+        """Return tensors with memory of their own, and the address of each."""
+        dtypes = self._dtypes_of(placements)
+        tensors = []
+        for _name, dtype, shape, _offset_bytes, length_bytes in placements:
+            sizes = _packed_shape(dtype, shape, length_bytes) if dtype.startswith(_PACKED) else shape
+            tensors.append(self._empty(device_index, sizes, dtypes[dtype]))
+        return tensors, [tensor.data_ptr() for tensor in tensors]
+
+    def _dtypes_of(self, placements: list[Placement]) -> dict[str, Any]:
+        """Return the type in torch for each data type of the placements."""
+        names = {placement.dtype for placement in placements}
+        absent = sorted(name for name in names if self._dtypes[name] is None)
+        if absent:
+            message = f"torch {self._torch.__version__} has no type for {', '.join(absent)}"
+            raise UsageError(message, what_to_do="update torch, or leave these tensors out by `select`")
+        return {name: self._dtypes[name] for name in names}
+
+    def describe(self, name: str, tensor: Any) -> tuple[str, tuple[int, ...], TransferBuffer]:
+        """Return the data type, the shape and the memory of a tensor to save, after its queued work is complete.
+
+        Raises
+        ------
+        UsageError
+            The format has no such type, or the tensor is not contiguous.
+        """
+        dtype = self._names.get(tensor.dtype)
+        if dtype is None or not tensor.is_contiguous():
+            cause = "is not contiguous" if dtype else f"has the type {tensor.dtype}, which the format lacks"
+            message = f"tensor {name!r} {cause}"
+            raise UsageError(message, what_to_do="call contiguous(), or convert it to another type")
+        if tensor.is_cuda:
+            self._torch.cuda.current_stream(tensor.device).synchronize()
+        shape = tuple(tensor.shape)
+        index = tensor.device.index if tensor.is_cuda else HOST
+        length_bytes = tensor.numel() * tensor.element_size()
+        memory = TransferBuffer(tensor.data_ptr(), length_bytes, index, tensor)
+        return dtype, (*shape[:-1], shape[-1] * 2) if dtype == "F4" else shape, memory
+
+
+def _packed_shape(dtype: str, shape: tuple[int, ...], length_bytes: int) -> tuple[int, ...]:
+    """Return the shape in bytes of a tensor with several elements in a byte.
+
+    If the last dimension does not fill whole bytes, the tensor has one dimension.
+    """
+    last_bytes, extra_bits = divmod(shape[-1] * ELEMENT_TYPES[dtype].bits, 8) if shape else (0, 1)
+    return (length_bytes,) if extra_bits else (*shape[:-1], last_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) == 1:
+        return (1,)
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def names_to_replace() -> dict[str, Any]:
+    """Return the functions of the library safetensors that load a file, by their names.
+
+    Raises
+    ------
+    SetupMissing
+        safetensors is not installed.
+    """
+    try:
+        library, by_torch = importlib.import_module("safetensors"), importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        operation, advice = "import safetensors.torch", "pip install safetensors"
+        raise _missing(operation, error, advice) from error
+    return {"safe_open": library.safe_open, "load_file": by_torch.load_file}

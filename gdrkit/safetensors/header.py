@@ -1,0 +1,319 @@
+"""The header of a safetensors file: its strict parser, and the function that packs one.
+
+A file begins with the size of the header (8 bytes, little endian). The header is JSON. It has, for each tensor, the
+data type, the shape, and the begin and the end of its bytes in the rest of the file. Source: the section "Format" of
+the README of https://github.com/huggingface/safetensors. The parser refuses everything that this section forbids, also
+where other parsers accept it: duplicate keys, holes and overlaps between tensors, bytes after the last tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.gds.opening import os_error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from gdrkit.gds import File
+
+__all__ = ["ELEMENT_TYPES", "ElementType", "Header", "TensorEntry", "pack_header", "parse_header", "read_header"]
+
+# The largest header that safetensors accepts.
+HEADER_BYTES_MAX = 100_000_000
+_SIZE = struct.Struct("<Q")
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_INTEGER_MAX = (1 << 63) - 1
+# torch has no tensors with more dimensions.
+_DIMENSIONS_MAX = 64
+
+
+class ElementType(NamedTuple):
+    """A data type of the format.
+
+    Attributes
+    ----------
+    bits : int
+        Size of an element, in bits. Elements of 4 and 6 bits are packed.
+    dlpack_code : int
+        The code of the type in DLPack (``DLDataTypeCode``).
+    torch_name : str
+        The name of the type in torch. torch has no types of 6 bits, so that their name is that of bytes.
+    """
+
+    bits: int
+    dlpack_code: int
+    torch_name: str
+
+
+# Name, bits, code and name in torch, in the order in which safetensors sorts the types for a new file.
+_TYPES = """
+BOOL 8 6 bool
+F4 4 17 float4_e2m1fn_x2
+F6_E2M3 6 15 uint8
+F6_E3M2 6 16 uint8
+U8 8 1 uint8
+I8 8 0 int8
+F8_E5M2 8 12 float8_e5m2
+F8_E4M3 8 10 float8_e4m3fn
+F8_E8M0 8 14 float8_e8m0fnu
+F8_E4M3FNUZ 8 11 float8_e4m3fnuz
+F8_E5M2FNUZ 8 13 float8_e5m2fnuz
+I16 16 0 int16
+U16 16 1 uint16
+F16 16 2 float16
+BF16 16 4 bfloat16
+I32 32 0 int32
+U32 32 1 uint32
+F32 32 2 float32
+C64 64 5 complex64
+F64 64 2 float64
+I64 64 0 int64
+U64 64 1 uint64
+"""
+ELEMENT_TYPES: Mapping[str, ElementType] = {
+    name: ElementType(int(bits), int(code), torch_name)
+    for name, bits, code, torch_name in map(str.split, _TYPES.strip().splitlines())
+}
+_BITS = {name: element.bits for name, element in ELEMENT_TYPES.items()}
+
+
+class TensorEntry(NamedTuple):
+    """The entry of one tensor in the header.
+
+    Attributes
+    ----------
+    dtype : str
+        A key of :data:`ELEMENT_TYPES`.
+    shape : tuple of int
+        Number of elements in each dimension; the last dimension is contiguous.
+    begin, end : int
+        Offsets of the first byte and of the byte after the last one, from the end of the header.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """The header of a file.
+
+    Attributes
+    ----------
+    tensors : dict
+        The entry of each tensor by its name, in the order of their bytes in the file.
+    metadata : dict or None
+        The texts that the file has beside its tensors.
+    data_offset_bytes : int
+        Offset in the file of the first byte after the header.
+    data_bytes : int
+        Size of all tensors, in bytes.
+    """
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str] | None
+    data_offset_bytes: int
+    data_bytes: int
+
+
+def read_header(file: File) -> Header:
+    """Read and parse the header of an open file.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: the file is not a valid safetensors file. The message has the path and the cause.
+    ApiError
+        The kernel cannot read the file.
+    """
+    path, file_bytes = file.path, file.size_bytes
+    if file_bytes < _SIZE.size:
+        raise _malformed(path, f"the file has {file_bytes} bytes; the size of the header alone needs 8")
+    (header_bytes,) = _SIZE.unpack(_read(file, 0, _SIZE.size))
+    if header_bytes > HEADER_BYTES_MAX:
+        raise _malformed(path, f"the header may have at most {HEADER_BYTES_MAX} bytes, not {header_bytes}")
+    data_bytes = file_bytes - _SIZE.size - header_bytes
+    if data_bytes < 0:
+        message = f"the header should have {header_bytes} bytes, but the file has only {file_bytes}"
+        raise _malformed(path, message)
+    return parse_header(_read(file, _SIZE.size, header_bytes), data_bytes=data_bytes, path=path)
+
+
+def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
+    """Parse the JSON text of a header.
+
+    Parameters
+    ----------
+    text : bytes
+        The text.
+    data_bytes : int
+        Number of bytes in the file after the header.
+    path : str
+        Path of the file, for errors.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: see :func:`read_header`.
+    """
+    document = _parse_json(text, path)
+    metadata = document.pop(_METADATA, None)
+    if metadata is not None:
+        _check_metadata(metadata, path)
+    entries = []
+    for name, value in document.items():
+        try:
+            entries.append((_entry(value), name))
+        except ValueError as error:
+            raise _malformed(path, f"tensor {name!r}: {_cause(value)}") from error
+    entries.sort()
+    tensors: dict[str, TensorEntry] = {}
+    position = 0
+    for (begin, end, dtype, shape), name in entries:
+        if begin != position:
+            relation = "overlap" if begin < position else "leave a hole after"
+            message = f"the bytes of tensor {name!r} begin at {begin} and {relation} those that end at {position}"
+            raise _malformed(path, message)
+        position = end
+        tensors[name] = TensorEntry(dtype, shape, begin, end)
+    if position != data_bytes:
+        message = f"the tensors have {position} bytes, but {data_bytes} bytes follow the header"
+        raise _malformed(path, message)
+    return Header(tensors, metadata, _SIZE.size + len(text), data_bytes)
+
+
+def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[str, str] | None) -> bytes:
+    """Return the beginning of a file: the size of the header, and the header padded to a multiple of 8 bytes.
+
+    Raises
+    ------
+    UsageError
+        A name occurs twice or is ``__metadata__``, the metadata are not texts, or the header is too large.
+    """
+    document: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
+    if metadata is not None:
+        _check_metadata(document[_METADATA], "metadata")
+    for name, entry in tensors:
+        if name in document or name == _METADATA:
+            message = f"tensor {name!r} occurs twice" if name in document else f"no tensor may be named {name!r}"
+            raise UsageError(message)
+        document[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES_MAX:
+        message = f"the header may have at most {HEADER_BYTES_MAX} bytes, not {len(text)}"
+        raise UsageError(message, what_to_do="save the tensors in several files")
+    return _SIZE.pack(len(text)) + text
+
+
+def _parse_json(text: bytes, path: str) -> dict[str, Any]:
+    """Parse the JSON text to an object without duplicate keys."""
+    if not text.startswith(b"{"):
+        raise _malformed(path, f"the header must begin with '{{', not with {text[:1]!r}")
+    try:
+        decoded = text.decode()
+        document = json.loads(
+            decoded, object_pairs_hook=_unique_dict, parse_float=_refuse_number, parse_constant=_refuse_number
+        )
+        if "\\u" in decoded:
+            # JSON can name one half of a surrogate pair, which no UTF-8 text can contain.
+            json.dumps(document, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        # UnicodeError and JSONDecodeError are ValueErrors.
+        raise _malformed(path, f"the header is not valid JSON: {error}") from error
+    if decoded.rstrip(" ") != decoded.rstrip():
+        raise _malformed(path, "the header may be padded with blanks only")
+    assert isinstance(document, dict)  # noqa: S101 - the text begins with a brace.
+    return document
+
+
+def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        names = [name for name, _value in pairs]
+        message = f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice"
+        raise ValueError(message)
+    return unique
+
+
+def _refuse_number(text: str) -> NoReturn:
+    message = f"numbers must be whole, not {text}"
+    raise ValueError(message)
+
+
+def _check_metadata(metadata: object, path: str) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for item in metadata.items() for text in item):
+        raise _malformed(path, f"{_METADATA} must be an object whose values are texts")
+
+
+def _entry(value: Any) -> tuple[int, int, str, tuple[int, ...]]:  # noqa: ANN401 - any JSON value.
+    """Return begin, end, data type and shape of a tensor. Raise ValueError if the value is invalid.
+
+    This function runs for every tensor, so it does not find the cause; see :func:`_cause`.
+    """
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        bits = _BITS[dtype]
+        count = 1
+        for size in shape:
+            if type(size) is not int or not 0 <= size <= _INTEGER_MAX:
+                raise ValueError
+            count *= size
+    except (KeyError, TypeError) as error:
+        raise ValueError from error
+    if (
+        type(begin) is not int
+        or type(end) is not int
+        or begin < 0
+        or (end - begin) * 8 != count * bits
+        or type(shape) is not list
+        or len(shape) > _DIMENSIONS_MAX
+        or type(value["data_offsets"]) is not list
+        or len(value) != len(_FIELDS)
+    ):
+        raise ValueError
+    return begin, end, dtype, tuple(shape)
+
+
+def _cause(value: Any) -> str:  # noqa: ANN401 - any JSON value.
+    if not isinstance(value, dict) or set(value) != _FIELDS:
+        return f"an entry must be an object with {', '.join(sorted(_FIELDS))}"
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ELEMENT_TYPES:
+        return f"dtype must be one of {', '.join(ELEMENT_TYPES)}, not {dtype!r:.40}"
+    if not _are_sizes(shape) or len(shape) > _DIMENSIONS_MAX:
+        return f"shape must be at most {_DIMENSIONS_MAX} numbers from 0 to 2**63 - 1, not {shape!r:.80}"
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end.
+        return f"data_offsets must be two numbers from 0 to 2**63 - 1 in order, not {offsets!r:.80}"
+    return f"{offsets[1] - offsets[0]} bytes do not fit to shape {shape} of {dtype}"
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _INTEGER_MAX for item in value)
+
+
+def _read(file: File, offset_bytes: int, length_bytes: int) -> bytes:
+    """Read a part of the file. A read may return fewer bytes than requested, so it is repeated."""
+    parts: list[bytes] = []
+    left_bytes = length_bytes
+    while left_bytes:
+        try:
+            part = os.pread(file.fileno(), left_bytes, offset_bytes + length_bytes - left_bytes)
+        except OSError as error:
+            raise os_error("pread", file.path, error) from error
+        if not part:
+            raise _malformed(file.path, f"the file ended {left_bytes} bytes before the end of its header")
+        parts.append(part)
+        left_bytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _malformed(path: str, cause: str) -> UsageError:
+    return UsageError(f"{path} is not a valid safetensors file: {cause}", reason=Reason.MALFORMED)

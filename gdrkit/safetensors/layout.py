@@ -1,0 +1,229 @@
+"""The selection of tensors and slices in a file, and the place of each in one memory.
+
+The tensors follow each other in the memory as in the file, so that neighbours are one read. A gap is left only where
+the next tensor would otherwise be unaligned.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+
+from gdrkit.errors import UsageError
+from gdrkit.safetensors.header import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from gdrkit.safetensors.header import Header, TensorEntry
+
+__all__ = ["EVERYTHING", "Layout", "Part", "Placement", "Select", "TensorIndex", "file_share", "layout_of", "part_of"]
+
+# An index of a tensor, as in `tensor[0, 4:8]`. `...` selects the whole tensor, None none of it.
+TensorIndex = SupportsIndex | slice | tuple[object, ...] | object
+# A function that returns the index of the part of a tensor to load. Its arguments are the name and the shape.
+Select = Callable[[str, tuple[int, ...]], TensorIndex]
+
+EVERYTHING = ...
+# Tensors of at least this size begin at a multiple of _ALIGNMENT_BYTES, which kernels with vector loads need. Smaller
+# ones begin at a multiple of their element, so that many scalars are still one read.
+_ALIGNED_MIN_BYTES = 256
+_ALIGNMENT_BYTES = 16
+
+
+class Part(NamedTuple):
+    """A part of a tensor.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of the part.
+    runs : sequence of int
+        Offset of each contiguous run, from the end of the header, in bytes.
+    run_bytes : int
+        Size of each run, in bytes.
+    """
+
+    shape: tuple[int, ...]
+    runs: Sequence[int]
+    run_bytes: int
+
+
+class Placement(NamedTuple):
+    """The place of a tensor, or of a part of one, in the memory of a file.
+
+    Attributes
+    ----------
+    name : str
+        Name of the tensor.
+    dtype : str
+        A key of :data:`~gdrkit.safetensors.ELEMENT_TYPES`.
+    shape : tuple of int
+        Shape of the part.
+    offset_bytes, length_bytes : int
+        Offset in the memory, and size.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    length_bytes: int
+
+
+class Layout(NamedTuple):
+    """The places of the selected tensors of one file, and the reads that fill them.
+
+    Attributes
+    ----------
+    placements : list of Placement
+        The tensors, in the order of the file.
+    reads : array of int
+        Three numbers for each read: offset in the file, offset in the memory, length in bytes.
+    length_bytes : int
+        Size of the memory.
+    """
+
+    placements: list[Placement]
+    reads: array[int]
+    length_bytes: int
+
+
+def layout_of(header: Header, select: Select | None = None, *, names: Iterable[str] | None = None) -> Layout:
+    """Return the layout for the selected parts of a file.
+
+    Parameters
+    ----------
+    header : Header
+        The header of the file.
+    select : callable or None
+        See :data:`Select`. None selects all tensors completely.
+    names : iterable of str or None
+        Names of the tensors to consider; None for all.
+    """
+    placements, reads = [], array("Q")
+    memory_end = file_end = read_length = 0
+    read_begin, read_offset = header.data_offset_bytes, 0
+    entries = header.tensors.items() if names is None else [(name, header.tensors[name]) for name in names]
+    for name, entry in entries:
+        dtype, shape, begin, end = entry
+        length, rest = end - begin, None
+        if select is not None:
+            part = part_of(name, entry, select(name, shape))
+            if part is None:
+                continue
+            shape, length = part.shape, part.run_bytes * len(part.runs)
+            begin = part.runs[0] if part.runs else begin
+            rest = part if len(part.runs) > 1 else None
+        alignment = _ALIGNMENT_BYTES if length >= _ALIGNED_MIN_BYTES else -(-ELEMENT_TYPES[dtype].bits // 8)
+        offset = memory_end + -memory_end % alignment
+        placements.append(Placement(name, dtype, shape, offset, length))
+        memory_end = offset + length
+        if rest is None and begin == file_end and offset == read_offset + read_length:
+            read_length += length
+            file_end += length
+            continue
+        if read_length:
+            reads.extend((read_begin, read_offset, read_length))
+        read_length, read_offset, file_end = 0, memory_end, -1
+        if rest is None:
+            read_begin, read_offset, read_length = header.data_offset_bytes + begin, offset, length
+            file_end = begin + length
+        else:
+            _append_runs(reads, rest, header.data_offset_bytes, offset)
+    if read_length:
+        reads.extend((read_begin, read_offset, read_length))
+    return Layout(placements, reads, memory_end)
+
+
+def _append_runs(reads: array[int], part: Part, data_offset_bytes: int, offset_bytes: int) -> None:
+    count, length = len(part.runs), part.run_bytes
+    numbers = array("Q", bytes(count * 24))
+    numbers[0::3] = array("Q", [data_offset_bytes + run for run in part.runs])
+    numbers[1::3] = array("Q", range(offset_bytes, offset_bytes + count * length, length))
+    numbers[2::3] = array("Q", [length]) * count
+    reads.extend(numbers)
+
+
+def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:
+    """Return the part of a tensor that an index selects, or None if the index is None.
+
+    Raises
+    ------
+    UsageError
+        The index does not fit to the shape, has a step, or divides a byte that has several elements.
+    """
+    if index is None:
+        return None
+    if index is EVERYTHING:
+        return Part(entry.shape, (entry.begin,), entry.end - entry.begin)
+    ranges, shape = _ranges(name, entry.shape, index)
+    # All dimensions after `inner` are selected completely, so a run has them and the range of `inner`.
+    inner = len(ranges) - 1
+    while inner > 0 and ranges[inner] == (0, entry.shape[inner]):
+        inner -= 1
+    strides = [math.prod(entry.shape[dimension + 1 :]) for dimension in range(len(ranges))]
+    bits = ELEMENT_TYPES[entry.dtype].bits
+    run_bits = (ranges[inner][1] - ranges[inner][0]) * strides[inner] * bits if ranges else bits
+    if any(begin == end for begin, end in ranges):
+        return Part(shape, (), 0)
+    starts = [sum(begin * stride for (begin, _end), stride in zip(ranges, strides, strict=True)) * bits]
+    for dimension in range(inner):
+        begin, end = ranges[dimension]
+        step_bits = strides[dimension] * bits
+        starts = [start + step * step_bits for start in starts for step in range(end - begin)]
+    if run_bits % 8 or any(start % 8 for start in starts):
+        message = (
+            f"the part {index!r} of tensor {name!r} begins or ends inside a byte, because {entry.dtype} has {bits} bits"
+        )
+        raise UsageError(message, what_to_do="select an even number of elements of the last dimension")
+    return Part(shape, [entry.begin + start // 8 for start in starts], run_bits // 8)
+
+
+def _ranges(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """Return the begin and the end of the selected range of each dimension, and the shape of the part."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [position for position, item in enumerate(items) if item is EVERYTHING]
+    missing = len(shape) - (len(items) - len(ellipses))
+    if len(ellipses) > 1 or missing < 0:
+        message = f"{index!r} has too many items for tensor {name!r} of shape {list(shape)}"
+        raise UsageError(message)
+    position = ellipses[0] if ellipses else len(items)
+    items[position : position + len(ellipses)] = [slice(None)] * missing
+    ranges, part_shape = [], []
+    for item, size in zip(items, shape, strict=True):
+        if isinstance(item, slice):
+            begin, end, step = item.indices(size)
+            if step != 1:
+                message = f"the step of a slice must be 1, not {step} (tensor {name!r})"
+                raise UsageError(message, what_to_do="load the tensor, and select the elements on the device")
+            end = max(begin, end)
+            part_shape.append(end - begin)
+        elif isinstance(item, SupportsIndex) and not isinstance(item, bool):
+            number = item.__index__()
+            if not -size <= number < size:
+                message = f"index {number} is not inside a dimension of size {size} (tensor {name!r})"
+                raise UsageError(message)
+            begin = number % size
+            end = begin + 1
+        else:
+            message = f"an index must have numbers, slices and ..., not {item!r:.40} (tensor {name!r})"
+            raise UsageError(message)
+        ranges.append((begin, end))
+    return ranges, tuple(part_shape)
+
+
+def file_share(reads: array[int], share_index: int, shares_count: int) -> array[int]:
+    """Return the reads of one of several shares of equal size, which together are all `reads`."""
+    total_bytes = sum(reads[2::3])
+    begin = total_bytes * share_index // shares_count
+    end = total_bytes * (share_index + 1) // shares_count
+    share, position = array("Q"), 0
+    for file_offset, memory_offset, length in zip(reads[0::3], reads[1::3], reads[2::3], strict=True):
+        first, last = max(begin, position), min(end, position + length)
+        if first < last:
+            share.extend((file_offset + first - position, memory_offset + first - position, last - first))
+        position += length
+    return share

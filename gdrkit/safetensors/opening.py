@@ -1,0 +1,174 @@
+"""Access to single tensors and slices of a model file: :class:`safe_open`, with the signature of safetensors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from array import array
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.errors import UsageError
+from gdrkit.gds import File, TransferBuffer, transfer_ranges
+from gdrkit.safetensors.header import read_header
+from gdrkit.safetensors.layout import EVERYTHING, layout_of
+from gdrkit.safetensors.loading import DeviceLoad, maker_of, start_load
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from gdrkit.safetensors.header import TensorEntry
+    from gdrkit.safetensors.layout import TensorIndex
+    from gdrkit.safetensors.loading import LoadedTensors, StrPath
+
+__all__ = ["TensorSlice", "safe_open"]
+
+
+class safe_open:  # noqa: N801 - the name in safetensors.
+    """An open model file, as a context manager.
+
+    Parameters
+    ----------
+    filename : str or path-like
+        Path of the file.
+    framework : str or None
+        See :func:`start_load_files`.
+    device : str, int or torch.device
+        The device that gets the tensors.
+    backend : str or None
+        It is ignored. safetensors chooses by it how it reads files of the host.
+    whole_file : bool
+        True: the first access to a whole tensor loads the whole file, and later accesses return its tensors. This is
+        faster if a program takes all tensors one after the other, in any number of threads.
+
+    Raises
+    ------
+    UsageError
+        MALFORMED: the file is not a valid safetensors file.
+    ApiError
+        The kernel does not open the file.
+    """
+
+    def __init__(
+        self,
+        filename: StrPath,
+        framework: str | None = None,
+        device: Any = "cpu",  # noqa: ANN401 - every form in which torch names a device.
+        *,
+        backend: str | None = None,  # noqa: ARG002
+        whole_file: bool = False,
+    ) -> None:
+        self._maker = maker_of(framework)
+        self._device_index = self._maker.device_index(device)
+        self._whole_file = whole_file
+        self._lock = threading.Lock()
+        self._loaded: LoadedTensors | None = None
+        self._file = File(filename, direct="never")
+        try:
+            self._header = read_header(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return sorted(self._header.tensors)
+
+    def offset_keys(self) -> list[str]:
+        """Return the names of the tensors in the order of their bytes in the file."""
+        return list(self._header.tensors)
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return the texts that the file has beside its tensors."""
+        return self._header.metadata
+
+    def get_tensor(self, name: str) -> Any:  # noqa: ANN401 - a tensor.
+        """Load a tensor and return it."""
+        return self._part(name, EVERYTHING)
+
+    def get_tensors(self) -> LoadedTensors:
+        """Load all tensors and return them by their names."""
+        with self._lock:
+            if self._loaded is None:
+                # The descriptor is duplicated, because the path may be another file by now.
+                file = File.from_descriptor(
+                    os.dup(self._file.fileno()), path=self._file.path, writable=False, direct="never"
+                )
+                device = DeviceLoad(self._maker, self._device_index, own_memory=False)
+                try:
+                    load = start_load([file], [device], select=None, share=None, is_list=False)
+                except BaseException:
+                    file.close()
+                    raise
+                self._loaded = load.result()
+            return self._loaded
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Return an object whose index, as in ``file.get_slice(name)[:, 2:4]``, loads a part of a tensor."""
+        return TensorSlice(self, name, self._entry(name))
+
+    def close(self) -> None:
+        """Close the file. Loaded tensors stay."""
+        self._file.close()
+        self._loaded = None
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._header.tensors.get(name)
+        if entry is None:
+            message = f"{self._file.path} has no tensor {name!r}"
+            raise UsageError(message, what_to_do="keys() returns the names")
+        return entry
+
+    def _part(self, name: str, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
+        self._entry(name)
+        if self._whole_file and index is EVERYTHING:
+            return self.get_tensors()[name]
+        layout = layout_of(self._header, lambda *_: index, names=[name])
+        buffer = self._maker.allocate(self._device_index, layout.length_bytes)
+        (tensor,) = self._maker.tensors(buffer, layout.placements)
+        address = self._maker.address(buffer)
+        reads_count = len(layout.reads) // 3
+        extents = array("Q", bytes(reads_count * 32))
+        extents[1::4] = layout.reads[0::3]
+        extents[2::4] = array("Q", [address + offset for offset in layout.reads[1::3]])
+        extents[3::4] = layout.reads[2::3]
+        self._maker.wait_for_allocations(self._device_index)
+        memory = TransferBuffer(address, layout.length_bytes, self._device_index, buffer)
+        transfer = transfer_ranges([self._file], extents, memory)
+        try:
+            transfer.result()
+        except BaseException:
+            # The traceback has this frame, which must not keep the memory.
+            del buffer, memory, tensor
+            raise
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorSlice:
+    """A tensor of an open file. Its index loads a part: numbers, slices without a step, and ``...``."""
+
+    def __init__(self, file: safe_open, name: str, entry: TensorEntry) -> None:
+        self._file, self._name, self._entry = file, name, entry
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Return the data type, such as ``BF16``."""
+        return self._entry.dtype
+
+    def __getitem__(self, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
+        """Load the part, and return it as a tensor. Only its bytes are read."""
+        if index is None:
+            message = "an index must have numbers, slices and ..., not None"
+            raise UsageError(message)
+        is_everything = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
+        return self._file._part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.

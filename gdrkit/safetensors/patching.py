@@ -1,0 +1,89 @@
+"""Replacement of the functions by which other programs load model files, such as transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.safetensors._torch import names_to_replace
+from gdrkit.safetensors.loading import load_file
+from gdrkit.safetensors.opening import safe_open
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["patch"]
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in which torch names a device.
+    """Let all modules that load by safetensors load by gdrkit inside the block.
+
+    ``safe_open`` and ``load_file`` of safetensors are replaced in every module that has imported them, such as
+    ``transformers.modeling_utils``, and are restored at the end. This affects all threads.
+
+    Parameters
+    ----------
+    device : str, int, torch.device or None
+        The device that gets the tensors, whatever device the caller names. transformers opens its files for the CPU and
+        moves each tensor afterwards; with the device of the model here, the tensors arrive there at once. None: the
+        device that the caller names.
+
+    Raises
+    ------
+    SetupMissing
+        safetensors or torch is not installed.
+    UsageError
+        BUSY: another block is active.
+    """
+    originals = names_to_replace()
+    replacements = {"safe_open": _opener(device), "load_file": _loader(device)}
+    if not _lock.acquire(blocking=False):
+        message = "the functions of safetensors are already replaced, by another block of patch()"
+        raise UsageError(message, reason=Reason.BUSY)
+    try:
+        _replace(originals, replacements)
+        try:
+            yield
+        finally:
+            # A module that was imported inside the block has a replacement too.
+            _replace(replacements, originals)
+    finally:
+        _lock.release()
+
+
+def _opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
+    class PatchedOpen(safe_open):
+        """:class:`safe_open` for one device, which loads a file at the first access to a whole tensor."""
+
+        def __init__(self, filename: Any, framework: str = "pt", device_named: Any = "cpu", **options: Any) -> None:  # noqa: ANN401
+            named = options.pop("device", device_named)
+            super().__init__(filename, framework, named if device is None else device, whole_file=True, **options)
+
+    return PatchedOpen
+
+
+def _loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
+    @functools.wraps(load_file)
+    def load(filename: Any, device_named: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
+        options.pop("backend", None)
+        named = options.pop("device", device_named)
+        return load_file(filename, named if device is None else device, framework="pt", **options)
+
+    return load
+
+
+def _replace(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Replace objects in the namespaces of all imported modules. A module may have given them other names."""
+    names = {id(value): name for name, value in old.items()}
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", {})
+        for attribute, value in list(namespace.items()):
+            if id(value) in names:
+                namespace[attribute] = new[names[id(value)]]

@@ -1,0 +1,88 @@
+"""The function :func:`save_file`, which writes tensors of devices or of the host to a model file."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gdrkit.gds import TransferBuffer, transfer_ranges
+from gdrkit.gds.new_file import new_file, open_destination
+from gdrkit.safetensors.header import ELEMENT_TYPES, TensorEntry, pack_header
+from gdrkit.safetensors.loading import maker_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gdrkit.gds import File, Transfer
+    from gdrkit.safetensors.loading import StrPath
+
+__all__ = ["save_file"]
+
+_ORDER = {name: position for position, name in enumerate(ELEMENT_TYPES)}
+_NEW_FILE_BITS = 0o666
+
+
+def save_file(
+    tensors: Mapping[str, Any],
+    filename: StrPath,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    framework: str | None = None,
+    durable: bool = False,
+) -> None:
+    """Write tensors to a file, as ``safetensors.torch.save_file`` does, without a copy of the tensors on the host.
+
+    The file gets its name when it is complete. If the write fails, an old file of this name stays.
+
+    Parameters
+    ----------
+    tensors : mapping
+        The tensors by their names: of torch, or :class:`ModelTensor`.
+    filename : str or path-like
+        Path of the file.
+    metadata : mapping or None
+        Texts to store beside the tensors.
+    framework : str or None
+        See :func:`start_load_files`.
+    durable : bool
+        Wait until the disk has the data and the name.
+
+    Raises
+    ------
+    UsageError
+        A tensor is not contiguous, or has a type that the format lacks.
+    TransferFailed
+        The disk is full, or a call failed.
+    """
+    maker = maker_of(framework)
+    described = [(name, *maker.describe(name, tensor)) for name, tensor in tensors.items()]
+    described.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
+    entries, position = [], 0
+    for name, dtype, shape, memory in described:
+        entries.append((name, TensorEntry(dtype, shape, position, position + memory.length_bytes)))
+        position += memory.length_bytes
+    header = pack_header(entries, metadata)
+    with contextlib.ExitStack() as stack:
+        destination = stack.enter_context(open_destination(Path(filename)))
+        file = stack.enter_context(
+            new_file(destination, source_mode=_NEW_FILE_BITS, access="automatic", direct="never", durable=durable)
+        )
+        file.write_from(header)
+        by_device: dict[int, list[tuple[int, TransferBuffer]]] = {}
+        for (_name, entry), (*_rest, memory) in zip(entries, described, strict=True):
+            by_device.setdefault(memory.device_index, []).append((len(header) + entry.begin, memory))
+        pending = [_start_write(file, device_index, parts) for device_index, parts in by_device.items()]
+        for transfer in pending:
+            transfer.result()
+
+
+def _start_write(file: File, device_index: int, parts: list[tuple[int, TransferBuffer]]) -> Transfer:
+    """Start to write memory of one device to the file. Each part has its offset in the file and its memory."""
+    extents = array("Q")
+    for offset_bytes, memory in parts:
+        if memory.length_bytes:
+            extents.extend((0, offset_bytes, memory.address, memory.length_bytes))
+    keep = [memory for _offset, memory in parts]
+    return transfer_ranges([file], extents, TransferBuffer(0, sum(extents[3::4]), device_index, keep), write=True)

@@ -1,0 +1,209 @@
+"""Memory for the tensors of a file, and tensors for programs without torch, which other libraries take by DLPack."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from typing import TYPE_CHECKING, Any
+
+from gdrkit import cuda
+from gdrkit.errors import UsageError
+from gdrkit.gds import HOST, TransferBuffer
+from gdrkit.gds.buffer import describe_buffer
+from gdrkit.safetensors.header import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from gdrkit.safetensors.layout import Placement
+
+__all__ = ["DlpackMaker", "ModelTensor", "TensorBuffer"]
+
+
+class TensorBuffer:
+    """Memory of one device, or of the host, that several tensors share.
+
+    It is freed when the last of these tensors is gone, and the last consumer of their DLPack capsules.
+
+    Parameters
+    ----------
+    device_index : int
+        Index of the device; :data:`gdrkit.gds.HOST` for memory of the host.
+    length_bytes : int
+        Size in bytes.
+
+    Raises
+    ------
+    ApiError
+        OUT_OF_MEMORY: the device does not have that much memory left.
+    """
+
+    def __init__(self, device_index: int, length_bytes: int) -> None:
+        self._device: cuda.Device | None = None
+        self._memory: cuda.DeviceMemory | mmap.mmap | None = None
+        # Neither a device nor mmap allocates 0 bytes.
+        size_bytes = max(length_bytes, 1)
+        if device_index == HOST:
+            self._memory = mmap.mmap(-1, size_bytes)
+            described = describe_buffer(self._memory, writable=True)
+            described.release()
+            self.address = described.address
+        else:
+            self._device = cuda.Device(device_index)
+            try:
+                self._memory = self._device.allocate(size_bytes)
+            except BaseException:
+                self._device.close()
+                raise
+            self.address = self._memory.address
+        self.device_index = device_index
+        self.length_bytes = length_bytes
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return a part of the memory."""
+        if length_bytes == 0:
+            return b""
+        if isinstance(self._memory, cuda.DeviceMemory):
+            return self._memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        assert self._memory is not None  # noqa: S101 - it exists as long as this object.
+        return self._memory[offset_bytes : offset_bytes + length_bytes]
+
+    def __del__(self) -> None:
+        # The memory of the host is freed with its object.
+        if isinstance(self._memory, cuda.DeviceMemory):
+            self._memory.close()
+        if self._device is not None:
+            self._device.close()
+
+
+class ModelTensor:
+    """A tensor in device memory or host memory, for every library that takes DLPack.
+
+    ``torch.from_dlpack(tensor)``, ``cupy.from_dlpack(tensor)`` and their like make an array of the same memory.
+
+    Attributes
+    ----------
+    dtype : str
+        A key of :data:`~gdrkit.safetensors.ELEMENT_TYPES`.
+    shape : tuple of int
+        Number of elements in each dimension.
+    address : int
+        Address of the first byte.
+    length_bytes : int
+        Size in bytes.
+    device_index : int
+        Index of the device; :data:`gdrkit.gds.HOST` for memory of the host.
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "address", "device_index", "dtype", "length_bytes", "shape")
+
+    def __init__(self, buffer: TensorBuffer, placement: Placement) -> None:
+        self._buffer = buffer
+        self.dtype, self.shape, self.length_bytes = placement.dtype, placement.shape, placement.length_bytes
+        self.address = buffer.address + placement.offset_bytes
+        self.device_index = buffer.device_index
+
+    def read(self) -> bytes:
+        """Copy the bytes of the tensor to the host and return them."""
+        return self._buffer.read(self.address - self._buffer.address, self.length_bytes)
+
+    def transfer_buffer(self) -> TransferBuffer:
+        """Return the memory of the tensor for a transfer of :mod:`gdrkit.gds`."""
+        return TransferBuffer(self.address, self.length_bytes, self.device_index, self._buffer)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's type and index of the device."""
+        return cuda.dlpack_device(self._index())
+
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """Return the tensor as a DLPack capsule, which keeps the memory alive.
+
+        Two elements of F4 are one element with two lanes, as in torch. Elements of F6 are packed.
+
+        Raises
+        ------
+        BufferError
+            A copy or another device was requested, or F4 elements do not fill the last dimension in pairs.
+        """
+        if copy or dl_device not in {None, self.__dlpack_device__()}:
+            message = "the tensor is exported in place: it cannot be copied or exported to another device"
+            raise BufferError(message)
+        element = ELEMENT_TYPES[self.dtype]
+        shape, lanes = self.shape, 1
+        if self.dtype == "F4":
+            if not shape or shape[-1] % 2:
+                message = f"elements of 4 bits can be exported in pairs only, not in shape {list(shape)}"
+                raise BufferError(message)
+            shape, lanes = (*shape[:-1], shape[-1] // 2), 2
+        return cuda.export_tensor(
+            self._buffer,
+            self.address,
+            shape=shape,
+            element=(element.dlpack_code, element.bits, lanes),
+            device_index=self._index(),
+            is_versioned=max_version is not None and max_version[0] >= 1,
+        )
+
+    def _index(self) -> int | None:
+        return None if self.device_index == HOST else self.device_index
+
+    def __repr__(self) -> str:
+        place = "cpu" if self.device_index == HOST else f"cuda:{self.device_index}"
+        return f"ModelTensor({self.dtype}, {list(self.shape)}, {place})"
+
+
+def parse_device(device: object) -> int:
+    """Return the index of a device that is named as in torch: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", str(device))
+    if match is None:
+        message = f"device must be 'cpu', 'cuda', 'cuda:1' or a number, not {device!r}"
+        raise UsageError(message)
+    return HOST if match[0] == "cpu" else int(match[1] or 0)
+
+
+class DlpackMaker:
+    """The allocator of memory, and the maker of tensors in it, for programs without torch."""
+
+    name = "dlpack"
+
+    def device_index(self, device: Any) -> int:  # noqa: ANN401 - every form in which torch names a device.
+        """Return the index of a device: of ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""
+        return parse_device(device)
+
+    def allocate(self, device_index: int, length_bytes: int) -> TensorBuffer:
+        """Return new memory."""
+        return TensorBuffer(device_index, length_bytes)
+
+    def wait_for_allocations(self, device_index: int) -> None:
+        """Do nothing: no kernel uses new memory of the driver."""
+
+    def address(self, buffer: TensorBuffer) -> int:
+        """Return the address of the memory."""
+        return buffer.address
+
+    def tensors(self, buffer: TensorBuffer, placements: list[Placement]) -> list[ModelTensor]:
+        """Return the tensors in the memory of a file."""
+        return [ModelTensor(buffer, placement) for placement in placements]
+
+    def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[ModelTensor], list[int]]:
+        """Return tensors with memory of their own, and the address of each."""
+        buffers = [TensorBuffer(device_index, placement.length_bytes) for placement in placements]
+        tensors = [
+            ModelTensor(buffer, placement._replace(offset_bytes=0))
+            for buffer, placement in zip(buffers, placements, strict=True)
+        ]
+        return tensors, [buffer.address for buffer in buffers]
+
+    def describe(self, name: str, tensor: object) -> tuple[str, tuple[int, ...], TransferBuffer]:
+        """Return the data type, the shape and the memory of a tensor to save."""
+        if not isinstance(tensor, ModelTensor):
+            message = f"tensor {name!r} must be a ModelTensor, not {type(tensor).__name__}"
+            raise UsageError(message, what_to_do="install torch to save tensors of torch")
+        return tensor.dtype, tensor.shape, tensor.transfer_buffer()

@@ -1,0 +1,269 @@
+r"""Rates of model files into GPU memory: gdrkit.safetensors beside the loaders that are installed.
+
+Every loader is checked once, byte by byte, and all are then measured in turn. A run takes some minutes and 26 GB:
+
+    pytest -c suites/pytest.ini suites/bench/test_model_speed.py --benchmark-enable -s \
+        -o faulthandler_timeout=580 --records FILE
+
+Without ``--benchmark-enable``, each loader loads small files once. GDRKIT_BENCH_STORAGE_FOLDER sets the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from bench.model_loaders import loaders
+from bench.storage_speed import Series, drop_cache, log_progress, measure_in_turn, pinned_copier
+
+from gdrkit import gds, safetensors
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import host, needs, without_twin
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.safetensors.header import pack_header, read_header
+from gdrkit.units import GIB, KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from gdrkit.cuda import Device
+    from gdrkit.harness.evidence import Evidence
+
+# torch uses the CUDA runtime, which cannot use the twin.
+pytestmark = [
+    needs(cuda_needs.device(), host.module("torch"), without_twin(Api.CUDA)),
+    pytest.mark.timeout(580),
+]
+
+ROUNDS_COUNT = 5
+_CHUNK_BYTES = 16 * MIB
+# The loader that does not know the format: it is not the best loader for small tensors.
+_WITHOUT_FORMAT = frozenset({"kvikio"})
+_OWN = ("gdrkit", "gdrkit_per_tensor")
+# Shapes of a layer with about 218 million parameters, as in models with 8 billion.
+_LAYER = (
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+    (4096,),
+    (4096,),
+)
+
+
+@pytest.fixture
+def is_measured(request: pytest.FixtureRequest) -> bool:
+    """Whether the rates are measured."""
+    return bool(request.config.getoption("--benchmark-enable"))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Yield a folder on a disk, and remove it at the end."""
+    parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
+    path = Path(tempfile.mkdtemp(prefix="gdrkit-models-", dir=parent))
+    try:
+        yield path
+    finally:
+        gds.close_engines()
+        shutil.rmtree(path)
+
+
+def create_model(path: Path, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Write a file with tensors of BF16 of these shapes and with random bytes. Return the size of its tensors."""
+    entries, position = [], 0
+    for index, shape in enumerate(shapes):
+        length = 2
+        for size in shape:
+            length *= size
+        name = f"{path.stem}.layers.{index}.weight"
+        entries.append((name, safetensors.TensorEntry("BF16", shape, position, position + length)))
+        position += length
+    header = pack_header(entries, {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + position)
+        file.flush()
+
+        def fill(offset: int) -> None:
+            data = os.urandom(min(_CHUNK_BYTES, position - offset))
+            os.pwrite(file.fileno(), data, len(header) + offset)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(fill, range(0, position, _CHUNK_BYTES)))
+        os.fsync(file.fileno())
+    return position
+
+
+def check_tensors(tensors: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Require that the tensors have the bytes of the files."""
+    import torch
+
+    names: set[str] = set()
+    for path in paths:
+        with gds.File(path, direct="never") as file:
+            header = read_header(file)
+        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        data = data[header.data_offset_bytes :]
+        for name, entry in header.tensors.items():
+            actual = tensors[name].contiguous().view(-1).view(torch.uint8)
+            assert tuple(tensors[name].shape) == entry.shape, name
+            assert torch.equal(actual, data[entry.begin : entry.end].to(actual.device)), name
+            names.add(name)
+    assert names == set(tensors)
+
+
+def measured_loads(
+    paths: Sequence[Path],
+    length_bytes: int,
+    evidence: Evidence,
+    *,
+    rounds_count: int,
+    prepare: Callable[[], object] | None = None,
+    without: Sequence[str] = (),
+) -> dict[str, Series]:
+    """Check each loader, and measure all in turn. Each load ends when the device has all bytes."""
+    import torch
+
+    def load(loader: Callable[[Sequence[Path]], dict[str, Any]]) -> None:
+        tensors = loader(paths)
+        torch.cuda.synchronize()
+        tensors.clear()
+
+    candidates = {name: loader for name, loader in loaders().items() if name not in without}
+    for name, loader in candidates.items():
+        # If the bytes are wrong, the record of the failed case names the loader.
+        evidence["checked_loader"] = name
+        tensors = loader(paths)
+        torch.cuda.synchronize()
+        check_tensors(tensors, paths)
+        tensors.clear()
+    evidence["loaders"] = sorted(candidates)
+    return measure_in_turn(
+        {name: partial(load, loader) for name, loader in candidates.items()},
+        length_bytes,
+        rounds_count=rounds_count,
+        prepare=prepare,
+        attempts_count=1,
+    )
+
+
+def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> None:
+    """Record the rate and the processor time of each loader, and the best of the others."""
+    for name, measured in series.items():
+        evidence.number(f"{prefix}_{name}_gb_per_s", measured.rate_gb_per_s)
+        evidence.number(f"{prefix}_{name}_cpu_s_per_gib", measured.cpu_s_per_gib)
+    others = {name: measured for name, measured in series.items() if name not in _OWN}
+    if others:
+        best = max(others, key=lambda name: others[name].rate_gb_per_s)
+        evidence[f"{prefix}_best_other"] = best
+        evidence.number(f"{prefix}_best_other_gb_per_s", others[best].rate_gb_per_s)
+        known = [measured.rate_gb_per_s for name, measured in others.items() if name not in _WITHOUT_FORMAT]
+        if known:
+            evidence.number(f"{prefix}_best_loader_gb_per_s", max(known))
+
+
+def test_files_of_a_model_beside_other_loaders(
+    device: Device, folder: Path, evidence: Evidence, *, is_measured: bool
+) -> None:
+    """Load four files of 2 GiB, cached and cold."""
+    shapes = (_LAYER * 5)[:-2] if is_measured else ((64, 64), (64,))
+    paths = [folder / f"model-{index}.safetensors" for index in range(4)]
+    length_bytes = sum(create_model(path, shapes) for path in paths)
+    rounds_count = ROUNDS_COUNT if is_measured else 1
+    log_progress(f"4 files, {length_bytes / GIB:.2f} GiB, cached")
+    with device.allocate(min(length_bytes, 4 * GIB)) as memory:
+        copy, free = pinned_copier(device, memory, length_bytes=memory.length_bytes)
+        pinned = measure_in_turn({"pinned": copy}, memory.length_bytes, rounds_count=rounds_count)
+        free()
+    evidence.number("pinned_copy_gb_per_s", pinned["pinned"].rate_gb_per_s)
+    cached = measured_loads(paths, length_bytes, evidence, rounds_count=rounds_count)
+    record(evidence, "cached", cached)
+    evidence.number("cached_per_tensor_gdrkit_gb_per_s", cached["gdrkit_per_tensor"].rate_gb_per_s)
+    log_progress("4 files, cold")
+
+    def drop() -> None:
+        for path in paths:
+            drop_cache(path)
+
+    record(
+        evidence,
+        "cold",
+        measured_loads(
+            paths, length_bytes, evidence, rounds_count=rounds_count, prepare=drop, without=["gdrkit_per_tensor"]
+        ),
+    )
+
+
+def test_one_large_file_beside_other_loaders(
+    device: Device, folder: Path, evidence: Evidence, *, is_measured: bool
+) -> None:
+    """Load 16 GB with 291 tensors from the page cache."""
+    shapes = (*(_LAYER * 32), (128256, 4096), (128256, 4096), (4096,)) if is_measured else ((64, 64), (64,))
+    path = folder / "large.safetensors"
+    length_bytes = create_model(path, shapes)
+    log_progress(f"{len(shapes)} tensors, {length_bytes / 1e9:.1f} GB, cached")
+    series = measured_loads([path], length_bytes, evidence, rounds_count=ROUNDS_COUNT if is_measured else 1)
+    record(evidence, "large_cached", series)
+
+
+def test_small_tensors_beside_other_loaders(
+    device: Device, folder: Path, evidence: Evidence, *, is_measured: bool
+) -> None:
+    """Load 20,000 tensors of 16 KiB from the page cache."""
+    count = 20_000 if is_measured else 100
+    path = folder / "small.safetensors"
+    length_bytes = create_model(path, [(64, 16 * KIB // 2 // 64)] * count)
+    log_progress(f"{count} tensors of 16 KiB, cached")
+    series = measured_loads([path], length_bytes, evidence, rounds_count=ROUNDS_COUNT if is_measured else 1)
+    per_s = {name: measured.rate_gb_per_s * 1e9 / (16 * KIB) for name, measured in series.items()}
+    for name, number in per_s.items():
+        evidence.number(f"small_tensors_{name}_per_s", number)
+    known = [number for name, number in per_s.items() if name not in {*_OWN, *_WITHOUT_FORMAT}]
+    if known:
+        evidence.number("small_tensors_best_other_per_s", max(known))
+
+
+@needs(cuda_needs.device(count_min=2))
+def test_two_devices_beside_one(
+    devices: tuple[Device, ...], folder: Path, evidence: Evidence, *, is_measured: bool
+) -> None:
+    """Load a half on each of two devices, and everything on both, from the page cache."""
+    import torch
+
+    shapes = (_LAYER * 5)[:-2] if is_measured else ((64, 64), (64,))
+    paths = [folder / f"model-{index}.safetensors" for index in range(4)]
+    length_bytes = sum(create_model(path, shapes) for path in paths)
+
+    def half(rank: int, _name: str, shape: tuple[int, ...]) -> object:
+        return slice(rank * shape[0] // 2, (rank + 1) * shape[0] // 2)
+
+    def halves() -> None:
+        loads = [safetensors.start_load_files(paths, f"cuda:{rank}", select=partial(half, rank)) for rank in range(2)]
+        for load in loads:
+            load.result()
+
+    transfers: dict[str, Callable[[], object]] = {
+        "one": lambda: safetensors.load_files(paths, "cuda:0"),
+        "halves": halves,
+        "both_by_shares": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True),
+        "both_by_reads": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=False),
+    }
+    for loaded in safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True):
+        check_tensors(loaded, paths)
+    torch.cuda.empty_cache()
+    series = measure_in_turn(transfers, length_bytes, rounds_count=ROUNDS_COUNT if is_measured else 1, attempts_count=1)
+    for name, measured in series.items():
+        # The bytes that arrive on all devices together.
+        arrived = 2 if name.startswith("both") else 1
+        evidence.number(f"two_devices_{name}_gb_per_s", arrived * measured.rate_gb_per_s)

@@ -1,0 +1,119 @@
+"""Transfers that coroutines await: their results, their errors, a thousand at once, and cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from support.gds import HOST_AND_DEVICE, allocated_memory
+
+from gdrkit import gds, pattern
+from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+
+ON_HOST_AND_DEVICE = pytest.mark.parametrize("memory_kind", HOST_AND_DEVICE, indirect=True)
+READS_COUNT = 1000
+
+
+@ON_HOST_AND_DEVICE
+def test_awaited_transfers_move_the_bytes(
+    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None
+) -> None:
+    data = pattern.payload(2 * MIB + 3, seed=seed)
+
+    async def move() -> None:
+        async with gds.AsyncFile(tmp_path / "file", "w", direct="never") as file:
+            assert (await file.write_from(memory.buffer, durable=True)).bytes == len(data)
+            assert (await file.writev(memory.buffer, [(len(data), 5, 1)])).parts == (5,)
+        async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
+            memory.write(bytes(len(data)))
+            result = await file.read_into(memory.buffer, length_bytes=len(data))
+            assert (result.bytes, result.route) == (len(data), gds.Route.ENGINE)
+            assert memory.content() == data
+            assert (await file.readv(memory.buffer, [(len(data), 5), (0, 2)])).parts == (5, 2)
+            assert memory.content()[:7] == data[1:6] + data[:2]
+        with pytest.raises(ClosedResource):
+            await file.read_into(memory.buffer)
+
+    with allocated_memory(memory_kind, len(data), owner_device) as memory:
+        memory.write(data)
+        asyncio.run(move())
+
+
+def test_awaited_transfer_raises_the_error_of_the_transfer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(10))
+
+    async def read() -> None:
+        async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
+            with pytest.raises(gds.TransferFailed) as caught:
+                await file.read_into(bytearray(20), length_bytes=20)
+            assert (caught.value.reason, caught.value.transferred.bytes) == (Reason.END_OF_FILE, 10)
+            with pytest.raises(UsageError, match="opened for reading only"):
+                await file.write_from(b"x")
+
+    asyncio.run(read())
+
+
+@ON_HOST_AND_DEVICE
+@pytest.mark.parametrize("cancels", [False, True], ids=["all", "half-cancelled"])
+def test_thousand_reads_at_once_leave_nothing_open(
+    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None, *, cancels: bool
+) -> None:
+    data = pattern.payload(READS_COUNT * 4 * KIB, seed=seed)
+    (tmp_path / "file").write_bytes(data)
+
+    async def read() -> list[object]:
+        async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
+            tasks = [
+                asyncio.create_task(
+                    file.read_into(
+                        memory.buffer, file_offset_bytes=offset, length_bytes=4 * KIB, buffer_offset_bytes=offset
+                    )
+                )
+                for offset in range(0, len(data), 4 * KIB)
+            ]
+            await asyncio.wait(tasks, timeout=0)
+            for task in tasks[1::2] if cancels else ():
+                task.cancel()
+            return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    with allocated_memory(memory_kind, len(data), owner_device) as memory:
+        results = asyncio.run(read())
+        contents = memory.content()
+        for index, result in enumerate(results):
+            if isinstance(result, gds.Transferred):
+                part = slice(index * 4 * KIB, (index + 1) * 4 * KIB)
+                assert (result.bytes, contents[part]) == (4 * KIB, data[part])
+            else:
+                assert isinstance(result, asyncio.CancelledError)
+                assert index % 2 == 1
+    assert len(results) == READS_COUNT
+    assert cancels == any(isinstance(result, asyncio.CancelledError) for result in results)
+
+
+def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(64 * MIB))
+    memory = bytearray(64 * MIB)
+
+    async def read() -> None:
+        async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
+            transfer = file.file.start_read_into(memory)
+
+            async def wait() -> gds.Transferred:
+                return await transfer
+
+            task = asyncio.create_task(wait())
+            await asyncio.wait([task], timeout=0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert transfer.done()
+
+    asyncio.run(read())
+    memory.clear()  # This raises BufferError if the transfer still uses the memory.

@@ -1,0 +1,79 @@
+"""Fuzz target of the headers of model files: ``python -m models.fuzz_headers --seconds 10``.
+
+The parser may refuse a text with its documented error. If it accepts one, the entries cover the data without a gap, and
+a header that is packed from them is parsed to the same entries.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+from support import fuzz
+
+from gdrkit.errors import Reason, UsageError
+from gdrkit.safetensors import ELEMENT_TYPES, header
+
+__all__ = ["TARGETS"]
+
+_DATA_BYTES = 64
+_VALID = json.dumps(
+    {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "BF16", "shape": [4, 4], "data_offsets": [0, 32]},
+        "b": {"dtype": "F4", "shape": [2, 16], "data_offsets": [32, 48]},
+        "c": {"dtype": "F64", "shape": [], "data_offsets": [48, 56]},
+        "d": {"dtype": "I64", "shape": [0, 3], "data_offsets": [56, 56]},
+        "e": {"dtype": "C64", "shape": [1], "data_offsets": [56, 64]},
+    }
+).encode()
+_TOKENS = (
+    b'"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}',
+    b'"dtype"',
+    b'"\\ud800"',
+    b"9223372036854775808",
+    b"-1",
+    b"1e3",
+    b"NaN",
+    b"true",
+    b"[[[[",
+    b"null",
+    b"{",
+    b"}",
+    b",",
+    b"\xff",
+)
+
+
+def _check(data: bytes) -> None:
+    try:
+        parsed = header.parse_header(data, data_bytes=_DATA_BYTES, path="model.safetensors")
+    except UsageError as error:
+        if error.reason is not Reason.MALFORMED:
+            raise
+        return
+    position = 0
+    for name, entry in parsed.tensors.items():
+        assert entry.begin == position, name
+        assert (entry.end - entry.begin) * 8 == math.prod(entry.shape) * ELEMENT_TYPES[entry.dtype].bits, name
+        position = entry.end
+    assert position == _DATA_BYTES
+    text = header.pack_header(parsed.tensors.items(), parsed.metadata)[8:]
+    again = header.parse_header(text, data_bytes=_DATA_BYTES, path="model.safetensors")
+    assert (again.tensors, again.metadata) == (parsed.tensors, parsed.metadata)
+
+
+TARGETS = {
+    "header": fuzz.FuzzTarget(
+        _check,
+        [_VALID, _VALID + b"   ", b'{"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'],
+        (header,),
+        changes=(1, 5),
+        alphabet=b'0123456789[]{},:"ef-',
+        tokens=_TOKENS,
+        length_max=4096,
+    )
+}
+
+if __name__ == "__main__":
+    fuzz.main(TARGETS)

@@ -1,0 +1,62 @@
+"""Model files with known bytes, for the cases about `gdrkit.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gdrkit import pattern
+from gdrkit.safetensors import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["EVERY_TYPE", "ModelFile", "file_bytes", "packed", "write_model"]
+
+# A tensor of each data type, an empty one and one without dimensions. The elements of 4 and 6 bits fill whole bytes.
+EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    *((f"tensor.{name}", name, (3, 8)) for name in ELEMENT_TYPES),
+    ("empty", "F32", (0, 5)),
+    ("scalar", "F64", ()),
+)
+
+
+class ModelFile(NamedTuple):
+    """A file, and the bytes of each tensor."""
+
+    path: Path
+    tensors: dict[str, bytes]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def packed(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or text.
+    """Return a file with this header, which is a JSON value or the text itself."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def file_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the size of a tensor in a file, in bytes."""
+    return math.prod(shape) * ELEMENT_TYPES[dtype].bits // 8
+
+
+def write_model(
+    path: Path,
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]],
+    *,
+    seed: int,
+    metadata: Mapping[str, str] | None = None,
+) -> ModelFile:
+    """Write a file with tensors of these names, types and shapes, and with random bytes."""
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    contents, position = {}, 0
+    for index, (name, dtype, shape) in enumerate(tensors):
+        contents[name] = pattern.payload(file_bytes(dtype, shape), seed=seed + index)
+        end = position + len(contents[name])
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    path.write_bytes(packed(header, b"".join(contents.values())))
+    return ModelFile(path, contents, {name: shape for name, _dtype, shape in tensors})

@@ -1,0 +1,138 @@
+"""The header of a model file: what the parser accepts, and one clear error for everything that the format forbids."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from typing import TYPE_CHECKING
+
+import pytest
+from models.model_files import EVERY_TYPE, file_bytes, packed, write_model
+from support.fuzz import run_fuzzer
+
+from gdrkit import gds
+from gdrkit.errors import Reason, UsageError
+from gdrkit.safetensors import TensorEntry
+from gdrkit.safetensors.header import pack_header, parse_header, read_header
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "5"))
+A = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+B = {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}
+ONE = json.dumps({"a": A}).encode()
+
+
+def test_header_of_every_data_type_is_read(tmp_path: Path, seed: int) -> None:
+    model = write_model(tmp_path / "file", EVERY_TYPE, seed=seed, metadata={"format": "pt"})
+    with gds.File(model.path, direct="never") as file:
+        header = read_header(file)
+        contents = model.path.read_bytes()[header.data_offset_bytes :]
+    assert header.metadata == {"format": "pt"}
+    assert {name: (entry.dtype, entry.shape) for name, entry in header.tensors.items()} == {
+        name: (dtype, shape) for name, dtype, shape in EVERY_TYPE
+    }
+    assert {name: contents[entry.begin : entry.end] for name, entry in header.tensors.items()} == model.tensors
+    assert header.data_bytes == len(contents)
+
+
+def test_packed_header_is_padded_and_read_again() -> None:
+    entries = {"a": TensorEntry("F32", (2, 3), 0, 24), "\N{GREEK SMALL LETTER ALPHA}": TensorEntry("U8", (), 24, 25)}
+    data = pack_header(entries.items(), {"k": "v"})
+    assert len(data) % 8 == 0
+    assert struct.unpack("<Q", data[:8]) == (len(data) - 8,)
+    header = parse_header(data[8:], data_bytes=25, path="x")
+    assert (header.tensors, header.metadata, header.data_offset_bytes) == (entries, {"k": "v"}, len(data))
+
+
+@pytest.mark.parametrize(
+    ("entries", "metadata", "message"),
+    [
+        ([("a", TensorEntry("U8", (1,), 0, 1))] * 2, None, "'a' occurs twice"),
+        ([("__metadata__", TensorEntry("U8", (1,), 0, 1))], None, "no tensor may be named '__metadata__'"),
+        ([], {"k": 1}, "whose values are texts"),
+    ],
+    ids=["twice", "reserved", "metadata"],
+)
+def test_header_that_cannot_be_packed_is_refused(
+    entries: list[tuple[str, TensorEntry]], metadata: dict[str, str] | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        pack_header(entries, metadata)
+
+
+def _with(**changes: object) -> bytes:
+    return packed({"a": {**A, **changes}}, bytes(4))
+
+
+# The contents of a file, and a part of the message that explains why it is refused.
+REFUSED = {
+    "empty-file": (b"", "the file has 0 bytes"),
+    "no-size": (b"1234567", "the file has 7 bytes"),
+    "truncated-header": (packed(ONE)[:20], "should have 60 bytes, but the file has only 20"),
+    "truncated-data": (packed(ONE, bytes(3)), "the tensors have 4 bytes, but 3 bytes follow"),
+    "bytes-at-the-end": (packed(ONE, bytes(5)), "the tensors have 4 bytes, but 5 bytes follow"),
+    "huge-header": (struct.pack("<Q", 100_000_001) + bytes(64), "at most 100000000 bytes, not 100000001"),
+    "largest-header": (struct.pack("<Q", (1 << 64) - 1) + ONE, "not 18446744073709551615"),
+    "list": (packed([A], bytes(4)), "must begin with"),
+    "blank-first": (packed(b" " + ONE, bytes(4)), "must begin with"),
+    "newline-last": (packed(ONE + b"\n", bytes(4)), "padded with blanks only"),
+    "text-last": (packed(ONE + b"{}", bytes(4)), "not valid JSON"),
+    "not-utf8": (packed(ONE.replace(b'"a"', b'"\xff"'), bytes(4)), "not valid JSON"),
+    "half-surrogate": (packed(ONE.replace(b'"a"', b'"\\ud800"'), bytes(4)), "not valid JSON"),
+    "duplicate-tensor": (packed(ONE[:-1] + b"," + ONE[1:], bytes(4)), "the key 'a' occurs twice"),
+    "duplicate-field": (packed(ONE.replace(b'"shape"', b'"dtype":"U8","shape"'), bytes(4)), "'dtype' occurs twice"),
+    "duplicate-metadata": (packed(b'{"__metadata__":{},"__metadata__":{}}'), "'__metadata__' occurs twice"),
+    "deep": (packed(b'{"a":' * 100_000), "not valid JSON"),
+    "float": (packed(ONE.replace(b"[4]", b"[4.0]"), bytes(4)), "numbers must be whole, not 4.0"),
+    "infinity": (packed(ONE.replace(b"[4]", b"[Infinity]"), bytes(4)), "numbers must be whole, not Infinity"),
+    "many-digits": (packed(ONE.replace(b"[4]", b"[" + b"4" * 5000 + b"]"), bytes(4)), "not valid JSON"),
+    "metadata-number": (packed({"__metadata__": {"k": 1}}), "an object whose values are texts"),
+    "metadata-list": (packed({"__metadata__": []}), "an object whose values are texts"),
+    "entry-list": (packed({"a": [1, 2, 3]}, bytes(4)), "'a': an entry must be an object with"),
+    "entry-null": (packed({"a": None}, bytes(4)), "'a': an entry must be an object with"),
+    "missing-field": (packed({"a": {"dtype": "U8", "shape": [4]}}, bytes(4)), "an object with"),
+    "unknown-field": (_with(strides=[1]), "an object with data_offsets, dtype, shape"),
+    "wrong-dtype": (_with(dtype="FLOAT"), "dtype must be one of BOOL, F4"),
+    "dtype-list": (_with(dtype=["U8"]), "dtype must be one of BOOL, F4"),
+    "wrong-size": (_with(dtype="F32"), "4 bytes do not fit to shape .4. of F32"),
+    "shape-text": (_with(shape="4"), "shape must be"),
+    "shape-empty-text": (packed({"a": {**A, "shape": "", "data_offsets": [0, 1]}}, bytes(1)), "shape must be"),
+    "shape-bool": (packed({"a": {**A, "shape": [True], "data_offsets": [0, 1]}}, bytes(1)), "shape must be"),
+    "shape-negative": (_with(shape=[-2, -2]), "shape must be"),
+    "shape-too-large": (_with(shape=[1 << 63, 0]), "shape must be"),
+    "shape-too-long": (_with(shape=[4] + [1] * 64), "shape must be at most 64 numbers"),
+    "half-byte": (packed({"a": {"dtype": "F4", "shape": [7], "data_offsets": [0, 3]}}, bytes(3)), "3 bytes do not fit"),
+    "three-offsets": (_with(data_offsets=[0, 2, 4]), "data_offsets must be two numbers"),
+    "offsets-in-wrong-order": (_with(data_offsets=[4, 0]), "data_offsets must be two numbers"),
+    "offset-negative": (_with(data_offsets=[-4, 0]), "data_offsets must be two numbers"),
+    "offset-float": (packed(ONE.replace(b"[0, 4]", b"[0, 4e0]"), bytes(4)), "numbers must be whole"),
+    "overlap": (packed({"a": A, "b": {**B, "data_offsets": [2, 6]}}, bytes(6)), "tensor 'b' begin at 2 and overlap"),
+    "same-bytes": (packed({"a": A, "b": A}, bytes(4)), "tensor 'b' begin at 0 and overlap"),
+    "hole": (packed({"a": A, "b": {**B, "data_offsets": [5, 9]}}, bytes(9)), "'b' begin at 5 and leave a hole"),
+    "hole-at-the-beginning": (packed({"b": B}, bytes(8)), "'b' begin at 4 and leave a hole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_file_is_refused_with_its_cause(tmp_path: Path, name: str) -> None:
+    contents, message = REFUSED[name]
+    (tmp_path / "model").write_bytes(contents)
+    with gds.File(tmp_path / "model", direct="never") as file:
+        with pytest.raises(UsageError, match=message) as caught:
+            read_header(file)
+        assert caught.value.reason is Reason.MALFORMED
+        assert str(caught.value).startswith(f"{tmp_path / 'model'} is not a valid safetensors file: ")
+
+
+def test_tensors_are_in_the_order_of_their_bytes() -> None:
+    header = parse_header(json.dumps({"b": B, "a": A}).encode(), data_bytes=8, path="x")
+    assert list(header.tensors) == ["a", "b"]
+    assert sum(file_bytes(entry.dtype, entry.shape) for entry in header.tensors.values()) == 8
+
+
+@pytest.mark.timeout(FUZZ_S + 120)
+def test_fuzzer_finds_no_defect_in_the_header_parser() -> None:
+    run_fuzzer("models.fuzz_headers", seconds=FUZZ_S)

@@ -1,0 +1,313 @@
+"""Model files arrive in memory of the host, of one device or of two: every data type, slices, several files, errors."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from models.model_files import EVERY_TYPE, ModelFile, packed, write_model
+
+from gdrkit import gds, handles
+from gdrkit.cuda import borrow
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import cuda, host, needs
+from gdrkit.safetensors import (
+    LoadedTensors,
+    ModelTensor,
+    load_file,
+    load_files,
+    safe_open,
+    save_file,
+    start_load_files,
+)
+from gdrkit.safetensors.tensors import TensorBuffer
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from gdrkit.cuda import Device
+
+DEVICES = [
+    pytest.param("cpu", id="host"),
+    pytest.param("cuda", marks=needs(cuda.device()), id="device"),
+]
+ON_EVERY_DEVICE = pytest.mark.parametrize("place", DEVICES)
+# Tensors of an odd size, so that the next one would be unaligned.
+ODD = (("a", "BF16", (301,)), ("b", "F32", (1000,)), ("c", "U8", (3,)), ("d", "C64", (5, 7)), ("e", "BF16", (99, 3)))
+
+
+def contents(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
+    """Return the bytes of each tensor."""
+    return {name: tensor.read() for name, tensor in tensors.items()}
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("own_memory", [False, True], ids=["one-memory", "own-memory"])
+@pytest.mark.parametrize("tensors", [EVERY_TYPE, ODD], ids=["every-type", "odd-sizes"])
+def test_every_tensor_arrives(
+    tmp_path: Path, seed: int, place: str, tensors: tuple[tuple[str, str, tuple[int, ...]], ...], *, own_memory: bool
+) -> None:
+    model = write_model(tmp_path / "model", tensors, seed=seed, metadata={"format": "pt"})
+    loaded = load_file(model.path, place, framework="dlpack", own_memory=own_memory)
+    assert isinstance(loaded, LoadedTensors)
+    assert contents(loaded) == model.tensors
+    assert {name: tensor.shape for name, tensor in loaded.items()} == model.shapes
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == {name: dtype for name, dtype, _ in tensors}
+    assert loaded.metadata == [{"format": "pt"}]
+    assert (loaded.report.route, loaded.report.bytes) == (gds.Route.ENGINE, sum(map(len, model.tensors.values())))
+    assert all(tensor.address % 16 == 0 for tensor in loaded.values() if tensor.length_bytes >= 256)
+    assert handles.live().get("gds.file", 0) == 0
+
+
+@ON_EVERY_DEVICE
+def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, place: str) -> None:
+    models = [
+        write_model(
+            tmp_path / str(index), [(f"{index}.w", "BF16", (512, 1025)), (f"{index}.b", "F32", (7,))], seed=seed
+        )
+        for index in range(3)
+    ]
+    progress: list[tuple[int, int]] = []
+    loaded = load_files(
+        [model.path for model in models], place, framework="dlpack", on_progress=lambda *bytes_: progress.append(bytes_)
+    )
+    expected = {name: data for model in models for name, data in model.tensors.items()}
+    assert contents(loaded) == expected
+    assert progress[-1] == (sum(map(len, expected.values())),) * 2
+
+
+SLICES = [
+    pytest.param(slice(1, 3), id="rows"),
+    pytest.param((slice(None), slice(2, 6)), id="columns"),
+    pytest.param((..., slice(1, 2)), id="last-dimension"),
+    pytest.param((0, slice(None), slice(-3, None)), id="number"),
+    pytest.param((slice(1, 3), 3, slice(2, 5)), id="middle-number"),
+    pytest.param((slice(2, 2),), id="empty"),
+    pytest.param((-1, -1, -1), id="scalar"),
+    pytest.param(..., id="everything"),
+    pytest.param((), id="no-index"),
+]
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("index", SLICES)
+def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, place: str, index: object) -> None:
+    shape = (4, 8, 6)
+    model = write_model(tmp_path / "model", [("x", "U8", (5,)), ("w", "I16", shape), ("y", "U8", (4,))], seed=seed)
+    rows = memoryview(model.tensors["w"]).cast("h").tolist()
+    nested = [[rows[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
+    expected, part_shape = sliced(nested, shape, index)
+    with safe_open(model.path, "dlpack", place) as file:
+        part = file.get_slice("w")
+        assert (part.get_shape(), part.get_dtype()) == ([4, 8, 6], "I16")
+        tensor = part[index]
+    assert tensor.shape == part_shape
+    assert memoryview(tensor.read()).cast("h").tolist() == expected
+    loaded = load_files(
+        [model.path], place, framework="dlpack", select=lambda name, _shape: index if name == "w" else None
+    )
+    assert list(loaded) == ["w"]
+    assert loaded["w"].read() == tensor.read()
+    assert loaded.report.bytes == tensor.length_bytes
+
+
+def sliced(nested: list[list[list[int]]], shape: tuple[int, ...], index: object) -> tuple[list[int], tuple[int, ...]]:
+    """Return the elements and the shape of a part, by the slices of lists."""
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if ... in items:
+        position = items.index(...)
+        items[position : position + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    items += [slice(None)] * (len(shape) - len(items))
+    selected = [
+        range(size)[item] if isinstance(item, slice) else [range(size)[item]]
+        for item, size in zip(items, shape, strict=True)
+    ]
+    part_shape = tuple(len(chosen) for chosen, item in zip(selected, items, strict=True) if isinstance(item, slice))
+    return [nested[i][j][k] for i in selected[0] for j in selected[1] for k in selected[2]], part_shape
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (slice(None, None, 2), "the step of a slice must be 1, not 2"),
+        (8, "index 8 is not inside a dimension of size 8"),
+        ((0, 0, 0), "too many items"),
+        ((..., ...), "too many items"),
+        ([0], "an index must have numbers, slices and ..., not"),
+        (True, "an index must have numbers, slices and ..., not True"),
+        ((0, slice(1, 3)), "begins or ends inside a byte, because F4 has 4 bits"),
+        (None, "an index must have numbers, slices and ..., not None"),
+    ],
+    ids=["step", "outside", "too-many", "two-ellipses", "list", "bool", "half-byte", "none"],
+)
+def test_invalid_slice_is_refused(tmp_path: Path, seed: int, index: object, message: str) -> None:
+    model = write_model(tmp_path / "model", [("w", "F4", (8, 6))], seed=seed)
+    with safe_open(model.path, "dlpack") as file, pytest.raises(UsageError, match=message):
+        file.get_slice("w")[index]
+
+
+@ON_EVERY_DEVICE
+@pytest.mark.parametrize("whole_file", [False, True], ids=["each", "whole-file"])
+def test_open_file_has_the_interface_of_safetensors(tmp_path: Path, seed: int, place: str, *, whole_file: bool) -> None:
+    model = write_model(tmp_path / "model", [("b", "F16", (9, 9)), ("a", "U8", ())], seed=seed, metadata={"k": "v"})
+    with safe_open(model.path, framework="dlpack", device=place, whole_file=whole_file) as file:
+        assert (file.keys(), file.offset_keys(), file.metadata()) == (["a", "b"], ["b", "a"], {"k": "v"})
+        assert file.get_tensor("b").read() == file.get_slice("b")[...].read() == model.tensors["b"]
+        assert contents(file.get_tensors()) == model.tensors
+        with pytest.raises(UsageError, match="has no tensor 'c'"):
+            file.get_tensor("c")
+    with pytest.raises(ClosedResource):
+        file.get_tensor("a")
+
+
+@needs(cuda.device(count_min=2))
+@pytest.mark.parametrize("share", [False, True], ids=["each-reads", "shares"])
+def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) -> None:
+    models = [write_model(tmp_path / str(index), [(f"{index}", "BF16", (700, 1025))], seed=seed) for index in range(2)]
+    expected = {name: data for model in models for name, data in model.tensors.items()}
+    paths = [model.path for model in models]
+    loaded = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", share=share)
+    assert [contents(tensors) for tensors in loaded] == [expected, expected]
+    assert [tensor.device_index for tensors in loaded for tensor in tensors.values()] == [0, 0, 1, 1]
+    total_bytes = sum(map(len, expected.values()))
+    report = loaded[0].report
+    assert (report.bytes, report.peer_bytes) == ((total_bytes, total_bytes) if share else (2 * total_bytes, 0))
+
+
+@ON_EVERY_DEVICE
+def test_saved_tensors_are_loaded_again(tmp_path: Path, seed: int, place: str) -> None:
+    model = write_model(tmp_path / "model", EVERY_TYPE, seed=seed)
+    loaded = load_file(model.path, place, framework="dlpack")
+    save_file(loaded, tmp_path / "saved", {"k": "v"}, framework="dlpack", durable=True)
+    again = load_file(tmp_path / "saved", framework="dlpack")
+    assert contents(again) == model.tensors
+    assert again.metadata == [{"k": "v"}]
+
+
+@needs(host.module("numpy"))
+def test_numpy_takes_a_tensor_that_outlives_its_file(tmp_path: Path, seed: int) -> None:
+    import numpy as np
+
+    model = write_model(tmp_path / "model", [("a", "F32", (4, 5)), ("b", "I64", ()), ("c", "F32", (0, 3))], seed=seed)
+    arrays = {name: np.from_dlpack(tensor) for name, tensor in load_file(model.path, framework="dlpack").items()}
+    assert {name: array.tobytes() for name, array in arrays.items()} == model.tensors
+    assert {name: array.shape for name, array in arrays.items()} == model.shapes
+
+
+@needs(cuda.device())
+def test_memory_lives_as_long_as_a_dlpack_consumer(tmp_path: Path, seed: int, device: Device) -> None:
+    model = write_model(tmp_path / "model", [("a", "U8", (MIB,))], seed=seed)
+    free_bytes = device.memory_info().free_bytes
+    tensor = load_file(model.path, device.index, framework="dlpack")["a"]
+    capsule, address = tensor.__dlpack__(max_version=(1, 0)), tensor.address
+    del tensor
+    with borrow(device, address, length_bytes=MIB) as memory:
+        assert memory.read() == model.tensors["a"]
+    assert device.memory_info().free_bytes < free_bytes
+    del capsule
+    gds.close_engines()
+    assert device.memory_info().free_bytes == free_bytes
+
+
+@ON_EVERY_DEVICE
+def test_file_that_shrinks_while_it_is_loaded_is_named(tmp_path: Path, seed: int, place: str) -> None:
+    models = [write_model(tmp_path / str(index), [(f"{index}", "U8", (8 * MIB,))], seed=seed) for index in range(2)]
+    before = handles.live()
+    paths = [model.path for model in models]
+    with safe_open(models[1].path, "dlpack", place) as file:
+        os.truncate(models[1].path, 5 * MIB)
+        with pytest.raises(gds.TransferFailed) as caught:
+            file.get_tensor("1")
+    assert (caught.value.reason, caught.value.arguments["path"]) == (Reason.END_OF_FILE, os.fspath(paths[1]))
+    with pytest.raises(UsageError, match="8388608 bytes, but 5242"):
+        load_files(paths, place, framework="dlpack")
+    gds.close_engines()
+    assert handles.live() == before
+
+
+@ON_EVERY_DEVICE
+def test_file_without_tensors_is_loaded(tmp_path: Path, place: str) -> None:
+    (tmp_path / "model").write_bytes(packed({"__metadata__": {"k": "v"}}))
+    loaded = load_file(tmp_path / "model", place, framework="dlpack")
+    assert (loaded, loaded.metadata, loaded.report.bytes) == ({}, [{"k": "v"}], 0)
+
+
+def test_tensor_in_two_files_is_refused(tmp_path: Path, seed: int) -> None:
+    models = [write_model(tmp_path / str(index), [("a", "U8", (4,))], seed=seed) for index in range(2)]
+    with pytest.raises(UsageError, match=f"tensor 'a' is in {tmp_path}/0 and in {tmp_path}/1"):
+        load_files([model.path for model in models], framework="dlpack")
+
+
+@pytest.mark.parametrize("place", ["cuda:x", "tpu", "", -1, []], ids=str)
+def test_unknown_device_is_refused(tmp_path: Path, seed: int, place: object) -> None:
+    model = write_model(tmp_path / "model", [("a", "U8", (4,))], seed=seed)
+    with pytest.raises(UsageError, match="device must"):
+        load_file(model.path, place, framework="dlpack")
+
+
+def test_errors_name_the_file_and_leave_nothing_open(tmp_path: Path, seed: int) -> None:
+    model: ModelFile = write_model(tmp_path / "model", [("a", "U8", (4,))], seed=seed)
+    (tmp_path / "bad").write_bytes(packed({"a": {}}))
+    before = handles.live()
+    with pytest.raises(FileNotFoundError, match="absent"):
+        load_files([model.path, tmp_path / "absent"], framework="dlpack")
+    with pytest.raises(UsageError, match="bad is not a valid safetensors file"):
+        load_files([model.path, tmp_path / "bad"], framework="dlpack")
+    with pytest.raises(UsageError, match="framework must be 'pt' or 'dlpack', not 'tf'"):
+        load_file(model.path, framework="tf")
+    with pytest.raises(UsageError, match="at least one file"):
+        load_files([], framework="dlpack")
+    assert handles.live() == before
+
+
+@needs(cuda.device())
+def test_full_device_is_one_clear_error(tmp_path: Path, seed: int, device: Device) -> None:
+    before = handles.live()
+    free_bytes = device.memory_info().free_bytes
+    with (tmp_path / "model").open("wb") as file:
+        file.write(packed({"a": {"dtype": "U8", "shape": [free_bytes * 2], "data_offsets": [0, free_bytes * 2]}}))
+        file.truncate(file.tell() + free_bytes * 2)
+    with pytest.raises(ApiError) as caught:
+        load_file(tmp_path / "model", device.index, framework="dlpack")
+    assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert device.memory_info().free_bytes == free_bytes
+    assert handles.live() == before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
+
+
+@ON_EVERY_DEVICE
+def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, place: str) -> None:
+    model = write_model(tmp_path / "model", [("a", "U8", (32 * MIB,))], seed=seed)
+    reasons = []
+    with start_load_files([model.path], place, framework="dlpack") as load:
+        load.cancel()
+        try:
+            load.result()
+        except gds.TransferFailed as error:
+            reasons.append(error.reason)
+    # All chunks may have been started before the cancellation.
+    assert reasons in ([], [Reason.CANCELLED])
+    assert handles.live().get("gds.file", 0) == 0
+
+    def stop(*_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load_file(model.path, place, framework="dlpack", on_progress=stop)
+    assert handles.live().get("gds.file", 0) == 0
+
+
+@ON_EVERY_DEVICE
+def test_load_that_is_dropped_is_cancelled_by_its_block(tmp_path: Path, seed: int, place: str) -> None:
+    model = write_model(tmp_path / "model", [("a", "U8", (4 * MIB,))], seed=seed)
+    with start_load_files([model.path], place, framework="dlpack") as load:
+        assert load.length_bytes == 4 * MIB
+    with pytest.raises(ClosedResource):
+        load.result()
+
+
+def test_memory_of_the_host_is_read_in_parts() -> None:
+    buffer = TensorBuffer(gds.HOST, 100)
+    assert buffer.read(90, 10) == bytes(10)
