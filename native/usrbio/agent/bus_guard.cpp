@@ -17,7 +17,7 @@ namespace {
 
 std::uintptr_t page_bytes; // Set before the handler is installed, because a signal handler must not call sysconf.
 std::array<GuardedRange, 65536> ranges;
-std::atomic<std::size_t> ranges_end{0}; // The handler searches only the entries below this index; no other was used.
+std::atomic<std::size_t> ranges_end{0}; // All used entries are below this index.
 std::mutex allocation_lock;
 struct sigaction previous_action;
 

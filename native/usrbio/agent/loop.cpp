@@ -313,17 +313,17 @@ void Loop::run() {
             last_work = Clock::now();
             idle_passes = 0;
         } else {
-            // The process that submits the next work may need this processor.
+            // The application that submits the next work may need this processor.
             sched_yield();
         }
     }
-    // Destroy the objects that were not removed here, because only the loop's thread may use them.
+    // Destroy the remaining objects in this thread, because only the loop's thread may use them.
     for (auto& rings : rings_)
         rings.clear();
     clients_.clear();
 }
 
-// Announces in every ring that the loop sleeps. Returns false if there is work, so that the loop must not sleep.
+// Announces in every ring that the loop sleeps. Returns false if there is work; the loop must not sleep then.
 bool Loop::announce_sleep() {
     for (const auto& rings : rings_) {
         for (Ring* ring : rings) {
@@ -336,7 +336,7 @@ bool Loop::announce_sleep() {
 }
 
 void Loop::sleep() {
-    // A full loop waits only for the server, so submissions need not wake it and it announces no sleep.
+    // A full loop waits only for the server. It announces no sleep, because submissions need not wake it.
     const bool may_sleep = is_full() || announce_sleep();
     if (may_sleep && !has_commands_.load(std::memory_order_seq_cst)) {
         ++statistics_.sleeps;

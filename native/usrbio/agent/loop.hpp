@@ -58,8 +58,8 @@ struct Client {
     std::unordered_map<Id, ClientRing, IdHash> rings;
 };
 
-// Limits malloc to two arenas, which reduces the memory of the process. Call it before the process starts threads, and
-// only in a process that runs nothing but an agent.
+// Limits malloc to two arenas, which reduces the memory of the process. Call it only in a process that is an agent,
+// before the process starts threads.
 void limit_arenas() noexcept;
 
 class Loop {
@@ -85,13 +85,13 @@ public:
     bool remove_ring(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout);
     void remove_client(std::uint64_t client); // EBUSY: the client still has buffers, files or rings.
 
-    // Sends operations over `socket` from now on, and closes `socket` at the end of the connection or on failure.
-    // `queue_pair_nics`: for each queue pair, the index of its NIC in BufferSpec::keys. `generation`: a number that
-    // events of this connection carry. EBUSY: the loop is already connected.
+    // From now on, sends operations over `socket`. Takes ownership of `socket`, also on failure. `queue_pair_nics`: for
+    // each queue pair, the index of its NIC in BufferSpec::keys. `generation`: a number that events of this connection
+    // carry. EBUSY: the loop is already connected.
     void connect(int socket, std::vector<std::uint16_t> queue_pair_nics, std::uint64_t generation);
-    // Ends the connection. Call it when the server cannot access memory any more. Returns false after it has completed
-    // all operations in flight with -EREMOTEIO. Returns true if a NIC refused the memory of an operation, which ended
-    // the session. Then only the operations in that memory end with -EREMOTEIO. All others wait until the next
+    // Ends the connection. Call it when the server cannot access memory any more. Normally completes all operations in
+    // flight with -EREMOTEIO and returns false. If the session ended because a NIC refused the memory of an operation,
+    // completes only the operations in that memory and returns true. The other operations then wait until the next
     // connect() sends them again, or until abandon() ends them.
     bool disconnect();
     // Completes the operations that wait for a new connection with -EREMOTEIO.
@@ -164,16 +164,17 @@ private:
     // Only the loop's thread uses the members below.
     std::unordered_map<std::uint64_t, std::unique_ptr<Client>> clients_;
     std::array<std::vector<Ring*>, priority_class_count> rings_; // By priority.
-    std::array<std::size_t, priority_class_count> first_ring_{}; // Index of the ring that the next pass drains first.
+    std::array<std::size_t, priority_class_count> first_ring_{}; // Index of the first ring in the next pass.
     std::uint64_t pass_count_ = 0;
     std::unique_ptr<Connection> connection_;
     bool is_connected_ = false;
-    // A NIC refused the memory of one operation, which ended the last connection. Until the next connection, the loop
-    // claims no entries, and the operations in other memory wait.
+    // True if the last connection ended because a NIC refused the memory of one operation. Until the next connection,
+    // the loop claims no entries, and the operations in other memory wait.
     bool has_refusal_ = false;
     std::uint64_t generation_ = 0;
     std::vector<std::uint16_t> queue_pair_nics_;
-    // Start of the server's silence: the last result, or the first operation after a time without operations in flight.
+    // Time from which the server's silence is measured: the last result, or the first operation after a time without
+    // operations in flight.
     Clock::time_point last_result_time_{};
     std::vector<InFlight> in_flight_;
     std::vector<std::uint32_t> free_indices_;

@@ -12,8 +12,8 @@ namespace {
 // Largest number of entries claimed from one ring at once, by priority (high, normal, low). This limit bounds the delay
 // of other rings of the same priority.
 constexpr std::array<std::size_t, priority_class_count> entries_per_pass = {256, 128, 32};
-// Every 8th pass drains rings of normal priority first, and every 16th pass those of low priority, so that rings of
-// every priority progress.
+// Every 8th pass drains the rings of normal priority first, and every 16th pass the rings of low priority. So rings of
+// every priority make progress.
 constexpr std::uint64_t normal_first_every = 8;
 constexpr std::uint64_t low_first_every = 16;
 
@@ -138,7 +138,8 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
 }
 
 std::uint16_t Loop::choose_queue_pair(Buffer& buffer, std::uint64_t length) const {
-    // Small operations that arrive together go to one queue pair, so that the server posts them to the NIC as one list.
+    // Small operations that follow each other use the same queue pair, so that the server posts them to the NIC as one
+    // list.
     const std::uint64_t bytes_before = std::exchange(buffer.queue_pair_bytes, buffer.queue_pair_bytes + length);
     if (bytes_before != 0 && bytes_before < bytes_per_queue_pair && buffer.queue_pair < queue_pair_nics_.size())
         return buffer.queue_pair;
@@ -174,8 +175,8 @@ void Loop::start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& bu
     add_request(index);
 }
 
-// Adds the request of an operation in flight to unsent_requests_. It uses the current keys, file handles and queue
-// pairs, because an operation that is sent again may belong to a new connection.
+// Adds the request of an operation in flight to unsent_requests_. Reads the current keys, file handles and queue pairs,
+// which have changed if the operation is sent again over a new connection.
 void Loop::add_request(std::uint32_t index) {
     const InFlight& operation = in_flight_[index];
     const Ring& ring = *operation.ring;
@@ -229,9 +230,9 @@ void Loop::report_lost_connection(Event::Kind kind) {
     add_event({kind, 0, {}, generation_});
 }
 
-// Reports the connection as lost if the server has operations and has returned no result for too long; returns whether
-// it did. A server that hangs does not close the connection, so the loop must detect this. A result of any operation
-// restarts the time, because the duration of one operation depends on the operations queued before it.
+// If the server has operations and has returned no result for too long, reports the connection as lost and returns
+// true. This is needed because a server that hangs does not close the connection. A result of any operation restarts
+// the time, because the duration of one operation depends on the operations queued before it.
 bool Loop::report_silent_server(Clock::time_point now) {
     if (!is_connected_ || !has_in_flight() || now - last_result_time_ < options_.silence)
         return false;

@@ -33,8 +33,8 @@ struct BufferSpec {
     std::vector<std::uint16_t> preferred_nics; // Indices into `keys`; empty: no preference.
 };
 
-// A file that rings of a client may use. The storage server has one handle for reading and one for writing, so that the
-// server enforces the permission too.
+// A file that rings of a client may use. It has separate handles for reading and writing at the storage server, so that
+// the server checks the permission too.
 struct FileSpec {
     std::uint64_t inode = 0;
     std::uint64_t read_handle = 0;
@@ -77,8 +77,8 @@ struct Statistics {
 };
 
 // An event that the agent must handle. After `ring_broken`, the loop does not serve the ring `id` any more. After
-// `disconnected` or `silent`, the operations of the connection stay in flight. First the agent ensures that the server
-// cannot access memory, and then it calls disconnect(), which ends them.
+// `disconnected` or `silent`, the operations of the connection stay in flight. The agent first makes sure that the
+// server cannot access memory any more. Then it calls disconnect(), which ends the operations.
 struct Event {
     enum class Kind : std::uint8_t { ring_broken = 1, disconnected = 2, silent = 3 } kind{};
     std::uint64_t client = 0;     // Number of the client of the broken ring.

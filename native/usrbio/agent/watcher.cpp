@@ -53,7 +53,7 @@ void SemaphoreWatcher::watch(NamedSemaphore& semaphore) {
         if (!semaphore.wait_and_reset(wait_ms_max))
             semaphore.restore();
         // One event is enough for all posts, because the loop checks every ring when it wakes up. Raise the event after
-        // a timeout too, because a client that overwrites the semaphore can erase the post of another client.
+        // a timeout too: a client that overwrites the semaphore can erase the post of another client.
         const std::uint64_t one = 1;
         // The write fails only if the counter is full, and then the event is already raised.
         [[maybe_unused]] const ssize_t written = ::write(event_fd_, &one, sizeof one);

@@ -31,7 +31,7 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr timeval reply_timeout{.tv_sec = 30, .tv_usec = 0};
-constexpr int agent_close_ms_max = 30000; // Longest wait until an ending agent closes its end of the socket.
+constexpr int agent_close_ms_max = 30000; // Longest wait for a failed agent to close its end of the socket.
 constexpr int agent_exit_ms_max = 10000;  // Longest wait until the process of an exiting agent has ended.
 constexpr std::size_t payload_parts_max = 4;
 
@@ -88,8 +88,8 @@ bool is_valid_reply(const AgentHeader& reply, const AgentHeader& request, std::s
 AgentConnection::AgentConnection(int fd) noexcept : fd_(fd) {
     ucred peer{};
     socklen_t bytes = sizeof(peer);
-    // SO_PEERCRED reports the process that listens. The number is 0 if that process is in another PID namespace, and
-    // then its exit cannot be watched.
+    // SO_PEERCRED reports the process that listens. The pid is 0 if that process is in another PID namespace. Its exit
+    // cannot be observed then.
     if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.pid > 0) {
         agent_pid_ = peer.pid;
         agent_pidfd_.store(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
@@ -123,14 +123,15 @@ int AgentConnection::fail(const char* reason, int close_timeout_ms) noexcept {
     if (!has_failed_.exchange(true, std::memory_order_acq_rel)) {
         log_line(LogLevel::warning, "the connection to the agent failed: %s", reason);
     }
-    // An agent that exits first withdraws its publications, and then closes its end of the socket. Wait for that,
-    // because the agent's NIC may access the memory until then. An agent that hangs does not close the socket.
+    // When an agent exits, it withdraws its publications and then closes its end of the socket. Wait until it has
+    // closed the socket, because its NIC may access the memory until then. The wait has a limit, because an agent that
+    // hangs does not close the socket.
     wait_closed_by_agent(close_timeout_ms);
     return -EREMOTEIO;
 }
 
 // If the agent is exiting, waits until its process has ended. The kernel closes the descriptors of a dying process in
-// an unspecified order. This socket may therefore be closed while the NIC is still open and data still arrives.
+// an unspecified order. So this socket may be closed while the NIC is still open and still writes to memory.
 void AgentConnection::wait_agent_exit() noexcept {
     pollfd pidfd{.fd = agent_pidfd_.load(), .events = POLLIN, .revents = 0};
     if (pidfd.fd < 0 || poll(&pidfd, 1, 0) > 0 || !is_exiting(agent_pid_)) {
@@ -211,8 +212,8 @@ bool AgentConnection::start_watch_thread() noexcept {
                  ErrnoText(status).c_str());
     }
     has_watch_thread_ = status == 0;
-    // Detach the thread. It cannot always be joined, because a publication that cannot be withdrawn keeps its
-    // connection until the process ends.
+    // Detach the thread, because not every connection is destroyed, which would join it: a publication that cannot be
+    // withdrawn keeps its connection until the process ends.
     if (has_watch_thread_) {
         static_cast<void>(watch.release()); // The thread owns it now.
         pthread_detach(watcher);
@@ -411,7 +412,7 @@ int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connec
             if (const int status = make_connection(path, new_connection); status != 0) {
                 return status;
             }
-            // Two threads may have created one connection each: the first stays, unless it failed in the meantime.
+            // Another thread may have created a connection at the same time. Use that connection, unless it has failed.
             // The destructor of the unused connection runs after the lock was released.
             std::shared_ptr<AgentConnection> selected, current;
             {

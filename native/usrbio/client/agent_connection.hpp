@@ -1,5 +1,5 @@
-// The connection of this process to the agent of a mount: one socket per mount, over which the library publishes memory
-// and rings and registers files.
+// The connection of this process to the agent of a mount. There is one socket per mount, over which the library
+// publishes memory and rings, and registers files.
 //
 // agent_connection() creates the connection when a function first needs it, and again after a fork or after the agent
 // died. A publication ends with the connection over which it was made.
@@ -29,10 +29,10 @@ public:
     AgentConnection(const AgentConnection&) = delete;
     AgentConnection& operator=(const AgentConnection&) = delete;
 
-    // Sends one request and receives its reply of exactly reply.size() bytes. Returns 0 or the agent's -errno. Also
-    // returns -E2BIG if the request is too long, and -EREMOTEIO if the agent has ended, did not reply within half a
-    // minute, or sent an invalid reply. After -EREMOTEIO this connection accepts no further request. The agent may
-    // still serve publications of this connection until is_closed_by_agent().
+    // Sends one request and receives its reply of exactly reply.size() bytes. Returns 0 or the agent's -errno. Returns
+    // -E2BIG if the request is too long. Returns -EREMOTEIO if the agent has ended, did not reply within half a minute,
+    // or sent an invalid reply; this connection then accepts no further request. The agent may still serve its
+    // publications until is_closed_by_agent() returns true.
     int call(AgentRequest type, std::span<const iovec> payload, std::span<const int> descriptors,
              std::span<std::byte> reply) noexcept;
 
@@ -49,9 +49,9 @@ public:
     // Returns the result of the last check, without a system call.
     bool is_closed_by_agent() const noexcept { return is_closed_by_agent_.load(std::memory_order_acquire); }
 
-    // Posts `semaphore` when the agent ends (at once if it has ended already), so that a wait on the semaphore needs no
-    // timer. The first call starts a thread that watches the socket until the connection ends. Returns false if the
-    // thread cannot be started; the caller must then poll. The semaphore must stay mapped until unwatch().
+    // Posts `semaphore` when the agent ends, or at once if the agent has ended already. So a wait on the semaphore
+    // needs no timer. The first call starts a thread that watches the socket until the connection ends. Returns false
+    // if the thread cannot be started; the caller must then poll. The semaphore must stay mapped until unwatch().
     bool watch(Semaphore& semaphore) noexcept;
     void unwatch(Semaphore& semaphore) noexcept;
 
@@ -83,14 +83,14 @@ private:
     // The two members below are guarded by library_mutex(), except in the destructor.
     std::vector<Semaphore*> watched_semaphores_;
     bool has_watch_thread_ = false;
-    // The watch thread releases this semaphore after its last use of this object. It is shared, because the thread
-    // still uses the semaphore while this object is destroyed.
+    // The watch thread releases this semaphore after its last use of this object. The thread shares the semaphore,
+    // because its release() may return after this object is destroyed.
     std::shared_ptr<std::binary_semaphore> watch_thread_ended_;
 };
 
-// Sets `connection` to the open connection of a mount, and creates it if necessary. Returns 0; -ENOENT: the mount has
-// no agent's socket (it may still be a FUSE mount of 3FS); -EREMOTEIO: no process listens on the socket; -EACCES: the
-// socket belongs to another user; or another -errno.
+// Sets `connection` to the open connection of a mount, and creates it if necessary. Returns 0 or -errno. -ENOENT: the
+// mount has no socket of an agent (it may still be a FUSE mount of 3FS). -EREMOTEIO: no process listens on the socket.
+// -EACCES: the socket belongs to another user.
 int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept;
 
 } // namespace gdrkit::usrbio

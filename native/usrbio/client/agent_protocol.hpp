@@ -36,8 +36,8 @@ enum class AgentRequest : std::uint16_t {
 //
 // agent_feature_keep: the agent can keep the registration of a dma-buf between two publications of a client. A later
 // publish with the same dma-buf (fstat: st_dev, st_ino), offset, length and target allocation uses the kept
-// registration. The share handle may be longer than the iov in the target; the iov is the beginning of the range. The
-// agent ends a kept registration on drop_kept, and when the client's connection ends.
+// registration. The range of the share handle may be longer than the iov in the target; the iov is then the beginning
+// of the range. The agent ends a kept registration on drop_kept, and when the client's connection ends.
 inline constexpr std::uint64_t agent_feature_keep = 1;
 
 struct AgentHeader {

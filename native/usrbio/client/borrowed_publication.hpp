@@ -1,6 +1,6 @@
-// Permission to do I/O with memory that another process published. A process that opens or imports such memory needs
-// it, because the agent lets the rings of a client use only memory that the client itself published or borrowed. With a
-// daemon of 3FS instead of an agent, no permission is needed.
+// Permission to do I/O with memory that another process published. Rings of a client may use only memory that this
+// client has published or borrowed. So a process that opens or imports memory of another process borrows the
+// publication from the agent. A daemon of 3FS requires no permission.
 #pragma once
 
 #include <memory>
@@ -20,9 +20,9 @@ public:
     BorrowedPublication& operator=(const BorrowedPublication&) = delete;
     ~BorrowedPublication() { end(); }
 
-    // Borrows the publication `name` with the link target `target`. Call it at most once. Returns 0: borrowed, or no
-    // permission is needed; -ENOENT: no publication has that name; -EINVAL: the publication has another target;
-    // -EACCES: the publication belongs to another user; -EREMOTEIO: the agent has ended; or another error of the agent.
+    // Borrows the publication `name` with the link target `target`. Call it at most once. Returns 0 if it is borrowed
+    // or no permission is needed, else -errno. -ENOENT: no publication has that name. -EINVAL: the publication has
+    // another target. -EACCES: the publication belongs to another user. -EREMOTEIO: the agent has ended.
     int begin(const char* mount, std::string_view name, std::string_view target) noexcept;
     // Returns the borrow to the agent, which first waits for the operations in flight.
     void end() noexcept;

@@ -1,4 +1,4 @@
-// The CUDA driver as the client library uses it: loaded once, and with errors as negative errno values.
+// The CUDA driver of the client library: loads libcuda once, and converts its errors to negative errno values.
 #pragma once
 
 #include "common/cuda_driver.hpp"

@@ -47,7 +47,7 @@ public:
             }
             file.inode = entry.inode.load(std::memory_order_acquire);
             file.access = static_cast<FileAccess>(state & access_mask);
-            // If the state, which includes the generation, has not changed, the inode belongs to this registration.
+            // The state includes the generation. If it has not changed, the inode belongs to this registration.
             if (entry.state.load(std::memory_order_relaxed) == state) {
                 return true;
             }

@@ -41,7 +41,7 @@ struct Registrations {
     std::map<int, Registration> by_fd;
 };
 
-// Locked during requests to an agent, so that one thread does not deregister a file while another registers it.
+// Locked during requests to an agent, so that no thread deregisters a file while another thread registers it.
 struct RequestMutex {
     std::mutex mutex;
 };
@@ -61,8 +61,8 @@ Registrations& registrations() {
     return *table;
 }
 
-// Returns the connection to the agent of a mount that was found by the agent's socket. If the socket no longer exists,
-// the agent has ended.
+// Sets `agent` to the connection of a mount. The mount was found by the agent's socket, so if the socket no longer
+// exists, the agent has ended. Returns 0 or an errno.
 int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
     const int error = -agent_connection(mount.c_str(), agent);
     return error == ENOENT ? EREMOTEIO : error;
@@ -125,8 +125,8 @@ int add_registration(int fd, int duplicate, FileAccess access, const Registratio
     return 0;
 }
 
-// Duplicates `fd` to a number that no registration uses. A number that the kernel considers free may still be
-// registered if the application closed the descriptor before deregistering it. Returns -1 and sets errno on failure.
+// Duplicates `fd` to a number that no registration uses. If the application closed a descriptor before deregistering
+// it, its number is free for the kernel, but still registered. Returns -1 and sets errno on failure.
 int duplicate_unregistered(int fd) {
     for (int fd_min = 0;;) {
         const int duplicate = fcntl(fd, F_DUPFD_CLOEXEC, fd_min);

@@ -32,7 +32,8 @@ template <typename Body> int call_with_cuda(Body&& body) noexcept {
     }
 }
 
-// Returns whether the device can share its memory with other processes, and a NIC was seen to reach that memory.
+// Returns whether the device can share its memory with other processes, and a measurement showed that a NIC reaches
+// this memory.
 bool is_usable(const cuda::Driver& driver, cuda::Device device) {
     int has_unified_addressing = 0, compute_mode = 0;
     cuda::Uuid uuid{};

@@ -28,7 +28,7 @@ public:
     GpuIov(const cuda::Driver& driver, int device);
     GpuIov(const GpuIov&) = delete;
     GpuIov& operator=(const GpuIov&) = delete;
-    ~GpuIov() override; // Releases the memory, if destroy() did not.
+    ~GpuIov() override; // Releases the memory unless destroy() did.
 
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
@@ -57,8 +57,8 @@ public:
     std::string publication_name; // Name of the link; empty: this process has not published the memory.
 
 private:
-    // Returns 0 also if there is no publication. With a `keeper`, asks the agent to keep the registration, and sets
-    // `keeper` to the connection of the agent if it does.
+    // Withdraws the publication, if there is one. If `keeper` is not null, asks the agent to keep the registration, and
+    // sets `*keeper` to the connection of the agent if the agent keeps it.
     int unpublish(std::shared_ptr<AgentConnection>* keeper = nullptr) noexcept;
     void release_memory() noexcept; // Gives up the memory even if the driver fails to free or unmap it.
 
@@ -66,8 +66,8 @@ private:
     pid_t creator_pid_;
 };
 
-// Returns the object of the GPU iov. Returns null if the struct belongs to no GPU iov or to a destroyed one, or if this
-// process is a forked child of the one that created the iov.
+// Returns the object of the GPU iov. Returns null if the struct is not that of a GPU iov, if the iov was destroyed, or
+// if a parent process created it before a fork.
 std::shared_ptr<GpuIov> find_gpu_iov(const hf3fs_iov* iov) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -1,5 +1,6 @@
-// One allocation of device memory of the pool, which several iovs use one after the other, with everything that is paid
-// once for it: the allocation, its attributes, its IPC handle, its dma-buf, and the registration that the agent keeps.
+// A block of the GPU pool: one allocation of device memory, which several iovs use one after the other. It keeps what
+// is expensive to create: the allocation with its attributes, its IPC handle, its dma-buf, and the registration that
+// the agent keeps.
 #pragma once
 
 #include <sys/types.h>
@@ -22,11 +23,11 @@ public:
                       std::unique_ptr<GpuBlock>* block);
     GpuBlock(const GpuBlock&) = delete;
     GpuBlock& operator=(const GpuBlock&) = delete;
-    // Ends the registration that the agent keeps, then frees the memory. If the agent does not confirm the end, the
+    // Asks the agent to end the kept registration, then frees the memory. If the agent does not confirm this, the
     // memory is not freed, because a NIC may still access it.
     ~GpuBlock();
 
-    // Returns false if the application has freed the memory, by a reset of the context.
+    // Returns false if the application has freed the memory by a reset of the context.
     [[nodiscard]] bool is_intact() const noexcept;
     // Waits for the work of the context, and fills the memory with zeros. Returns 0 or -errno.
     int clear() noexcept;

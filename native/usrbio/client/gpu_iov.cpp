@@ -102,9 +102,9 @@ int allocate(GpuIov& gpu) {
     return 0;
 }
 
-// Takes a block from the pool, or allocates one. Returns null if the iov must have memory of its own: there is no agent
-// that keeps registrations, the pool is off or the size is above its limit, the device is short of memory, or its
-// memory has no dma-buf.
+// Takes a block from the pool, or allocates one. Returns null if the pool cannot serve this iov: no agent keeps
+// registrations, the pool is off, the size is above its limit, the device is short of memory, or the block cannot be
+// created.
 std::unique_ptr<GpuBlock> pooled_block(const GpuIov& gpu) {
     std::shared_ptr<AgentConnection> agent;
     if (!may_use_pool(gpu.size_bytes) || agent_connection(gpu.mount.c_str(), agent) != 0 ||
@@ -139,9 +139,9 @@ int use_block(GpuIov& gpu, std::unique_ptr<GpuBlock> block, const std::uint8_t i
     return publish_gpu_iov(gpu, id);
 }
 
-// Maps the memory of another process by its IPC handle, and checks that the mapping has the size that the handle or
-// link states. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns `driver_error` if the driver
-// refuses the handle.
+// Maps the memory of another process by its IPC handle, and compares the size of the mapping with that in the handle or
+// link. `allocation_bytes` is 0 if the size of the allocation is unknown. Returns `driver_error` if the driver refuses
+// the handle.
 int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, std::uint64_t offset_bytes,
             int driver_error) {
     const CurrentContext current_context(gpu.driver, gpu.context);

@@ -24,8 +24,7 @@ cuda::Result query_pointer(const cuda::Driver& driver, cuda::PointerAttribute at
     return driver.pointer_get(static_cast<void*>(value), attribute, pointer);
 }
 
-// Returns null if the byte at `pointer` is memory of `device` that a NIC can access, otherwise the reason why it is
-// not.
+// Returns null if a NIC can access the byte at `pointer` as memory of `device`, else the reason why not.
 const char* obstacle_to_dma(const cuda::Driver& driver, int device, cuda::DevicePointer pointer) {
     std::uint32_t type = 0, managed = 0;
     int owner_device = -1;
@@ -114,7 +113,7 @@ int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePoin
     if (size_bytes - 1 > UINT64_MAX - pointer) {
         return log_refusal("the range extends beyond the last address");
     }
-    // Check one allocation or VMM chunk after the other, because the driver reports only the one at an address.
+    // The driver reports only the allocation or VMM chunk at an address, so check the range piece by piece.
     const cuda::DevicePointer last = pointer + (size_bytes - 1);
     for (cuda::DevicePointer position = pointer;;) {
         if (const char* const obstacle = obstacle_to_dma(driver, device, position); obstacle != nullptr) {

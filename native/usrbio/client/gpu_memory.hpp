@@ -59,14 +59,14 @@ struct Allocation {
 cuda::Context find_context(const cuda::Driver& driver, cuda::DevicePointer pointer, cuda::Context fallback);
 
 // Checks that the whole range is memory of `device`, and sets `allocation` to the allocation that contains the first
-// byte. Returns -EINVAL if the range is host memory, managed memory or memory of another device, or if the memory ends
-// before the range does. A context must be current.
+// byte. Returns -EINVAL if the range is host memory, managed memory or memory of another device, or extends beyond the
+// end of the memory. A context must be current.
 int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePointer pointer, std::size_t size_bytes,
                         Allocation* allocation);
 
-// Makes synchronous copies to this memory complete before they return, so that a NIC reads what was copied. For VMM
-// memory, which does not have this attribute, the function sets the flag of the current context. That flag applies to
-// all memory of the context.
+// Sets the attribute SYNC_MEMOPS of this memory: synchronous copies to it then complete before they return, so that a
+// NIC reads the copied bytes. VMM memory does not have the attribute, so the function sets the flag of the current
+// context instead, which applies to all memory of the context.
 int enable_sync_memops(const cuda::Driver& driver, cuda::DevicePointer pointer);
 
 // Exports the IPC handle of the allocation that contains `pointer`. -ENOTSUP: this type of memory has no IPC handle.
@@ -75,8 +75,8 @@ int export_ipc(const cuda::Driver& driver, cuda::DevicePointer pointer, IpcBytes
 struct Dmabuf {
     Descriptor descriptor;
     std::uint64_t size_bytes = 0;
-    // Offset of the first requested byte in the dma-buf. It is not 0 if that byte is inside a page, because the driver
-    // exports whole pages.
+    // Offset of the first requested byte in the dma-buf. The driver exports whole pages, so this is not 0 if the byte
+    // is not the first one of a page.
     std::uint64_t offset_bytes = 0;
 };
 
@@ -84,7 +84,7 @@ struct Dmabuf {
 int export_dmabuf(const cuda::Driver& driver, cuda::DevicePointer pointer, std::size_t size_bytes, Dmabuf* dmabuf);
 
 // Finds the device of this process that has the memory of an IPC handle. Tries the device with the number `hint` first.
-// Returns 0, -ENODEV if this process has no device, or -EINVAL if the driver opens the handle on none of the devices.
+// Returns 0, -ENODEV if this process has no device, or -EINVAL if the driver refuses the handle on every device.
 int find_ipc_device(const cuda::Driver& driver, const IpcBytes& ipc, int hint, int* device);
 
 // Maps memory of another process and sets `base` to its address. Returns the result of the driver instead of an errno,

@@ -13,16 +13,16 @@ namespace gdrkit::usrbio {
 
 class GpuBlock;
 
-// Returns the size of the block for an iov of `size_bytes`: a power of two of at least 64 KiB or, above 1 MiB, also one
-// and a half times a power of two. So iovs whose sizes differ a little can use the same block, and large iovs waste at
-// most a third of their block.
+// Returns the size of the block for an iov of `size_bytes`, rounded up. Sizes of blocks are powers of two from 64 KiB
+// on and, above 1 MiB, also 1.5 times these powers. So iovs of similar sizes can use the same block, and a large iov
+// leaves at most a third of its block unused.
 std::size_t pool_block_bytes(std::size_t size_bytes) noexcept;
 
 // Returns whether an iov of `size_bytes` may come from the pool: the limit of idle bytes admits its block.
 bool may_use_pool(std::size_t size_bytes) noexcept;
 
-// Returns the smallest idle block of this agent and device that has at least `size_bytes`, and at most twice as much.
-// Returns null if there is none.
+// Returns the smallest idle block of this agent and device that has between one and two times `size_bytes`. Returns
+// null if no block fits.
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept;
 
 // Clears a block and keeps it for later iovs. `agent` keeps its registration. If the limit of idle bytes is exceeded,

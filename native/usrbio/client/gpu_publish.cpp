@@ -39,8 +39,8 @@ bool has_agent(const std::string& mount) {
     return stat((mount + "/3fs-virt/agent.sock").c_str(), &status) == 0;
 }
 
-// Returns the share handle for the agent. The handle of a block of the pool has the whole block, so that the agent can
-// use the same registration for each iov in the block.
+// Returns the share handle for the agent. For an iov in a block of the pool, the handle covers the whole block, so that
+// the agent can use the same registration for each iov in the block.
 ShareHandle make_share_handle(const GpuIov& gpu, const Dmabuf& dmabuf) {
     ShareHandle handle;
     handle.owner = this_process();

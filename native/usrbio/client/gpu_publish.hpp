@@ -1,5 +1,5 @@
-// Publication of GPU iovs. The agent of a mount gets a dma-buf and creates a symbolic link. A daemon of 3FS has no
-// socket of an agent; in its mounts this library creates the link itself and nothing else.
+// Publication of GPU iovs. The agent of a mount gets a dma-buf and creates a symbolic link. In the mount of a 3FS
+// daemon there is no agent, and this library only creates the link.
 #pragma once
 
 #include "usrbio/client/gpu_backing.hpp"
@@ -7,16 +7,16 @@
 
 namespace gdrkit::usrbio {
 
-// Publishes the memory of `gpu` under the UUID `id`. Returns 0, the -errno of the agent or of symlink(2) (such as
-// -EEXIST), or -ENOTSUP if the memory has no IPC handle, and either the mount has no agent or the driver exports no
-// dma-buf of the memory.
+// Publishes the memory of `gpu` under the UUID `id`. Returns 0 or the -errno of the agent or of symlink(2), such as
+// -EEXIST. Memory without an IPC handle can be published only as a dma-buf to an agent: returns -ENOTSUP if the mount
+// has no agent or the driver exports no dma-buf of the memory.
 int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]);
 
 // Sets `uuid` to the UUID of the device. Returns 0, or -ENODEV if the driver does not report a UUID.
 int query_device_uuid(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid);
 
-// Finds the publication with this UUID in a mount, and sets `name` to the name of its link. Returns -ENOENT if there is
-// none, -EINVAL if there is more than one, or the -errno of the directory.
+// Finds the publication with this UUID in a mount, and sets `name` to the name of its link. Returns -ENOENT if no link
+// has this UUID, -EINVAL if several links have it, or the -errno with which reading the directory failed.
 int find_publication(const char* mount, const std::uint8_t id[16], std::string* name);
 
 // Finds in the mount of `gpu` the publication of the memory that `gpu` has mapped from another process. Sets `id` to

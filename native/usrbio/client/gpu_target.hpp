@@ -24,9 +24,8 @@ struct GpuTarget {
 
 std::string format_target(const GpuTarget& target);
 
-// Parses a text of exactly the form that format_target writes. Returns nothing for any other text, and if the target is
-// invalid. In a valid target, offset <= allocation, 0 < size <= allocation - offset, and an IPC handle is not all
-// zeros.
+// Parses a text in exactly the form that format_target writes. Returns nothing for any other text and for an invalid
+// target. In a valid target, offset <= allocation, 0 < size <= allocation - offset, and an IPC handle is not all zeros.
 std::optional<GpuTarget> parse_target(std::string_view text);
 
 // Returns the name <uuid>.gdr.d<device>, in which the UUID has hyphens.

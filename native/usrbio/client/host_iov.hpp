@@ -12,13 +12,13 @@ namespace gdrkit::usrbio {
 
 class HostIov final : public IovBacking {
 public:
-    // `is_creator`: this process publishes the memory as `name`, and did not open a publication of another process.
+    // `is_creator`: this process publishes the memory as `name`. Otherwise it opens a publication of another process.
     HostIov(bool is_creator, std::string mount, std::string name);
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
 
     SharedMemory memory;
-    BorrowedPublication borrowed; // For memory that another process published and this process opened.
+    BorrowedPublication borrowed; // Used if another process published the memory and this process opened it.
 
 private:
     bool is_creator_;

@@ -21,7 +21,8 @@ namespace {
 constexpr long second_ns = 1000000000;
 constexpr unsigned spins_min = 16;
 constexpr unsigned spins_max = 2048;
-// After spinning has not helped on a ring, every 64th wait spins again, because the agent may have become faster.
+// If spinning did not help on a ring, its waits stop spinning. Every 64th wait spins again, because the agent may have
+// become faster.
 constexpr unsigned waits_per_spin_retry = 64;
 
 inline void pause() noexcept {
@@ -106,8 +107,8 @@ public:
             spin();
         }
         while (reaped_count_ < count_min_) {
-            // Check the ring too: the agent records its end there, and an earlier wait may have consumed the post that
-            // reported it. A broken ring also counts as ended.
+            // Check the ring too, in which the agent records its end: an earlier wait may have consumed the post.
+            // has_agent_ended() is also true for a broken ring.
             if (ring_.has_agent_ended()) {
                 handle_.has_ended.store(true, std::memory_order_relaxed);
             }
@@ -127,7 +128,7 @@ private:
     void reap() noexcept {
         const std::uint32_t count = ring_.reap(
             count_max_ - reaped_count_, [this](auto index, auto result, auto user) { append(index, result, user); });
-        // A daemon of 3FS may wait for the space in the completion queue that this has freed.
+        // This freed space in the completion queue, for which a daemon of 3FS may wait.
         if (count != 0 && !ring_.agent_has_extension()) {
             handle_.submit_semaphore.post();
         }
@@ -180,12 +181,12 @@ private:
         return true;
     }
 
-    // Sleeps until a post, the deadline or the next check of the agent. To save reading the clock for each sleep, the
-    // time of the next check is computed only after the previous one has passed.
+    // Sleeps until a post, the deadline or the next check of the agent. It computes the time of the next check only
+    // when the previous one has passed, so that not every sleep reads the clock.
     bool sleep_with_timer() noexcept {
         const bool is_deadline_first = deadline_ != nullptr && is_before(*deadline_, handle_.next_agent_check);
         if (wait_until(ring_.completion_semaphore(), is_deadline_first ? deadline_ : &handle_.next_agent_check)) {
-            ++post_count_; // The side that posted has withdrawn the announcement, if it was for one sleep.
+            ++post_count_; // The agent has withdrawn the announcement if it was for one sleep.
             return true;
         }
         ring_.end_sleep();

@@ -99,8 +99,8 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// Publishes new memory. The agent records the owner first and then gives the memory its name. Therefore no file without
-// an owner stays in /dev/shm if this process is killed at any time.
+// Publishes new memory. The agent records the owner first and then gives the memory its name. So whenever this process
+// is killed, no file without an owner stays in /dev/shm.
 int publish_new_memory(const char* mount, const std::string& name, SharedMemory& memory, const std::string& target) {
     std::shared_ptr<AgentConnection> agent;
     if (const int fd = memory.unnamed_fd(); fd >= 0 && agent_connection(mount, agent) == 0) {

@@ -1,6 +1,6 @@
 // The mutex of the library's tables. A thread holds it only for a look-up or a change of a table, never while it waits.
-// The library also locks it during fork(). Otherwise a child could inherit it locked by a thread that exists only in
-// the parent.
+// The library also locks it during fork(). Otherwise, in the child, it could stay locked by a thread that exists only
+// in the parent.
 #pragma once
 
 #include <mutex>
@@ -9,8 +9,8 @@ namespace gdrkit::usrbio {
 
 std::mutex& library_mutex() noexcept;
 
-// Registers `function`, which every forked child then calls right after fork(), with library_mutex() locked. It must
-// neither allocate nor free memory.
+// Registers a function. Every forked child calls it right after fork(), with library_mutex() locked. It must neither
+// allocate nor free memory.
 void call_in_forked_child(void (*function)()) noexcept;
 
 } // namespace gdrkit::usrbio

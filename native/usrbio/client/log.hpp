@@ -18,7 +18,7 @@ inline bool log_enabled(LogLevel level) noexcept {
     return level >= level_min;
 }
 
-// Writes one line by one system call, so that lines of different threads do not mix.
+// Writes one line by one system call, so that no line of another thread appears inside it.
 void log_line(LogLevel level, const char* format, ...) noexcept __attribute__((format(printf, 2, 3)));
 
 } // namespace gdrkit::usrbio

@@ -85,8 +85,8 @@ bool is_in_folder(std::string_view path, std::string_view folder) noexcept {
 
 // Returns the mount point in a line of mountinfo if the line describes a mount of 3FS that contains `path`; otherwise
 // the empty string. The mount may show all of 3FS, or only its folder 3fs-virt; the result is then the parent of that
-// folder. With `is_any_type_allowed`, the file system may have another type than fuse.hf3fs. Mounts that do not contain
-// `path` are not accessed, because their daemons may hang.
+// folder. With `is_any_type_allowed`, the file system may have another type than fuse.hf3fs. The function does not
+// access mounts that do not contain `path`, because their daemons may hang.
 std::string match_mount_line(const std::string& line, bool is_any_type_allowed, std::string_view path) {
     const auto words = split_words(line);
     // Optional fields begin at index 6, and a dash ends them (proc(5)).

@@ -1,5 +1,5 @@
-// Identity of a process, which another process can verify: the pid, the start time and the boot. Share handles contain
-// it, so that an importer detects that the owner has ended although another process has the same pid.
+// Identity of a process: the pid, the start time and the boot. Share handles contain the identity of the owner. An
+// importer compares all three, so it detects that the owner has ended even if another process now has the same pid.
 #pragma once
 
 #include <array>

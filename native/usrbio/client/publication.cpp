@@ -66,8 +66,8 @@ void drop_connection(const char* mount, std::string_view name) {
 }
 
 // The folder of the links in one mount, and the links that this process made there. The descriptor of the folder stays
-// open while there are links: a daemon of 3FS removes the publications of a process when this descriptor is closed,
-// which the kernel also does at exit or SIGKILL.
+// open while there are links, because a daemon of 3FS removes the publications of a process when the process closes
+// this descriptor or ends.
 struct Folder {
     int fd = -1;
     std::set<std::string, std::less<>> links;
@@ -189,8 +189,8 @@ int unpublish_from(const char* mount, std::string_view name, std::shared_ptr<Age
             if (status == -EREMOTEIO && !agent->check_closed_by_agent()) {
                 return -ETIMEDOUT;
             }
-            // The agent does not know the name. Only if this process made the link itself, before the agent was
-            // started, the link remains to be removed.
+            // The agent does not know the name. If this process made the link itself, before the agent was started,
+            // this process must remove the link.
             if (status == -ENOENT && !has_link(mount, name)) {
                 return status;
             }

@@ -26,8 +26,8 @@ std::string file_path() {
            "/reach";
 }
 
-// Returns the contents of the file. The text is empty if another user can write to the file, because that user may have
-// created it.
+// Returns the contents of the file. If another user can write to the file, the text is empty, because its contents are
+// not trusted.
 std::string read_file(const std::string& path) {
     const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     struct stat status {};

@@ -1,5 +1,5 @@
-// RingHandle, the object to which `iorh` of struct hf3fs_ior points. `iorh` is the address of the object, while the
-// handle of an iov is a number in a table: hf3fs_prep_io uses `iorh` for each operation and has no time for a look-up.
+// RingHandle, the object to which `iorh` of struct hf3fs_ior points. `iorh` is an address, because hf3fs_prep_io uses
+// it for each operation and a look-up would take too long. The handle of an iov, in contrast, is a number in a table.
 #pragma once
 
 #include "usrbio/client/agent_connection.hpp"
@@ -28,8 +28,8 @@ public:
         return has_ended.load(std::memory_order_relaxed) || (agent != nullptr && agent->is_closed_by_agent());
     }
 
-    // Makes the agent's connection post the completion semaphore when the agent ends. The thread that reaps calls it
-    // before it sleeps without a deadline. Returns false if no post will come, so that the thread must poll.
+    // Makes the agent's connection post the completion semaphore when the agent ends. A waiting thread calls it before
+    // it sleeps without a deadline. Returns false if this is not possible; the thread must then poll.
     bool start_watching() noexcept;
     // Ends the effect of start_watching(). Call it before the memory of the ring is freed.
     void stop_watching() noexcept;
@@ -45,8 +45,8 @@ public:
     std::atomic<bool> agent_was_asleep{false};
 
     std::timed_mutex reap_mutex; // Locked by the thread that reaps.
-    // Number of times that a wait checks for completions before it sleeps. It is doubled when spinning made the sleep
-    // unnecessary, and halved when it did not.
+    // Number of times that a wait checks for completions before it sleeps. A wait doubles it if spinning made the sleep
+    // unnecessary, and halves it if not.
     unsigned spin_limit = 64;
     unsigned wait_count = 0; // Number of waits while spin_limit was too small to spin; every 64th spins all the same.
     timespec next_agent_check{}; // CLOCK_REALTIME at which a sleeping wait checks again whether the agent has ended.

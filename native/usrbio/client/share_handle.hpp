@@ -39,7 +39,7 @@ std::optional<std::array<std::uint8_t, share_handle_bytes>> pack(const ShareHand
 std::optional<ShareHandle> parse_share_handle(std::span<const std::uint8_t> bytes);
 
 // The older handle (gdrkit/registration/gdr_handle.py), without offset, version and checksum. It identifies the device
-// by its index, which may differ between two processes.
+// by its index in the owner, which may differ from that in the importer.
 struct GdrHandle {
     std::array<std::uint8_t, 64> ipc{};
     std::uint64_t length_bytes = 0;

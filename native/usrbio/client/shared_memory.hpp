@@ -20,7 +20,7 @@ public:
     // Creates and maps memory. `name`: as for shm_open. `numa`: NUMA node, or -1 for any. Allocates all pages, so that
     // a write raises no SIGBUS when /dev/shm is full. Returns 0 or -errno.
     int create(std::string name, std::size_t bytes, int numa) noexcept;
-    // Same, but `name` does not exist yet, so that the kernel frees the memory when its last user ends or is killed. If
+    // Same, but does not create `name` yet. The kernel then frees the memory when its last user ends or is killed. If
     // the kernel does not support memory without a name, this is the same as create().
     int create_unnamed(std::string name, std::size_t bytes, int numa) noexcept;
     // Returns the descriptor of memory that has no name yet, otherwise -1.

@@ -14,18 +14,21 @@
  *     and destroying them there frees only the child's copy. Memory mapped by iovs stays shared, as fork() leaves it.
  *
  * A mount is a folder with `3fs-virt/iovs` in it: a FUSE mount of 3FS, or a plain folder that an agent serves over the
- * socket `3fs-virt/agent.sock`. If the socket exists, the agent decides about every publication, and the library
- * notices when the agent dies: operations in flight then complete with -EREMOTEIO, and later calls on the same ring
- * return that. With a new agent, create new rings and iovs, and register descriptors again. Without a socket the
- * library cannot notice the death of the other side.
+ * socket `3fs-virt/agent.sock`. If the socket exists, the agent decides about every publication. If this agent dies,
+ * operations in flight complete with -EREMOTEIO, and later calls on the same ring return -EREMOTEIO. With a new agent,
+ * create new rings and iovs, and register descriptors again. Without a socket the library cannot notice the death of
+ * the other side.
  *
- * Environment variables, read once: HF3FS_USRBIO_LIB_LOG (DBG, INFO, WARN, ERR, OFF; default WARN; the log goes to
- * stderr. ERR: failed calls; WARN: what works, but not as well as it could; INFO: what was created, published,
- * registered and ended, and by which route; DBG: each operation, submission and completion),
- * HF3FS_USRBIO_WAIT_JITTER_MS (longest sleep of a wait before it checks again whether the agent lives; default 1, and
- * 20 with an agent that supports the extension of rings). With such an agent, and unless that variable is set, a wait
- * without a deadline does not check: the first one that sleeps starts a thread of the library, which blocks all
- * signals, watches the agent's socket and ends with the last iov, ring and descriptor of the mount.
+ * Environment variables, which the library reads once:
+ *   HF3FS_USRBIO_LIB_LOG         Level of the log on stderr: DBG, INFO, WARN (the default), ERR or OFF. ERR: failed
+ *                                calls. WARN: calls that work, but not as well as they could. INFO: what was created,
+ *                                published, registered and ended, and by which route. DBG: each operation, submission
+ *                                and completion.
+ *   HF3FS_USRBIO_WAIT_JITTER_MS  Longest sleep of a wait before it checks again whether the agent lives. Default: 1, or
+ *                                20 with an agent that supports the extension of rings.
+ * If the agent supports the extension and HF3FS_USRBIO_WAIT_JITTER_MS is not set, a wait without a deadline makes no
+ * such checks. Instead, a thread of the library watches the agent's socket. It starts when such a wait first sleeps,
+ * blocks all signals, and ends with the last iov, ring and descriptor of the mount.
  */
 #ifndef HF3FS_USRBIO_H
 #define HF3FS_USRBIO_H
@@ -129,8 +132,8 @@ HF3FS_API void hf3fs_iovunlink(struct hf3fs_iov* iov);
 
 /*
  * Withdraws the publication, removes the name, unmaps the memory and sets iov->base and iov->iovh to NULL. No operation
- * on the iov may be in flight. For an iov that was wrapped, it withdraws the publication of hf3fs_iovwrap and leaves
- * the memory. Does nothing for NULL and for an iov that was destroyed before.
+ * on the iov may be in flight. For an iov that was wrapped, it only withdraws the publication of hf3fs_iovwrap. Does
+ * nothing for NULL and for an iov that was destroyed before.
  */
 HF3FS_API void hf3fs_iovdestroy(struct hf3fs_iov* iov);
 
@@ -154,8 +157,8 @@ HF3FS_API int hf3fs_io_entries(const struct hf3fs_ior* ior);
  * Creates a ring. The shorter forms have priority, timeout and flags 0; hf3fs_iorcreate4 has priority 0.
  * for_read: true: the ring reads files; false: it writes them.
  * io_depth: > 0: the agent takes batches of exactly that many operations, and an incomplete batch stays in the ring (a
- *           wait for it without a deadline never ends); 0: the agent takes all that is there; < 0: at most -io_depth at
- *           once.
+ *           wait for it without a deadline never ends); 0: the agent takes all submitted operations; < 0: the agent
+ *           takes at most -io_depth operations at once.
  * timeout:  with io_depth < 0, milliseconds for which the agent holds an incomplete batch; 0: it does not hold it.
  * priority: < 0 high, 0 normal, > 0 low.
  *   -EINVAL        null, mount point empty or too long, entries out of range, timeout < 0, |io_depth| > entries

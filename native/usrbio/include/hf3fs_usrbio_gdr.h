@@ -49,9 +49,10 @@ extern "C" {
 HF3FS_API bool hf3fs_gdr_available(void);
 
 /*
- * Returns the number of CUDA devices that this process sees (CUDA_VISIBLE_DEVICES counts), that can share their memory
- * with other processes (unified addressing, and a compute mode that admits processes), and that a NIC reaches: it
- * registered memory of the device, and bytes that it wrote and read there were right. 0 without CUDA.
+ * Returns the number of CUDA devices that can have iovs; 0 without CUDA. This process must see the device
+ * (CUDA_VISIBLE_DEVICES). The device must be able to share its memory with other processes (unified addressing, and a
+ * compute mode that admits processes). A NIC must reach the device: it has registered memory of the device, and the
+ * bytes that it wrote and read there were right.
  */
 HF3FS_API int hf3fs_gdr_device_count(void);
 
@@ -113,11 +114,11 @@ HF3FS_API int hf3fs_iovwrap_gpu(struct hf3fs_iov* iov, void* gpu_ptr, const uint
 HF3FS_API void hf3fs_iovunlink_gpu(struct hf3fs_iov* iov);
 
 /*
- * Destroys a GPU iov, in this order: it withdraws the publication, unless hf3fs_iovunlink_gpu has done so (a link that
- * was created since under the same name stays); it frees the memory that create allocated, or closes the mapping of
- * open or import; it fills the struct with zeros. If the publication cannot be withdrawn, a NIC may still access the
- * memory. In that case the function neither frees the memory nor changes the struct, and may be called again. Does
- * nothing for an iov that is not a GPU iov.
+ * Destroys a GPU iov. First the function withdraws the publication, unless hf3fs_iovunlink_gpu has done so (a link that
+ * was created since under the same name stays). Then it frees the memory that create allocated, or closes the mapping
+ * of open or import. Then it fills the struct with zeros. If the publication cannot be withdrawn, a NIC may still
+ * access the memory. In that case the function neither frees the memory nor changes the struct, and may be called
+ * again. Does nothing for an iov that is not a GPU iov.
  */
 HF3FS_API void hf3fs_iovdestroy_gpu(struct hf3fs_iov* iov);
 
@@ -128,11 +129,11 @@ HF3FS_API bool hf3fs_iov_is_gpu(const struct hf3fs_iov* iov);
 HF3FS_API int hf3fs_iov_gpu_device(const struct hf3fs_iov* iov);
 
 /*
- * Waits until the work that was submitted to the device before has finished (in all streams of the context that holds
- * the memory).
+ * Waits until the device has finished all work that was submitted before this call, in all streams of the context that
+ * holds the memory.
  *   direction    0: call it before a write is submitted; the NIC then reads what the GPU has written. 1: call it after
- *                a read has completed; kernels that start after the call see what the NIC has written. On devices that
- *                need it, hf3fs_wait_for_ios has flushed the writes of the NIC before, and this function does so again.
+ *                a read has completed; kernels that start after the call see what the NIC has written. Some devices
+ *                show writes of a NIC only after a flush: hf3fs_wait_for_ios flushes them, and so does this function.
  * Errors
  *   -EINVAL      It is not a GPU iov, or direction is neither 0 nor 1.
  *   -ENODEV      The context of the memory was destroyed.
@@ -157,9 +158,9 @@ typedef struct {
 HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_handle_t* handle);
 
 /*
- * Maps the memory of a handle that another process exported, and publishes nothing. The function sets iov->id to the id
- * of the publication of the same memory on this mount, so that the iov can be used with a ring; to zeros if there is
- * none. It sets iov->block_size to iov->size.
+ * Maps the memory of a handle that another process exported, and publishes nothing. If the same memory is published on
+ * this mount, the function sets iov->id to the id of that publication, so that the iov can be used with a ring.
+ * Otherwise it sets iov->id to zeros. It sets iov->block_size to iov->size.
  * Errors
  *   -EINVAL      iov, handle or mount is null, the mount is empty or too long; the handle is malformed (an empty IPC
  *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses it
@@ -233,12 +234,12 @@ HF3FS_API int gdrkit_iov_import_share(struct hf3fs_iov* iov, const gdrkit_share_
 
 /*
  * The pool of device memory. If the agent of the mount can keep registrations, hf3fs_iovcreate_gpu takes memory from
- * the pool, and hf3fs_iovdestroy_gpu returns it, so that allocation and registration are paid once.
+ * the pool, and hf3fs_iovdestroy_gpu returns it. So later iovs need no new allocation and registration.
  *
- * Memory goes only to a later iov of the same process, mount and device, and is filled with zeros before. It is not
- * used again, but freed, if another process borrowed the iov (open, import), if a handle of it was exported, or if
- * hf3fs_iovunlink_gpu withdrew it. Memory that is idle for too long, above the limit, or on a device that has less than
- * a sixteenth of its memory free, is freed: first the agent deregisters it.
+ * Memory goes only to a later iov of the same process, mount and device, and is filled with zeros before. It is freed
+ * instead if another process borrowed the iov (open, import), if a handle of the iov was exported, or if
+ * hf3fs_iovunlink_gpu withdrew the publication. Idle memory is freed if it is idle for too long or above the limit, or
+ * if less than a sixteenth of the memory of a device is free. The agent deregisters the memory first.
  *
  * The environment variables GDRKIT_USRBIO_GPU_POOL_BYTES (limit of idle bytes of the process; 268435456 if unset; 0: no
  * pool) and GDRKIT_USRBIO_GPU_POOL_IDLE_MS (10000 if unset) set the limits at the first use.
@@ -255,10 +256,10 @@ typedef struct {
     uint64_t refused_blocks; /* Destroyed iovs whose memory could not be used again. */
 } gdrkit_gpu_pool_statistics_t;
 
-/* Sets the limits. Frees the idle memory above the new limit, that which is idle for the longest time first. */
+/* Sets the limits. Frees the idle memory above the new limit, beginning with the memory that is idle longest. */
 HF3FS_API int gdrkit_gpu_pool_limit(size_t idle_bytes_max, unsigned idle_ms_max);
 
-/* Frees idle memory, that which is idle for the longest time first, until at most `idle_bytes_max` bytes are idle. */
+/* Frees idle memory until at most `idle_bytes_max` bytes are idle, beginning with the memory that is idle longest. */
 HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
 
 /*

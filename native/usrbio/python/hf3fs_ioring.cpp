@@ -61,7 +61,7 @@ Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_dept
         raise_failed(has_priority ? "hf3fs_iorcreate3" : "hf3fs_iorcreate4", -status, arguments);
     }
     is_open_ = true;
-    // Reserve memory now, so that prepare() cannot fail after an operation is in flight.
+    // Reserve memory now, so that prepare() cannot fail after it has prepared an operation.
     operations_.reserve(static_cast<std::size_t>(std::max(functions().hf3fs_io_entries(&raw_), 0)) + 1);
 }
 
@@ -95,7 +95,7 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
     Iovec* iovec = nb::cast<Iovec*>(iovec_object);
     iovec->memory->check_open();
     if (iovec->is_outstanding) {
-        // An iovec holds the result of one operation, so this operation needs another iovec for the same memory.
+        // An iovec stores the result of one operation, so this operation needs another iovec for the same memory.
         Iovec duplicate = iovec->slice(0, iovec->length);
         iovec_object = nb::cast(std::move(duplicate));
         iovec = nb::cast<Iovec*>(iovec_object);

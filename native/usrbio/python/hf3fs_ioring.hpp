@@ -33,7 +33,7 @@ public:
     // Returns the iovecs of completed operations, in the order in which the operations completed.
     nb::list wait(int results_max, int results_min, Timeout timeout);
     // Waits for the outstanding operations, then destroys the ring. If operations do not complete in time, their memory
-    // is never freed, because the agent may still use it.
+    // is never freed, because the agent may still access it.
     void destroy(Timeout timeout);
 
     int entries() const;
@@ -65,9 +65,9 @@ private:
     int waiter_count_ = 0;         // Number of threads that wait in the library for completions of this ring.
     std::size_t outstanding_ = 0;  // Number of prepared or submitted operations that have not completed.
     std::uint64_t last_ticket_ = 0;
-    // Outstanding operations by ticket, the number that prepare() passes as userdata. The index of an operation does
-    // not identify it: once the library has returned a completion, it may reuse the index before the waiting thread has
-    // the GIL.
+    // Outstanding operations by ticket, the number that prepare() passes as userdata. An index does not identify an
+    // operation: after the library has returned the completion, it may use the index again before the waiting thread
+    // gets the GIL.
     std::unordered_map<std::uint64_t, Operation> operations_;
     std::deque<nb::object> completed_; // Completed operations that were not returned yet.
 };

@@ -1,4 +1,4 @@
-// The Python class iovec of the module hf3fs: memory that operations of a ring read or write (a hf3fs_iov of the client
+// The Python class iovec of the module hf3fs. It is memory for the operations of a ring (a hf3fs_iov of the client
 // library), or a slice of such memory.
 #pragma once
 

@@ -21,8 +21,8 @@ struct Functions {
 #undef GDRKIT_DECLARE
 };
 
-// Opens the library. Returns the empty string on success, otherwise the message of dlopen. A second call does nothing,
-// because objects of one library must not be passed to the functions of another library.
+// Opens the library. Returns the empty string on success, otherwise the message of dlopen. A second call does nothing:
+// the library cannot be replaced, because its objects must not be passed to another library.
 std::string open_library(const std::string& path);
 
 // Returns the functions of the library. Functions that the library does not have are null. Before open_library() all

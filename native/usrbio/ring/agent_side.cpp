@@ -119,8 +119,8 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
         return 0;
     }
     const std::uint32_t available = view_.distance(next_to_claim_, static_cast<std::uint32_t>(head));
-    // If the head went backwards, it points to submissions that were claimed already. Such a head shows in one of two
-    // ways: more submissions than fit into the ring, or fewer available ones than were already counted as due.
+    // The head must not go backwards, to submissions that were claimed already. If it did, there are more submissions
+    // than fit into the ring, or fewer available submissions than were already counted as due.
     if (available + view_.distance(submission_tail_, next_to_claim_) >= view_.slot_count || available < due_count_) {
         mark_broken();
         return 0;
@@ -196,8 +196,8 @@ bool AgentRing::prepare_to_sleep() noexcept {
     }
     sleep_announcement_.announce();
     const std::int32_t head = view_.indices->submission_head.load(std::memory_order_seq_cst);
-    // Submissions that wait for space in the completion queue need no check: after the application has reaped
-    // completions, it posts the submission semaphore, which wakes the agent.
+    // Submissions that wait for space in the completion queue do not keep the agent awake. The library of 3FS posts the
+    // submit semaphore after it has reaped completions. With gdrkit's library the completion queue always has space.
     const bool is_idle = static_cast<std::uint32_t>(head) == last_seen_head_ &&
                          (last_claim_found_nothing_due_ || last_claim_lacked_completion_space_);
     if (!is_idle) {

@@ -28,8 +28,8 @@ public:
     // at once. io_depth < 0: it claims batches of at most -io_depth submissions, and holds an incomplete batch for
     // `timeout_ns`. The caller keeps the memory mapped for longer than the ring exists.
     //
-    // Returns 0; -EINVAL: no ring has `bytes` bytes, a batch of io_depth exceeds the entries of the ring, timeout_ns is
-    // negative, or the indices in the memory are out of range; or -ENOMEM.
+    // Returns 0, -ENOMEM or -EINVAL. -EINVAL: no ring has `bytes` bytes, a batch of io_depth exceeds the entries of the
+    // ring, timeout_ns is negative, or the indices in the memory are out of range.
     static int attach(void* memory, std::size_t bytes, std::int32_t io_depth, std::int64_t timeout_ns,
                       std::unique_ptr<AgentRing>& ring) noexcept;
     // Announces to the application that no more completions come, and wakes the application.
@@ -37,9 +37,9 @@ public:
     AgentRing(const AgentRing&) = delete;
     AgentRing& operator=(const AgentRing&) = delete;
 
-    // Copies due submissions into `out` and returns their number, which the space in the completion queue limits. With
-    // io_depth < 0 a call returns at most one batch. Call it until it returns 0. now_ns: time of any steady clock; only
-    // the timeout of an incomplete batch uses it.
+    // Copies due submissions into `out` and returns their number. It returns at most as many as the completion queue
+    // has space for and, with io_depth < 0, at most one batch. Call it until it returns 0. now_ns: time of any steady
+    // clock; only the timeout of an incomplete batch uses it.
     std::size_t claim(std::span<ClaimedOperation> out, std::int64_t now_ns) noexcept;
 
     // Returns the time at which the held batch is due, on the clock of claim(); -1: no batch is held.
@@ -52,8 +52,8 @@ public:
     // Publishes the completions since the last call, and wakes the application if the application sleeps.
     void flush() noexcept;
 
-    // Announces that the agent's thread will sleep on the submit semaphore. Returns false if there is work or the ring
-    // is broken: the function has withdrawn the announcement, and the thread must not sleep.
+    // Announces that the agent's thread will sleep on the submit semaphore. If there is work or the ring is broken,
+    // withdraws the announcement and returns false; the thread must not sleep then.
     bool prepare_to_sleep() noexcept;
     // Withdraws the announcement. Call it after the sleep, for every ring whose prepare_to_sleep() returned true.
     void end_sleep() noexcept {

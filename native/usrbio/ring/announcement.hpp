@@ -12,11 +12,11 @@
 
 namespace gdrkit::usrbio {
 
-// The announcements of one side. An announcement for one sleep moves the cache line of that side between the processors
-// four times: it is written, read, withdrawn, and found withdrawn. A side that nearly always sleeps until exactly one
-// post therefore announces its sleep permanently, and both processors keep the line in their caches. The side withdraws
-// the permanent announcement when it gets posts that it does not wait for. Each of these causes a needless wake-up
-// later.
+// The announcements of one side. An announcement for one sleep moves a cache line between the processors four times:
+// this side announces, the other side reads and withdraws the announcement, and this side reads that. If a side nearly
+// always sleeps until exactly one post, it announces its sleep permanently, and both processors keep the line in their
+// caches. If it then gets posts while it is awake, each of them causes a needless wake-up later, so it withdraws the
+// permanent announcement.
 class SleepAnnouncement {
 public:
     explicit SleepAnnouncement(SideState& side) noexcept : side_(&side) {}
@@ -49,9 +49,9 @@ public:
     }
 
 private:
-    // A sleep that ended with one awaited post adds 1; work that arrived in another way subtracts 4. The announcement
-    // becomes permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or if
-    // such outcomes are more than one in five for some time.
+    // A sleep that ended with one awaited post adds 1, and any other outcome subtracts 4. The announcement becomes
+    // permanent after sixteen such sleeps in a row. It is withdrawn after three other outcomes in a row, or if more
+    // than one outcome in five is another one for some time.
     static constexpr std::uint32_t score_max = 16;
     static constexpr std::uint32_t score_permanent_min = 8;
     static constexpr std::uint32_t score_penalty = 4;
@@ -65,7 +65,7 @@ private:
 inline bool must_wake(SideState& other_side) noexcept {
     const std::uint32_t sleeping = other_side.sleeping.load(std::memory_order_seq_cst);
     if (sleeping == asleep_once) {
-        // No atomic exchange is needed: if this store overwrites a later announcement, the following post ends that
+        // No atomic exchange is needed: if this store overwrites a later announcement, the post of the caller ends that
         // sleep.
         other_side.sleeping.store(awake, std::memory_order_relaxed);
     }

@@ -32,7 +32,7 @@ public:
             (next == tail_ && !has_queue_space(next))) {
             return -EAGAIN;
         }
-        // Indices are used in ascending order, so next_index_ is free unless completions came out of order. The check
+        // Operations use ascending indices, so next_index_ is free unless completions came out of order. The check
         // above ensures that at least one index is free.
         while (in_use_[next_index_].load(std::memory_order_acquire) != 0) {
             next_index_ = next_index_ + 1 == entries() ? 0 : next_index_ + 1;
@@ -124,7 +124,7 @@ public:
         return true;
     }
     void end_sleep() noexcept { sleep_announcement_.withdraw(); }
-    // Records the end of a wait in which this side slept until a post `posts` times.
+    // Records the end of a wait in which `posts` posts woke this side.
     void record_wait(std::uint32_t posts) noexcept { sleep_announcement_.record_sleep_outcome(posts == 1); }
 
     // -- for both threads -------------------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ inline constexpr std::uint32_t awake = 0;         // This side polls for work an
 inline constexpr std::uint32_t asleep_once = 1;   // Post this side's semaphore once, and store `awake`.
 inline constexpr std::uint32_t asleep_always = 2; // Post this side's semaphore for every batch, and keep this value.
 
-// Each side has a SideState in a cache line of its own, and only that side writes it, with one exception: the side that
-// wakes a sleeper replaces asleep_once by `awake`, so that one sleep costs one post. If all bytes of a SideState are
-// zero, that side does not support the extension.
+// Each side has a SideState in a separate cache line, and only that side writes it. There is one exception: when a side
+// wakes the other side, it replaces asleep_once by `awake`, so that one sleep costs one post. If all bytes of a
+// SideState are zero, that side does not support the extension.
 struct alignas(64) SideState {
     std::atomic<std::uint32_t> magic;    // extension_magic if this side supports the extension.
     std::atomic<std::uint32_t> sleeping; // One of the three values above.

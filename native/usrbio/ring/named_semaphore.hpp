@@ -2,8 +2,8 @@
 //
 // Every client of an agent can fill the semaphore with invalid values or truncate its file. Therefore only the kernel
 // reads and writes the memory (FUTEX_WAIT, FUTEX_WAKE_OP). The kernel returns EFAULT where an access by the processor
-// would raise SIGBUS. The layout is that of a glibc semaphore shared between processes: a client of 3FS posts it by
-// sem_post, and a daemon of 3FS waits on it by sem_wait.
+// would raise SIGBUS. The layout is that of a glibc semaphore shared between processes, because a client of 3FS calls
+// sem_post, and a daemon of 3FS calls sem_wait.
 #pragma once
 
 #include "usrbio/ring/semaphore.hpp"
@@ -26,9 +26,9 @@ public:
     // Increments the value and wakes a waiter by one system call, even if the recorded number of waiters is 0.
     void post() noexcept;
 
-    // Restores the size of the file, and the words that glibc's sem_post reads before it wakes a waiter. The agent, the
-    // only process that waits, must call this before its first wait and periodically, because a client may have
-    // overwritten the words or truncated the file.
+    // Restores the size of the file, and the words that glibc's sem_post reads before it wakes a waiter. Clients may
+    // have truncated the file or overwritten the words. So the agent, which is the only process that waits, must call
+    // this before its first wait and then periodically.
     void restore() noexcept;
 
     // Waits until the value is not 0, at most `timeout_ms`. Then sets the value to 0, because one wake-up serves all

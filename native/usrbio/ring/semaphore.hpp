@@ -1,10 +1,9 @@
 // Operations on a glibc semaphore (sem_t) in memory that other processes can write.
 //
-// The functions of glibc are for processes that trust each other. sem_post aborts the caller if a peer process has
-// overwritten the field `private` of the semaphore (`sharing` below) so that the kernel refuses the wake-up. It fails
-// without a wake-up if the value is SEM_VALUE_MAX. The functions here use the memory layout and the protocol of glibc,
-// so that the other side may use glibc. They never read `sharing`, and they return normally for every value that a peer
-// process can write.
+// The functions of glibc are for processes that trust each other. A peer process can overwrite the field `private` of
+// the semaphore (`sharing` below). If the kernel then refuses the wake-up, sem_post aborts the caller. If the value is
+// SEM_VALUE_MAX, sem_post fails without a wake-up. The functions here use the memory layout and the protocol of glibc,
+// so that the other side may use glibc. They never read `sharing`, and return normally whatever a peer process writes.
 #pragma once
 
 #include <linux/futex.h>
@@ -51,7 +50,8 @@ inline void initialize(Semaphore& semaphore) noexcept {
     semaphore.word.store(0, std::memory_order_release);
 }
 
-// Same as sem_post, but if the value is SEM_VALUE_MAX or more, it keeps the value and wakes a waiter all the same.
+// Same as sem_post, but if the value is SEM_VALUE_MAX or more, this function does not change it, and still wakes a
+// waiter.
 inline void post(Semaphore& semaphore) noexcept {
     std::uint64_t old_word = semaphore.word.load(std::memory_order_relaxed);
     if (static_cast<std::uint32_t>(old_word) < semaphore_value_max) {
@@ -60,7 +60,7 @@ inline void post(Semaphore& semaphore) noexcept {
         old_word = semaphore.word.fetch_add(1, std::memory_order_release);
     }
     if (old_word >= semaphore_one_waiter) {
-        // This fails only if the address is no longer mapped, and then no thread waits.
+        // This fails only if the address is no longer mapped. No thread waits then.
         syscall(SYS_futex, futex_of(semaphore), FUTEX_WAKE, 1, nullptr, nullptr, 0);
     }
 }

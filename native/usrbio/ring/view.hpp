@@ -1,5 +1,5 @@
-// Pointers to the parts of a ring in memory. Both sides compute them from the size of the memory alone, so that both
-// agree on them.
+// Pointers to the parts of a ring in memory. Each side computes them from the size of the memory alone, so both sides
+// use the same addresses.
 #pragma once
 
 #include "usrbio/ring/layout.hpp"
