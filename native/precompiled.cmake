@@ -1,6 +1,6 @@
-# gdrkit_precompile() lets every C++ target of the tree below the calling folder begin with one precompiled header, which
-# has the standard headers that most files include. It halves the compiler's work. A build with -DGDRKIT_PRECOMPILE=OFF
-# shows that each file includes what it uses; `nox -s long` makes one.
+# gdrkit_precompile() gives one precompiled header to every C++ target below the calling folder. It has the standard
+# headers that most files include, and halves the work of the compiler. A build with -DGDRKIT_PRECOMPILE=OFF shows that
+# each file includes what it uses; `nox -s long` makes one.
 option(GDRKIT_PRECOMPILE "Precompile the standard headers" ON)
 set(GDRKIT_PRECOMPILED_HEADER ${CMAKE_CURRENT_LIST_DIR}/precompiled.hpp)
 

@@ -14,8 +14,8 @@ struct Residency {
 };
 
 // Returns how much of a range is in the page cache. Uses cachestat(2) (Linux 6.5 and newer), else mincore(2) of a
-// mapping. If neither works, the range counts as cached: the caller then reads it through the page cache, which is
-// always correct. `length` must be above 0, and the range must end inside the file.
+// mapping. If neither call works, the range counts as cached, and the caller reads it through the page cache, which
+// always returns the right bytes. `length` must be above 0, and the range must end inside the file.
 Residency query_residency(int fd, std::uint64_t offset, std::uint64_t length);
 
 // Like query_residency, but uses only mincore(2).

@@ -180,7 +180,7 @@ void CoalescedCopies::finish(CoalescedCopy& copy, const std::optional<Failure>& 
 }
 
 void CoalescedCopies::release(CoalescedCopy& copy) {
-    // The buffer is freed before the job completes, because the caller may start its next job as soon as it does.
+    // Free the buffer before the job completes, because the caller may start the next job as soon as this job is over.
     {
         const std::lock_guard lock(mutex_);
         free_buffers_.push_back(copy.buffer_index_);

@@ -2,9 +2,9 @@
 //
 // A device pauses for about 3 us between two copies, whatever their size. On a fast bus this is 4 % of the time with
 // copies of 4 MiB, and 2 % with copies of 8 MiB. So larger copies are faster, but a single worker needs a millisecond
-// to fill 8 MiB. If each worker filled its own copy, their staging memory would not fit into the processor caches, and
-// each copy would need twice the memory bandwidth. So one worker opens a coalesced copy, all workers fill slices of it,
-// and the worker that finishes last submits it.
+// to fill 8 MiB. If each worker filled a separate copy, the staging memory of all workers would not fit into the
+// processor caches, and each copy would need twice the memory bandwidth. So one worker opens a coalesced copy, all
+// workers fill slices of it, and the worker that fills the last slice submits it.
 #pragma once
 
 #include <atomic>
@@ -63,8 +63,8 @@ public:
     void fill(const Chunk& chunk);
     // Returns whether a copy was submitted to a device and is not completed.
     bool is_any_submitted() const noexcept { return submitted_count_.load(std::memory_order_relaxed) != 0; }
-    // Completes the oldest submitted copy. Returns false if there is none, or if it is not done and `is_blocking` is
-    // false.
+    // Completes the oldest submitted copy. If `is_blocking` is set, waits for the copy. Returns false if no copy was
+    // completed.
     bool complete_oldest(bool is_blocking);
     // Destroys streams and events. No copy may be in progress.
     void close();
@@ -76,7 +76,8 @@ private:
     const CopyStream& submitted_stream(int device);
     std::size_t take_buffer();
     void submit(const std::shared_ptr<CoalescedCopy>& copy);
-    // Waits for the copy and reports its result to the job. Does not wait for it if the query of its event has failed.
+    // Waits for the copy and reports its result to the job. If the query of its event has failed, does not wait for the
+    // event.
     void finish(CoalescedCopy& copy, const std::optional<Failure>& query_failure);
     void release(CoalescedCopy& copy);
 

@@ -145,8 +145,8 @@ TakeResult Engine::next(Chunk& chunk, bool may_wait) {
 void Engine::wake_another_worker() {
     const std::lock_guard lock(mutex_);
     ++changes_count_;
-    // One worker is enough, because the calling worker usually continues too. When the engine closes, all workers must
-    // see that no work is left, so that they end.
+    // One worker is enough, because the calling worker usually continues too. When the engine closes, wake all workers,
+    // so that they see that no work is left and end.
     if (is_closing_) {
         work_changed_.notify_all();
     } else {
@@ -208,8 +208,8 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
         } catch (const Error& error) {
             result.bytes = 0;
             result.failure = error.failure();
-            // A copy may still run. It must end before this function returns, because the caller may then free its
-            // memory, and the next transfer uses the staging memory.
+            // A copy may still run. Wait for its end: after this function has returned, the caller may free its memory,
+            // and the next transfer uses the staging memory.
             if (buffer) {
                 buffer->stream.drain();
             }

@@ -1,4 +1,5 @@
-// A file of a job: a buffered descriptor, and a second one with O_DIRECT that is opened when it is first needed.
+// A file of a job. It has a buffered descriptor, and a second descriptor with O_DIRECT, which is opened at its first
+// use.
 #pragma once
 
 #include <atomic>
@@ -13,7 +14,7 @@ namespace gdrkit::engine {
 
 class File {
 public:
-    // A file that this object opens by its path, with these flags and mode, at the first use. It is closed when no
+    // A file that this object opens at the first use, by its path and with these flags and mode. It is closed when no
     // bytes are pending any more.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
     // A file that the caller has opened. The caller owns `fd`, and this object owns only the descriptor with O_DIRECT.

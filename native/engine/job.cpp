@@ -43,16 +43,16 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
 }
 
 // Returns the size of the next chunk. The first chunks are small, so that the device can start at once. A later chunk
-// is as large as what the workers can read while the device copies the chunks before it. At the end the chunks are
-// small again, so that all workers end at the same time.
+// has the size that the workers can read while the device copies the chunks before it. At the end the chunks are small
+// again, so that all workers end at the same time.
 std::uint64_t Job::next_chunk_bytes() const {
     const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / tuning_.workers_count;
     return std::clamp(bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
 // Returns the size of the next coalesced copy, or 0 if there is none: for writes, for host memory, and near the
-// beginning and the end of a job. It may be half of what was taken or is left, more than a chunk, because all workers
-// fill it together, faster than the device copies it.
+// beginning and the end of a job. The size is at most half of the bytes taken so far, and half of the bytes that are
+// left. That is more than a chunk, because all workers fill the copy together, faster than the device copies it.
 std::uint64_t Job::next_coalesced_bytes() const {
     if (direction_ == Direction::write || device_ == host_memory) {
         return 0;

@@ -33,7 +33,7 @@ struct Tuning {
     std::uint64_t chunk_bytes = 4U << 20U; // Largest size of a chunk, and the size of a staging buffer.
     // Size of the first and of the last chunks of a job. Between them the chunks are larger, up to chunk_bytes.
     std::uint64_t first_chunk_bytes = 512U << 10U;
-    // Size of a coalesced copy (see coalesced_copy.hpp). If this size is not above chunk_bytes, no copy is coalesced.
+    // Size of a coalesced copy (see coalesced_copy.hpp). If it is not above chunk_bytes, there are no coalesced copies.
     std::uint64_t coalesced_bytes = 8U << 20U;
     std::size_t coalesced_count = 6;       // Number of buffers for coalesced copies, for all workers together.
     std::uint64_t slice_bytes = 1U << 20U; // Part of a coalesced copy that one worker fills at a time.
@@ -115,8 +115,8 @@ public:
     std::size_t chunks_count() const noexcept { return chunks_count_; }
 
     // Takes the next chunk. Returns `busy` if a chunk is left, but all reservations are in use. Also returns `busy` if
-    // the chunk needs a coalesced copy while another worker opens one. If a chunk cannot be started, no further chunks
-    // are started.
+    // the chunk needs a coalesced copy while another worker opens one. If a chunk cannot be started, take() starts no
+    // further chunks.
     //
     // `is_copy_opening` tells whether a worker opens a coalesced copy. All jobs share this flag. take() sets it when it
     // returns a chunk that needs a coalesced copy. Dispatcher::publish clears it.
@@ -128,7 +128,7 @@ public:
     // Reports that the work on a chunk is over. `done_bytes` of each part is the number of its bytes that arrived.
     // `direct_bytes` of the chunk were moved with O_DIRECT.
     void complete(Chunk& chunk, std::uint64_t direct_bytes);
-    // Stores the failure, if it is the first one. No further chunks are started.
+    // Stores the failure unless an earlier one is stored. No further chunks are started.
     void fail(std::uint32_t extent_index, Failure failure);
     // Starts no further chunks. Chunks in progress complete.
     void cancel();

@@ -15,8 +15,8 @@ std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
     return (value + alignment - 1) & ~(alignment - 1);
 }
 
-// Calls `copy` with (address, staging offset, length) once for each run of parts that are contiguous both in the memory
-// of the job and in the staging memory. `length_of` returns the number of bytes of a part to copy.
+// Joins parts that are contiguous both in the memory of the job and in the staging memory, and calls copy(address,
+// staging offset, length) for each such run. `length_of` returns the number of bytes of a part to copy.
 template <typename LengthOf, typename Copy>
 void for_each_run(const Chunk& chunk, const LengthOf& length_of, const Copy& copy) {
     std::uint64_t address = 0;
@@ -56,8 +56,8 @@ Worker::Worker(Dispatcher& dispatcher, Contexts& contexts, Staging& staging, Coa
 void Worker::run() {
     Chunk chunk;
     for (;;) {
-        // If all buffers of this worker are pending, it completes the oldest one before it takes work. Meanwhile a
-        // worker with a free buffer can take that work.
+        // If all buffers of this worker are pending, it completes the oldest one before it takes work. Meanwhile,
+        // workers with a free buffer can take the work.
         if (buffers_[next_buffer_].is_pending) {
             complete_oldest();
         }
@@ -87,8 +87,9 @@ void Worker::run() {
 }
 
 // Takes the next work. A worker that just read from disk still holds its reservation, so it takes the next chunk of the
-// same job. Other workers are woken only if it does not. So the same few threads do all reads, and no read waits for a
-// thread to wake up. If all threads took turns, their staging memory would not fit into the processor caches.
+// same job. It wakes another worker only if it does not take that chunk. So the same few threads do all reads, and no
+// read waits until a thread wakes up. If all threads took turns, their staging memory would not fit into the processor
+// caches.
 TakeResult Worker::take(Chunk& chunk) {
     if (reserved_job_) {
         const std::shared_ptr<Job> job = std::move(reserved_job_);
@@ -122,8 +123,8 @@ void Worker::open_coalesced(Chunk& chunk) {
     dispatcher_.publish(std::move(copy));
 }
 
-// Waits for the oldest coalesced copy and completes it. Does nothing while another worker opens a coalesced copy,
-// because that worker completes the oldest copy itself if it needs a buffer.
+// Waits for the oldest coalesced copy and completes it. Does nothing while another worker opens a coalesced copy: if
+// that worker needs a buffer, it completes the oldest copy itself.
 bool Worker::complete_coalesced() {
     current_stream_ = nullptr;
     return !coalesced_copies_.is_copy_opening() && coalesced_copies_.complete_oldest(true);

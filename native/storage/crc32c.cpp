@@ -175,9 +175,9 @@ void crc_three_chunks(const unsigned char*, std::size_t, std::uint32_t*) noexcep
 
 const bool use_instruction = has_instruction();
 
-// If the processor has vector carry-less multiplication (four products at a time), each 256 bytes are folded into the
-// next 256 bytes, until 256 bytes are left. They have the same CRC as all bytes. This is twice as fast as the CRC
-// instruction.
+// This method needs a processor with vector carry-less multiplication (four products at a time). It folds each 256
+// bytes into the next 256 bytes. The 256 bytes that are left have the same CRC as all bytes. This is twice as fast as
+// the CRC instruction.
 #if defined(__x86_64__)
 
 #define GDRKIT_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq")))

@@ -126,8 +126,8 @@ bool QueuePairs::poll(const std::function<void(std::uint32_t, TransferStatus)>& 
             count = entry->completions.poll(completions);
             for (int index = 0; index < count; ++index) {
                 const ibv_wc& completion = completions[static_cast<std::size_t>(index)];
-                // Transfers of a queue pair complete in order. So earlier transfers without a completion succeeded,
-                // unless the queue pair broke before.
+                // Transfers of a queue pair complete in order. So the earlier transfers, which have no completion,
+                // succeeded unless the queue pair was already broken.
                 while (entry->completed_count < completion.wr_id && !entry->ids_in_progress.empty()) {
                     complete_oldest(entry->is_broken ? TransferStatus::flushed : TransferStatus::succeeded);
                 }

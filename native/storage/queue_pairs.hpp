@@ -37,9 +37,9 @@ enum class TransferStatus : std::uint8_t {
     flushed, // The queue pair was already broken, or it broke for another reason.
 };
 
-// The queue pairs of one session: one for each queue pair of the client, on the server's devices in turn. Transfers are
-// posted in lists, and only the last transfer of a list is signaled. Its completion covers all transfers before it on
-// that queue pair.
+// The queue pairs of one session, one for each queue pair of the client. They use the devices of the server in turn.
+// Transfers are posted in lists, and only the last transfer of a list is signaled. Its completion covers all transfers
+// before it on that queue pair.
 class QueuePairs {
 public:
     QueuePairs(Fabric& fabric, const std::vector<verbs::Endpoint>& peers);
@@ -52,7 +52,7 @@ public:
 
     // Returns whether the queue pair has space for this many more transfers.
     bool has_space(std::size_t index, std::size_t transfers_count) const;
-    // Stores a transfer until flush() posts it, or posts all stored transfers if there are many. poll() reports the
+    // Stores a transfer, which flush() posts later. If many transfers are stored, posts all of them. poll() reports the
     // transfer by its `id`.
     void add(std::size_t index, const verbs::Transfer& transfer);
     // Posts the stored transfers. Returns false if a queue pair failed.
@@ -60,8 +60,8 @@ public:
     // Calls done(id, status) for each transfer that completed. Returns true if there were any.
     bool poll(const std::function<void(std::uint32_t, TransferStatus)>& done);
     bool has_transfers_in_progress() const;
-    // Requests an event of the next completion, which makes a file descriptor of event_fds() readable. Completions
-    // before arm() cause no event, so the caller must call poll() afterwards.
+    // Requests an event for the next completion, which makes a file descriptor of event_fds() readable. Completions
+    // that arrived before arm() cause no event, so call poll() after arm().
     void arm();
     // Reads the events, so that the file descriptors are no longer readable.
     void take_events();

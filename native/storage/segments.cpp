@@ -123,7 +123,7 @@ void Session::begin_read(Segment& segment) {
 }
 
 // Adds one transfer for each range of data between holes, and records the holes. Returns true if the segment has no
-// hole, so that the caller must add one transfer for the whole segment.
+// hole; the caller must then add one transfer for the whole segment.
 bool Session::add_transfers_between_holes(Segment& segment) {
     PendingOperation& pending = *segment.pending;
     const int file = pending.file->fd.get();
@@ -192,8 +192,8 @@ void Session::complete_transfer(std::uint32_t segment_index, TransferStatus stat
     PendingOperation& pending = *segment.pending;
     if (status != TransferStatus::succeeded) {
         // This failure ends the session. Only the operation whose transfer was refused gets a result. It gets the
-        // result at once, because its queue pair is broken, so none of its bytes can arrive later. The other operations
-        // fail at the client when the connection ends.
+        // result at once: its queue pair is broken, so no more of its bytes can arrive. The other operations fail at
+        // the client when the connection ends.
         is_rdma_broken_ = segment.has_failed = true;
         if (status == TransferStatus::refused && !pending.is_finished) {
             has_refusal_ = true;

@@ -23,7 +23,7 @@ namespace {
 // Buffers of the staging memory of a session.
 constexpr std::size_t small_buffer_bytes_min = 16384, small_buffers_count = 256, large_buffers_count = 16;
 constexpr std::size_t receive_buffer_bytes = 1 << 18;
-// The session receives no further requests while this many bytes of replies are not sent.
+// If more than this number of bytes of replies wait to be sent, the session receives no further requests.
 constexpr std::size_t backlog_bytes_max = 1 << 20;
 // Longest time in which a session that ends after a failure sends its last replies.
 constexpr int final_send_timeout_ms = 1000;
@@ -31,8 +31,8 @@ constexpr int final_send_timeout_ms = 1000;
 constexpr std::chrono::milliseconds cause_timeout{50};
 // Without progress, the thread checks the socket only in every fourth round, because the check is a system call.
 constexpr unsigned rounds_per_receive = 4;
-// With operations in progress, the thread polls longer by this factor before it sleeps, because their completions are
-// near, and a wakeup would take longer than they do.
+// With operations in progress, the thread polls longer by this factor before it sleeps: their completions arrive soon,
+// and a wake-up would take longer.
 constexpr unsigned busy_spin_factor = 4;
 
 int create_event() {
@@ -361,7 +361,7 @@ void Session::end_with_failure() {
         sched_yield();
     }
     // Only the refused operation has a result. If the server sent results for the other operations, the client would
-    // reuse their memory while bytes may still arrive there through another queue pair. The client breaks its queue
+    // use their memory again, in which bytes may still arrive through another queue pair. The client breaks its queue
     // pairs when the connection ends.
     append_reply();
     // The client may still be running: it may have invalidated an rkey, and must learn which operation used that rkey.

@@ -42,8 +42,8 @@ public:
     void add_file(std::uint64_t handle, std::shared_ptr<OpenFile> file);
     bool remove_file(std::uint64_t handle);
 
-    // Takes ownership of the data connection, and serves it in a thread until the client or close() ends it. May be
-    // called once.
+    // Takes ownership of the data connection. A thread serves it until the client or close() ends it. May be called
+    // once.
     void start(Descriptor data_connection);
     // Becomes readable when the session has stopped serving.
     int ended_fd() const noexcept { return ended_event_.get(); }

@@ -14,7 +14,7 @@ struct Session::PendingOperation {
     Operation operation{};
     std::shared_ptr<OpenFile> file;
     std::uint64_t started_bytes = 0; // Bytes that have a segment.
-    std::uint64_t moved_bytes = 0;   // Bytes moved so far. At the end it is the result, unless there is an error.
+    std::uint64_t moved_bytes = 0;   // Bytes moved so far: at the end the result, unless `error` is set.
     std::int64_t error = 0;          // 0 or -errno.
     std::uint32_t segments_in_progress = 0;
     std::uint32_t checksum = 0; // CRC32C of the bytes moved so far.

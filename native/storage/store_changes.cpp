@@ -235,8 +235,8 @@ int Inode::punch(int file, std::uint64_t begin, std::uint64_t end) {
     const int status = punch_range();
     for (std::uint64_t chunk = first; chunk <= last; ++chunk) {
         if (sums_.get(chunk).state != SumState::unknown) {
-            // The sums of the chunks between the edges become unknown. After a failure all sums do, because it is
-            // unknown which bytes were changed.
+            // The sums of the chunks between the edges become unknown. After a failure, the sums of the edges become
+            // unknown too, because it is unknown which bytes were changed.
             const bool is_edge = chunk == first || chunk == last;
             sums_.set(chunk, status == 0 && is_edge ? edge_sums[chunk == first ? 0 : 1] : Sum{});
         }

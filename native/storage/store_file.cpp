@@ -121,7 +121,7 @@ void Inode::remove_sums() {
     is_unlinked_ = true;
     const std::string name = sums_name();
     const std::size_t slash = name.find('/');
-    // If the subfolder does not exist, there is nothing to remove. If it was replaced by a symbolic link, the link is
+    // If the subfolder does not exist, there is nothing to remove. If a symbolic link has replaced the subfolder, it is
     // not followed.
     if (const Descriptor subfolder(open_beneath(store_.sums_folder_, name.substr(0, slash), O_PATH | O_DIRECTORY, 0));
         subfolder) {

@@ -34,8 +34,8 @@ public:
     Inode(Store& store, std::uint64_t inode_number) : store_(store), inode_number_(inode_number) {}
 
     struct ReadResult {
-        // Number of bytes, which is less than requested at the end of the file, or -errno. -EIO: the bytes differ from
-        // those written.
+        // Number of bytes, or -errno. It is less than requested at the end of the file. -EIO: the bytes differ from the
+        // written bytes.
         std::int64_t result;
         std::size_t buffer_offset; // Position of the first requested byte in the buffer.
     };

@@ -19,8 +19,9 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// If the server is killed during a change, the mtime of the file is at most this long before or after the time at which
-// the change began. It may be before, because the kernel takes it from a clock that ticks every 1 to 10 ms.
+// A server that is killed during a change sets the mtime of the file at most this long before or after the begin of the
+// change. The mtime may be earlier than the begin, because the kernel takes it from a clock that ticks every 1 to 10
+// ms.
 constexpr std::int64_t before_change_ns = 20'000'000, after_change_ns = 200'000'000;
 
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
@@ -147,7 +148,7 @@ int SumsFile::discard_if_foreign(int file, std::uint32_t chunk_bytes) {
     const std::int64_t change_begin_ns = load(header_->change_begin_ns);
     if (change_begin_ns != 0) {
         // The server was killed during a change, so the sums of the changed chunks are unknown. If the mtime of the
-        // file is near the begin of the change, the server's own change set that mtime, and the other sums stay valid.
+        // file is near the begin of the change, the change of the server set it, and the other sums stay valid.
         const std::int64_t modification_ns = current.seconds * 1'000'000'000LL + current.nanoseconds;
         if (modification_ns >= change_begin_ns - before_change_ns &&
             modification_ns <= change_begin_ns + after_change_ns) {

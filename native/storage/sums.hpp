@@ -44,8 +44,8 @@ public:
     int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes);
     bool is_open() const noexcept { return header_ != nullptr; }
 
-    // Allocates memory and disk space for the sums of the chunks from `first` up to, but not including, `end`, so that
-    // no later store can fail. Returns 0 or -errno.
+    // Allocates memory and disk space for the sums of the chunks [first, end), so that no later store can fail. Returns
+    // 0 or -errno.
     int reserve(std::uint64_t first, std::uint64_t end);
 
     Sum get(std::uint64_t chunk) const noexcept;
@@ -55,7 +55,7 @@ public:
     void discard_from(std::uint64_t first) noexcept;
 
     Version version() const noexcept;
-    // The file may change only between these two calls. If the process is killed between them, the header shows that.
+    // The file may change only between these two calls. If the process is killed in this time, the header shows it.
     void begin_change() noexcept;
     void end_change(const Version& version) noexcept;
     // Makes the sum of every chunk unknown.

@@ -19,8 +19,8 @@ struct Endpoint {
     std::uint32_t mtu_bytes = 1024;
 };
 
-// Convert a GID to and from text: eight groups of four hexadecimal digits, as in gdrkit.verbs.Endpoint. parse_gid
-// returns false for any other text.
+// Convert a GID to and from text of eight groups of four hexadecimal digits, as in gdrkit.verbs.Endpoint. parse_gid
+// returns false for a text of another form.
 std::string format_gid(const ibv_gid& gid);
 bool parse_gid(const std::string& text, ibv_gid& gid);
 

@@ -17,8 +17,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t completions_per_poll = 64;
 // Number of polls without a completion between two reads of the clock. After each read, another thread may run.
 constexpr unsigned polls_per_clock_read = 256;
-// The wr_id of the last operation of a list is the index of its queue pair in the upper half, and the number of
-// operations in the list in the lower half.
+// The wr_id of the last operation of a list has two halves: the upper half is the index of the queue pair, and the
+// lower half is the number of operations in the list.
 constexpr unsigned count_bits = 32;
 
 std::uint64_t elapsed_ns(Clock::time_point begin) {
@@ -142,7 +142,8 @@ Outcome Initiator::run(const Burst& burst) {
             const auto postable = std::min<std::uint64_t>(
                 {burst.list_length, burst.operations - posted, burst.depth - (posted - outcome.done)});
             const auto count = static_cast<std::uint32_t>(postable);
-            // Wait until a complete list fits into the depth, unless it is the last list.
+            // Do not post an incomplete list, unless it is the last one. Wait until a complete list fits into the
+            // depth.
             if (count < burst.list_length && posted + count < burst.operations) {
                 break;
             }

@@ -1,5 +1,6 @@
 // An RDMA initiator that measures throughput and latency. It posts RDMA WRITEs and READs between its own memory and the
-// memory of a passive peer, as fast as the device permits. The calling thread drives all queue pairs.
+// memory of a passive peer, as fast as possible. The calling thread posts to all queue pairs and polls their
+// completions.
 #pragma once
 
 #include <chrono>
@@ -54,8 +55,8 @@ public:
 
     // Runs all operations. Throws Error: EINVAL for an invalid burst, or the errno of ibv_post_send.
     Outcome run(const Burst& burst);
-    // Runs one operation after another on the first queue pair, and writes the time of each operation to `times_ns`,
-    // which has burst.operations elements.
+    // Runs the operations one after another on the first queue pair, and writes the time of each operation to
+    // `times_ns`. This span must have burst.operations elements.
     Outcome run_singly(const Burst& burst, std::span<std::uint64_t> times_ns);
 
 private:

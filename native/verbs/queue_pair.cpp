@@ -12,8 +12,8 @@ namespace gdrkit::verbs {
 
 namespace {
 
-// A packet without an acknowledgement is sent again after 67 ms (exponent 14), up to 7 times. So the failure of a peer
-// is detected within a second.
+// The NIC sends a packet again if it is not acknowledged within 67 ms (exponent 14), up to 7 times. So the failure of a
+// peer is detected within a second.
 constexpr std::uint8_t timeout_exponent = 14, retry_count = 7, rnr_retry_count = 6, rnr_timer_code = 12, hop_limit = 64;
 constexpr unsigned events_per_ack = 64;
 

@@ -19,10 +19,10 @@ public:
 
     // Stores completions and returns their number. Throws Error if the queue is broken (overrun).
     int poll(std::span<ibv_wc> completions);
-    // Requests an event of the next completion, which makes fd() readable. Completions before arm() cause no event, so
-    // the caller must call poll() afterwards.
+    // Requests an event for the next completion, which makes fd() readable. Completions that arrived before arm() cause
+    // no event, so call poll() after arm().
     void arm();
-    // Reads the events of fd() without blocking, so that it is no longer readable.
+    // Reads all events of fd() without blocking; fd() is then no longer readable.
     void take_events();
     int fd() const noexcept { return channel_->fd; }
     ibv_cq* get() const noexcept { return queue_.get(); }

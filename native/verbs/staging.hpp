@@ -29,8 +29,8 @@ public:
     Staging& operator=(const Staging&) = delete;
     ~Staging();
 
-    // Returns a free buffer of the smaller size that fits, or one without memory if none is free. The buffer that was
-    // released last is used first, because its memory is still in the processor cache.
+    // Returns a free buffer of the smallest size that fits; its `data` is null if none is free. Uses the buffer that
+    // was released last, because its memory is still in the processor cache.
     Buffer take(std::size_t size_bytes);
     void release(const Buffer& buffer);
     std::size_t large_bytes() const noexcept { return layout_.large_bytes; }

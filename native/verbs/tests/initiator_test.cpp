@@ -132,7 +132,8 @@ template <typename Action> int errno_of(const Action& action) {
     return 0;
 }
 
-// Tries many valid depths and list lengths, also those that do not divide each other, with one and three queue pairs.
+// Tries many valid combinations of depth and list length, with one and with three queue pairs. In some, neither number
+// divides the other.
 void test_burst_moves_every_slot_and_nothing_else() {
     constexpr std::uint32_t length = 1021, slots = 37;
     for (const std::size_t pairs_count : {1, 3}) {
