@@ -102,7 +102,7 @@ DOCUMENTS = {
 # A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 FAILED, SETUP_MISSING = 1, 3
-# The time that a part has to print its stacks after SIGABRT, in seconds.
+# After SIGABRT, a part must print its stacks within this time, in seconds.
 ABORT_TIMEOUT_S = 5.0
 LOG_LINES, FAILED_LOG_LINES = 12, 60
 

@@ -31,7 +31,7 @@ _MODULE_FOLDERS = (
 def kernel_image(cache: Path, *, backports: bool = False) -> Path:
     """Return the path of a kernel image, whose modules are also below `cache`. apt downloads both if they are missing.
 
-    With `backports` it is the newest kernel of this release's backports, and otherwise that of the release itself. The
+    The kernel is that of this release of the distribution or, with `backports`, the newest one of its backports. The
     package lists of the backports are kept below `cache`; the configuration of apt does not change.
 
     Raises

@@ -22,7 +22,7 @@ __all__ = ["REFUSED", "Pair", "compare", "find_missing_refusals", "find_wrong_su
 
 _NO_RECORD = "absent"
 _PASS = Verdict.PASS.value
-# The outcome, used only in this comparison, of a case whose record is not_run and has the refusal that the profile
+# An outcome that exists only in this comparison: the record of the case is not_run and has the error that the profile
 # requires.
 REFUSED = "refused"
 

@@ -34,13 +34,13 @@ class StockProgram:
     server : tuple of str
         The command of the server, which is started first. Empty if the program runs alone.
     data : str
-        How the received data is checked: one of BY_PROGRAM, BY_COUNTERS, NOTHING_MOVED.
+        How the received data is checked: BY_PROGRAM, BY_COUNTERS or NOTHING_MOVED.
     moved_bytes_min : int
         The twins of both processes together must have moved at least this number of bytes.
     output : str
         A regular expression that the output of the client must contain.
     sent_file_bytes : int
-        Length of the file ``{folder}/source`` that is made before the start, and that the program must have copied to
+        Length of the file ``{folder}/source``, which is written before the start. The program must copy it to
         ``{folder}/copy``. 0: there is no file.
     """
 
@@ -109,7 +109,7 @@ def _perftest() -> list[StockProgram]:
             if test == "send":
                 option_texts += ["--use-srq", "-c UD -R"]
             if quantity == "bw":
-                # ib_send_lat -e polls for the completion of its send after any event, also if that is for a receive.
+                # After any event, also of a receive completion, ib_send_lat -e polls for the completion of its send.
                 option_texts += ["-e"] if test == "send" else []
                 option_texts += ["-q 8 -b", "-l 16"]
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
@@ -121,8 +121,8 @@ def _perftest() -> list[StockProgram]:
 
 
 def _perftest_run(program: str, text: str) -> StockProgram:
-    # perftest asks for one completion for 100 requests, or for 16 with -l 16. With a number of iterations that is not a
-    # multiple of it, perftest 4.5 waits for ever if its queue pairs (-q) do not keep pace with each other.
+    # perftest requests one completion for 100 requests, or for 16 with -l 16. The number of iterations must be a
+    # multiple of this number. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) do not keep pace.
     operations = 20 if "-n 20" in text else 512 if "-l 16" in text else 500
     length_bytes = 8 if "atomic" in program or "-s 8" in text else 1024
     options = text.split()

@@ -1,6 +1,6 @@
 """Run rdma-core's tests in this process: ``rdma_core_child.py TESTS RESULTS DEVICE GID_INDEX``.
 
-One line of JSON for each test is written to RESULTS as soon as the test has ended, so that a crash loses none. A test
+The program writes one line of JSON to RESULTS as soon as a test has ended, so that a crash loses no result. A test
 that did not end has the outcome ``started``. The tests get DEVICE, port 1 and GID_INDEX, as from the command line of
 rdma-core's run_tests.py.
 """

@@ -31,9 +31,9 @@ __all__ = ["ProgramOutcome", "Target", "run_program"]
 
 # A program that has not ended after this time is killed.
 TIMEOUT_S = 60.0
-# A server that listens on another port, or on no port, is given this time before its client starts.
+# If a server listens on another port, or on no port, its client starts after this time.
 _SERVER_START_S = 2.0
-# A client that fails is started again for this time, while its server runs: the server may not have listened yet.
+# If a client fails while its server runs, it is started again for up to this time: the server may not listen yet.
 _RETRY_S = 15.0
 _PAUSE_S = 0.1
 _END_TIMEOUT_S = 10.0

@@ -1,7 +1,7 @@
 """Bus bandwidth of NCCL's all-reduce between all GPUs of this host, with memory that a NIC can access as well.
 
 Memory that is registered with NCCL is compared with other memory of the same kind in the same run, in alternating
-rounds. Another case shows by the log of NCCL that it uses the registered memory.
+rounds. Another case finds in the log of NCCL that NCCL uses the registered memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Throughput and latency of RDMA WRITE and READ: by size, by queue depth, by pair of GPU and NIC, and by address.
 
-The initiator (the side that posts the work requests) and the target memory use the same NIC, so that the path between
-this NIC and the memory is measured. Every case checks all bytes of its last transfers.
+The initiator (the side that posts the work requests) and the target memory use the same NIC. So the cases measure the
+path between this NIC and the memory. Every case checks all bytes of its last transfers.
 """
 
 from __future__ import annotations
