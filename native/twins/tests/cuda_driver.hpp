@@ -84,8 +84,8 @@ inline u64 free_memory() {
     return free;
 }
 
-// Wait until the device has this much free memory; return false after a timeout. The wait is needed because the thread
-// that passes a descriptor to another process closes its copy only afterwards, so the memory may be freed late.
+// Wait until the device has this much free memory; return false after a timeout. The wait is needed because the memory
+// may be freed late: a thread that passes a descriptor to another process closes its own copy only afterwards.
 inline bool wait_for_free_memory(u64 length_bytes) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     while (free_memory() != length_bytes) {

@@ -1,6 +1,6 @@
-// Tests of the functions that the cuFile twin exports, and of opening and closing its driver: the exports match the
-// contract, unsupported functions and calls before cuFileDriverOpen fail as documented, the last close closes the
-// driver, parameters apply at the open, and injected failures happen once.
+// Tests of the functions that the cuFile twin exports, and of opening and closing its driver. The exports match the
+// contract. Unsupported functions and calls before cuFileDriverOpen fail as documented. The last close closes the
+// driver, and parameters take effect at the open. Injected failures happen once.
 #include <algorithm>
 #include <map>
 #include <set>

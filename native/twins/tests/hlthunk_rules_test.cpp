@@ -1,5 +1,5 @@
-// Tests of the kernel driver's rules for allocating, mapping and exporting, one by one, for the generation that the
-// environment selects, and of a PCI BAR that is smaller than the memory.
+// Tests of the kernel driver's rules for allocating, mapping and exporting. The environment selects the generation of
+// the Gaudi. Other tests use a PCI BAR that is smaller than the memory.
 #include <sys/mman.h>
 
 #include "hlthunk_library.hpp"

@@ -1,6 +1,6 @@
 // Tests of memory regions in device memory, which are registered by address (peer memory) or by a dma-buf. The first
-// argument is the path of the CUDA driver; without it the tests use libcuda.so.1. So the same tests run with the real
-// driver on a machine with a GPU, where the CPU cannot map dma-bufs.
+// argument is the path of the CUDA driver; without it the tests use libcuda.so.1. So the same tests also run with the
+// real driver on a machine with a GPU. There the CPU cannot map dma-bufs.
 #include <dlfcn.h>
 #include <sys/wait.h>
 

@@ -101,8 +101,8 @@ void test_invalid_address_handles_are_refused() {
     CHECK(ibv_destroy_ah(ah) == 0 && ibv_dealloc_pd(pd) == 0);
 }
 
-// A datagram with another Q_Key, to an unknown queue pair, without a receive request, or to a pair that is not ready is
-// lost, and its sender sees success.
+// A datagram is lost if it has another Q_Key, if its queue pair is unknown or not ready, or if there is no receive
+// request. Its sender sees success.
 void test_undeliverable_datagrams_are_lost() {
     DatagramEndpoint sender(0), receiver(0);
     ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));

@@ -1,5 +1,5 @@
-// Test of a process that ends as soon as it has seen its last receive completion: its peer must have the
-// acknowledgement by then.
+// Test of a process that ends as soon as it has polled its last receive completion. At that time its peer must have the
+// acknowledgement.
 #include <sched.h>
 
 #include <memory>
@@ -13,9 +13,9 @@ using namespace gdrkit::twin::tests;
 
 namespace {
 
-// Let the threads of the twin that the calling thread starts run only when no other thread of this program wants to
-// run. So the thread that pushes a completion is preempted by the thread that waits for it, before it does anything
-// else.
+// Give the lowest priority to this thread, and to the threads that the twin starts from it: they run only when no other
+// thread of this program wants to run. So when such a thread pushes a completion, the thread that waits for the
+// completion preempts it at once.
 void yield_to_every_other_thread() {
     cpu_set_t cpus;
     CHECK(sched_getaffinity(0, sizeof cpus, &cpus) == 0);

@@ -56,7 +56,7 @@ void return_datagram(const DatagramEndpoint& endpoint) {
 }
 
 // Body of the second process: serves requests until the first process closes the socket, and returns a datagram for
-// each byte on it.
+// each byte that arrives on the socket.
 int run_target(int socket) {
     Endpoint endpoint(0);
     const DatagramEndpoint datagrams(0);
@@ -113,7 +113,7 @@ void test_datagrams_reach_other_machine_with_the_secret() {
     const Target target = connect_to_target(&endpoint, machine);
     const DatagramEndpoint datagrams(0);
     CHECK(datagrams.post_receive(2, 4096, 2048) == 0);
-    // A datagram without the proof is dropped. It would use up the receive request.
+    // A datagram without the proof is dropped. Otherwise it would consume the receive request.
     const Fd untrusted(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     SocketAddress socket_address(fabric_address_of(target.address), static_cast<std::uint16_t>(target.datagram_qp_num));
     const std::vector<char> noise(32 + 72 + 1000, 'x');
@@ -216,7 +216,8 @@ void test_hostile_frames_end_their_connection(unsigned fuzz_count) {
         while (recv(socket.get(), reply, sizeof reply, 0) > 0) {
         }
     }
-    // The pair still serves its peer, unless a damaged request with a wrong key has put it in the error state.
+    // The pair still serves its peer. In the fuzz run it may not: a damaged request with a wrong key can put it in the
+    // error state.
     Buffer from(endpoint.pd, 64);
     CHECK(endpoint.post(request(1, IBV_WR_RDMA_WRITE, target.remote_address, target.rkey), {from.sge(0, 64)}) == 0);
     const ibv_wc wc = endpoint.poll_completion();

@@ -22,7 +22,7 @@ struct Target {
     std::uint32_t rkey;
 };
 
-// Body of the target process: it stops itself, and continues when the test has accessed its memory.
+// Body of the target process. It stops itself. The test continues it after it has accessed its memory.
 int run_target(int socket) {
     Endpoint endpoint(1);
     Buffer memory(endpoint.pd, large_bytes);
@@ -68,7 +68,7 @@ void test_stopped_process_is_accessed() {
     CHECK(peer.wait() == 0);
 }
 
-// Two connected queue pairs of this process, and memory of the second one that is granted to the first.
+// Two connected queue pairs of this process, and memory of the responder that is granted to the requester.
 struct Granted {
     Endpoint requester{0}, responder{1};
     Buffer from{requester.pd, large_bytes}, to{responder.pd, large_bytes};
@@ -154,7 +154,7 @@ void test_unmapped_memory_of_requester_fails() {
     CHECK(ibv_dereg_mr(mr) == 0);
 }
 
-// A write must not overtake a send before it, also if the send waits for a receive request.
+// A write must not overtake an earlier send, even if the send waits for a receive request.
 void test_write_does_not_overtake_send() {
     Granted granted;
     std::memset(granted.to.bytes, 0, 64);
@@ -196,7 +196,7 @@ void write_until_refused(Granted* granted, const Buffer& other, std::atomic<bool
         const Buffer& from = count % 2 == 0 ? granted->from : other;
         const ibv_send_wr wr = request(count, IBV_WR_RDMA_WRITE, granted->to.at(), granted->rkey);
         CHECK(granted->requester.post(wr, {from.sge(0, large_bytes)}) == 0);
-        // Eight writes are always outstanding, so that copies run most of the time, also when completions are late.
+        // Keep eight writes in flight, so that copies run most of the time even if completions are late.
         if (count < 8) {
             continue;
         }
@@ -211,7 +211,7 @@ void write_until_refused(Granted* granted, const Buffer& other, std::atomic<bool
     }
 }
 
-// After deregistration has returned, no byte of the region changes, although a copy ran when it was called.
+// A copy runs when the region is deregistered. After ibv_dereg_mr has returned, no byte of the region changes.
 void test_deregistration_waits_for_copies() {
     for (unsigned round = 0; round < 50; ++round) {
         Granted granted;
@@ -226,7 +226,7 @@ void test_deregistration_waits_for_copies() {
         usleep(round * 37);
         CHECK(ibv_dereg_mr(granted.to.mr) == 0);
         granted.to.mr = nullptr;
-        // One byte of each page, so that little time passes before the last one is read.
+        // Read only one byte of each page, so that little time passes until the last byte is read.
         std::vector<std::uint8_t> content;
         for (std::size_t offset = 0; offset < large_bytes; offset += 4096) {
             content.push_back(granted.to.bytes[offset]);

@@ -1,5 +1,5 @@
-// Tests of a hostile peer that connects correctly and then corrupts the shared memory: only its own connection ends, it
-// accesses nothing without a valid key, and the victim keeps working.
+// Tests of a hostile peer that connects correctly and then corrupts the shared memory. Only its own connection ends, it
+// cannot access memory without a valid key, and the target keeps working.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -102,7 +102,7 @@ void test_bad_requests(Target* target, const Address& peer) {
     hostile.expect_end();
 }
 
-// Several requests flagged as piped, while the pipe holds one payload and a part of the next.
+// Several requests say that their payload is in the pipe, but the pipe holds only one payload and a part of the next.
 void test_short_pipe(Target* target, const Address& peer) {
     HostilePeer hostile(peer, target->endpoint.address());
     wire::Request request = hostile.request(*target);
@@ -132,8 +132,8 @@ void test_bad_shared_memory(Target* target, const Address& peer) {
     }
 }
 
-// Write random data to all shared memory while the target reads it. The result may be a refused request, after which
-// the queue pair is in the error state, as with any peer.
+// Write random data to all shared memory while the target reads it. The target may refuse a request; as with any peer,
+// its queue pair then enters the error state.
 void test_random_writes(unsigned seed) {
     Endpoint peer(1);
     Target target(peer.address());
@@ -150,7 +150,7 @@ void test_random_writes(unsigned seed) {
     }
 }
 
-// A peer that claims to use a grant for ever delays a deregistration only for a limited time.
+// A peer pretends to use a grant for ever. It delays a deregistration only for a limited time.
 void test_endless_use_of_grant() {
     Endpoint peer(1);
     Target target(peer.address());

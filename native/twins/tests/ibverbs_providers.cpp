@@ -1,5 +1,6 @@
-// Tests that rdma-core's own libraries of this machine can be loaded on the twin: the providers, which register
-// themselves when they are loaded, the libraries of providers that programs link (libmlx5, libefa), and librdmacm.
+// Tests that the libraries of this machine's rdma-core can be loaded on the twin. These are the providers, which
+// register themselves when they are loaded, the libraries of providers that programs link (libmlx5, libefa), and
+// librdmacm.
 #include <dlfcn.h>
 
 #include <cstdio>

@@ -8,7 +8,7 @@
 //     ibverbs_throughput [milliseconds of each measurement, 300] [path of libcuda.so.1 of the CUDA twin, or -]
 //                        [a name from the first output column: run only these]
 //
-// GDRKIT_TWINS_LATE_US=0 turns off the random delay of completions, which otherwise limits the rate at a given depth.
+// GDRKIT_TWINS_LATE_US=0 turns off the random delay of completions, which would limit the rate at a given depth.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/io_uring.h>

@@ -147,8 +147,8 @@ void test_requests_wait_for_peer() {
     CHECK(has_pattern(to.bytes, 16));
 }
 
-// A small request is sent by the thread that posts it. If that thread does not poll, another one handles the response,
-// which here is that the receiver is not ready.
+// The thread that posts a small request also sends it. If this thread does not poll, another thread must handle the
+// response, which here is "receiver not ready".
 void test_requests_progress_without_polls() {
     Endpoint requester(0), responder(0);
     connect(&requester, &responder);

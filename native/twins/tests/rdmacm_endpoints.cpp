@@ -64,8 +64,8 @@ void test_endpoint_moves_to_a_channel_and_back() {
     rdma_destroy_ep(id);
 }
 
-// Both sides of rdma_xclient and rdma_xserver with `-c x`: the server has an XRC domain, a receive queue and their
-// completion queue without making them.
+// The calls of rdma_xclient and rdma_xserver with `-c x`. The library creates an XRC domain, a receive queue and their
+// completion queue for the server.
 void test_xrc_endpoints_exchange_a_message() {
     std::uint8_t received[16] = {}, sent[16] = {1, 2, 3};
     rdma_cm_id* const listener = make_endpoint("20004", rai_passive, IBV_QPT_XRC_RECV);

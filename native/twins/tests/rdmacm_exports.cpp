@@ -1,5 +1,5 @@
-// Tests that the librdmacm twin exports exactly what the contract lists, with its versions, that it has every symbol of
-// an installed librdmacm, and that unimplemented functions fail by their conventions.
+// Tests that the librdmacm twin exports exactly the symbols and versions of the contract, and every symbol of an
+// installed librdmacm. Unimplemented functions must fail by their conventions.
 #include <dlfcn.h>
 
 #include <cerrno>

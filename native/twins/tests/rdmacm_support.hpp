@@ -121,8 +121,8 @@ inline rdma_conn_param parameters_with(const void* data, std::size_t size) {
         CHECK(errno == (expected_errno));                                                                              \
     } while (0)
 
-// A listener, and a client identifier with a queue pair and a resolved route to it, each with its own channel.
-// request() sends the connection request and takes its event; establish() also accepts the request.
+// A listener and a client identifier, each with its own channel. The client has a queue pair and a resolved route to
+// the listener. request() sends the connection request and takes its event. establish() also accepts the request.
 struct Pair {
     EventChannel server_channel, client_channel;
     rdma_cm_id* listener = make_id(server_channel);
