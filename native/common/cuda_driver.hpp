@@ -1,6 +1,6 @@
-// The CUDA driver API as a table of function pointers, for all native parts. dlopen loads libcuda at the first use, so
-// the build needs no CUDA header, and the program starts without libcuda. The types are declared here from the public
-// documentation.
+// The CUDA driver API as a table of function pointers, for all native parts. The build needs no CUDA header. dlopen
+// loads libcuda at the first use, so a program starts even if libcuda is not installed. The types are declared here
+// from the public documentation.
 #pragma once
 
 #include <dlfcn.h>

@@ -31,8 +31,8 @@ Arena& arena() {
 }
 
 // Map an empty file with PROT_NONE and return the base; 0 on failure. PROT_NONE alone is not enough, because the kernel
-// ignores it when it pins pages. But the kernel cannot pin a page beyond the end of a file. So ibv_reg_mr fails with
-// EFAULT for device addresses, as it does on a GPU.
+// can pin such pages all the same. But it cannot pin a page beyond the end of a file. So ibv_reg_mr fails with EFAULT
+// for device addresses, as on a machine with a GPU.
 std::uint64_t map_inaccessible(std::uint64_t length_bytes) {
     const Fd empty_file(memfd_create("gdrkit-nothing", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (!empty_file || fcntl(empty_file.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SEAL) != 0) {
@@ -92,8 +92,8 @@ Slot allocate_slot(std::uint64_t length_bytes) {
         slot.base = take_from_chunk_locked(&state, slot.size_class_bytes, vmm_granularity_bytes);
         return slot;
     }
-    // A small allocation begins at the page offset at which the previous one ended, but in another page, because two
-    // allocations never share a page.
+    // Two allocations never share a page. A small allocation begins in a new page, at the page offset at which the
+    // previous allocation ended.
     const std::uint64_t page_offset_bytes = state.next_packed_offset_bytes;
     const std::uint64_t page = take_from_chunk_locked(&state, page_offset_bytes + slot.size_class_bytes, page_bytes);
     state.next_packed_offset_bytes = (page_offset_bytes + slot.size_class_bytes) % page_bytes;

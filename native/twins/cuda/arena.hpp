@@ -1,5 +1,5 @@
-// Allocates the device addresses of the CUDA twin. The twin reserves them without CPU access, so that a CPU access
-// through a device pointer faults, as it does on a GPU without unified memory.
+// Allocates the device addresses of the CUDA twin. The twin reserves them without CPU access, so a CPU access through a
+// device pointer faults, as with a GPU without unified memory.
 #pragma once
 
 #include <cstdint>

@@ -15,8 +15,8 @@ namespace {
 
 enum class Access { read, write };
 
-// The source or the destination of a copy: its bytes as this process can access them, in order, and the objects that
-// keep them alive.
+// The source or the destination of a copy: where this process can access its bytes, in order, and the objects that keep
+// this memory alive.
 struct Operand {
     std::vector<std::span<std::byte>> spans;
     std::vector<ViewedBytes> viewed; // of a destination: the bytes of which the GPU has a view
@@ -140,8 +140,8 @@ Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
     }
     const bool must_wait =
         to.is_host || from.is_host || to.has_sync_memops || from.has_sync_memops || syncs_memops(*context);
-    // A delay would only slow down a call that waits. If the call returns before the copy is done, the delay exposes a
-    // program that uses the data too early.
+    // Delay the copy only if the call returns before the copy is done. The delay then exposes a program that uses the
+    // data too early.
     const MarkerRef marker = enqueue(
         legacy_stream(context), [to = std::move(to), from = std::move(from)] { copy_spans(to, from); },
         must_wait ? Timing::immediate : Timing::delayed);

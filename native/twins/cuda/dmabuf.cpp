@@ -20,7 +20,8 @@ RangeRef range_of_page(std::uint64_t page) {
     return overlapping.empty() ? nullptr : overlapping.front();
 }
 
-// Collect the extents of device memory that the address range maps, and the ranges that keep this memory alive.
+// Collect the extents of device memory that are mapped in the address range, and the ranges that keep this memory
+// alive.
 Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::vector<RangeRef>* owners,
                        std::vector<Extent>* extents) {
     const std::uint64_t end = address + length_bytes;

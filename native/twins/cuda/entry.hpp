@@ -18,8 +18,8 @@ void load_fault_plan();
 // Count the call. Return false and set *error if the fault plan makes it fail.
 bool begin_call(std::string_view symbol, Result* error);
 
-// Return success, or the reason why the calling thread must not use the driver: cuInit was not called in this process
-// (a forked child counts as another process), or the thread runs a host function of a stream.
+// Return success, or an error if the calling thread must not use the driver. cuInit must have been called in this
+// process (a forked child counts as another process), and the thread must not run a host function of a stream.
 Result check_ready();
 
 // Convert exceptions to error codes: none may reach a C caller.

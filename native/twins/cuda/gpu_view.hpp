@@ -1,6 +1,6 @@
-// The view that a GPU has of its memory, if its attribute GPU_DIRECT_RDMA_WRITES_ORDERING says that writes of a NIC
-// need a flush. A NIC writes to the memory, and the work of a stream reads the view, which gets these bytes at a flush
-// only. So a program that leaves the flush out always reads old data. With other orderings, memory has no view.
+// The view that a GPU has of its memory. Memory has a view only if the attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the
+// GPU says that writes of a NIC need a flush. A NIC writes to the memory. The work of a stream reads the view, into
+// which a flush copies the bytes of the NIC. So a program without the flush always reads old data.
 //
 // Only the process that allocated the memory has a view of it. A process that imports the memory reads it directly.
 #pragma once

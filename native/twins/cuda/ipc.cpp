@@ -183,9 +183,9 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcM
         return invalid_context;
     }
     Ipc& state = ipc();
-    // This mutex is held while the owner is queried, so that two threads that open the same handle share one mapping.
-    // No deadlock is possible, because the owner is another process, and this process's control service takes only the
-    // lock of ipc().
+    // This thread holds open_mutex while it queries the owner, so that two threads that open the same handle share one
+    // mapping. No deadlock is possible: the owner is another process, and the control service of this process takes
+    // only the lock of ipc().
     static auto* const open_mutex = new std::mutex;
     std::lock_guard open_lock(*open_mutex);
     const std::pair key{message.owner, message.buffer_id};

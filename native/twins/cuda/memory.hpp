@@ -19,8 +19,8 @@
 namespace gdrkit::twin::cuda {
 
 // Physical device memory: a memfd, and the mapping through which the twin copies. Ranges, queued work of streams and
-// handles hold references to it. If a dma-buf or another process has a descriptor of the memfd when the last reference
-// is dropped, the bytes count as used until that descriptor is closed.
+// handles hold references to it. When the last reference is dropped, a dma-buf or another process may still have a
+// descriptor of the memfd. The bytes then count as used until that descriptor is closed.
 class Memory {
 public:
     // Allocate memory of a device. Fails with out_of_memory if the device or the machine has no more.
@@ -60,7 +60,7 @@ void reclaim_unreferenced_memory();
 enum class MemoryKind { device, pool, vmm, ipc, managed, host_alloc, host_registered };
 
 // An allocated address range and the memory that it maps. Fields that are not atomic are set before the range becomes
-// visible to other threads, except `access`, which the mutex of ranges.cpp guards.
+// visible to other threads. The exception is `access`, which the mutex of ranges.cpp guards.
 struct Range {
     MemoryKind kind = MemoryKind::device;
     std::uint64_t base = 0;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr std::string_view uuid_prefix = "GPU-";
 
-// Return the number with which a text begins, as strtol does; nothing if it does not begin with a number. The driver
-// keeps the low 32 bits, and ignores what follows the number.
+// Return the number at the begin of a text, as strtol does; nothing if the text does not begin with a number. Like the
+// driver, keep the low 32 bits, and ignore the text after the number.
 std::optional<int> leading_number(std::string_view text) {
     const std::string copy(text);
     char* end = nullptr;
@@ -47,7 +47,8 @@ std::string digits_of(const Uuid& uuid) {
     return digits;
 }
 
-// Return the only device whose UUID begins with the digits of the text; nothing if there is none or more than one.
+// Return the device whose UUID begins with the digits of the text; nothing if no device or more than one device
+// matches.
 std::optional<int> find_by_uuid(std::string_view text, const std::vector<Uuid>& uuids) {
     if (!text.starts_with(uuid_prefix)) {
         return std::nullopt;

@@ -71,7 +71,8 @@ public:
         state.unfinished.erase(entry_);
     }
 
-    // Return the oldest transfer of another stream with the same memory that was unfinished when this one was queued.
+    // When this transfer was queued, other streams may have had unfinished transfers with the same memory. Return the
+    // oldest of them, if any.
     [[nodiscard]] const std::optional<TransferRange>& concurrent() const { return concurrent_; }
 
 private:

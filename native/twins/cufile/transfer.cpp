@@ -31,8 +31,9 @@ struct RouteChoice {
     bool is_unaligned = false;
 };
 
-// Choose the path of a transfer. The fault plan says which path this machine supports. A transfer takes this path only
-// if its alignment, its file, its memory and the driver's settings allow it; else it takes the path through the host.
+// Choose the path of a transfer. The fault plan says which path this machine supports. The transfer takes this path
+// only if its alignment, its file, its memory and the settings of the driver permit it. Otherwise it takes the path
+// through the host.
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const Route supported_route =
         static_cast<Route>(injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
@@ -68,8 +69,8 @@ ssize_t pread_or_pwrite(const Transfer& transfer, int fd, void* memory, std::siz
     return moved_bytes;
 }
 
-// Transfer in chunks and return the number of bytes, or -1 with errno set. If bytes were moved before an error, return
-// their number; the next call then reports the error, as with pread.
+// Transfer in chunks and return the number of bytes, or -1 with errno set. If some bytes were moved before an error,
+// return their number, as pread does. The next call then reports the error.
 template <typename CopyChunk> ssize_t for_each_chunk(const Transfer& transfer, CopyChunk&& copy_chunk) {
     std::size_t transferred_bytes = 0;
     while (transferred_bytes < transfer.length_bytes) {
@@ -117,8 +118,9 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
     });
 }
 
-// In compat mode, the real library (1.15) mixes up the bytes of transfers of several streams that use one registration
-// at the same time. Overwrite what this transfer has stored with the bytes that the concurrent transfer moves.
+// In compat mode, if several streams use one registration at the same time, the real library (1.15) mixes up the bytes
+// of their transfers. Do the same: overwrite the bytes that this transfer has stored with those of the concurrent
+// transfer.
 void mix_up(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong = transfer;
     wrong.length_bytes = std::min(moved_bytes, transfer.concurrent->length_bytes);

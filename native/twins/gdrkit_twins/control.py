@@ -1,7 +1,7 @@
 """Query the state of the twins that are loaded in this process, and replace their fault plans.
 
-These functions load no library: they search the memory map of the process, and use a library only if it exports the two
-functions of the control interface.
+These functions load no library. They search the memory map of the process for the twins, and use a library only if it
+exports the two functions of the control interface.
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ private:
         int fd = -1;              // memfd of device memory; -1 for host memory
         std::uint64_t offset = 0; // in the memfd, or the address in host memory
     };
-    // Find the memory at a device address. Return false if the range is not mapped, which is a page fault of the
-    // device.
+    // Find the memory at a device address. Return false if the range is not mapped; the device then has a page fault.
     bool resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand);
 
     Fd reservation_; // a listening socket; while it exists, no other process can open this device
@@ -126,20 +125,21 @@ private:
 
 using DeviceRef = std::shared_ptr<Device>;
 
-// Find the open device of a descriptor. Return null and set *error: EBADF if it is not open, ENOTTY if it is another
-// type of file, ENODEV if the device belongs to another process.
+// Find the open device of a descriptor. On failure return null and set *error. EBADF: the descriptor is not open.
+// ENOTTY: it is not that of a device. ENODEV: the device belongs to another process.
 DeviceRef find_device(int fd, int* error);
 // Find the index of the device to which a descriptor of a device or of a control device belongs. Return false and set
 // *error as find_device does.
 bool find_index(int fd, unsigned* index, int* error);
 
-// Open a device with a new context. Return the client's descriptor; -EBUSY if another process has the device open,
-// -ENOENT if it does not exist.
+// Open a device with a new context. Return the client's descriptor. Return -EBUSY if another process has the device
+// open, and -ENOENT if there is no such device.
 int open_device(unsigned index);
 // Open the control device. Any number of processes can have it open. Return a descriptor or -ENOENT.
 int open_control_device(unsigned index);
 
-// Destroy contexts whose device file is not open in any process and which no dma-buf references.
+// Destroy the contexts that are not used any more: no process has the device file open, and no dma-buf references the
+// context.
 void close_unreferenced_devices();
 // Return the number of devices that this process has open, and the number of their live dma-bufs.
 std::size_t open_device_count();

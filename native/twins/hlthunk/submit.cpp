@@ -40,7 +40,7 @@ bool copy_between_files(int target_fd, std::uint64_t target_offset, int source_f
     return true;
 }
 
-// Copy between a file and host memory. System calls access the host memory. So if it is not mapped, the copy fails and
+// Copy between a file and host memory. System calls access the host memory, so if it is not mapped, the copy fails and
 // the process does not crash.
 bool copy_file_and_host(int fd, std::uint64_t offset, std::uint64_t host_address, std::uint64_t length_bytes,
                         bool to_host) {
@@ -93,9 +93,9 @@ int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copi
     return 0;
 }
 
-// Parse the packets of a chunk of a submission. On the first Gaudi the packets are in a command buffer of the driver,
-// on later generations in host memory that the program has mapped. The program can change both, so they are copied
-// first.
+// Parse the packets of a chunk of a submission. On the first Gaudi the packets are in a command buffer of the driver.
+// On later generations they are in host memory that the program has mapped. The program can change both kinds of
+// memory, so copy the packets first.
 int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copies) {
     if (chunk.queue_index >= dma_queue_count) {
         // The twin implements only the DMA queues. No generation has a queue index above 1024.

@@ -1,6 +1,6 @@
-// The frames in which datagrams move between queue pairs, the names of the sockets that receive them, and the network
-// header that the receiver finds in front of the payload. A sender may be any process of the user, so each received
-// frame is copied once and then checked.
+// Datagrams move between queue pairs as frames. This file has the layout of a frame, the names of the sockets that
+// receive frames, and the network header in front of the payload in the memory of the receiver. A sender may be any
+// process of the user, so each received frame is copied once and then checked.
 #pragma once
 
 #include <array>
@@ -55,8 +55,8 @@ bool is_ipv4_gid(const ibv_gid& gid);
 bool is_multicast_gid(const ibv_gid& gid);
 bool is_same_gid(const ibv_gid& one, const ibv_gid& other);
 
-// Return the name of a socket: that at which a queue pair receives its datagrams, or that at which a member of a
-// multicast group receives the datagrams of the group.
+// Return the name of the socket at which a queue pair receives its datagrams, or at which a member of a multicast group
+// receives those of the group.
 std::string datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
 std::string multicast_socket_name(const ibv_gid& group, unsigned member);
 

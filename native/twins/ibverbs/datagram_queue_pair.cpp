@@ -172,7 +172,8 @@ int DatagramQueuePair::post_receive(const ibv_recv_wr& wr) {
     }
     ++receive_queue_slots_->used;
     receives_.push_back(to_receive_work(wr));
-    // The thread needs no receive request until a datagram arrives, which wakes it, or until it must flush this one.
+    // There is no need to wake the thread: it needs a receive request only when a datagram arrives, which wakes it. In
+    // the error state it must flush this request.
     if (state_ == IBV_QPS_ERR) {
         notify_change(lock);
     }

@@ -38,8 +38,8 @@ bool is_dmabuf_alive(std::uint64_t id);
 // Export the memory as a shareable handle of CUDA's virtual memory management. The handle is a memfd named gdrkit-vmm,
 // so that it cannot be imported as a dma-buf.
 int export_shareable(int memory_fd);
-// Return a read-write descriptor of the memory behind a shareable handle; -EINVAL if `fd` is not a shareable handle,
-// -EBADF if it is not open.
+// Return a read-write descriptor of the memory of a shareable handle. Return -EINVAL if `fd` is not a shareable handle,
+// and -EBADF if `fd` is not open.
 int import_shareable(int fd);
 
 struct ImportedDmabuf {

@@ -31,7 +31,7 @@ std::string load_faults(std::span<const FaultPoint> points, std::span<const std:
 // text, or an empty string if the plan is valid.
 std::string replace_faults(std::string_view plan);
 
-// Count a call of `point`, delay it if the plan says so, and return the result that the plan injects; nullopt if the
+// Count a call of `point`, and delay it if the plan says so. Return the result that the plan injects, or nullopt if the
 // call shall be carried out. `nics` are the names of the NICs to which the call belongs: a rule with nic= applies only
 // to calls of that NIC.
 std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics = {});

@@ -84,8 +84,7 @@ struct Identifier {
     // Used by a listener.
     std::vector<std::pair<Fd, Token>> listeners;
     int backlog = 0;
-    // If this is not 0, the connection manager itself answers requests for datagrams with this number, and the program
-    // does not see them.
+    // If this is not 0, the connection manager answers datagram requests (SIDR) with this number, and reports no event.
     std::uint32_t automatic_qp_num = 0;
     // Used by an identifier with a connection. `responder_resources` and `initiator_depth` are those of this side.
     std::shared_ptr<Connection> connection;
