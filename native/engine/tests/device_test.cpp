@@ -177,8 +177,8 @@ std::vector<u64> bytes_by_thread() {
     return bytes_read;
 }
 
-// The same two threads do most of the reads from the disk, because the configuration allows two concurrent reads and a
-// thread that has read keeps its reservation.
+// The settings allow two concurrent reads, and a thread that has read keeps its reservation. So the same two threads do
+// most of the reads from the disk.
 void check_direct_readers(const Folder& folder) {
     Tuning tuning = small_tuning();
     tuning.workers_count = 8;
@@ -193,7 +193,7 @@ void check_direct_readers(const Folder& folder) {
     CHECK(is_complete(progress, data.size()) && memory.read(0, data.size()) == data);
     const std::vector<u64> bytes = bytes_by_thread();
     if (progress.direct_bytes == data.size() && !bytes.empty()) {
-        // Half is enough, because another thread may take over when one of the two wakes up late.
+        // Half of the bytes is enough, because another thread may take over if one of the two wakes up late.
         CHECK(bytes[0] + bytes[1] > data.size() / 2);
     }
 }

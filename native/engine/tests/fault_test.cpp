@@ -1,6 +1,5 @@
 // Tests of jobs when a driver call or an allocation fails. Nothing is leaked, and a later job works. The tests need the
-// software twin of libcuda, which reads from a file, the fault plan, which call fails. Each plan runs in its own
-// process.
+// software twin of libcuda. A file, the fault plan, tells the twin which call fails. Each plan runs in its own process.
 #include <dlfcn.h>
 #include <sys/wait.h>
 
@@ -102,7 +101,7 @@ int run_large_transfers(bool is_write, int status) {
 
 constexpr u64 small_bytes = 64 * kib;
 
-// The copy of a failed small transfer is over when the call returns: the caller may free its memory, and the next
+// When a failed small transfer returns, its copy must be over, because the caller may free its memory, and the next
 // transfer uses the staging memory.
 int run_small_transfers(bool is_write, int status) {
     const Folder folder;
@@ -249,7 +248,8 @@ int main(int count, char** arguments) {
         std::ofstream(plan) << "gdrkit-faults 1\n"
                             << fault.call << " call=" << fault.call_number << " status=" << fault.status << "\n";
         CHECK(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1) == 0);
-        // The twin delays each copy by this time, so that a copy that no thread waits for ends after the test's checks.
+        // The largest random delay of a copy in the twin. It makes it likely that a copy for which no thread waits ends
+        // after the checks of the test.
         CHECK(setenv("GDRKIT_TWINS_LATE_US", late_us, 1) == 0);
         const std::vector<std::string> arguments{fault.is_small ? "small" : "large", fault.is_write ? "write" : "read",
                                                  std::to_string(fault.status)};

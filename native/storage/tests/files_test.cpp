@@ -132,7 +132,7 @@ void test_change_by_another_program_is_not_corruption() {
     CHECK(store.counters().corruptions == 0 && store.counters().outside_changes == 100);
 }
 
-// After a process is killed during a write, no correct chunk is reported as corrupt, and a corrupt chunk is.
+// After a process was killed during a write, the store reports corrupt chunks, and reports no correct chunk as corrupt.
 void test_killed_write_leaves_valid_sums() {
     for (unsigned round = 0; round < 20; ++round) {
         const Folder folder;
@@ -179,8 +179,8 @@ void test_killed_write_leaves_valid_sums() {
     }
 }
 
-// A write fails in the middle of a chunk. Then the chunks before that chunk have new sums, the chunks after it have
-// their old sums, and that chunk has none. So corrupt bytes are detected in all chunks but that one.
+// A write fails in the middle of a chunk. Then this chunk has no sum. The chunks before it have new sums, and the
+// chunks after it have their old sums. So corrupt bytes are detected in all other chunks.
 void test_partly_written_chunk_has_no_sum() {
     constexpr std::size_t file_bytes_max = 5 * chunk_bytes + 100;
     const Folder folder;

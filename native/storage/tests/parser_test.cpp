@@ -48,8 +48,8 @@ bool parse(const Bytes& frame) {
     return is_request || is_reply || (is_control && is_payload_intact);
 }
 
-// Sets the CRCs of a changed frame. Otherwise the parser would refuse nearly every changed frame at the CRC check, and
-// the checks after it would not be tested.
+// Sets the CRCs of a changed frame. Without this, the parser would refuse nearly every changed frame because of its
+// CRC, and the other checks would not be tested.
 void set_crcs(Bytes& frame) {
     if (frame.size() < sizeof(FrameHeader)) {
         return;

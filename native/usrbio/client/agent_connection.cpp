@@ -212,8 +212,8 @@ bool AgentConnection::start_watch_thread() noexcept {
                  ErrnoText(status).c_str());
     }
     has_watch_thread_ = status == 0;
-    // Detach the thread, because not every connection is destroyed, which would join it: a publication that cannot be
-    // withdrawn keeps its connection until the process ends.
+    // Detach the thread, because it cannot always be joined: if a publication cannot be withdrawn, its connection is
+    // never destroyed, and the thread runs until the process ends.
     if (has_watch_thread_) {
         static_cast<void>(watch.release()); // The thread owns it now.
         pthread_detach(watcher);

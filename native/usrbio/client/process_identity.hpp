@@ -18,8 +18,8 @@ struct ProcessIdentity {
 
 ProcessIdentity this_process();
 
-// Returns whether the process still runs. Returns nothing if this process cannot determine that, because the other one
-// is in another PID namespace, or because /proc hides processes of other users.
+// Returns whether the process still runs. Returns nothing if this is unknown: the process is in another PID namespace,
+// or /proc hides processes of other users.
 std::optional<bool> is_running(const ProcessIdentity& identity);
 
 } // namespace gdrkit::usrbio

@@ -139,8 +139,8 @@ inline std::vector<std::uint8_t> from_hex(const std::string& text) {
     return bytes;
 }
 
-// Runs this program again, with these arguments, as a second process. A forked child alone would not do, because it
-// cannot use the CUDA driver of its parent. Returns the exit status, or 128 + the signal that killed the process.
+// Runs this program again, with these arguments, as a second process. It needs exec, because a forked child cannot use
+// the CUDA driver of its parent. Returns the exit status, or 128 + the signal that killed the process.
 inline int run_peer(std::vector<std::string> arguments) {
     std::fflush(nullptr);
     const pid_t child = fork();
@@ -159,7 +159,8 @@ inline int run_peer(std::vector<std::string> arguments) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// Writes the file `folder`/reach, by which the client library finds out that a NIC moved bytes to and from a device.
+// Writes the file `folder`/reach, from which the client library learns whether a NIC has moved bytes to and from a
+// device.
 inline void store_reach(const std::string& folder, int device, bool has_moved, mode_t mode = 0600) {
     std::uint8_t uuid[16];
     CHECK_EQUAL(call_cuda("cuInit", 0U), 0);

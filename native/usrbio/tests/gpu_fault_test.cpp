@@ -1,6 +1,6 @@
-// Tests of GPU iovs when a call of the CUDA driver fails: the function returns the right error code and leaks nothing.
-// The tests need the software twin of libcuda (a library that emulates the driver), whose fault plan selects the call
-// that fails.
+// Tests of GPU iovs when a call of the CUDA driver fails. The function must return the right error code and leak
+// nothing. The tests need the software twin of libcuda (a library that emulates the driver). Its fault plan selects the
+// call that fails.
 #include <fcntl.h>
 
 #include <fstream>

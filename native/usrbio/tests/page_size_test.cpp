@@ -1,5 +1,4 @@
-// Tests of code that works on whole host pages, as if the host had pages of 64 KiB: in this test, sysconf() returns
-// that size.
+// Tests of code that works on whole host pages. In this test, sysconf() returns 64 KiB as the size of a page.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
-// Measures the speed of reads through the whole I/O path (ring, agent, server and NIC), and compares it in the same run
-// with reads of the same cached file by the kernel.
+// Measures the speed of reads through the whole I/O path (ring, agent, server and NIC). In the same run, it measures
+// reads of the same cached file by the kernel, for comparison.
 //
 // Reads of 4 KiB at random offsets with 64 in flight are compared with io_uring. Sequential reads of 1 MiB with 8 in
 // flight are compared with pread by one thread. Both are also compared with the copies of the path alone
@@ -9,7 +9,7 @@
 // path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
 //
 // The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
-// processes of --pid. It shows the cost of an operation even if other programs use the processors too. After each
+// processes of --pid. It shows the cost of an operation even if other programs also use the processors. After each
 // turn, the program compares the data of the last reads with the file. The copies alone run on the two cores of
 // --cores. Without --cores, that variant is skipped.
 #include <dlfcn.h>

@@ -30,7 +30,7 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
-// Returns the semaphore as one of glibc. 3FS uses the functions of glibc on the same words.
+// Returns the semaphore as a glibc semaphore. 3FS calls the functions of glibc for it.
 sem_t* as_glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
 }
@@ -210,7 +210,7 @@ private:
     std::thread agent_;
 };
 
-// The C library with an agent that completes each operation at once, and that spins for `spin_ns` before it sleeps.
+// The C library. Its agent completes each operation at once, and spins for `spin_ns` before it sleeps.
 class Library final : public Variant {
 public:
     Library(test::Mount& mount, std::int64_t spin_ns, unsigned in_flight)
@@ -338,7 +338,7 @@ void print(const Measurement& measurement) {
 }
 
 void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
-    // Divide round by round: the two rounds followed each other, so other load on the machine affected both.
+    // Divide round by round: other load on the machine affected both rounds, because they followed each other.
     std::vector<double> ratios;
     for (std::size_t i = 0; i < usrbio.cpu_ns.size(); ++i) {
         ratios.push_back(usrbio.cpu_ns[i] / reference.cpu_ns[i]);

@@ -223,8 +223,8 @@ void run_sleeping_round(RingPair& pair, std::uint32_t announced) {
     pair.application->record_wait(1);
 }
 
-// Runs a round in which no side sleeps when work comes. `is_posted`: each side posts all the same, because the
-// announcement of the other side is permanent.
+// Runs a round in which neither side sleeps. `is_posted`: each side posts all the same, because the announcement of the
+// other side is permanent.
 void run_awake_round(RingPair& pair, bool is_posted) {
     pair.prepare(0);
     CHECK_EQUAL(pair.application->submit(), is_posted);
@@ -264,7 +264,7 @@ void test_announcement_becomes_permanent() {
     run_sleeping_round(pair, asleep_once);
 }
 
-// If another ring or the server woke the agent, the work in this ring needed no post. Such rounds must not make the
+// If another ring or the server wakes the agent, the work in this ring needs no post. Such rounds must not make the
 // announcement permanent.
 void test_announcement_stays_single_without_posts() {
     RingPair pair(8);
@@ -305,7 +305,8 @@ void test_no_wake_up_is_lost() {
             const std::size_t count = pair.claim();
             for (std::size_t i = 0; i < count; ++i) {
                 CHECK(pair.agent->complete(pair.claimed[i].position, 0));
-                // In some rounds one flush publishes both completions, in others each completion has a flush.
+                // In some rounds one flush publishes both completions. In other rounds each completion has its own
+                // flush.
                 if (pair.claimed[i].arguments.userdata % 64 < 16) {
                     pair.agent->flush();
                 }
@@ -361,8 +362,8 @@ void test_side_without_extension_gets_one_post_each() {
     CHECK_EQUAL(pair.semaphore_value(), 3);
 }
 
-// Checks that the agent's side finds the ring broken after `corrupt` has changed the shared memory, in a ring with two
-// claimed operations, of which one is reaped, and two more submissions.
+// Checks that the agent's side finds the ring broken after `corrupt` has changed the shared memory. Of the four
+// submissions in the ring, the agent has claimed two, and the application has reaped one of these two.
 template <typename Corrupt> void check_breaks_ring(Corrupt corrupt) {
     RingPair pair(8);
     for (int i = 0; i < 4; ++i) {
@@ -392,12 +393,12 @@ void test_hostile_contents_break_the_ring() {
     }
     // The head moves back to submissions that were claimed already.
     check_breaks_ring([](RingView& view) { view.indices->submission_head = 1; });
-    // The tail claims that a completion was reaped before the agent posted it.
+    // With this tail, a completion was reaped before the agent posted it.
     check_breaks_ring([](RingView& view) { view.indices->completion_tail = 2; });
 }
 
 void test_full_completion_queue_delays_submissions() {
-    // Submit new operations without reaping completions, which ApplicationRing never does.
+    // Submit operations without reaping the completions of earlier ones. ApplicationRing never does this.
     RingPair pair(2);
     RingView& view = pair.memory.view;
     for (int round = 0; round < 2; ++round) {

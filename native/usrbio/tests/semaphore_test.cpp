@@ -1,5 +1,5 @@
-// Tests of the semaphore functions of usrbio/ring: they and the functions of glibc wake each other on the same
-// words, and they tolerate words that a hostile process wrote.
+// Tests of the semaphore functions of usrbio/ring. They work together with the functions of glibc on the same
+// semaphore, and tolerate words that a hostile process has written.
 #include "tests/check.hpp"
 #include "usrbio/ring/named_semaphore.hpp"
 
@@ -18,8 +18,8 @@ using namespace gdrkit::usrbio;
 namespace {
 
 constexpr int round_count = 20000;
-// A value of Semaphore::sharing. glibc's sem_post passes it to the futex system call, the call fails with ENOSYS, and
-// glibc aborts the process.
+// A hostile value of Semaphore::sharing. glibc's sem_post passes it to the futex system call, which fails with ENOSYS.
+// Then glibc aborts the process.
 constexpr std::uint32_t hostile_sharing = 0x40;
 
 timespec deadline_after(long milliseconds) {

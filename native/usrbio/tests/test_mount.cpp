@@ -259,7 +259,7 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
     }
     auto buffer = std::make_unique<Buffer>();
     buffer->path = target;
-    std::error_code size_error; // The client removes the file when it detects that this agent ends.
+    std::error_code size_error; // The file may be missing: the client removes it when it detects that this agent ends.
     buffer->bytes = fs::file_size(target, size_error);
     if (size_error) {
         return size_error.value();

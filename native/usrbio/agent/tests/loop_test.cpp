@@ -288,7 +288,7 @@ void test_silent_server_is_reported() {
     CHECK(application.wait_for_completion().result == -EREMOTEIO);
 }
 
-// After a client freed memory that an operation uses, the session ends. Operations of other clients do not fail.
+// If a client frees memory that an operation uses, the session ends. Operations of other clients do not fail.
 void test_refused_memory_fails_no_other_operation() {
     constexpr std::uint32_t refused_rkey = 6;
     LoopFixture fixture;
@@ -337,7 +337,7 @@ void test_refused_memory_fails_no_other_operation() {
     CHECK(fixture.loop.events(std::chrono::milliseconds(0)).empty());
 }
 
-// If the agent gets no new connection, it ends the operations that wait for one by abandon().
+// Operations wait for a new connection. If the agent gets none, it ends them by abandon().
 void test_waiting_operations_can_be_abandoned() {
     LoopFixture fixture;
     FrameServer server([](const storage::Operation& operation) {
