@@ -83,7 +83,7 @@ def _backports_options(cache: Path) -> list[str]:
 
 def _download(cache: Path, options: Sequence[str]) -> list[Path]:
     if not shutil.which("apt-get") or not shutil.which("apt-cache"):
-        message = f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of one to {cache}"
+        message = f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of a kernel to {cache}"
         raise LabError(message)
     names = _package_names(options) or (_update_package_lists() and _package_names(options))
     if not names:

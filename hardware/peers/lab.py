@@ -81,7 +81,7 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
 def compare(twin: Path, kernel: Path) -> list[Difference]:
     """Return every program and every test of rdma-core that passes in only one of two records files.
 
-    They are in the order of the twin's records. One that is missing in either file is left out.
+    The order is that of the twin's records. Programs and tests that are missing in a file are left out.
     """
     twin_outcomes, kernel_outcomes = _outcomes(read_records(twin)), _outcomes(read_records(kernel))
     common = [name for name in twin_outcomes if name in kernel_outcomes]

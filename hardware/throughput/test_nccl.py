@@ -63,7 +63,7 @@ def test_all_reduce(
 def test_all_reduce_with_few_channels(
     meter: Meter, devices: tuple[Device, ...], evidence: Evidence, seed: int, tmp_path: Path
 ) -> None:
-    """With all channels, the links limit the rate. With four, the copies into the buffers of NCCL do."""
+    """With four channels, the copies into the buffers of NCCL limit the rate. With all channels, the links limit it."""
     environ = {**NCCL_ENVIRONMENT, "NCCL_MAX_NCHANNELS": "4"}
     options = ["--memory", "vmm", "--seed", str(seed), "--registered"]
     measure_all_reduce(meter, evidence, tmp_path, len(devices), options, 256 * MIB, environ)
