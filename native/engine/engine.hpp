@@ -66,7 +66,7 @@ private:
     std::deque<std::shared_ptr<Job>> jobs_;
     // Coalesced copies whose slices must be filled from files. Workers take these slices first, then chunks of jobs.
     std::deque<std::shared_ptr<CoalescedCopy>> copies_to_fill_;
-    // Incremented whenever new work may be available, so that a worker that found none can tell whether to look again.
+    // Incremented whenever new work may be available. A worker that found no work sleeps only while this is unchanged.
     std::uint64_t changes_count_ = 0;
     bool is_closing_ = false; // close() was called.
     std::vector<std::thread> threads_;

@@ -83,7 +83,7 @@ std::uint64_t File::size_bytes() {
 Residency File::residency_of(std::uint64_t offset, std::uint64_t length) {
     const std::uint64_t size = size_bytes();
     if (offset >= size) {
-        return {.state = CacheState::all, .cached_pages = 0, .pages = 0}; // Nothing would be read from a disk.
+        return {.state = CacheState::all, .cached_pages = 0, .pages = 0}; // There is nothing to read.
     }
     return query_residency(buffered_fd(), offset, std::min(length, size - offset));
 }

@@ -19,7 +19,7 @@ class Dispatcher {
 public:
     // Takes work for the calling worker. Waits for work if `may_wait` is set.
     virtual TakeResult next(Chunk& chunk, bool may_wait) = 0;
-    // Wakes another worker, because work may be left that it can do.
+    // Wakes another worker, because there may be work that it can do.
     virtual void wake_another_worker() = 0;
     // Lets other workers fill a coalesced copy, and open the next one. A null copy means that the open has failed.
     virtual void publish(std::shared_ptr<CoalescedCopy> copy) = 0;

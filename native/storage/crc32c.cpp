@@ -90,7 +90,7 @@ constexpr ShiftTables make_shift_tables() {
 
 constexpr ShiftTables shift_tables = make_shift_tables();
 
-// Returns the CRC after one stride of zeros, where `value` is the CRC before them.
+// Returns the CRC after one more stride of zeros. `value` is the CRC before it.
 inline std::uint32_t shift_by_stride(std::uint32_t value) noexcept {
     return shift_tables[0][value & 255] ^ shift_tables[1][value >> 8 & 255] ^ shift_tables[2][value >> 16 & 255] ^
            shift_tables[3][value >> 24];
@@ -126,7 +126,7 @@ GDRKIT_CRC_TARGET inline std::uint32_t step1(std::uint32_t value, unsigned char 
 }
 #endif
 
-// Returns the CRC after these bytes, where `value` is the CRC before them. The values are not inverted.
+// Returns the CRC after these bytes. `value` is the CRC before them. The values are not inverted.
 GDRKIT_CRC_TARGET std::uint32_t crc_by_instruction(const unsigned char* bytes, std::size_t size,
                                                    std::uint32_t value) noexcept {
     for (; size >= 3 * stride_bytes; bytes += 3 * stride_bytes, size -= 3 * stride_bytes) {
@@ -193,8 +193,9 @@ constexpr std::uint32_t x_to_the_bits(unsigned bits) noexcept {
     return power;
 }
 
-// Returns the factor that shifts 64 bits by `bits`. The exponent is 33 less than `bits`, because the multiplication of
-// two bit-reflected words itself shifts by one bit, and a factor in the low half of a word shifts by 32 bits.
+// Returns the factor that shifts 64 bits by `bits`. Its exponent is `bits` - 33. One bit less, because the
+// multiplication of two bit-reflected words itself shifts by one bit. Another 32 bits less, because the factor is in
+// the low half of a word.
 constexpr std::int64_t shift_factor(unsigned bits) noexcept {
     return x_to_the_bits(bits - 33);
 }

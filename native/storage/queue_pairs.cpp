@@ -27,8 +27,8 @@ Fabric::Fabric(const std::vector<std::string>& names) {
         try {
             devices_.push_back(std::make_unique<verbs::Device>(name));
         } catch (const verbs::Error& error) {
-            // Without a list of names, devices without an active port (ENETDOWN) are skipped. A named device must have
-            // one.
+            // Without a list of names, skip the devices that have no active port (ENETDOWN). A named device must have
+            // an active port.
             if (!names.empty() || error.number() != ENETDOWN) {
                 throw;
             }

@@ -25,7 +25,7 @@ bool Session::start_segments() {
     bool has_progress = false;
     for (unsigned count = 0; count < segments_per_round && !waiting_operations_.empty() && !is_rdma_broken_; ++count) {
         PendingOperation& pending = *waiting_operations_.front();
-        // An operation that failed in an earlier segment starts no further one.
+        // After a segment of an operation has failed, the operation starts no further segment.
         if (!pending.is_fully_started() && !begin_segment(pending)) {
             break;
         }

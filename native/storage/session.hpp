@@ -29,7 +29,7 @@ struct SessionLimits {
 
 class Session {
 public:
-    // Creates the queue pairs and connects each to one of the client's. Throws verbs::Error.
+    // Creates the queue pairs, and connects each to a queue pair of the client. Throws verbs::Error.
     Session(std::shared_ptr<Store> store, std::shared_ptr<Fabric> fabric, const std::vector<verbs::Endpoint>& peers,
             const SessionLimits& limits);
     Session(const Session&) = delete;
@@ -99,7 +99,8 @@ private:
     // Only the thread of the session uses the members below.
     std::vector<std::byte> receive_buffer_, send_buffer_;
     std::size_t receive_begin_ = 0, receive_end_ = 0, send_begin_ = 0;
-    // Operations whose transfers are not all started, in the order of arrival. Only the first may be partly started.
+    // Operations that have not started all their segments, in the order of arrival. Only the first one may have started
+    // some.
     std::deque<PendingOperation*> waiting_operations_;
     std::vector<std::unique_ptr<PendingOperation>>
         operation_pool_; // All operation objects. They are reused, so that an operation allocates no memory.

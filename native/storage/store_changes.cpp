@@ -72,7 +72,7 @@ std::int64_t Inode::write(int file, std::uint64_t offset, std::span<const std::b
         return status;
     }
     thread_local std::vector<Sum> old_sums, new_sums;
-    thread_local std::vector<std::uint32_t> crcs; // Those of the chunks that are written completely.
+    thread_local std::vector<std::uint32_t> crcs; // CRCs of the chunks that are written completely.
     thread_local Edge edge;
     old_sums.resize(count);
     new_sums.resize(count);

@@ -84,7 +84,7 @@ void SumsFile::unmap() noexcept {
 
 int SumsFile::map(std::uint64_t chunks_count) {
     const std::uint64_t pages_count = (chunks_count + entries_per_page - 1) / entries_per_page;
-    const std::uint64_t bytes = page_bytes + pages_count * page_bytes; // The header has the first page.
+    const std::uint64_t bytes = page_bytes + pages_count * page_bytes; // The header takes the first page.
     struct stat now {};
     if (fstat(fd_.get(), &now) != 0 ||
         (static_cast<std::uint64_t>(now.st_size) < bytes && ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0)) {

@@ -40,9 +40,8 @@ Contexts& contexts() {
     return *instance;
 }
 
-// The context stack of one thread. When the thread ends, the stack is emptied but not destroyed. Otherwise the main
-// thread's stack would be gone when destructors of the program's static objects call the driver. The union prevents the
-// destruction of the vector.
+// The context stack of one thread. When the thread ends, the stack is emptied but not destroyed, because destructors of
+// static objects may still call the driver in the main thread. The union prevents the destruction of the vector.
 struct ThreadStack {
     union {
         std::vector<ContextRef> contexts;

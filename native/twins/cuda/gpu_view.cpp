@@ -11,7 +11,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// GPU_DIRECT_RDMA_WRITES_ORDERING from which on the owner of the memory needs no flush.
+// The smallest value of GPU_DIRECT_RDMA_WRITES_ORDERING with which the owner of the memory needs no flush.
 constexpr int ordering_owner = 100;
 
 struct Views {

@@ -101,7 +101,7 @@ GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
         if (target != flush_current_context || (scope != flush_to_owner && scope != flush_to_all_devices)) {
             return invalid_value;
         }
-        // The verbs twin writes the data to memory before it reports the completion. Only a view may lack it.
+        // The verbs twin writes the data to memory before it reports the completion. So only a view can lack the data.
         flush_remote_writes();
         return success;
     });

@@ -1,5 +1,6 @@
 // A connected queue pair, reliable (RC, XRC) or unreliable (UC): its work queues, its state, and the threads that carry
-// out its requests. A message of an unreliable pair that its peer does not take is lost, and completes at its sender.
+// out its requests. If the peer of an unreliable pair does not take a message, the message is lost, but its send
+// request completes with success.
 //
 // The requester thread sends the posted send requests in order, and flushes both queues when the pair is in the error
 // state. The acceptor thread accepts connections of peers, and a responder thread serves each connection. All threads

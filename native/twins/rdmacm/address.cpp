@@ -14,7 +14,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::size_t ipv4_offset = 12; // of an IPv4 address in its IPv4-mapped form
+constexpr std::size_t ipv4_offset = 12; // offset of an IPv4 address in its IPv4-mapped form
 
 } // namespace
 

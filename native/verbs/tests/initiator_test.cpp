@@ -215,7 +215,7 @@ void test_access_beyond_the_peer_memory_is_a_status() {
     }
 }
 
-// The region is deregistered while the burst is in progress. The burst has too many operations to complete otherwise.
+// The region is deregistered while the burst is in progress. The burst has so many operations that only this ends it.
 void test_deregistered_region_ends_a_burst() {
     ConnectedPair connected(3, 32);
     Burst burst = connected.burst(Direction::from_peer, 512, 64, std::uint64_t{1} << 40);
