@@ -22,7 +22,7 @@ struct Context {
     Device* device = nullptr;
     EventQueue<AsyncEvent> events;
     // Number of live objects that were created in the context, for example protection domains and completion queues.
-    // If a context is closed while it has any, its memory is never freed.
+    // If a context is closed while it has live objects, its memory is never freed.
     std::atomic<int> child_count{0};
 
     ibv_context* abi() { return &extended.context; }

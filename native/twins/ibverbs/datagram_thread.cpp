@@ -14,7 +14,7 @@ namespace {
 constexpr int batch_size = 16;
 // Time between two attempts to send to a receiver whose queue is full.
 constexpr std::chrono::microseconds retry_interval{30};
-// The thread leaves the sockets to a thread of the application that has polled within this time.
+// If a thread of the application has polled within this time, the pair's thread does not wait at the sockets.
 constexpr std::chrono::microseconds takeover_time{1000};
 // Largest number of posted bytes that the posting thread sends itself.
 constexpr std::uint64_t max_sent_bytes = 16U << 10;
@@ -25,7 +25,7 @@ void DatagramQueuePair::run() {
     Lock lock(mutex_);
     for (;;) {
         changed_.wait(lock, [this] { return !is_turn_taken_; });
-        // This is checked after the wait: close() wakes a thread that sleeps, not one that waits for the turn.
+        // Check this after the wait: close() wakes this thread from wait_for_work(), but not from the wait above.
         if (is_closing_) {
             return;
         }
@@ -101,7 +101,7 @@ bool DatagramQueuePair::deliver_due(const Lock& lock, DelayedCompletions* delaye
     return !due.empty();
 }
 
-// In an error state, complete all requests of the queues that it affects.
+// Complete with a flush error all send requests in ERR and SQE, and all receive requests in ERR.
 bool DatagramQueuePair::flush(const Lock& lock) {
     if (state_ != IBV_QPS_ERR && state_ != IBV_QPS_SQE) {
         return false;

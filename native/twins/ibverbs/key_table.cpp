@@ -34,8 +34,8 @@ KeyTable& key_table() {
     return *instance;
 }
 
-// The keys are scrambled values of a counter. A key repeats only after all other keys were drawn, so used keys need not
-// be stored.
+// The keys are scrambled values of a counter. No key repeats before all other keys were drawn, so the table need not
+// store used keys.
 std::uint32_t draw_unused_key(KeyTable* state) {
     std::uint32_t key = 0;
     while (key == 0 || state->windows.contains(window_index_of(key))) {

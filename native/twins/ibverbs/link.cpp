@@ -21,7 +21,8 @@ static_assert(payload_ring_bytes >= 2 * max_chunk_bytes);
 using AtomicCount = std::atomic<std::uint32_t>;
 static_assert(AtomicCount::is_always_lock_free && sizeof(AtomicCount) == 4);
 
-// Wake the peer by one byte on the socket. A full socket buffer is no failure: unread bytes wake the peer anyway.
+// Wake the peer by one byte on the socket. If the socket buffer is full, this has not failed: the unread bytes wake the
+// peer.
 bool send_wake_byte(int socket) {
     const char wake_byte = 0;
     ssize_t sent_bytes = 0;

@@ -1,8 +1,8 @@
-// Helpers for the tests of GPU iovs: calls of the CUDA driver as an application makes them, a folder that stands
-// in for a 3FS mount, and a second process.
+// Helpers for the tests of GPU iovs: an application's calls of the CUDA driver, a folder with the layout of a 3FS
+// mount, and a second process.
 //
 // The tests are valid on a real GPU and on the software twin of libcuda, a library that emulates the driver.
-// LD_LIBRARY_PATH decides which one is loaded.
+// LD_LIBRARY_PATH selects one of them.
 #pragma once
 
 #include <dlfcn.h>
