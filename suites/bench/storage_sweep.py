@@ -104,7 +104,7 @@ ROUNDS_MAX = 5
 class SweepRow:
     """The results of one setting of the engine, or of one peer, for one kind of transfer.
 
-    A peer is another way to move the same bytes, such as a plain copy by the CUDA driver. It does not use the engine.
+    A peer moves the same bytes without the engine, for example by a plain copy of the CUDA driver.
     """
 
     kind: str

@@ -57,7 +57,8 @@ class CufileBench:
     """The file, the memory and the methods of the benchmark.
 
     one_thread(), path() and one_stream() return a function that reads the file once into one of two memories. `memory`
-    is registered with cuFile at the first transfer by the cuFile path of gdrkit.gds. `plain_memory` never is.
+    is registered with cuFile at the first transfer by the cuFile path of gdrkit.gds. `plain_memory` is never
+    registered.
     """
 
     def __init__(self, file: Path, device: Device, stack: contextlib.ExitStack, *, length_bytes: int) -> None:

@@ -56,8 +56,8 @@ def test_create_and_destroy_of_a_gpu_iov(
         pooled = create_and_destroy(tmp_path, size_mib * MIB, POOL_BYTES)
         unpooled = create_and_destroy(tmp_path, size_mib * MIB, 0)
         ratios: list[float] = []
-        # A limit of 0 frees the idle memory. So each round measures one path after the other, and a call before that
-        # fills the pool again.
+        # The calls without the pool set its limit to 0, which frees the idle memory. Therefore each round begins with a
+        # call that fills the pool again and is not measured.
         times: dict[str, list[float]] = {"pool": [], "no_pool": []}
         for _ in range(rounds_count):
             before = usrbio.gpu_pool_statistics()
