@@ -38,6 +38,6 @@ def test_open_of_a_missing_device_lists_the_present_ones(nic: Nic) -> None:
 
 
 def test_port_attributes_are_the_same_at_each_query(nic: Nic) -> None:
-    (info,) = [info for info in rdma.list_nics() if info.name == nic.name]
-    assert info.error is None
-    assert nic.port == info.ports[nic.port.number - 1]
+    (nic_info,) = [nic_info for nic_info in rdma.list_nics() if nic_info.name == nic.name]
+    assert nic_info.error is None
+    assert nic.port == nic_info.ports[nic.port.number - 1]
