@@ -251,8 +251,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._agent = AgentProcess(self._mount)
         assert published_links(self._mount) == set()
         self._bystander = self._open_client(self._bystander_file, "host")
-        # The first client with device memory makes the agent open files that stay open. So one such client comes before
-        # the open files are counted.
+        # The first client with device memory makes the agent open files that stay open. Therefore such a client runs
+        # before the open files are counted.
         self._close_client(self._open_client(self._bystander_file, "device"))
         self._use_both_queue_pairs()
         self._open_files_count = len(open_files(self._agent.process.pid))

@@ -226,8 +226,8 @@ def written(processes: Processes, file: Path) -> None:
 
     The session has two queue pairs, and operations use them in turn. If the first operation uses queue pair 0, the
     server polls queue pair 1 before its reply, and the trap stops the server there. If the first operation uses queue
-    pair 1, the server replies at once, and the ring has a completion. The next attempt then submits one more operation
-    before, so that its first operation uses the other queue pair.
+    pair 1, the server replies at once, and the ring has a completion. The next attempt then begins with one more
+    operation, which uses a queue pair alone, so that the first of its two operations uses the other queue pair.
     """
     for attempt in range(_ATTEMPTS_MAX):
         if attempt % 2:

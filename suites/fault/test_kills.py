@@ -45,7 +45,8 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
     mount.mkdir()
     traps = Traps(tmp_path / "traps", TRAPPED_CALLS)
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(traps.plan))
-    # Without the pool of GPU memory, the agent deregisters each iov when it is unpublished, which is a phase.
+    # Without the pool of GPU memory, the agent deregisters each iov when the client unpublishes it. This deregistration
+    # is a phase of the campaign.
     monkeypatch.setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "0")
     kills_per_pair = math.ceil(KILLS_COUNT / len(KILL_POINTS))
     with AgentCampaign(mount, traps, rng) as campaign:
