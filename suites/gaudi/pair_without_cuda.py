@@ -36,15 +36,15 @@ def main() -> None:
         device.allocate(_LENGTH_BYTES) as memory,
         verbs.Nic.open(nic_name) as nic,
         nic.completion_queue(depth=16) as queue,
-        nic.queue_pair(queue) as ours,
+        nic.queue_pair(queue) as queue_pair,
         register(memory, [nic]) as registration,
     ):
-        theirs = peer.open_nic(nic_name).queue_pair()
-        theirs.join(ours)
-        theirs.write(registration.remote(nic), seed=_SEED).expect(Status.SUCCESS)
+        peer_pair = peer.open_nic(nic_name).queue_pair()
+        peer_pair.join(queue_pair)
+        peer_pair.write(registration.remote(nic), seed=_SEED).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=_SEED)
         memory.write(pattern.payload(_LENGTH_BYTES, seed=_SEED + 1))
-        theirs.read(registration.remote(nic), seed=_SEED + 1).completion.expect(Status.SUCCESS)
+        peer_pair.read(registration.remote(nic), seed=_SEED + 1).completion.expect(Status.SUCCESS)
         print(  # noqa: T201 - the result of the program.
             json.dumps(
                 {

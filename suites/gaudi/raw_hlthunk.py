@@ -37,7 +37,7 @@ def errno_of(result: int) -> int:
 
 
 class RawDevice:
-    """A device of hl-thunk: the device of the descriptor `fd`, or without one, the first free device, which it opens.
+    """A device of hl-thunk. Without the descriptor `fd`, the object opens the first free device.
 
     Its methods do not check arguments, and the caller frees what it allocates.
     """
@@ -53,11 +53,11 @@ class RawDevice:
         function = getattr(self._library, function_name)
         function.restype = ctypes.c_uint64 if function_name in _RETURN_64_BITS else ctypes.c_int
         ctypes.set_errno(0)
-        values = [
+        c_arguments = [
             ctypes.c_uint64(argument) if isinstance(argument, int) and argument >= 0 else argument
             for argument in arguments
         ]
-        return int(function(*values))
+        return int(function(*c_arguments))
 
     def allocate(self, length_bytes: int, *, page_bytes: int = 0) -> int:
         """Allocate memory; return its handle, or 0."""

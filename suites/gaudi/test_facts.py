@@ -67,7 +67,7 @@ def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
 
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
-    # Unlike the other cases, this one queries the libraries, and there is no hl-thunk.
+    # Unlike the other cases, this case queries the libraries. Without these variables, the loader finds no hl-thunk.
     file_facts = probe(host_with_gaudi2(tmp_path, None), environment=environment)
     assert len(file_facts.accelerators) == 1
     assert file_facts.gaudi_failure is not None

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 pytestmark = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_region)
 
-# Without the largest size: gdrkit copies through a staging buffer of 1 MiB, so that size would only take longer.
+# The largest size is left out. gdrkit copies through a staging buffer of 1 MiB, so the largest size would only take
+# longer.
 LENGTHS_AND_OFFSETS = ALL_LENGTHS_AND_OFFSETS[:-1]
 # Size of the memory after the written range, which must stay unchanged.
 MARGIN_BYTES = 4096
@@ -34,9 +35,9 @@ def test_remote_write_arrives_in_memory(
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes + MARGIN_BYTES) as memory:
         memory.write(b"\xa5" * memory.length_bytes)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as theirs:
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-            theirs.write(remote, seed=seed).expect(Status.SUCCESS)
+            peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
         data = memory.read()
     pattern.check(memoryview(data)[offset_bytes : offset_bytes + length_bytes], seed=seed)
     # The bytes before and after the range are unchanged.
@@ -51,9 +52,9 @@ def test_remote_read_returns_memory(
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes) as memory:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as theirs:
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
-            theirs.read(remote, seed=seed).completion.expect(Status.SUCCESS)
+            peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
 
 
 def test_region_has_the_device_address(gaudi: Device, nic: Nic) -> None:
@@ -65,6 +66,6 @@ def test_region_has_the_device_address(gaudi: Device, nic: Nic) -> None:
 def test_every_nic_accesses_gaudi_memory(gaudi: Device, nics: tuple[Nic, ...], peer: Peer, seed: int) -> None:
     with gaudi.allocate(64 << 10) as memory, register(memory, nics) as registration:
         for nic_index, nic in enumerate(nics):
-            with peer_queue_pair(nic, peer) as theirs:
-                theirs.write(registration.remote(nic), seed=seed + nic_index).expect(Status.SUCCESS)
+            with peer_queue_pair(nic, peer) as peer_pair:
+                peer_pair.write(registration.remote(nic), seed=seed + nic_index).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed + nic_index)

@@ -45,8 +45,8 @@ def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, pe
     with gaudi.allocate(SIZE_BYTES) as memory:
         with memory.export_dmabuf() as exported:
             region = nic.register_dmabuf(exported)
-        with region, peer_queue_pair(nic, peer) as theirs:
-            theirs.write(region.remote(), seed=seed).expect(Status.SUCCESS)
+        with region, peer_queue_pair(nic, peer) as peer_pair:
+            peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=seed)
 
 
@@ -90,8 +90,8 @@ def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, s
     remote = registration.remote(nic)
     memory.close()
     assert registration.closed
-    with peer_queue_pair(nic, peer) as theirs:
-        assert theirs.write(remote, seed=seed).status is Status.REM_ACCESS_ERR
+    with peer_queue_pair(nic, peer) as peer_pair:
+        assert peer_pair.write(remote, seed=seed).status is Status.REM_ACCESS_ERR
 
 
 @needs(gaudi_needs.mapped_memory)
@@ -103,9 +103,9 @@ def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int
         )
         region = nic.register_dmabuf(exported)
         exported.close()
-    with peer_queue_pair(nic, peer) as theirs:
-        theirs.write(region.remote(), seed=seed).expect(Status.SUCCESS)
-        theirs.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
+    with peer_queue_pair(nic, peer) as peer_pair:
+        peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
+        peer_pair.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
     # The dma-buf holds the file of the device, so no other program can open the device before the dma-buf is closed.
     with pytest.raises(ApiError) as caught:
         Device(0)

@@ -39,16 +39,16 @@ NEEDS_GAUDI_AND_NIC = needs(gaudi_needs.device(), verbs.nic(), verbs.dmabuf_regi
 
 @NEEDS_GAUDI
 def test_device_opens_by_number_bus_id_and_module() -> None:
-    for info in list_devices():
+    for device_info in list_devices():
         selections: list[dict[str, Any]] = [
-            {"number": info.number},
-            {"pci_bus_id": info.pci_bus_id},
-            {"module_id": info.module_id},
+            {"number": device_info.number},
+            {"pci_bus_id": device_info.pci_bus_id},
+            {"module_id": device_info.module_id},
         ]
         for selection in selections:
             with Device(**selection) as device:
-                assert (device.pci_bus_id, device.module_id) == (info.pci_bus_id, info.module_id)
-                assert device.generation is info.generation
+                assert (device.pci_bus_id, device.module_id) == (device_info.pci_bus_id, device_info.module_id)
+                assert device.generation is device_info.generation
 
 
 @NEEDS_GAUDI
@@ -224,8 +224,8 @@ def test_cache_misses_new_memory_at_a_reused_address(gaudi: Device, nic: Nic) ->
 @NEEDS_GAUDI_AND_NIC
 def test_buffer_pool_uses_gaudi_memory(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with BufferPool(gaudi, [nic], buffer_bytes=5000, count=3) as pool, pool.allocate() as buffer:
-        with peer_queue_pair(nic, peer) as theirs:
-            theirs.write(buffer.remote(nic), seed=seed).expect(Status.SUCCESS)
+        with peer_queue_pair(nic, peer) as peer_pair:
+            peer_pair.write(buffer.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(buffer.read(), seed=seed)
 
 
@@ -262,13 +262,13 @@ def test_full_pool_reports_its_largest_free_part(gaudi: Device) -> None:
 def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with gaudi.pool(MIB) as pool, pool.allocate(5000) as previous_part, pool.allocate(9001) as memory:
         previous_part.write(b"\x5a" * 5000)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as theirs:
-            theirs.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
+        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
+            peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
             # The region covers only the part, although the dma-buf covers the whole pool.
             address_before_region = dataclasses.replace(
                 registration.remote(nic), address=previous_part.address, length_bytes=1
             )
-            assert theirs.write(address_before_region, seed=seed).status is Status.REM_ACCESS_ERR
+            assert peer_pair.write(address_before_region, seed=seed).status is Status.REM_ACCESS_ERR
         pattern.check(memory.read(), seed=seed)
         assert previous_part.read() == b"\x5a" * 5000
 
@@ -315,7 +315,7 @@ def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: 
     with (
         gaudi.allocate(256 * KIB) as memory,
         nic.completion_queue() as queue,
-        nic.queue_pair(queue) as ours,
+        nic.queue_pair(queue) as queue_pair,
         nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
     ):
         memory.write(bytes(256 * KIB))
@@ -324,10 +324,10 @@ def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: 
             region = peer.nic.register_dmabuf(
                 part.fd, offset_bytes=part.offset_bytes, length_bytes=part.length_bytes, address=part.address
             )
-        theirs = peer.queue_pair()
-        theirs.join(ours)
-        ours.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
-        ours.wait(10_000).expect(Status.SUCCESS)
+        peer_pair = peer.queue_pair()
+        peer_pair.join(queue_pair)
+        queue_pair.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
+        queue_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
         assert memory.read(length_bytes=4107) == bytes(4107)
         region.close()

@@ -38,9 +38,9 @@ class Importer:
     It uses two connected queue pairs of this process. More would not be faster: pyverbs holds the GIL in its calls.
     """
 
-    def __init__(self, nic: Nic, ours: QueuePair, host_region: Region) -> None:
+    def __init__(self, nic: Nic, requester: QueuePair, host_region: Region) -> None:
         self.nic = nic
-        self._queue_pair = ours
+        self._queue_pair = requester
         self._host_region = host_region
         self._lock = threading.Lock()
 
@@ -66,13 +66,13 @@ def importer(nic: Nic) -> Iterator[Importer]:
     """Yield an importer on the first NIC."""
     with (
         nic.completion_queue(depth=16) as queue,
-        nic.queue_pair(queue) as ours,
-        nic.queue_pair(queue) as theirs,
+        nic.queue_pair(queue) as requester,
+        nic.queue_pair(queue) as responder,
         nic.register_host(bytearray(ACCESS_BYTES)) as host_region,
     ):
-        ours.connect(theirs.endpoint())
-        theirs.connect(ours.endpoint())
-        yield Importer(nic, ours, host_region)
+        requester.connect(responder.endpoint())
+        responder.connect(requester.endpoint())
+        yield Importer(nic, requester, host_region)
 
 
 def run_threads(count: int, body: Callable[[int], None]) -> None:
