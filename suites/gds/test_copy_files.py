@@ -96,8 +96,8 @@ def test_copy_of_a_setuid_program_is_not_setuid(tmp_path: Path) -> None:
     os.chown(source, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
     source.chmod(0o6755)
     copy_file(source, tmp_path / "copy")
-    info = (tmp_path / "copy").stat()
-    assert (stat.S_IMODE(info.st_mode), info.st_uid) == (0o755, os.geteuid())
+    status = (tmp_path / "copy").stat()
+    assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o755, os.geteuid())
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -107,8 +107,8 @@ def test_replaced_file_keeps_its_owner(tmp_path: Path) -> None:
     old.touch(mode=0o640)
     os.chown(old, 1234, 5678)
     copy_file(tmp_path / "source", old)
-    info = old.stat()
-    assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (1234, 5678, 0o640)
+    status = old.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1234, 5678, 0o640)
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -130,8 +130,8 @@ gds.copy_file(folder / "source", folder / "old", device_index=gds.HOST)
         (folder / "old").chmod(0o664)
         os.chown(folder / "old", 1234, 5678)
         process = run_program(program, str(folder))
-        info = (folder / "old").stat()
-        assert (info.st_uid, stat.S_IMODE(info.st_mode)) == (UNPRIVILEGED_UID, 0o604), process.stderr
+        status = (folder / "old").stat()
+        assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (UNPRIVILEGED_UID, 0o604), process.stderr
 
 
 def test_partial_copy_has_no_name(tmp_path: Path) -> None:

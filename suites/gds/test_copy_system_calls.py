@@ -81,9 +81,9 @@ def test_replaced_file_keeps_its_group(folder: Path, refused_owners: list[int], 
 
     run_copy(copy, "fchown", refuse)
     assert calls == ([(1234, 5678), (NO_ID, 5678)] if refused_owners else [(1234, 5678)])
-    info = copy.stat()
-    assert info.st_gid == (os.getegid() if group is None else group)
-    assert stat.S_IMODE(info.st_mode) == mode
+    status = copy.stat()
+    assert status.st_gid == (os.getegid() if group is None else group)
+    assert stat.S_IMODE(status.st_mode) == mode
 
 
 @pytest.mark.parametrize("error_number", [errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS])

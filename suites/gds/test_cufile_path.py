@@ -137,7 +137,7 @@ def test_error_in_a_batch_names_its_range_and_loses_nothing(
         "failed_offset_bytes": report["offsets"][failed_index],
         "failed_length_bytes": RANGE_BYTES,
     }
-    # All ranges before the failed one arrived, and those that were in the batch with it.
+    # All ranges before the failed range arrived, and also the other ranges of its batch.
     assert read["parts"][:failed_index] == [RANGE_BYTES] * failed_index
     assert read["parts"][failed_index] == 0
     assert read["bytes"] == read["counters"][f"batch_{route}_submit_ops"] * RANGE_BYTES

@@ -146,7 +146,7 @@ def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
         for _ in range(len(buffers)):
             file.start_read_into(bytearray(1)).result()
         for buffer in buffers:
-            # This would raise BufferError if the memory was not released.
+            # This would raise BufferError if a transfer still held the buffer.
             buffer.append(0)
 
 
