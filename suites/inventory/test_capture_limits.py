@@ -59,9 +59,9 @@ def baseline_peak_bytes(command: str) -> int:
         return measure_command(command, "--replay", file.name)[0]
 
 
-def capture_with_reads(**answers: object) -> bytes:
+def capture_with_reads(**fields: object) -> bytes:
     """Return a capture with these fields of RecordedReads."""
-    return json.dumps({**SMALLEST_CAPTURE, "answers": answers}, ensure_ascii=False).encode()
+    return json.dumps({**SMALLEST_CAPTURE, "answers": fields}, ensure_ascii=False).encode()
 
 
 def capture_with_list(part: bytes, count: int) -> bytes:

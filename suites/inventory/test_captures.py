@@ -90,7 +90,7 @@ def test_read_error_is_captured(tmp_path: Path) -> None:
 
 
 def test_links_of_a_capture_stay_inside_it() -> None:
-    answers = RecordedReads(
+    recorded_reads = RecordedReads(
         links={
             "/a": "/etc/passwd",
             "/b": "../../../../../etc/passwd",
@@ -101,7 +101,7 @@ def test_links_of_a_capture_stay_inside_it() -> None:
         },
         texts={"/inside/name": "inside"},
     )
-    files = CapturedFiles(answers)
+    files = CapturedFiles(recorded_reads)
     for name in ("/a", "/b", "/c"):
         with pytest.raises(OSError, match=r".") as caught:
             files.read(name)

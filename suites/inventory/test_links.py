@@ -141,7 +141,7 @@ def test_topology_of_oci_has_the_links_of_its_profile(captures: Path) -> None:
     assert len(facts.gpus) == GPU_COUNT
     assert len(links) == 2
     assert link_shortfalls(links, facts) == ()
-    # One GPU less, or a faster link than the captured one, is a shortfall.
+    # If the machine has one GPU less, or the profile expects a faster link, the check reports shortfalls.
     assert len(link_shortfalls(links, replace(facts, gpus=facts.gpus[1:]))) == 2
     assert len(link_shortfalls([replace(links[0], at_least=6)], facts)) == 1
 

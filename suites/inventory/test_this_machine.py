@@ -33,7 +33,7 @@ NIC_CAUSES = {
     "stale-key",
     "missing-flush",
 }
-# For each text of the doctor about a missing part, the path that does not exist then.
+# For each text of the doctor about a missing part: the path that is then missing.
 PATH_OF_MISSING_PART = {
     "no NVIDIA driver": "/proc/driver/nvidia/version",
     "no RDMA device": "/sys/class/infiniband",
@@ -86,9 +86,9 @@ def is_present(path: str) -> bool:
 
 @pytest.mark.qualify
 def test_facts_agree_with_the_driver(results: tuple[dict[str, Any], ...], evidence: Evidence) -> None:
-    data, _, _ = results
-    facts = Facts.from_json(json.dumps(data))
-    evidence["facts"] = data
+    facts_data, _, _ = results
+    facts = Facts.from_json(json.dumps(facts_data))
+    evidence["facts"] = facts_data
     on_pci = {gpu.address for gpu in facts.gpus}
     for devices in (facts.cuda.devices if facts.cuda else (), facts.nvml.gpus if facts.nvml else ()):
         assert {device.pci_bus_id.lower() for device in devices} <= on_pci or not on_pci
@@ -99,28 +99,29 @@ def test_facts_agree_with_the_driver(results: tuple[dict[str, Any], ...], eviden
 
 @pytest.mark.qualify
 def test_topology_has_every_gpu(results: tuple[dict[str, Any], ...], evidence: Evidence) -> None:
-    facts, data, _ = results
-    evidence["topology"] = data
-    gpus = [place["address"] for place in data["places"] if place["kind"] == "gpu"]
+    facts, topology, _ = results
+    evidence["topology"] = topology
+    gpus = [place["address"] for place in topology["places"] if place["kind"] == "gpu"]
     assert {gpu["address"] for gpu in facts["gpus"]} <= set(gpus)
     assert all(
-        len(distances_of_device) == len(data["places"]) - 1 for distances_of_device in data["distances"].values()
+        len(distances_of_device) == len(topology["places"]) - 1
+        for distances_of_device in topology["distances"].values()
     )
 
 
 def test_doctor_raises_no_false_alarm(results: tuple[dict[str, Any], ...], evidence: Evidence) -> None:
-    _, _, data = results
-    evidence["doctor"] = data
-    failed = {finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"}
+    _, _, diagnosis = results
+    evidence["doctor"] = diagnosis
+    failed = {finding["code"] for finding in diagnosis["findings"] if finding["verdict"] == "fail"}
     evidence["causes that are here"] = sorted(failed)
-    evidence["missing"] = data["missing"]
+    evidence["missing"] = diagnosis["missing"]
     for text, path in PATH_OF_MISSING_PART.items():
-        assert (text in data["missing"]) == (not is_present(path)), text
-    if "no RDMA device" in data["missing"]:
+        assert (text in diagnosis["missing"]) == (not is_present(path)), text
+    if "no RDMA device" in diagnosis["missing"]:
         assert not failed & NIC_CAUSES
-    if "no NVIDIA GPU on PCI" in data["missing"] and "no NVIDIA driver" in data["missing"]:
+    if "no NVIDIA GPU on PCI" in diagnosis["missing"] and "no NVIDIA driver" in diagnosis["missing"]:
         assert not failed
     elif not is_present("/run/udev/data"):
         assert "udev-database" in failed
-    for finding in data["findings"]:
+    for finding in diagnosis["findings"]:
         assert finding["verdict"] == "not_run" or finding["read"], f"{finding['code']} judges without having read"
