@@ -1,7 +1,8 @@
 """The rules of the project that are checked automatically.
 
 ``nox -s meta`` checks them. Each rule has a reason, a small tree that violates the rule and one that follows it. The
-cases use these trees to show that the check can fail. levels.py has the tables, checks.py and language.py the checks.
+cases use these trees to show that the check can fail. levels.py has the tables. checks.py and language.py have the
+checks.
 """
 
 from __future__ import annotations

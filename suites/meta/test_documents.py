@@ -47,9 +47,9 @@ def run_on_twins(script: str, folder: Path) -> str:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, "env", f"PYTHON={sys.executable}", "bash"]
     (folder / "script").write_text(SHELL + script)
-    done = subprocess.run([*command, "script"], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    result = subprocess.run([*command, "script"], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
         try:
             assert server.stdout is not None
             assert server.stdout.readline()
-            done = subprocess.run(
+            result = subprocess.run(
                 ["bash", "-c", in_second_shell],
                 cwd=folder,
                 env=environ,
@@ -120,8 +120,8 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
         finally:
             server.terminate()
         assert server.wait(30) == 0
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_storage_commands_work_in_two_shells(tmp_path: Path) -> None:
@@ -178,6 +178,6 @@ def test_tiers_configuration_is_valid(tmp_path: Path) -> None:
     (text,) = blocks("tiers.md", "toml")
     (tmp_path / "tiers.toml").write_text(text)
     command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     # With a valid configuration, the command fails only at the check of the mounts, which are missing here.
-    assert (done.returncode, "mount it" in done.stderr) == (3, True), done.stderr
+    assert (result.returncode, "mount it" in result.stderr) == (3, True), result.stderr

@@ -24,7 +24,9 @@ def test_example_runs_on_the_twins(path: Path, tmp_path: Path) -> None:
     command = [*launcher, sys.executable, "-W", "error", str(path)]
     # The cuFile twin refuses files on disks that are not in udev's database, and a container has no such database.
     environ = {**os.environ, "GDRKIT_TWINS_UDEV": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
     # pytest's plug-ins leave hidden folders where a run begins.
-    assert [left.name for left in tmp_path.iterdir() if not left.name.startswith(".")] == []
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.startswith(".")] == []

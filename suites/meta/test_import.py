@@ -35,8 +35,8 @@ LIGHT_PACKAGES = {"click", "gdrkit"}
 
 def import_in_child() -> dict[str, list[str]]:
     """Return the libraries and modules that a child process has after `import gdrkit`."""
-    done = subprocess.run([sys.executable, "-c", PRINT_IMPORTED], check=True, capture_output=True, text=True)
-    imported: dict[str, list[str]] = json.loads(done.stdout)
+    result = subprocess.run([sys.executable, "-c", PRINT_IMPORTED], check=True, capture_output=True, text=True)
+    imported: dict[str, list[str]] = json.loads(result.stdout)
     return imported
 
 
@@ -51,16 +51,16 @@ def test_import_loads_no_foreign_module() -> None:
 
 @pytest.mark.parametrize("word", ["--version", "--help", "version"])
 def test_short_command_imports_only_light_packages(word: str) -> None:
-    done = subprocess.run([sys.executable, "-c", RUN_COMMAND, word], check=True, capture_output=True, text=True)
-    assert "gdrkit" in done.stdout
+    result = subprocess.run([sys.executable, "-c", RUN_COMMAND, word], check=True, capture_output=True, text=True)
+    assert "gdrkit" in result.stdout
     interpreter = subprocess.run(
         [sys.executable, "-c", "import json, sys; print(json.dumps(sorted(sys.modules)))"],
         check=True,
         capture_output=True,
         text=True,
     )
-    modules = json.loads(done.stderr.splitlines()[-1])
+    modules = json.loads(result.stderr.splitlines()[-1])
     assert {name.split(".")[1] for name in modules if name.startswith("gdrkit.")} <= LIGHT_MODULES
     # Modules that the environment imports at every start of Python do not count for this command.
-    new = {name.partition(".")[0] for name in set(modules) - set(json.loads(interpreter.stdout))}
-    assert new - set(sys.stdlib_module_names) <= LIGHT_PACKAGES
+    added_modules = {name.partition(".")[0] for name in set(modules) - set(json.loads(interpreter.stdout))}
+    assert added_modules - set(sys.stdlib_module_names) <= LIGHT_PACKAGES

@@ -115,10 +115,12 @@ def test_equivalent_mutant_is_not_run() -> None:
 
 def test_seed_gives_the_same_sample_twice() -> None:
     modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
-    first, again, other = (draw(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2"))
-    assert first == again
+    first, repeated, sample_of_another_seed = (
+        draw(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
+    )
+    assert first == repeated
     assert len(first) == 10
-    assert {mutant.name for mutant in first} != {mutant.name for mutant in other}
+    assert {mutant.name for mutant in first} != {mutant.name for mutant in sample_of_another_seed}
     for mutant in first:
         assert (TREE / mutant.file).read_text() != mutant.source
         assert mutant.before != mutant.after
@@ -168,15 +170,15 @@ def test_equivalent_mutants_do_not_count() -> None:
 @JSONSCHEMA
 def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
     killed, survivor, path = mutant_of(PATCHES[0], TREE), mutant_of(PATCHES[1], TREE), tmp_path / "mutants.jsonl"
-    first = [
+    earlier_results = [
         Result(killed, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0, baseline_s=2.0, limit_s=90.0),
         Result(survivor, MutantOutcome.SURVIVED),
     ]
-    write_records(path, first, seed="1", command="x", duration_s=9.0)
+    write_records(path, earlier_results, seed="1", command="x", duration_s=9.0)
     kills = recorded_kills(path, [killed, survivor])
     # Without a worker, no case can run.
-    (again,) = try_all([killed], [], {}, kills)
-    assert dataclasses.replace(again, note="") == first[0]
+    (retried,) = try_all([killed], [], {}, kills)
+    assert dataclasses.replace(retried, note="") == earlier_results[0]
     assert kills.keys() == {killed.content}
     changed = dataclasses.replace(killed, after="other lines")
     assert not recorded_kills(path, [changed])

@@ -73,12 +73,12 @@ def needs_an_example(value: object) -> bool:
 
 
 def test_name_that_programs_call_has_an_example() -> None:
-    shown = programs_by_name(all_programs())
+    programs = programs_by_name(all_programs())
     missing = {
         f"{module_name}.{name}"
         for module_name, module in reference.public_modules().items()
         for name in module.__all__
-        if needs_an_example(getattr(module, name)) and not shown[f"{module_name}.{name}"]
+        if needs_an_example(getattr(module, name)) and not programs[f"{module_name}.{name}"]
     }
     assert missing == set(WITHOUT_EXAMPLE)
 

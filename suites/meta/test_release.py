@@ -33,7 +33,7 @@ def test_debug_symbols_are_split_by_build_id(tmp_path: Path) -> None:
     assert [path.relative_to(debug) for path in debug.rglob("*.debug")] == [Path(build_id[:2], f"{build_id[2:]}.debug")]
     assert ".debug_info" in sections_of(next(debug.rglob("*.debug")))
     assert ".debug_info" not in sections_of(library)
-    # A record names the library by its build id, so this remains.
+    # A record identifies the library by its build id, so the note with the build id must remain.
     assert "note.gnu.build-id" in sections_of(library)
     assert library.stat().st_size < LIBRARY.stat().st_size / 2
 

@@ -16,7 +16,7 @@ def test_sample_is_one_small_self_contained_file() -> None:
     text = SAMPLE.read_text(encoding="utf-8")
     assert len(text.encode()) < 1_000_000
     assert re.findall(r"<(?:link|img|iframe)\b|\bsrc=|https?://", text) == []
-    # The page has one script, its own, and a security policy that refuses every other one.
+    # The page has one script. Its security policy refuses every other script.
     assert text.count("<script") == 1
     assert "default-src 'none'" in text
     assert [path.name for path in SAMPLE.parent.iterdir()] == ["index.html"]
@@ -36,8 +36,8 @@ def test_sample_shows_the_host_if_its_facts_exist() -> None:
 
 
 def test_pictures_of_the_readme_are_small() -> None:
-    shown = re.findall(r"!\[[^\]]+\]\((docs/pictures/[\w-]+\.png)\)", (PROJECT_ROOT / "README.md").read_text())
-    pictures = [PROJECT_ROOT / name for name in shown]
+    picture_names = re.findall(r"!\[[^\]]+\]\((docs/pictures/[\w-]+\.png)\)", (PROJECT_ROOT / "README.md").read_text())
+    pictures = [PROJECT_ROOT / name for name in picture_names]
     assert len(pictures) == 2
     assert {path.read_bytes()[:8] for path in pictures} == {b"\x89PNG\r\n\x1a\n"}
     assert max(path.stat().st_size for path in pictures) < 200_000

@@ -67,7 +67,7 @@ def test_binding_works_without_the_gpu_extension(library: Path, tmp_path: Path) 
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, sys.executable, "-c", PROGRAM, str(tmp_path)]
     path = os.pathsep.join([str(PROJECT_ROOT / "suites"), *filter(None, sys.path)])
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         env=os.environ | {"GDRKIT_USRBIO_LIBRARY": str(library), "PYTHONPATH": path},
         capture_output=True,
@@ -75,4 +75,4 @@ def test_binding_works_without_the_gpu_extension(library: Path, tmp_path: Path) 
         check=False,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

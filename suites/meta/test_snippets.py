@@ -27,19 +27,19 @@ pytestmark = pytest.mark.timeout(600)
 TABLE: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "snippets.toml").read_text())
 SNIPPETS = [snippet for path in guides() for snippet in snippets(path)]
 CHAPTERS = sorted({snippet.document for snippet in SNIPPETS if "/tutorial/" in snippet.document})
-# A command with one of these beginnings serves until it is terminated.
+# A command that begins with one of these texts is a service. It runs until it is terminated.
 SERVICES = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
 # Exit codes of commands that report about this machine. All others must end with 0.
 CODES_BY_COMMAND = {"gdrkit doctor": {0, 1, 4}, "gdrkit run --software --isolated --faults": {1}}
 # Values for the placeholders of the documents.
-VALUES = {
+PLACEHOLDER_VALUES = {
     "CODE": "memlock-low",
     "HOST:PORT": "127.0.0.1:0",
     ":7070": ":0",
     "=/mnt/fast": "=fast",
     "=/mnt/ssd": "=medium",
 }
-VALUES |= {"=/data": "=slow", "~/.config/fish/completions/": ""}
+PLACEHOLDER_VALUES |= {"=/data": "=slow", "~/.config/fish/completions/": ""}
 # A comment after a command is separated by two spaces.
 COMMENT = re.compile(r" {2,}(?:#.*|(?![-|]).*)$")
 
@@ -115,12 +115,12 @@ def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
             service.stdout.read()
             assert service.wait(30) == 0, line
         return first_line.decode()
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=200
     )
     codes = next((codes for command, codes in CODES_BY_COMMAND.items() if line.startswith(command)), {0})
-    assert done.returncode in codes, f"{line}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    assert result.returncode in codes, f"{line}\n{result.stdout}{result.stderr}"
+    return result.stdout
 
 
 def prepare(folder: Path) -> None:
@@ -159,9 +159,9 @@ def test_table_has_no_entry_without_a_snippet() -> None:
 
 def test_named_case_exists() -> None:
     for entry in {how(snippet) for snippet in SNIPPETS}:
-        kind, _, rest = entry.partition(" ")
+        kind, _, reference = entry.partition(" ")
         if kind == "by":
-            path, _, case = rest.partition("::")
+            path, _, case = reference.partition("::")
             assert f"def {case}" in (ROOT / path).read_text(), entry
 
 
@@ -178,7 +178,7 @@ def commands_of(snippet: Snippet) -> list[str]:
     commands = []
     for line in snippet.text.splitlines():
         command = COMMENT.sub("", line)
-        for placeholder, value in VALUES.items():
+        for placeholder, value in PLACEHOLDER_VALUES.items():
             command = command.replace(placeholder, value)
         commands.append(command)
     return commands
@@ -198,7 +198,7 @@ def test_commands_of_the_document_run(snippet: Snippet, tmp_path: Path, request:
 
 
 def framed(snippet: Snippet) -> list[tuple[str, str]]:
-    """Return the programs that a part of a program becomes in its frame, each with its argument."""
+    """Return the complete programs that contain the block of code, each with its argument."""
     if snippet.document != "docs/sharing.md":
         frame = FRAMES[snippet.document]
         return [(frame.replace("BODY", indented(snippet.text, 8)), "")]

@@ -26,8 +26,8 @@ class _DefectInjector(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.module:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        other_finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in other_finders)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
