@@ -21,7 +21,8 @@ _BODY_BYTES = SHARE_HANDLE_BYTES - _CHECKSUM_BYTES
 def _check(data: bytes) -> None:
     """Parse the data as a share handle and as a GDR handle.
 
-    The share handle is parsed as it is and with a valid checksum, the GDR handle as it is and with a valid length.
+    The share handle is parsed as it is, and again with a valid checksum. The GDR handle is parsed as it is, and again
+    with a valid length.
     """
     # A fuzzer cannot guess a SHA-256. With a valid SHA-256, it also reaches the code after the check of the SHA-256.
     body = data[:_BODY_BYTES].ljust(_BODY_BYTES, b"\0")

@@ -75,7 +75,7 @@ class HeldLease:
 
 @dataclass
 class SharedResources:
-    """The allocator, the NIC and the peer. All examples share them, because to open them takes long."""
+    """The allocator, the NIC and the peer. All examples share them, because opening them takes long."""
 
     allocator: AnyAllocator
     nic: Nic
@@ -140,7 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._end_leases(owner)
             owner.memory.close()
             self._raw_free(address)
-        elif any(held.is_open and held.owner is owner for held in self.held_leases):
+        elif any(held_lease.is_open and held_lease.owner is owner for held_lease in self.held_leases):
             with pytest.raises(UsageError) as raised:
                 owner.memory.close()
             assert raised.value.reason is Reason.BUSY
@@ -164,37 +164,37 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.lease(owner.memory)
             return HeldLease(lease=None, owner=owner, is_open=False)  # type: ignore[arg-type]
         lease = self.cache.lease(owner.memory, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
-        held = HeldLease(lease, owner)
-        self.held_leases.append(held)
+        held_lease = HeldLease(lease, owner)
+        self.held_leases.append(held_lease)
         remote = lease.remote(self.resources.nic)
         assert remote.address == owner.memory.address + offset_bytes
         self.keys.append((remote, owner))
-        self._write_and_check(held, seed=len(self.keys))
-        return held
+        self._write_and_check(held_lease, seed=len(self.keys))
+        return held_lease
 
-    @rule(held=consumes(leases))
-    def end_lease(self, held: HeldLease) -> None:
-        if held.is_open:
-            held.is_open = False
-            held.lease.close()
+    @rule(held_lease=consumes(leases))
+    def end_lease(self, held_lease: HeldLease) -> None:
+        if held_lease.is_open:
+            held_lease.is_open = False
+            held_lease.lease.close()
 
     @rule(owner=owners)
     def invalidate(self, owner: OwnedMemory) -> None:
         if owner.is_allocated:
             self.cache.invalidate(owner.memory.address, length_bytes=1)
 
-    @rule(held=leases, seed=strategies.integers(0, 1000))
-    def write_by_a_lease(self, held: HeldLease, seed: int) -> None:
+    @rule(held_lease=leases, seed=strategies.integers(0, 1000))
+    def write_by_a_lease(self, held_lease: HeldLease, seed: int) -> None:
         """Write with the key of an open lease. The key stays valid even if the region is invalidated."""
-        if not held.is_open:
+        if not held_lease.is_open:
             return
-        self._write_and_check(held, seed=seed)
+        self._write_and_check(held_lease, seed=seed)
 
-    def _write_and_check(self, held: HeldLease, *, seed: int) -> None:
-        self.peer_pair.write(held.lease.remote(self.resources.nic), seed=seed).expect(Status.SUCCESS)
-        offset_bytes = held.lease.address - held.owner.memory.address
-        pattern.check(held.owner.memory.read(offset_bytes=offset_bytes, length_bytes=LEASE_BYTES), seed=seed)
-        held.owner.memory.fill(held.owner.mark, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
+    def _write_and_check(self, held_lease: HeldLease, *, seed: int) -> None:
+        self.peer_pair.write(held_lease.lease.remote(self.resources.nic), seed=seed).expect(Status.SUCCESS)
+        offset_bytes = held_lease.lease.address - held_lease.owner.memory.address
+        pattern.check(held_lease.owner.memory.read(offset_bytes=offset_bytes, length_bytes=LEASE_BYTES), seed=seed)
+        held_lease.owner.memory.fill(held_lease.owner.mark, offset_bytes=offset_bytes, length_bytes=LEASE_BYTES)
 
     @rule(rng=strategies.randoms(use_true_random=False), seed=strategies.integers(0, 1000))
     def write_by_any_key(self, rng: Any, seed: int) -> None:  # noqa: ANN401 - a random.Random of Hypothesis.
@@ -207,8 +207,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert completion.status is Status.REM_ACCESS_ERR
             # Leased memory must be accessible.
             assert not any(
-                held.is_open and held.owner is owner and held.lease.remote(self.resources.nic) == remote
-                for held in self.held_leases
+                held_lease.is_open
+                and held_lease.owner is owner
+                and held_lease.lease.remote(self.resources.nic) == remote
+                for held_lease in self.held_leases
             )
             self._connect()
         elif owner.is_allocated:
@@ -225,8 +227,8 @@ class CacheMachine(RuleBasedStateMachine):
     def no_region_outlives_its_memory(self) -> None:
         statistics = self.cache.statistics()
         assert (statistics.in_flight, statistics.waiting, statistics.not_deregistered) == (0, 0, 0)
-        assert statistics.leases == sum(held.is_open for held in self.held_leases)
-        leased_memories_count = len({held.owner for held in self.held_leases if held.is_open})
+        assert statistics.leases == sum(held_lease.is_open for held_lease in self.held_leases)
+        leased_memories_count = len({held_lease.owner for held_lease in self.held_leases if held_lease.is_open})
         assert statistics.regions <= REGIONS_MAX + leased_memories_count
         # The cache has one region for each entry that a lookup can find, and for each invalidated entry with a lease.
         assert statistics.registered_bytes <= (statistics.regions + statistics.leases) * SIZE_BYTES
@@ -234,10 +236,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert statistics.regions <= len(self.live_memories)
 
     def _end_leases(self, owner: OwnedMemory) -> None:
-        for held in self.held_leases:
-            if held.owner is owner and held.is_open:
-                held.is_open = False
-                held.lease.close()
+        for held_lease in self.held_leases:
+            if held_lease.owner is owner and held_lease.is_open:
+                held_lease.is_open = False
+                held_lease.lease.close()
 
     def _raw_free(self, address: int) -> None:
         assert not isinstance(self.resources.allocator, HostAllocator)
