@@ -64,12 +64,12 @@ def test_check_names_the_cause_in_one_line(tmp_path: Path, cause: str) -> None:
 
 
 def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    held.touch()
+    hold_file = tmp_path / "held"
+    hold_file.touch()
     started_s = time.monotonic()
-    result = run_check(tmp_path, f"ibv_modify_qp call=* hold={held}", "--budget", "30")
+    result = run_check(tmp_path, f"ibv_modify_qp call=* hold={hold_file}", "--budget", "30")
     duration_s = time.monotonic() - started_s
-    held.unlink()
+    hold_file.unlink()
     assert result.returncode == 1
     assert duration_s < 30
     assert "no result within 30 s, while running the " in result.stdout

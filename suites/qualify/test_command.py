@@ -253,7 +253,10 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
 @NEEDS_TWINS
 @pytest.mark.parametrize("default_signal", [signal.SIGTERM], indirect=True)
 def test_process_that_outlives_sigkill_is_abandoned(tmp_path: Path, default_signal: signal.Signals) -> None:
-    """The case makes its process traced, so that it stays a zombie, as a process that hangs in a driver stays."""
+    """The process of the case has a tracer, so the killed process stays a zombie.
+
+    A process that hangs in a driver also stays.
+    """
     command = [*qualify_command(tmp_path, TRACED_CASE), "--software"]
     for name in ("alive", "end"):
         os.mkfifo(tmp_path / "suites" / name)

@@ -67,11 +67,11 @@ ERRORS: list[GdrkitError] = [
 
 @pytest.fixture
 def channels() -> Iterator[tuple[Channel, Channel]]:
-    """Two channels that are connected to each other."""
-    left, right = (Channel(connected) for connected in socket.socketpair())
-    yield left, right
-    left.close()
-    right.close()
+    """Yield two channels that are connected to each other."""
+    sender, receiver = (Channel(connected) for connected in socket.socketpair())
+    yield sender, receiver
+    sender.close()
+    receiver.close()
 
 
 def fields_of(error: BaseException) -> dict[str, object]:
@@ -107,103 +107,103 @@ def test_arguments_of_an_error_become_json_data() -> None:
 
 
 def test_messages_that_arrive_together_are_received_in_order(channels: tuple[Channel, Channel]) -> None:
-    left, right = channels
+    sender, receiver = channels
     for index in range(3):
-        left.send({"id": index})
-    assert [right.receive(timeout_s=5) for _ in range(3)] == [{"id": 0}, {"id": 1}, {"id": 2}]
+        sender.send({"id": index})
+    assert [receiver.receive(timeout_s=5) for _ in range(3)] == [{"id": 0}, {"id": 1}, {"id": 2}]
 
 
 @pytest.mark.parametrize("text", [b"[]\n", b"7\n", b"null\n"])
 def test_message_that_is_not_an_object_is_refused(text: bytes) -> None:
-    left, right_socket = socket.socketpair()
-    with left, contextlib.closing(Channel(right_socket)) as right:
-        left.sendall(text + b'{"id": 1}\n')
+    sender, right_socket = socket.socketpair()
+    with sender, contextlib.closing(Channel(right_socket)) as receiver:
+        sender.sendall(text + b'{"id": 1}\n')
         with pytest.raises(UsageError) as caught:
-            right.receive(timeout_s=5)
+            receiver.receive(timeout_s=5)
         assert caught.value.reason is Reason.MALFORMED
-        assert right.receive(timeout_s=5) == {"id": 1}
+        assert receiver.receive(timeout_s=5) == {"id": 1}
 
 
 @pytest.mark.parametrize("count", [16, 17])
 def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channel], count: int) -> None:
-    left, right = channels
+    sender, receiver = channels
     with tempfile.TemporaryFile() as file:
-        left.send({}, descriptors=(file.fileno(),) * count)
+        sender.send({}, descriptors=(file.fileno(),) * count)
         if count == 16:
-            assert right.receive(timeout_s=5) == {}
+            assert receiver.receive(timeout_s=5) == {}
         else:
             with pytest.raises(UsageError) as caught:
-                right.receive(timeout_s=5)
+                receiver.receive(timeout_s=5)
             assert caught.value.reason is Reason.MALFORMED
             return
         with pytest.raises(UsageError) as caught:
-            right.take_descriptors(count + 1)
+            receiver.take_descriptors(count + 1)
         assert caught.value.reason is Reason.MALFORMED
-        descriptors = right.take_descriptors(count - 1)
+        descriptors = receiver.take_descriptors(count - 1)
         assert all(os.path.sameopenfile(descriptor, file.fileno()) for descriptor in descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        (last_descriptor,) = right.take_descriptors(1)
+        (last_descriptor,) = receiver.take_descriptors(1)
         os.close(last_descriptor)
-        assert right.take_descriptors(0) == []
+        assert receiver.take_descriptors(0) == []
 
 
 def test_descriptors_of_several_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
-    left, right = channels
+    sender, receiver = channels
     with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
-        left.send({}, descriptors=(first.fileno(),))
-        assert right.receive(timeout_s=5) == {}
-        left.send({}, descriptors=(second.fileno(),))
-        assert right.receive(timeout_s=5) == {}
+        sender.send({}, descriptors=(first.fileno(),))
+        assert receiver.receive(timeout_s=5) == {}
+        sender.send({}, descriptors=(second.fileno(),))
+        assert receiver.receive(timeout_s=5) == {}
         for file in (first, second):
-            (descriptor,) = right.take_descriptors(1)
+            (descriptor,) = receiver.take_descriptors(1)
             assert os.path.sameopenfile(descriptor, file.fileno())
             os.close(descriptor)
 
 
 def test_close_closes_descriptors_that_were_not_taken(channels: tuple[Channel, Channel]) -> None:
-    left, right = channels
+    sender, receiver = channels
     with tempfile.NamedTemporaryFile() as file:
-        left.send({}, descriptors=(file.fileno(),) * 3)
-        assert right.receive(timeout_s=5) == {}
+        sender.send({}, descriptors=(file.fileno(),) * 3)
+        assert receiver.receive(timeout_s=5) == {}
         assert list(evidence.descriptors().values()).count(file.name) == 4
-        right.close()
+        receiver.close()
         assert list(evidence.descriptors().values()).count(file.name) == 1
-    assert right.fileno() == -1
+    assert receiver.fileno() == -1
 
 
 def test_receive_after_a_close_with_unread_data_is_none(channels: tuple[Channel, Channel]) -> None:
-    left, right = channels
-    right.send({"id": 1})
+    sender, receiver = channels
+    receiver.send({"id": 1})
     # If one end of a socket is closed with unread data, the kernel reports ECONNRESET at the other end.
-    left.close()
-    assert right.receive(timeout_s=5) is None
+    sender.close()
+    assert receiver.receive(timeout_s=5) is None
 
 
 def test_messages_and_descriptors_arrive_complete_and_in_order(channels: tuple[Channel, Channel]) -> None:
-    left, right = channels
+    sender, receiver = channels
     pipe = os.pipe()
-    left.send({"id": 1}, descriptors=pipe)
-    left.send({"id": 2, "text": "x" * 100_000})
-    assert right.receive(timeout_s=5) == {"id": 1}
-    read_end, write_end = right.take_descriptors(2)
+    sender.send({"id": 1}, descriptors=pipe)
+    sender.send({"id": 2, "text": "x" * 100_000})
+    assert receiver.receive(timeout_s=5) == {"id": 1}
+    read_end, write_end = receiver.take_descriptors(2)
     os.write(write_end, b"message")
     assert os.read(pipe[0], 7) == b"message"
     for descriptor in (*pipe, read_end, write_end):
         os.close(descriptor)
-    long_message = right.receive(timeout_s=5)
+    long_message = receiver.receive(timeout_s=5)
     assert long_message is not None
     assert len(long_message["text"]) == 100_000
     with pytest.raises(UsageError):
-        right.take_descriptors(1)
+        receiver.take_descriptors(1)
 
 
 def test_receive_from_a_closed_socket_is_none_and_else_times_out(channels: tuple[Channel, Channel]) -> None:
-    left, right = channels
+    sender, receiver = channels
     with pytest.raises(TimeoutError):
-        right.receive(timeout_s=0.01)
-    left.close()
-    assert right.receive(timeout_s=5) is None
+        receiver.receive(timeout_s=0.01)
+    sender.close()
+    assert receiver.receive(timeout_s=5) is None
 
 
 def test_new_peer_is_another_process_without_api_libraries() -> None:
@@ -304,7 +304,7 @@ def test_peer_that_outlives_sigkill_is_broken() -> None:
     peer = Peer()
     peer.modules()
     with traced(peer.process_id):
-        with pytest.raises(BrokenResource, match="was left behind") as raised:
+        with pytest.raises(BrokenResource, match="was sender behind") as raised:
             peer.kill()
         assert raised.value.reason is Reason.TIMEOUT
     peer.close()

@@ -139,7 +139,8 @@ def test_silent_peer_is_disconnected_within_seconds(admission: Admission) -> Non
 
 def wait_for_close(connection: socket.socket) -> None:
     """Wait until the other side closes the connection."""
-    with contextlib.suppress(ConnectionResetError):  # The kernel reports it if the other side had not read all data.
+    # The kernel reports this error if the other side has not read all data.
+    with contextlib.suppress(ConnectionResetError):
         assert connection.recv(1) == b""
 
 

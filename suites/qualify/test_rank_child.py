@@ -71,7 +71,7 @@ def test_child_that_hangs_ends_with_its_rank() -> None:
         (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
         pidfd = os.pidfd_open(child)
         try:
-            # A stopped process cannot notice the end of its parent, just as a process that hangs in a driver.
+            # Like a process that hangs in a driver, a stopped process cannot notice the end of its parent.
             signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
             rank.kill()
             rank.wait()
