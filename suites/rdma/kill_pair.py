@@ -1,7 +1,7 @@
 """Two processes that write to each other without end: ``kill_pair.py first|second``. The first one starts the second.
 
-If one of them is killed, a write of the other one fails with the status RETRY_EXC_ERR, and it ends with exit code 0. It
-ends with exit code 1 after another status.
+If one process is killed, a write of the other process fails. The other process ends with exit code 0 if the status of
+this write is RETRY_EXC_ERR, and with exit code 1 otherwise.
 """
 
 from __future__ import annotations

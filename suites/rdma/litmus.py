@@ -30,7 +30,7 @@ _TIMEOUT_MS = 10_000.0
 
 
 class Litmus:
-    """Memory of a GPU for data, and other memory for a flag, which two NICs (or one) can write. A context manager."""
+    """Memory of a GPU for data, and separate memory for a flag. Two NICs, or one, can write both. A context manager."""
 
     def __init__(self, device: Device, nics: tuple[Nic, ...], *, seed: int) -> None:
         self.device, self.first, self.second = device, nics[0], nics[-1]

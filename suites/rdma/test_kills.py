@@ -37,7 +37,7 @@ RUN = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "verbs", "
 
 
 class Pair:
-    """One `gdrkit run` of :mod:`rdma.kill_pair`, whose processes are found by a variable of their environment."""
+    """One `gdrkit run` of :mod:`rdma.kill_pair`, which finds its processes by a variable of their environment."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._marker = f"GDRKIT_TEST_PAIR={secrets.token_hex(8)}"
@@ -66,15 +66,15 @@ class Pair:
 
 def processes_with(variable: str) -> list[int]:
     """Return the process IDs whose environment has this variable with this value, ``NAME=VALUE``."""
-    found = []
+    process_ids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            data = (folder / "environ").read_bytes()
+            environment = (folder / "environ").read_bytes()
         except OSError:
             continue
-        if variable.encode() in data.split(b"\0"):
-            found.append(int(folder.name))
-    return found
+        if variable.encode() in environment.split(b"\0"):
+            process_ids.append(int(folder.name))
+    return process_ids
 
 
 def left_behind(domain: str, temporary: Path) -> list[str]:
