@@ -291,7 +291,7 @@ def test_failed_deregistration_is_counted_and_retried(allocator: AnyAllocator, n
 @needs(verbs.nic())
 def test_attribute_error_of_a_buffer_is_raised_unchanged(nic: Nic) -> None:
     class BrokenBuffer:
-        """A buffer that passes as a DeviceBuffer, and whose length cannot be read."""
+        """A buffer with the attributes of a DeviceBuffer. Its length cannot be read."""
 
         before_release = None
 

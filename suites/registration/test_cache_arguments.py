@@ -81,15 +81,15 @@ def test_interrupted_waiter_keeps_no_lease(
     allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_registered: bool
 ) -> None:
     assert nic.supports_dmabuf()
-    held = tmp_path / "held"
-    held.touch()
+    hold_file = tmp_path / "held"
+    hold_file.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         main_thread = threading.get_ident()
 
         def raise_in_the_waiter(_number: int, _frame: FrameType | None) -> None:
             # If is_registered is true, the handler raises only after the registration is complete.
             if is_registered:
-                held.unlink()
+                hold_file.unlink()
             while is_registered and registering_thread.is_alive() and cache.statistics().in_flight:
                 pass
             raise SignalReceived
@@ -103,14 +103,14 @@ def test_interrupted_waiter_keeps_no_lease(
         signal.signal(signal.SIGUSR1, raise_in_the_waiter)
         registering_thread = threading.Thread(target=lambda: cache.lease(memory).close())
         interrupting_thread = threading.Thread(target=interrupt_the_waiter)
-        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={held}"):
+        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={hold_file}"):
             registering_thread.start()
             while not cache.statistics().in_flight:
                 assert registering_thread.is_alive()
             interrupting_thread.start()
             with pytest.raises(SignalReceived):
                 cache.lease(memory)
-            held.unlink(missing_ok=True)
+            hold_file.unlink(missing_ok=True)
             registering_thread.join(30)
             interrupting_thread.join(30)
         statistics = cache.statistics()

@@ -169,8 +169,8 @@ def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, n
             errors = run_in_all_threads(lambda _index: cache.lease(memory))
             attempts = calls(Api.VERBS)[registration_call(allocator)] - calls_before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
-        # Threads that joined the pending registration get the same failure, each as a separate error object: the
-        # traceback of an error that several threads raise has the frames of all of them.
+        # Threads that joined the pending registration get the same failure, each as a separate error object. If several
+        # threads raised one object, its traceback would have the frames of all threads.
         assert attempts < THREAD_COUNT
         assert len({id(error) for error in errors}) == THREAD_COUNT
         assert len({str(error) for error in errors}) <= attempts
@@ -181,8 +181,8 @@ def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, n
 @NEEDS_VERBS_TWIN
 def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic, tmp_path: Path) -> None:
     assert nic.supports_dmabuf()
-    held = tmp_path / "held"
-    held.touch()
+    hold_file = tmp_path / "held"
+    hold_file.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
 
         def lease_and_return_key(_index: int) -> int:
@@ -190,7 +190,7 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
                 return lease.remote(nic).rkey
 
         with (
-            faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={held}"),
+            faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={hold_file}"),
             ThreadPoolExecutor(2) as threads,
         ):
             first = threads.submit(lease_and_return_key, 0)
@@ -207,7 +207,7 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
             with cache.lease(memory) as new_lease:
                 new_key = new_lease.remote(nic).rkey
                 assert cache.statistics().in_flight == 1
-            held.unlink()
+            hold_file.unlink()
             old_key = first.result(30)
             assert second.result(30) == old_key != new_key
         statistics = cache.statistics()

@@ -78,8 +78,8 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
 @DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
-    # Regression: the stored error of a NIC was raised again each time, and its traceback referenced the memory of each
-    # caller.
+    # Regression: gdrkit stored the error of a NIC and raised the same object again each time. Its traceback then
+    # referenced the memory of each caller.
     references: list[weakref.ref[object]] = []
     traceback_lengths = set()
 
@@ -126,7 +126,8 @@ def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
 @needs(software(Api.VERBS), verbs.nic(count_min=2))
 def test_failure_of_the_second_nic_deregisters_the_first(allocator: AnyAllocator, nics: tuple[Nic, ...]) -> None:
     for nic in nics:
-        assert nic.supports_dmabuf()  # This caches the probe, so that the plan below counts only registrations.
+        # After this call, the result of the probe is cached. The fault plan below then counts only registrations.
+        assert nic.supports_dmabuf()
     with (
         allocator.allocate(64 * KIB) as memory,
         faults(Api.VERBS, f"{registration_call(allocator)} call=2 errno=ENOMEM"),

@@ -1,4 +1,7 @@
-"""A NIC reaches a GPU only if bytes moved; the counters of both ports decide what that proves, and a file keeps it."""
+"""A NIC reaches a GPU only if bytes moved.
+
+The counters of both ports decide what this proves, and a file keeps the result.
+"""
 
 from __future__ import annotations
 
