@@ -140,8 +140,8 @@ def test_hosts_that_need_attention_come_first(tmp_path: Path) -> None:
 def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
     for number in range(4):
         write_host_run(tmp_path / f"run{number}", f"node{number}", factor=0.8 if number == 2 else 0.99)
-    old = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
-    write_host_run(tmp_path / "run4", "node4", facts=old)
+    facts_of_old_driver = dataclasses.replace(FACTS, nvidia_driver_version="570.1")
+    write_host_run(tmp_path / "run4", "node4", facts=facts_of_old_driver)
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
     assert {name for name, row in hosts.items() if row.slow} == {"node2"}
     assert round(hosts["node2"].slow[0].percent) == -19
@@ -173,9 +173,9 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
 def test_slower_numbers_are_those_beyond_their_noise(
     tmp_path: Path, numbers: dict[str, float], slow: list[float]
 ) -> None:
-    others = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
+    common_numbers = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
     for number in range(5):
-        record = record_of(numbers=numbers if number == 2 else others, substrate=HARDWARE)
+        record = record_of(numbers=numbers if number == 2 else common_numbers, substrate=HARDWARE)
         write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
     assert [number.percent for number in hosts["node2"].slow] == slow
@@ -349,6 +349,6 @@ def test_fleet_page_says_what_is_wrong_and_what_to_do(tmp_path: Path) -> None:
     assert "<div>no route to GPU 1 is proven</div>" in page
     assert "1 more on the page of the host" in page
     assert "To do: gdrkit doctor" in page
-    # The page names a number by its title on the page of the host, not by its test function.
+    # The fleet page uses the title that the number has on the page of the host, not the name of the test function.
     assert "<div>Pinned copy host to device at 64 KiB: 11 GB/s, median 13.75 GB/s (-20.0 %)</div>" in page
     assert "test_pinned_copy" not in page

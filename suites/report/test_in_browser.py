@@ -154,9 +154,9 @@ def test_page_of_a_thousand_cases_is_short_and_searchable(browser: Browser) -> N
     assert page.locator("tr[id]").count() >= 844
     assert page.evaluate("document.documentElement.scrollHeight") < HEIGHT_MAX_PX
     page.fill("#search", "copy device")
-    shown = page.locator("tr[id]:visible")
-    assert page.inner_text("#found") == f"{shown.count()} cases"
-    assert 0 < shown.count() < page.locator("tr[id]").count()
+    visible_rows = page.locator("tr[id]:visible")
+    assert page.inner_text("#found") == f"{visible_rows.count()} cases"
+    assert 0 < visible_rows.count() < page.locator("tr[id]").count()
     page.fill("#search", "")
     page.select_option("#verdict", "not_run")
     assert page.locator("tr[id]:visible .state.not_run").count() == page.locator("tr[id]:visible").count() > 0
