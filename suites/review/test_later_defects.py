@@ -1,6 +1,6 @@
 """Regression cases for defects that were found after the GDR review (docs/findings.md, letters a to o).
 
-The cases of the letters d, f, m and o are in test_usrbio_review.py, that of g in test_storage_review.py.
+The cases of the defects d, f, m and o are in test_usrbio_review.py. The case of g is in test_storage_review.py.
 
 A docstring says what the defect was. `nox -s review` restores each defect, and shows that its case then fails.
 """
@@ -70,7 +70,7 @@ def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> Non
 def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect b: two borrowed memories of one pointer shared a region.
 
-    When one memory was invalidated, the region of both was deregistered, or it stayed registered for ever.
+    After one of them was invalidated, their region was deregistered too early, or it was never deregistered.
     """
     with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
         first = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
@@ -81,7 +81,8 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
             first.close()
             status = peer_pair.write(remote, seed=seed).status
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
-        # This write is expected to fail, which moves its queue pair to the error state. So it uses a second queue pair.
+        # This write must fail, and a failed write moves its queue pair to the error state. So it uses a second queue
+        # pair.
         with peer_queue_pair(nic, peer) as second_pair:
             status = second_pair.write(remote, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
