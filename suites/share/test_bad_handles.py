@@ -44,7 +44,10 @@ VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 
 @pytest.fixture
 def device(device: Device) -> Device:
-    """Return the device after a first call, which opens its context, so that a case does not count it as a leak."""
+    """Open the context of the device by a first call, and return the device.
+
+    A case then does not count the context as a leak.
+    """
     device.synchronize()
     return device
 
