@@ -93,7 +93,8 @@ def bytes_by_nic(root: Path, nics: Mapping[str, str], gpu: Device, *, failing: s
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
-# twin1 and twin2 share a switch with the GPU. twin3 is of the same NUMA node, and twin0 of the other one.
+# twin1 and twin2 share a switch with the GPU. twin3 is on the same NUMA node as the GPU, and twin0 is on the other
+# node.
 NICS = {"twin0": "0000:81:00.0", "twin1": "0000:07:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
 
 

@@ -150,7 +150,7 @@ def test_any_json_object_is_a_request_or_is_refused(name: str, fields: dict[str,
         b"[" * 60000,
         b'{"op":"statfs","op":"statfs"}',
         b'{"op":"truncate","path":"a","size_bytes":NaN}',
-        # "after" may be null, but it must not be a value that JSON does not have.
+        # "after" may be null. It must not be NaN or an infinity, which are not JSON.
         b'{"op":"list","path":"a","after":NaN}',
         b'{"op":"list","path":"a","after":Infinity}',
         b'{"op":"list","path":"a","after":-Infinity}',
