@@ -1,7 +1,8 @@
 """One machine of a TCP fabric of twins: a program in its own network namespace that reads and writes JSON lines.
 
-It writes its endpoint and the range of its memory, connects to the endpoint in the first line, and carries out each
-further line: ``write`` the pattern of a seed to the peer, or ``check`` that its own memory holds it.
+It writes its endpoint and the range of its memory, and connects to the endpoint in the first line that it reads. Each
+further line is a command with a seed: ``write`` writes the pattern of the seed to the peer, and ``check`` compares the
+memory of this machine with the pattern.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LENGTH_BYTES = 3 * 2**20 + 5
 
 
 def main() -> None:
-    """Carry out the lines of standard input."""
+    """Connect to the peer, and carry out the commands from standard input."""
     data = bytearray(LENGTH_BYTES)
     with (
         Nic.open("twin0") as nic,

@@ -102,7 +102,7 @@ run_in_new_system() {
         PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin bash -c "cd /root/gdrkit && $1"
 }
 
-# Prints its input, and at its end the longest time without a line, which must not exceed the limit.
+# Prints its input, and then the longest time without a new line. Fails if this time exceeds the limit.
 check_silence() {
     local now last=${EPOCHREALTIME/./} longest_us=0
     while IFS= read -r line || [ -n "$line" ]; do
