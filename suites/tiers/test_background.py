@@ -152,7 +152,7 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
 def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) -> None:
     configuration = configuration_of(tmp_path)
     with TierManager(configuration) as manager:
-        data = {"file": create_file(manager, "file", 8 * MIB, seed=1)}
+        data_by_name = {"file": create_file(manager, "file", 8 * MIB, seed=1)}
         manager.pin("file", "nvme")
     # With this rate, the copy takes two minutes.
     with running_command(configuration, "--rate=64KiB", "--watch=never") as run:
@@ -165,7 +165,7 @@ def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) ->
         assert run.stop(signal_number) == {"event": "ended", "is_complete": True}
     assert [event["event"] for event in run.events] == ["ready", "ended"]
     assert not list(incoming.iterdir())
-    check_tiers(configuration, data)
+    check_tiers(configuration, data_by_name)
     with TierManager(configuration) as manager:
         assert manager.find("file").tier == "hdd"
         assert manager.migrate().moved == 1
@@ -181,16 +181,16 @@ def test_stop_between_passes_is_in_time(tmp_path: Path) -> None:
 def test_stop_does_not_wait_for_a_blocked_step(tmp_path: Path) -> None:
     configuration = configuration_of(tmp_path, timeout_ms=600_000)
     with TierManager(configuration) as manager:
-        data = {"file": create_file(manager, "file", 4 * KIB, seed=1)}
+        data_by_name = {"file": create_file(manager, "file", 4 * KIB, seed=1)}
         manager.pin("file", "nvme")
         # The finding about this file is the last event before the move.
-        (kept := configuration.tier("nvme").directory / ".gdrkit-tiers" / "kept" / "file").write_bytes(b"")
+        (kept_file := configuration.tier("nvme").directory / ".gdrkit-tiers" / "kept" / "file").write_bytes(b"")
         with manager.catalogue.write_transaction("lock"), running_command(configuration, "--watch=never") as run:
             run.wait_for_event("finding")
             # The move waits for the lock of the catalogue.
             assert run.stop() == {"event": "ended", "is_complete": False}
-    kept.unlink()
-    check_tiers(configuration, data)
+    kept_file.unlink()
+    check_tiers(configuration, data_by_name)
 
 
 def run_with_script(
@@ -266,8 +266,8 @@ def test_begin_of_quiet_hours_undoes_a_migration(configuration: Configuration) -
 @pytest.mark.parametrize("phase", [Phase.RECORD, Phase.RENAME, Phase.FOLDER, Phase.RETIRE, Phase.FORGET])
 def test_stopped_migration_is_undone_or_completed(configuration: Configuration, phase: Phase) -> None:
     with TierManager(configuration) as manager:
-        data = {name: create_file(manager, name, 4 * KIB, seed=1) for name in ("first", "second")}
-        for name in data:
+        data_by_name = {name: create_file(manager, name, 4 * KIB, seed=1) for name in ("first", "second")}
+        for name in data_by_name:
             manager.pin(name, "nvme")
     stop, output = threading.Event(), io.StringIO()
 
@@ -278,9 +278,9 @@ def test_stopped_migration_is_undone_or_completed(configuration: Configuration, 
     settings = RunSettings(watch="never")
     with TierManager(replace(configuration, run=settings)) as manager:
         BackgroundRun(manager, stop=stop, output=RunOutput(output, as_json=True), observe=observe).run()
-        moved = [name for name in data if manager.find(name).tier == "nvme"]
+        moved = [name for name in data_by_name if manager.find(name).tier == "nvme"]
     assert len(moved) == (0 if phase in {Phase.RECORD, Phase.RENAME} else 1)
-    check_tiers(configuration, data)
+    check_tiers(configuration, data_by_name)
 
 
 def test_failed_pass_does_not_end_the_run(tmp_path: Path) -> None:

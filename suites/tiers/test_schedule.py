@@ -37,8 +37,8 @@ class FakeTime:
 def local_time(hour: int, minute: int) -> float:
     """Return a time in seconds since 1970 at which the local clock of this host shows this hour and minute."""
     noon_s = calendar.timegm((2026, 3, 10, 12, 0, 0))
-    shown = time.localtime(noon_s)
-    return noon_s + ((hour - shown.tm_hour) * 60 + minute - shown.tm_min) * 60.0 - shown.tm_sec
+    local_noon = time.localtime(noon_s)
+    return noon_s + ((hour - local_noon.tm_hour) * 60 + minute - local_noon.tm_min) * 60.0 - local_noon.tm_sec
 
 
 @pytest.mark.parametrize(
