@@ -82,24 +82,26 @@ def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None
     with AgentProcess(mount):
         lines = logged(mount, agent_file, "INFO")
     assert {level for level, _text in lines} == {"INFO"}
-    info = texts(lines, "INFO")
-    assert f"connected to the agent of {mount}" in info
-    assert f"published UUID to the agent of {mount}, with 1 descriptors" in info
-    assert f"created iov UUID: {READ_BYTES} bytes of shared memory" in info
-    assert re.search(r"^created ring UUID\.r\S*: \d+ bytes of shared memory$", info, re.MULTILINE)
-    assert re.search(r"^registered descriptor \d+: inode \d+, by the agent$", info, re.MULTILINE)
-    assert re.search(r"^deregistered descriptor \d+: inode \d+$", info, re.MULTILINE)
-    assert f"withdrew UUID from the agent of {mount}" in info
-    assert info.count("destroyed UUID") == 2
+    info_lines = texts(lines, "INFO")
+    assert f"connected to the agent of {mount}" in info_lines
+    assert f"published UUID to the agent of {mount}, with 1 descriptors" in info_lines
+    assert f"created iov UUID: {READ_BYTES} bytes of shared memory" in info_lines
+    assert re.search(r"^created ring UUID\.r\S*: \d+ bytes of shared memory$", info_lines, re.MULTILINE)
+    assert re.search(r"^registered descriptor \d+: inode \d+, by the agent$", info_lines, re.MULTILINE)
+    assert re.search(r"^deregistered descriptor \d+: inode \d+$", info_lines, re.MULTILINE)
+    assert f"withdrew UUID from the agent of {mount}" in info_lines
+    assert info_lines.count("destroyed UUID") == 2
 
 
 @needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 def test_info_names_the_route_of_device_memory(agent_file: Path) -> None:
     with AgentProcess(agent_file.parent):
-        info = texts(logged(agent_file.parent, agent_file, "INFO", kind="device"), "INFO")
-    assert re.search(r"^UUID\.gdr\.d0 goes to the agent by a dma-buf of \d+ bytes, at offset \d+$", info, re.MULTILINE)
-    assert f"created GPU iov: {READ_BYTES} bytes at ADDRESS on device 0, with IPC handle" in info
-    assert "destroyed GPU iov at ADDRESS on device 0" in info
+        info_lines = texts(logged(agent_file.parent, agent_file, "INFO", kind="device"), "INFO")
+    assert re.search(
+        r"^UUID\.gdr\.d0 goes to the agent by a dma-buf of \d+ bytes, at offset \d+$", info_lines, re.MULTILINE
+    )
+    assert f"created GPU iov: {READ_BYTES} bytes at ADDRESS on device 0, with IPC handle" in info_lines
+    assert "destroyed GPU iov at ADDRESS on device 0" in info_lines
 
 
 def test_debug_shows_each_operation(agent_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""hf3fs_wait_for_ios makes reads into a GPU visible to its work, if the GPU needs that, and at no other time."""
+"""hf3fs_wait_for_ios makes the bytes of a read visible to the GPU by a flush, but only if the GPU needs it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-# Reads a file into the GPU, checks the bytes by a copy of the GPU, and writes them to another file. It prints how often
-# the process flushed during the read, during the write, and during a read while it has host memory only.
+# This program reads a file into the GPU, checks the bytes by a copy of the GPU, and writes them to another file. It
+# prints how often the process flushed during the read, during the write, and during a read while it has host memory
+# only.
 PROGRAM = """
 import json, os, sys
 from gdrkit import usrbio
