@@ -1,4 +1,4 @@
-"""A state folder for each case, so that no case uses what another one has measured about the NICs."""
+"""Fixture that gives each case its own state folder, so that no case uses the NIC measurements of another case."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def operations_per_s(measurement: dict[str, Any]) -> float:
 
 
 def median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]) -> float:
-    """Return the median over all rounds of the ratio of two rates. Both were measured under the load of the round."""
+    """Return the median of the ratios of all rounds. The two rates of a ratio were measured in the same round."""
     return statistics.median(
         operations_per_s(measurement) / operations_per_s(peer)
         for measurement, peer in zip(measurements, peers, strict=True)

@@ -58,7 +58,10 @@ def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
 
 
 def test_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
-    """The child of rank 0 ignores SIGABRT and holds a FIFO open. An end of file of the FIFO shows that it ended."""
+    """The child of rank 0 ignores SIGABRT and holds a FIFO open.
+
+    The end of file of the FIFO shows that the child has ended.
+    """
     os.mkfifo(tmp_path / "alive")
     alive_fd = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     child_program = "import os, signal, sys; signal.signal(signal.SIGABRT, signal.SIG_IGN)"

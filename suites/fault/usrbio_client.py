@@ -28,7 +28,8 @@ __all__ = ["RingMemory", "UsrbioClient", "main", "published_links", "shared_memo
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 _START_TIMEOUT_S = 60.0
-# A client waits for completions at most WAIT_S. A busy machine may delay its reply by this time in addition.
+# A client waits for completions at most WAIT_S. In addition, a busy machine may delay the reply of the client by this
+# time.
 _SCHEDULING_DELAY_S = 5.0
 _IOV_BYTES = 8 << 20
 _ENTRIES = 64

@@ -35,7 +35,8 @@ ACCESS_BYTES = 4 * KIB
 class Importer:
     """Writes to regions of this process and reads from them through a NIC, one request at a time.
 
-    It uses two connected queue pairs of this process. More would not be faster: pyverbs holds the GIL in its calls.
+    It uses two connected queue pairs of this process. More queue pairs would not be faster, because pyverbs holds the
+    GIL in its calls.
     """
 
     def __init__(self, nic: Nic, requester: QueuePair, host_region: Region) -> None:

@@ -98,7 +98,7 @@ def test_profiles_of_the_project_are_valid() -> None:
 
 
 def test_profiles_of_the_project_have_no_duplicate() -> None:
-    """A duplicate would be changed in one place and remain in the other."""
+    """If an entry existed twice, a developer could change one of the two and forget the other."""
     for profile in load_profiles():
         entries: list[object] = [
             *profile.foreseen,

@@ -265,7 +265,10 @@ _LOCKING_METHODS = {"acquire", "join", "wait", "wait_for"}
 
 
 def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """Return the definitions of functions and methods of a module by name. The name of a class has its constructor."""
+    """Return the definitions of functions and methods of a module by name.
+
+    The name of a class stands for its constructor.
+    """
     functions: dict[str, list[ast.AST]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""The record of a run: a file that every process of the run can write, and the lines that are made from it."""
+"""The usage file of a `gdrkit run`, which every process of the run can write, and the lines that are made from it."""
 
 from __future__ import annotations
 

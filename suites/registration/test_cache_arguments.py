@@ -95,7 +95,7 @@ def test_interrupted_waiter_keeps_no_lease(
             raise SignalReceived
 
         def interrupt_the_waiter() -> None:
-            # The signal must arrive while the main thread waits. Earlier it would have nothing to undo.
+            # The signal must arrive while the main thread waits. A signal that arrives earlier finds nothing to undo.
             while not (cache.statistics().waiting and sys._current_frames()[main_thread].f_code.co_name == "wait"):  # noqa: SLF001
                 assert registering_thread.is_alive()
             signal.pthread_kill(main_thread, signal.SIGUSR1)

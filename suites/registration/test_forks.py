@@ -1,4 +1,4 @@
-"""A child that is forked while another thread of the parent holds a lock.
+"""A child process that is forked while another thread of the parent holds a lock of gdrkit.
 
 The child does not wait for the lock, and releases nothing that belongs to the parent.
 """

@@ -1,4 +1,4 @@
-"""The end of the last lease deregisters an invalidated entry.
+"""The end of the last lease deregisters an invalidated entry of a region cache.
 
 In these cases, other threads invalidate or evict the entry, free its memory or close the cache at the same time.
 """

@@ -1,4 +1,4 @@
-"""The page begins with the host, its devices, and the state of every direct path with its cause."""
+"""The page of a report begins with the host, its devices, and the state of every direct path with its cause."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 SAMPLE_REPORT = install_paths().root / "docs" / "sample-report" / "index.html"
 # Largest height of the page of a large run with all folders of cases folded, in CSS pixels at a width of 1280.
 HEIGHT_MAX_PX = 6000
-# The fields of the run of a host in each state.
+# For each state of a host: the fields of its run.
 RUN_OF_STATE: dict[RunState, dict[str, Any]] = {
     RunState.QUALIFIED: {},
     RunState.SOFTWARE_ONLY: {"software_asked": True, "substrate": {"verbs": "twin", "cuda": "twin"}},

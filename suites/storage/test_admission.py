@@ -1,4 +1,4 @@
-"""Connections without a session: their limits and deadlines, and an attack during which other clients are served."""
+"""Connections to a storage server that have no session: limits, deadlines, and an attack beside honest clients."""
 
 from __future__ import annotations
 
@@ -206,7 +206,8 @@ def test_connections_are_counted_by_host_or_ipv6_network() -> None:
 
 @needs(NETWORK_NAMESPACE)
 def test_host_with_the_most_silent_connections_loses_one() -> None:
-    # At most 128 connections of all hosts may be silent. One more replaces the oldest of the host with the most.
+    # At most 128 connections of all hosts may be silent. If one more connects, the server closes the oldest silent
+    # connection of the host that has the most.
     assert run_in_network_namespace("fill") == {"192.0.2.1": [], "192.0.2.2": [0], "192.0.2.3": []}
 
 

@@ -1,4 +1,4 @@
-"""Control messages: the name of each operation, and every limit: the last allowed value and the first refused one."""
+"""Control messages of the storage service: the names of the operations, and the values at both sides of each limit."""
 
 from __future__ import annotations
 

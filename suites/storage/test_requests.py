@@ -228,7 +228,7 @@ def test_sync_of_a_handle_succeeds(client: StorageClient, *, data_only: bool) ->
 
 
 def test_adopt_over_tcp_is_ebadf(service: Service, client: StorageClient) -> None:
-    # Adopt needs exactly one descriptor, and over TCP none can come with the request.
+    # The request Adopt needs exactly one descriptor, and TCP cannot transport descriptors.
     assert refused_errno(client, messages.Adopt()) == errno.EBADF
     assert client.list_folder() == ()
     assert [each.name for each in service.root.iterdir()] == [".gdrkit"]

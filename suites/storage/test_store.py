@@ -1,4 +1,4 @@
-"""A store without a server: its format, the results of its methods, and the files that it refuses."""
+"""The store of a storage server, used without a server: its format, its methods, and the files that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An error of accept() that the agent does not expect: the agent reports it and serves the next client."""
+"""An error of accept() that the usrbio agent does not expect: the agent reports it and serves the next client."""
 
 from __future__ import annotations
 

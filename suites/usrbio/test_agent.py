@@ -1,4 +1,4 @@
-"""The agent and a client without the C library: publications, operations, errors, and the end of the agent."""
+"""The usrbio agent and a client without the C library: publications, operations, errors, and the end of the agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent whose clients or storage server are killed or stopped, and an agent that is killed or terminated."""
+"""A usrbio agent whose clients or storage server are killed or stopped, and an agent that is killed or terminated."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> 
 
 def test_completion_tail_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
     with served_ring(tmp_path) as served:
-        # The loop reads the tail when it claims an entry. At the second one, it reads the tail 1.
+        # The loop reads the tail when it claims an entry. When it claims the second entry, it reads the tail 1.
         for _ in range(2):
             served.submit(UNKNOWN_INODE)
             assert served.results(1) == [-errno.EBADF]

@@ -1,4 +1,4 @@
-"""Memory that one process publishes and another one opens or imports.
+"""Memory that one process publishes to the usrbio agent, and that another process opens or imports.
 
 Both processes do I/O with it until the owner ends its publication.
 """
@@ -153,7 +153,7 @@ class TwoClients:
     def borrow(
         self, client: RawClient, *, name: str | None = None, target: str | None = None, handle: bytes = b""
     ) -> None:
-        """Borrow the iov for a client, or something else if the arguments name it."""
+        """Borrow the iov for a client. The arguments replace fields of the request."""
         request = PublishRequest(name or self.iov.name(), target or str(self.iov.path), handle)
         client.request(AgentRequest.BORROW, protocol.pack_publish(request))
 

@@ -1,4 +1,4 @@
-"""The pool of device memory of the client library, and the registrations that the agent keeps for it."""
+"""The GPU memory pool of the usrbio client library, and the registrations that the agent keeps for it."""
 
 from __future__ import annotations
 

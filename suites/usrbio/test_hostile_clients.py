@@ -1,4 +1,4 @@
-"""A client that corrupts the memory that it shares with the agent does not affect other clients.
+"""A usrbio client that corrupts the memory that it shares with the agent does not affect other clients.
 
 An honest client executes operations during each attack. GDRKIT_HONEST_OPERATIONS is the number of its operations.
 """

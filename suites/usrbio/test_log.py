@@ -1,4 +1,4 @@
-"""The log of the client library: which lines each value of HF3FS_USRBIO_LIB_LOG adds."""
+"""The log of the usrbio client library: which lines each value of HF3FS_USRBIO_LIB_LOG adds."""
 
 from __future__ import annotations
 

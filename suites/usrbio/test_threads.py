@@ -1,4 +1,4 @@
-"""A ring that two threads use: one prepares operations, the other waits for their results."""
+"""A usrbio ring that two threads use: one thread prepares operations, the other waits for their results."""
 
 from __future__ import annotations
 
