@@ -1,4 +1,4 @@
-"""Comparison of short calls. They are measured in turn, so that the load of the machine affects all of them."""
+"""Comparison of short calls. Each round makes all calls, so the load of the machine affects all calls alike."""
 
 from __future__ import annotations
 

@@ -329,7 +329,8 @@ def raw_direct_reader(
 ) -> Callable[[], None]:
     """Return a function that reads a file, or its first `length_bytes`, with O_DIRECT into host memory.
 
-    The function does nothing else, so its rate is that of the disk. Each of its threads reads `part_bytes` at a time.
+    The function does nothing else, so its rate is the rate of the disk. Each of its threads reads `part_bytes` at a
+    time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     stack.callback(os.close, fd)
@@ -366,7 +367,7 @@ def pinned_copier(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Allocate pinned host memory. Return a function that copies it into device memory, and a function that frees it.
 
-    The first function only copies, so its rate is that of the PCIe bus.
+    The first function only copies, so its rate is the rate of the PCIe bus.
     """
     from cuda.bindings import driver
 

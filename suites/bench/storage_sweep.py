@@ -76,8 +76,8 @@ DURABLE_WRITES: list[Options] = [
     ),
 ]
 # The last settings use less staging memory, so that it needs less of the processor caches. In a virtual machine, the
-# program on the host that implements the virtual disk may use these caches too. If it does, these settings may be
-# faster than the others.
+# program on the host that implements the virtual disk may use these caches too. If this program uses them, the last
+# settings may be faster than the other settings.
 COLD_READS: list[Options] = [
     DEFAULT,
     *(

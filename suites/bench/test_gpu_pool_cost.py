@@ -1,9 +1,9 @@
 """Time to create and destroy a GPU iov with the pool of the client library, compared with the time without the pool.
 
 With the pool, the library reuses the allocation and its exports, and the agent reuses the registration. With a limit of
-0, there is no pool, and the time of each iov includes both. The goal on an H200 is that an iov of 1 MiB takes at most a
-fifth of the time without the pool. The goal is not asserted. The two paths are measured in turn. Run this with
---benchmark-enable.
+0, there is no pool, so the time of each iov includes allocation, export and registration. The goal on an H200 is that
+an iov of 1 MiB takes at most a fifth of the time without the pool. The goal is not asserted. The two paths are measured
+in turn. Run this with --benchmark-enable.
 """
 
 from __future__ import annotations
