@@ -121,7 +121,10 @@ FIELDS = {
 
 
 class _SystemError(ApiError, OSError):
-    """An error that is always an OSError, like those of usrbio. Fields of OSError are not in ``__dict__``."""
+    """An error class whose objects are always an OSError, like the error class of usrbio.
+
+    Fields of OSError are not in ``__dict__``.
+    """
 
 
 def _kernel_error(error_number: int, error_class: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401

@@ -122,7 +122,7 @@ def test_dropped_descriptors_are_refused_and_the_rest_closed(
             pass
         assert raised.value.reason is Reason.MALFORMED
         assert "RLIMIT_NOFILE" in raised.value.what_to_do
-        # No descriptor stays open, so the next one gets the same number.
+        # No descriptor stays open, so the next new descriptor gets the same number.
         next_fd = os.dup(0)
         os.close(next_fd)
         assert next_fd == lowest_free_fd

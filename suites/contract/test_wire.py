@@ -1,4 +1,4 @@
-"""Endpoints and remote ranges that peers send are parsed strictly: malformed ones raise UsageError(MALFORMED)."""
+"""Endpoints and remote ranges that peers send are parsed strictly: malformed objects raise UsageError(MALFORMED)."""
 
 from __future__ import annotations
 

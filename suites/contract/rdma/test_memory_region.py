@@ -100,7 +100,7 @@ def test_remote_write_access_needs_local_write(nic: Nic, pages_address: int, acc
 
 
 def test_unknown_access_flag_is_refused(nic: Nic, pages_address: int) -> None:
-    # A driver may also return that it does not support the flag.
+    # The driver refuses the flag as invalid (EINVAL) or as unsupported (EOPNOTSUPP).
     access = int(ALL_ACCESS) | UNKNOWN_ACCESS
     with raises_errno(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages_address, length_bytes=16, access=access):
         pass
