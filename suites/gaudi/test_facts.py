@@ -82,7 +82,7 @@ def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, drive
     """Report the substrate as unknown. The sysfs files may be a copy, and no other source confirms the device."""
     file_facts = probe(host_with_gaudi2(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
-    # Without its notes, the record of the twin's library is like that of the real library.
+    # Without the ELF notes of the twin, this record looks like the record of a real library.
     real_library = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
     facts_with_library = dataclasses.replace(
         file_facts, gaudi=dataclasses.replace(facts.gaudi, libraries=(real_library,))

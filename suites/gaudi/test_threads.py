@@ -1,8 +1,8 @@
 """The cases of the dma-buf tests in hl-thunk, with two differences: a NIC imports the dma-buf, and data is compared.
 
-Each thread has memory, a dma-buf and a region. The threads of one case have separate memory, and those of another share
-memory. A thread repeats two steps. It writes through the region, and compares with a copy by the device. Then it writes
-with a copy by the device, and compares with a read through the region.
+Each thread has memory, a dma-buf and a region. In one case the threads have separate memory, and in another case they
+share memory. A thread repeats two steps. It writes through the region, and compares with a copy by the device. Then it
+writes with a copy by the device, and compares with a read through the region.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def run_threads(count: int, body: Callable[[int], None]) -> None:
             raise
 
     with contextlib.ExitStack() as stack:
-        # The default hook would print each exception, but run_threads raises the first one itself.
+        # The default hook would print each exception. It is not needed, because run_threads() raises the first
+        # exception.
         previous_hook, threading.excepthook = threading.excepthook, lambda _: None
         stack.callback(setattr, threading, "excepthook", previous_hook)
         threads = [threading.Thread(target=run_body, args=(thread_index,)) for thread_index in range(count)]
@@ -119,7 +120,7 @@ def write_and_read_back(
 
 
 def random_offsets(seed: int, *, begin: int, end: int) -> Iterator[int]:
-    """Yield random offsets, also odd ones."""
+    """Yield random offsets, including odd numbers."""
     generator = random.Random(seed)
     while True:
         yield generator.randrange(begin, end - ACCESS_BYTES)

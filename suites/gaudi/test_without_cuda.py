@@ -29,7 +29,7 @@ def run_pair(**environment: str) -> dict[str, Any]:
 def assert_no_cuda(report: dict[str, Any]) -> None:
     owner, peer = report["libraries"]
     assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in owner)
-    # The peer has neither the device nor its library, only an address and a key.
+    # The peer has an address and a key. It opens no Gaudi device and loads no hl-thunk.
     assert not any(name.startswith("libhl") for name in peer)
     assert not [name for name in (*owner, *peer) if name.startswith(("libcuda", "libnvidia"))]
     assert "libcuda" not in str(report["mapped"])
