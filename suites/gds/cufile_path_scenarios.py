@@ -99,7 +99,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 def _wait_until_registered() -> None:
-    """Wait until the memory of a transfer is registered. Then the transfer runs, and later ones wait for it."""
+    """Wait until the memory of a transfer is registered. Then the transfer runs, and later transfers wait for it."""
     _wait_until(lambda: shared_driver().buffers.registered_bytes > 0)
 
 

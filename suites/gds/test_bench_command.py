@@ -53,7 +53,7 @@ def test_bench_measures_every_point_and_leaves_no_file(tmp_path: Path, options: 
     plot = (tmp_path / "plot.html").read_text()
     for kind in KINDS:
         assert f">{kind}<" in plot
-    # The plot refers to no other file, and states if its rates are not those of the machine.
+    # The plot refers to no other file. If the rates were measured on twins, the plot says so.
     assert "http" not in plot.replace("http://www.w3.org/2000/svg", "")
     assert ("no performance of this machine" in plot) == (output["substrate"].get("cuda") == "twin")
 

@@ -1,6 +1,6 @@
 """Copies by gdrkit and the file system: modes, owners, special files, holes, names, durability and signals.
 
-Version 0.1.0 had these defects, for each of which there is a case:
+Version 0.1.0 had these defects. Each defect has a case:
 
 - a copy of a setuid program was a setuid program of root
 - other users could read a private file during the copy

@@ -168,7 +168,7 @@ def test_hole_without_data_is_copied_unread(folder: Path) -> None:
     source = folder.parent / "source"
     os.truncate(source, 0)
     os.truncate(source, MIB)
-    # The only read is that of the last byte, which checks that the file has the size that stat(2) reports.
+    # The only read is a read of the last byte. It checks that the file has the size that stat(2) reports.
     reads: list[int] = []
 
     def fail(call: SystemCall) -> int:

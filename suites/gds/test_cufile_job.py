@@ -1,4 +1,4 @@
-"""A job of cuFile knows which bytes of each range arrived, in whatever order and size its parts arrive."""
+"""A job of cuFile knows which bytes of each range arrived. Its parts may have any size and arrive in any order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART_BYTES = 8
 
 
 def random_extents(generator: random.Random) -> list[int]:
-    """Return extents of which some follow each other in the file and in memory."""
+    """Return extents. Some of them follow each other both in the file and in memory."""
     extents: list[int] = []
     offset, address = 0, ADDRESS
     for _ in range(generator.randrange(1, 12)):

@@ -70,7 +70,7 @@ def is_refused(file: gds.File) -> bool:
 
 @needs(host.fuse)
 def test_close_waits_for_the_transfers_of_all_threads(tmp_path: Path, seed: int) -> None:
-    """An older version did not record one of two concurrent starts, and close() did not wait for that transfer."""
+    """In an older version, close() did not wait for one of two transfers that were started at the same time."""
     (tmp_path / "mount").mkdir()
     with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
         faulty_file.send(f"gate 0 {4 * KIB}")
