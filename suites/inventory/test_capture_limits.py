@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Limit of the peak memory, above that of the same command on an empty capture.
+# Limit of the additional peak memory, compared with the same command on an empty capture.
 GROWTH_MAX_BYTES = 256 << 20
 # Limit of processor time. Elapsed time would depend on the load of the machine.
 CPU_TIME_MAX_S = 30

@@ -1,4 +1,7 @@
-"""The commands doctor, topology and explain: text, JSON and exit codes. Remedies that a test can apply are applied."""
+"""The commands doctor, topology and explain: text, JSON and exit codes.
+
+The cases apply the remedies that they can apply.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ def test_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
     healthy_host, rule = machine(tmp_path), rule_of("memlock-low")
     process = run_program(PRINT_LIMITS_OF_UNPRIVILEGED_USER)
     assert process.returncode == 0, process.stderr
-    # These are real limits of the kernel: of a user without the capability, and of this process, which has it.
+    # The kernel reports both limits: for a user without the capability, and for this process, which has the capability.
     for limits, verdict in (
         (serialization.from_json_data(Limits, json.loads(process.stdout)), Verdict.FAIL),
         (process_limits(HostTree()), Verdict.PASS),

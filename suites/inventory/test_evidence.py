@@ -163,6 +163,7 @@ def test_unreadable_kernel_log_differs_from_an_empty_one(tmp_path: Path) -> None
 
 def test_kernel_log_has_lines_that_name_devices(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
-    # A read of the real device returns one record. A read of this file returns all of them, and the first one counts.
+    # A read of the real device returns one record. A read of this file returns all records, and only the first record
+    # counts.
     (tmp_path / "dev" / "kmsg").write_text("4,100,5000,-;NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault\n SUBSYSTEM=pci\n")
     assert evidence.kernel_log(host.HostTree(tmp_path)).lines == ("NVRM: Xid (PCI:0000:1b:00): 31, MMU Fault",)
