@@ -168,7 +168,7 @@ def _imported_modules(root: Path) -> dict[str, set[str]]:
 
 
 def _transitive_imports(module: str, imported: Mapping[str, set[str]]) -> set[str]:
-    """Return the modules that a module imports, directly or through others."""
+    """Return the modules that a module imports, directly or through other modules."""
     visited, unvisited = set[str](), [module]
     while unvisited:
         new = imported[unvisited.pop()] - visited
@@ -344,7 +344,7 @@ def sleeping_cases(root: Path) -> Iterator[str]:
 
 
 def missing_docstrings_and_all(root: Path) -> Iterator[str]:
-    """Yield the modules without a docstring, and those of the product without ``__all__``."""
+    """Yield the modules without a docstring, and the modules of the product without ``__all__``."""
     for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         if not ast.get_docstring(tree):
             yield f"{path} has no docstring"

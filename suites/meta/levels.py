@@ -48,8 +48,8 @@ IMPORT_CIRCLES: frozenset[frozenset[str]] = frozenset(
     }
 )
 
-# For each foreign module, and each native module of the project: the files that may import it. Such a module has no
-# types, so one file, its seam, wraps it. ctypes can open any library, so only these files may use it.
+# For each foreign module, and each native module of the project: the files that may import it. A foreign module has no
+# types, so one file, the seam of the module, wraps it. ctypes can open any library, so only these files may use it.
 SEAMS: Mapping[str, frozenset[str]] = {
     "pyverbs": frozenset({"gdrkit/verbs/_pyverbs.py"}),
     # This entry stands before `cuda`, because the first entry that matches decides.

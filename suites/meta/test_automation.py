@@ -221,7 +221,8 @@ def shell_part(name: str, text: str) -> Part:
 
 
 def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    # Each command waits for a file that the other one creates, so both end only if they run at the same time.
+    # Each of the two commands waits for a file that the other command creates. They end only if they run at the same
+    # time.
     wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
     parts = [
         shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))

@@ -29,7 +29,7 @@ SNIPPETS = [snippet for path in guides() for snippet in snippets(path)]
 CHAPTERS = sorted({snippet.document for snippet in SNIPPETS if "/tutorial/" in snippet.document})
 # A command that begins with one of these texts is a service. It runs until it is terminated.
 SERVICES = ("gdrkit serve", "gdrkit agent", "gdrkit tiers run")
-# Exit codes of commands that report about this machine. All others must end with 0.
+# Exit codes of commands that report about this machine. All other commands must end with 0.
 CODES_BY_COMMAND = {"gdrkit doctor": {0, 1, 4}, "gdrkit run --software --isolated --faults": {1}}
 # Values for the placeholders of the documents.
 PLACEHOLDER_VALUES = {

@@ -36,7 +36,8 @@ class Defect:
         File and name of the case that must fail, below suites/review. Every other case there must pass, except those in
         `also_fails`.
     symptom : str
-        Text that the failure of that case must contain. With any other failure, the defect does not count as caught.
+        Text that the failure of that case must contain. If the case fails with another text, the defect does not count
+        as caught.
     module : str
         The module of gdrkit that gets the defect, or the source file of the C library.
     injection : callable or NativeDefect

@@ -4,9 +4,9 @@
 ``count`` and ``modules`` (paths by module). The reply is a JSON list on standard output. This file imports nothing of
 gdrkit, because the environment that has mutmut does not have gdrkit.
 
-The mutation operators are those of mutmut 3, applied to the syntax tree of libcst, and one more that removes a
-statement. Each operator is drawn equally often in a module. Without that, half of the sample would replace an argument
-by None, and most of those mutants only crash.
+The mutation operators of mutmut 3 are applied to the syntax tree of libcst. One more operator removes a statement. Each
+operator is drawn equally often in a module. Otherwise half of the sample would replace an argument by None, and most of
+these mutants only crash.
 
 The generator does not change code that no case can or should check: annotations, decorators, imports, ``__all__``, the
 body of ``if TYPE_CHECKING``, type variables, casts, and text for people (log messages, error messages, thread names).
@@ -134,7 +134,7 @@ def _draw_mutants(root: Path, files: Sequence[str], generator: random.Random) ->
         tree = cst.parse_module((root / file).read_text())
         mutations += [(file, tree, *mutation) for mutation in _mutations(tree)]
     generator.shuffle(mutations)
-    # First one mutation of each operator, then a second of each, and so on.
+    # First comes one mutation of each operator, then a second mutation of each operator, and so on.
     counts: Counter[str] = Counter()
     rounds = []
     for *_, operator in mutations:

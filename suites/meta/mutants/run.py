@@ -169,7 +169,7 @@ def try_all(
 
 
 def recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content, Result]:
-    """Return the results of an earlier run for those of the mutants that it killed, by the content of the mutant."""
+    """Return the results of the mutants that an earlier run killed, by the content of the mutant."""
     by_content = {mutant.content: mutant for mutant in mutants}
     kills: dict[_Content, Result] = {}
     for record in read_records(path):
@@ -303,7 +303,7 @@ def _last_commit() -> str:
 
 def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
     """Return the mutants of this run: patches, and a random sample, as the options select them."""
-    # The patches come first, so that a patch that does not fit is reported at once.
+    # The patches come first. A patch that does not fit the code is then reported at once.
     patches = [] if options.no_patches else [mutant_of(patch, _TREE) for patch in PATCHES]
     if options.patch:
         return [mutant for mutant in patches if mutant.name in options.patch]

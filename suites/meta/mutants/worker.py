@@ -80,7 +80,7 @@ class Worker:
         self._redirect(source, environment)
 
     def _redirect(self, source: Path, environment: Path) -> None:
-        """In the copied environment, replace the paths of the original environment and tree by those of the copies."""
+        """Replace the paths of the original environment and tree in the copied environment by the paths of the copies."""
         scripts = (self._environment / "bin").iterdir()
         links = self._environment.glob("lib/python*/site-packages/_editable*.py")
         paths = self._environment.glob("lib/python*/site-packages/*.pth")
@@ -92,7 +92,9 @@ class Worker:
             changed = changed.replace(os.fsencode(source), os.fsencode(self.tree))
             if changed != data:
                 mode = path.stat().st_mode
-                path.unlink()  # The file is a hard link to that of the original environment, which must not change.
+                # The file is a hard link to the file of the original environment, and the original file must not
+                # change.
+                path.unlink()
                 path.write_bytes(changed)
                 path.chmod(mode)
 
