@@ -1,4 +1,4 @@
-"""The binding of NCCL: its types are those of the header, and its failures are typed errors."""
+"""The binding of NCCL: its types match the header of NCCL, and its failures are typed errors."""
 
 from __future__ import annotations
 

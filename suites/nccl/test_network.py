@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-# NCCL uses the NICs of the kernel, not those of the twin, and the CUDA runtime, which the CUDA twin does not support.
+# NCCL needs NICs of the kernel and the CUDA runtime. The verbs twin has no NICs of the kernel, and the CUDA twin does
+# not support the runtime.
 NEEDS_NICS = needs(
     cuda.device(count_min=2),
     cuda.vmm,
