@@ -3,8 +3,8 @@
 The steps, in random order, allocate and free memory, reuse addresses, and lease and invalidate regions. Meanwhile a
 peer process writes by RDMA with every key that it ever received.
 
-The environment variable GDRKIT_EXAMPLES is the number of examples (100 by default, 2,000 in ``nox -s long``). The seed
-is that of the harness (``--seed``), which is printed at the start of the run.
+The environment variable GDRKIT_EXAMPLES is the number of examples (100 by default, 2,000 in ``nox -s long``). The
+harness sets the seed (``--seed``) and prints it at the start of the run.
 """
 
 from __future__ import annotations
