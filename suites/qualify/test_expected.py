@@ -87,7 +87,7 @@ def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
     [
         (56.0, [Verdict.PASS, Verdict.PASS]),
         (40.0, [Verdict.PASS, Verdict.FAIL]),
-        # This rate is above that of the link, so the data did not take this path.
+        # This rate is higher than the rate of the link, so the data did not take this path.
         (70.0, [Verdict.FAIL, Verdict.PASS]),
     ],
 )

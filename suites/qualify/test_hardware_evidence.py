@@ -74,7 +74,7 @@ def twins_without_notes(folder: Path) -> str:
 
 
 def mount_fake_devices(root: Path) -> str:
-    """Return shell commands that mount files of an NVIDIA driver and of two NICs over those of the kernel."""
+    """Return shell commands that mount files of an NVIDIA driver and of two NICs over the files of the kernel."""
     shell_lines = ["mount -t tmpfs none /proc/driver", "mkdir -p /proc/driver/nvidia"]
     shell_lines += [f"echo {shlex.quote(DRIVER_VERSION_LINE)} > /proc/driver/nvidia/version"]
     pci_folder = root / "pci"

@@ -185,7 +185,10 @@ def test_rank_that_disconnects_before_its_facts_may_reconnect(admission: Admissi
 
 
 def test_rank_skips_an_address_where_another_program_answers(admission: Admission, facts: Facts) -> None:
-    """Several hosts can have the same address, such as that of a container bridge. Any program may listen there."""
+    """Several hosts can have the same address, such as the address of a container bridge.
+
+    Any program may listen there.
+    """
     with socket.create_server(("127.0.0.2", admission.port)) as echo_listener:
         admission.address["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
         admission.start_rank(rank_hello(1), facts)

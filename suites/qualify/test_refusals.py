@@ -1,7 +1,7 @@
 """Expected refusals: a profile can state that a registration is refused if a need is unmet, and with which errors.
 
 A case with such an unmet need runs nevertheless. It must end with exactly these errors, otherwise it fails. A child
-pytest runs the cases in CASES. Its facts are those of a machine with Soft-RoCE, so that the profile `lab` fits. A fault
+pytest runs the cases in CASES. Its facts describe a machine with Soft-RoCE, so that the profile `lab` fits. A fault
 plan makes the verbs twin return the errors that such a kernel returns, or other errors.
 """
 
