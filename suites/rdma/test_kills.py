@@ -56,7 +56,10 @@ class Pair:
         return processes_with(self._marker)
 
     def kill_one(self, rng: random.Random) -> None:
-        """Kill one process of the pair, and require that the others end by themselves, and without an error."""
+        """Kill one process of the pair.
+
+        Require that the other processes then end by themselves and without an error.
+        """
         alive = self.processes()
         victim = rng.choice(alive)
         os.kill(victim, signal.SIGKILL)
@@ -102,7 +105,7 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
         kills_count += 1
     for pair in pairs:
         pair.kill_one(rng)
-    # The folder of a gdrkit run that was killed is removed by the next one.
+    # The next gdrkit run removes the folder of a gdrkit run that was killed.
     subprocess.run([*RUN, "true"], env=environ, check=True)
     assert processes_with(f"GDRKIT_TWINS_DOMAIN={domain}") == []
     assert left_behind(domain, tmp_path) == []
