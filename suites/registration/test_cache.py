@@ -205,7 +205,7 @@ def test_eviction_by_count_is_lru_and_skips_leased_entries(allocator: AnyAllocat
         first_lease.close()
         cache.lease(memories[3]).close()
         cache.lease(memories[0]).close()
-        # The least recently used entry is that of the fourth memory, so this lease evicts it.
+        # The entry of the fourth memory is the least recently used entry, so this lease evicts it.
         cache.lease(memories[1]).close()
         statistics_before = cache.statistics()
         cache.lease(memories[0]).close()

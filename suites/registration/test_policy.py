@@ -136,7 +136,7 @@ def test_failure_of_the_second_nic_deregisters_the_first(allocator: AnyAllocator
         with pytest.raises(ApiError) as raised:
             register(memory, nics)
         assert handles.live() == handles_before
-        # ENOMEM does not mean that the route is unsupported, so the policy does not try another one.
+        # ENOMEM does not mean that the route is unsupported, so the policy does not try another route.
         assert (raised.value.operation, raised.value.errno) == (registration_call(allocator), errno.ENOMEM)
         register(memory, nics).close()
 

@@ -91,7 +91,7 @@ def test_nic_that_moves_nothing_is_left_out_and_named(
         assert placement.usable(device, nics) == tuple(nic for nic in nics if nic.name != "twin1")
     results = {reach.nic: reach for reach in placement.reach.measured(device, nics)}
     assert f"NIC twin1 is left out for GPU {device.pci_bus_id}" in caplog.text
-    # The results of the last call are those after the fault, so twin1 is used again.
+    # The measurement after the fault shows that twin1 works, so twin1 is used again.
     assert results["twin1"].moved
     assert placement.usable(device, nics) == nics
     assert f"NIC twin1 reaches GPU {device.pci_bus_id} again" in caplog.text
@@ -135,7 +135,7 @@ def test_other_table_reads_the_file_and_measures_nothing(
     ]
     assert [reach.moved for reach in second] == [nic.name != "twin1" for nic in nics]
     assert "12" in next(reach.cause for reach in second if not reach.moved)
-    # The NIC that failed is due again, and only this one is measured.
+    # The NIC that failed is due for another measurement, and only this NIC is measured.
     third = ReachTable(retry_after_s=0).measured(device, nics)
     assert all(reach.moved for reach in third)
 
