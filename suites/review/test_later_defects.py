@@ -223,7 +223,8 @@ def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) ->
 def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], peer: Peer) -> None:
     """Defect l: the device of memory from another process was not checked.
 
-    The number of the device in the handle is that of the owner. So the driver must say which device has the memory.
+    The handle contains the number that the owner uses for the device. So the driver must say which device has the
+    memory.
     """
     peer_memory = peer.device().allocate(64 * KIB)
     for index in (0, 1, (1 << 31) - 1):
