@@ -90,7 +90,7 @@ def closed_connections() -> dict[str, list[int]]:
             ]
             for host, count in _SILENT_CONNECTIONS.items()
         }
-        # The listener refuses this last connection after it has accepted all others.
+        # The listener refuses this last connection after it has accepted all other connections.
         with socket.create_connection(("127.0.0.1", port), _TIMEOUT_S) as last_connection:
             last_connection.sendall(bytes(64))
             with contextlib.suppress(ConnectionResetError):

@@ -48,7 +48,7 @@ def main(host: str, port: int, count: int) -> None:
                 connection.close()
                 break
             opened_count += 1
-            # Every second connection sends a byte at once. The others are silent at first.
+            # Every second connection sends a byte at once. The other connections are silent at first.
             sent_bytes_by_connection[connection] = 0
             if opened_count % 2:
                 with contextlib.suppress(OSError):

@@ -80,7 +80,7 @@ def test_hello_of_another_version_is_refused(service: Service) -> None:
 
 
 def test_hello_with_an_invalid_name_is_einval(service: Service) -> None:
-    # In a file name, the surrogates U+DC80 to U+DCFF stand for bytes. This one stands for no byte.
+    # In a file name, the surrogates U+DC80 to U+DCFF stand for bytes. The surrogate in this name stands for no byte.
     reply = first_reply(service, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=service.token()))
     assert reply.errno == errno.EINVAL
     assert "client" in reply.message
@@ -97,7 +97,8 @@ def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) ->
 
 
 def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
-    # The server ends a session that another one replaces. Its thread may have received a request just before the end.
+    # The server ends a session that another session replaces. Its thread may have received a request just before the
+    # end.
     with (
         FileStore(tmp_path) as store,
         nic.completion_queue(depth=1) as completion_queue,

@@ -1,4 +1,4 @@
-"""The storage client flushes the writes of NICs after a read into a GPU if the GPU needs that, and at no other time."""
+"""After a read into a GPU, the storage client flushes the writes of the NICs, but only if the GPU needs a flush."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Frames and control messages: parsing restores what was packed, and each invalid input raises UsageError.
 
-The vectors are those of the C++ parser (native/storage/tests/parser_test.cpp).
+The tests of the C++ parser use the same vectors (native/storage/tests/parser_test.cpp).
 """
 
 from __future__ import annotations
