@@ -31,7 +31,7 @@ def failing_call(process_id: int, call: str, error: str) -> Iterator[None]:
         try:
             assert trace.is_attached.wait(_TIMEOUT_S), f"strace did not attach: {trace}"
             yield
-            # A call that was in progress when strace attached does not fail. The next one does.
+            # A call that was in progress when strace attached does not fail. The next call fails.
             assert trace.is_injected.wait(_TIMEOUT_S), f"no {call} failed: {trace}"
         finally:
             strace.terminate()

@@ -18,7 +18,7 @@ def calls(api: Api) -> dict[str, int]:
 
 
 def traffic(api: Api) -> dict[str, dict[str, int]]:
-    """Return, for each NIC, the bytes and requests that it sent, and that it served for others (``served_...``)."""
+    """Return the counters of each NIC: bytes and requests that it sent, and that it served for peers (``served_...``)."""
     return cast("dict[str, dict[str, int]]", _ledger(api)["traffic"])
 
 

@@ -213,8 +213,8 @@ def registered_device_memory(
 def peer_queue_pair(nic: Nic, peer: Peer, **options: int) -> Iterator[PeerQueuePair]:
     """Yield a queue pair of the peer that is connected to a queue pair of this process.
 
-    The queue pair of this process posts no requests. Both use the same NIC, because two NICs of a host may be on
-    separate networks. The options are those of ``QueuePair.connect``.
+    The queue pair of this process posts no requests. Both queue pairs use the same NIC, because two NICs of a host may
+    be on separate networks. The options are passed to ``QueuePair.connect``.
     """
     with nic.completion_queue(depth=16) as queue, nic.queue_pair(queue) as local_pair:
         peer_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()

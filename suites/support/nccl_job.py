@@ -21,7 +21,7 @@ __all__ = ["LOOPBACK", "NO_MULTICAST", "log_of_rank", "run_all_reduces"]
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 # All ranks are on one host, so they connect to each other over the loopback interface.
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
-# Longest duration of a job. The jobs took 2 to 6 s on two H200. The first one takes longer, because it reads a library
+# Longest duration of a job. The jobs took 2 to 6 s on two H200. The first job takes longer, because it reads a library
 # of 300 MB from the disk.
 _TIMEOUT_S = 60.0
 

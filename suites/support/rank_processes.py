@@ -112,7 +112,8 @@ def run_ranks(
     Raises
     ------
     RankError
-        A rank ended with an exit code other than 0, or the deadline passed. All processes have ended by then.
+        A rank ended with an exit code other than 0, or the deadline passed. When the error is raised, all processes
+        have ended.
     """
     ranks: list[_Rank] = []
     failure = None

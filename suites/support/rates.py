@@ -217,7 +217,7 @@ def cpu_time_s() -> float:
 
 
 def _measured_round(work: Callable[[], object]) -> tuple[float, float]:
-    """Call `work`, and return its duration and the processor time of this process meanwhile, in seconds."""
+    """Call `work`, and return its duration and the processor time that this process used for it, in seconds."""
     cpu_before_s, begin_ns = cpu_time_s(), time.perf_counter_ns()
     work()
     return (time.perf_counter_ns() - begin_ns) / 1e9, cpu_time_s() - cpu_before_s

@@ -226,7 +226,7 @@ class RawRing(_SharedMemory):
         return self._indices[number]
 
     def set_index(self, number: int, value: int) -> None:
-        """Set an index. The numbers are those of :meth:`index`."""
+        """Set an index. The numbers have the same meaning as in :meth:`index`."""
         self._indices[number] = value
 
     def prepare(

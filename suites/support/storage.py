@@ -66,7 +66,7 @@ class Service:
     def connect(self, *nics: Nic, token: str | None = None, timeout_ms: float = 30_000) -> StorageClient:
         """Return a connected client.
 
-        It uses these NICs, or all NICs if none is given. Its token is `token`, or that of the store by default.
+        It uses these NICs, or all NICs if none is given. Its token is `token`, or by default the token of the store.
         """
         token = self.token() if token is None else token
         return StorageClient(self.address, token=token, nics=nics or None, timeout_ms=timeout_ms)
