@@ -52,7 +52,7 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
         assert manager.catalogue.was_rebuilt
         assert {tier: manager.find(f"folder/{tier}").tier for tier in files} == {tier: tier for tier in files}
         assert {tier: contents(manager, f"folder/{tier}") for tier in files} == files
-        # The pin is kept, because a user has set it. The heat is lost, but no file moves because of that.
+        # The pin is kept, because a user has set it. The heat is lost, but this loss moves no file.
         with manager.plan() as plan:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 

@@ -178,7 +178,7 @@ def test_wrong_data_in_the_destination_is_detected(
         data = create_file(manager, "file", 100_000, seed=1)
 
         def store_wrong_data(phase: Phase, name: str, offset_bytes: int) -> None:
-            # Only the writes to the copy store wrong data. The record of the migration is stored correctly.
+            # The faulty disk corrupts only the data of the copy. It stores the record of the migration correctly.
             fuse_mount.set_faults(**({"write": WRONG_DATA} if phase is Phase.COPY else {}))
 
         with pytest.raises(DataMismatch):

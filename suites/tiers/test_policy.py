@@ -284,7 +284,7 @@ def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: 
         data = create_file(manager, "hot", 8 * KIB, seed=2)
         for _ in range(99):
             manager.open("hot").close()
-        # The file stays in its tier, although that tier has no space for a second one of its size.
+        # The file stays in its tier, although the tier has no space for a second file of this size.
         assert [manager.auto_tier("hot") for _ in range(2)] == [tier, tier]
         assert (manager.find("cold").tier, contents(manager, "hot")) == ("nvme", data)
 
