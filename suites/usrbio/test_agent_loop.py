@@ -113,7 +113,7 @@ def test_impossible_result_ends_the_connection(tmp_path: Path, result: int) -> N
         assert served.results(1) == [-errno.EREMOTEIO]
 
 
-# The low half of a tag is the index of an operation, and the high half tells the operations of an index apart.
+# The low half of a tag is the index of an operation. The high half distinguishes the operations that use one index.
 @pytest.mark.parametrize("changed_bits", [1, 1 << 20, 1 << 32])
 def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_bits: int) -> None:
     with served_ring(tmp_path) as served:
@@ -135,7 +135,8 @@ def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> No
 
 def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
     with served_ring(tmp_path) as served:
-        # The loop claims the entries in order. So the first operation is in flight when the second one has failed.
+        # The loop claims the entries in order. So the first operation is in flight when the second operation has
+        # failed.
         served.submit(INODE, UNKNOWN_INODE)
         assert served.results(1) == [-errno.EBADF]
         served.ring.set_index(SUBMISSION_HEAD, 1)

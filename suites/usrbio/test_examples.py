@@ -28,7 +28,7 @@ EXAMPLES = ("availability", "create_read", "wrap", "exporter", "importer", "util
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The built examples by name. The compiler flags are those of pkg-config for the installed package."""
+    """The built examples by name. pkg-config of the installed package provides the compiler flags."""
     from pathlib import Path
 
     package = Path(gdrkit.__file__).parent / "usrbio"

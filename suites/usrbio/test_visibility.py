@@ -1,4 +1,4 @@
-"""hf3fs_wait_for_ios makes the bytes of a read visible to the GPU by a flush, but only if the GPU needs it."""
+"""hf3fs_wait_for_ios makes the bytes of a read visible to the GPU by a flush, but only if the GPU needs a flush."""
 
 from __future__ import annotations
 
