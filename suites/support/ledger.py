@@ -18,7 +18,7 @@ def calls(api: Api) -> dict[str, int]:
 
 
 def traffic(api: Api) -> dict[str, dict[str, int]]:
-    """Return the counters of each NIC: bytes and requests that it sent, and that it served for peers (``served_...``)."""
+    """Return the bytes and requests that each NIC sent, and (``served_...``) that each NIC served for peers."""
     return cast("dict[str, dict[str, int]]", _ledger(api)["traffic"])
 
 

@@ -80,7 +80,7 @@ class Worker:
         self._redirect(source, environment)
 
     def _redirect(self, source: Path, environment: Path) -> None:
-        """Replace the paths of the original environment and tree in the copied environment by the paths of the copies."""
+        """Replace the original paths of tree and environment by the paths of the copies, in the copied environment."""
         scripts = (self._environment / "bin").iterdir()
         links = self._environment.glob("lib/python*/site-packages/_editable*.py")
         paths = self._environment.glob("lib/python*/site-packages/*.pth")
