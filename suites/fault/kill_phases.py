@@ -111,7 +111,7 @@ class Processes:
         return writes
 
     def collect_writes(self) -> list[int]:
-        """Return the results of the submitted writes, and acknowledge those that completed."""
+        """Return the results of the submitted writes, and acknowledge the writes that completed."""
         self.client.start("wait", for_read=False, count=len(self.pending_writes))
         reply = self.client.reply()
         assert "errno" not in reply, reply

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# The owner or group -1 of fchown(2), which leaves the owner or group unchanged.
+# The value -1 as the owner or group of fchown(2). It leaves the owner or group unchanged.
 NO_ID = 0xFFFF_FFFF
 
 
@@ -30,7 +30,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "source").write_bytes(bytes(64 * KIB))
     (tmp_path / "source").chmod(0o644)
     (tmp_path / "folder").mkdir()
-    # The threads of the engine exist longer than a copy. So they are created here, not by the observed thread.
+    # The threads of the engine exist longer than a copy. So they are created here, and not by the thread whose system
+    # calls the case observes.
     gds.engine_for(gds.HOST)
     return tmp_path / "folder"
 

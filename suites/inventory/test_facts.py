@@ -84,8 +84,8 @@ def test_truncated_library_is_a_failure_with_advice(tmp_path: Path) -> None:
 
 
 def test_query_beyond_its_time_limit_is_a_failure(tmp_path: Path) -> None:
-    # Python imports sitecustomize before the query, which delays the query. A short limit alone would not suffice: on a
-    # busy machine, the result may arrive before this process begins to wait for it.
+    # Python imports this module before it makes the query, so the query is late. A short limit alone would not suffice:
+    # on a busy machine, the result may arrive before this process begins to wait for it.
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")
     facts = probe(environment={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout_s=0.1)
     assert facts.verbs_failure is not None

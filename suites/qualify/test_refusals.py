@@ -1,4 +1,4 @@
-"""Expected refusals: a profile can state that a registration is refused if a need is unmet, and with which errors.
+"""Expected refusals: a profile can state with which errors a registration is refused if a need is unmet.
 
 A case with such an unmet need runs nevertheless. It must end with exactly these errors, otherwise it fails. A child
 pytest runs the cases in CASES. Its facts describe a machine with Soft-RoCE, so that the profile `lab` fits. A fault

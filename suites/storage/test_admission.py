@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 # Number of operations of the honest client during an attack. The evidence for a release must come from a run with
-# 100,000.
+# 100,000 operations.
 OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
 SLOW_CONNECTIONS = 300
 BATCH_OPERATIONS, OPERATION_BYTES = 50, 4 * KIB
 NEW_NETWORK_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
-# This user may create the namespace, and its kernel has IPv6.
+# The need of cases in a new network namespace: this user may create it, and the kernel supports IPv6.
 NETWORK_NAMESPACE = host.program(
     *NEW_NETWORK_NAMESPACE, "sh", "-c", "ip -6 address add 2001:db8::1 dev lo && echo allowed"
 )
@@ -250,7 +250,7 @@ except (BrokenPipeError, ConnectionResetError):
 
 @needs(verbs.nic(), host.capability("CAP_SETUID"))
 def test_server_refuses_another_user_on_its_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Python closes a socket that the server forgets to close, but it then warns about it on standard error.
+    # If the server forgets to close a socket, Python closes the socket and prints a warning to standard error.
     monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
     with folder_for_all_users() as folder:
         path = folder / "socket"

@@ -34,7 +34,7 @@ __all__ = ["session"]
 
 
 def begin_session(service: Service, nic: Nic, *, replaces: str | None = None) -> StorageSession:
-    """Begin a session. The case itself sends and receives the bytes of its data connection."""
+    """Begin a session. The case itself sends and receives the bytes of the data connection."""
     address = ServerAddress.parse(service.address)
     session = StorageSession(
         lambda: address.connect(10),
@@ -181,7 +181,7 @@ def test_each_invalid_operation_gets_its_own_errno(service: Service, session: St
         Operation(8, handle, 0, MIB, 0, 0, 0, IoOpcode.WRITE, OperationFlag.CHECKSUM_GIVEN): errno.EMSGSIZE,
         Operation(9, handle, 0, 0, 0, 0, 0, IoOpcode.READ): 0,
         Operation(10, handle, MIB, 1, 0, 0, 0, IoOpcode.READ): 0,
-        # The largest offset in a file is that of loff_t, 2^63 - 1.
+        # The largest offset in a file is the largest loff_t, 2^63 - 1.
         Operation(11, handle, 1 << 63, 0, 0, 0, 0, IoOpcode.READ): errno.EINVAL,
         Operation(12, handle, 1 << 63, 1, 0, 0, 0, IoOpcode.WRITE): errno.EINVAL,
         Operation(13, handle, (1 << 63) - 1, 1, 0, 0, 0, IoOpcode.READ): errno.EINVAL,
@@ -222,7 +222,7 @@ def test_invalid_frame_ends_the_session(service: Service, session: StorageSessio
     control.close()
     if fault == "truncated":
         session.data.shutdown(1)
-    # The kernel resets the connection if the server closed it with unread bytes.
+    # The kernel resets the connection if the server closed it before it had read all bytes.
     with contextlib.suppress(ConnectionResetError):
         assert session.data.recv(1) == b""
     # The server closes the control connection after the data connection.

@@ -255,7 +255,7 @@ def test_connection_with_an_invalid_first_request_is_closed(service: Service) ->
     for invalid_bytes in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
         with address.connect(10) as connected_socket:
             connected_socket.sendall(invalid_bytes)
-            # The kernel resets the connection if the server closed it with unread bytes.
+            # The kernel resets the connection if the server closed it before it had read all bytes.
             with contextlib.suppress(ConnectionResetError):
                 assert connected_socket.recv(1) == b""
     connection = ControlConnection(address.connect(10))

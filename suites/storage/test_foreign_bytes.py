@@ -43,7 +43,7 @@ def test_invalid_frame_gets_no_result_and_ends_the_session(service: Service) -> 
             # Some vectors are incomplete frames. The server waits for the rest until the connection ends.
             if not select.select([data_socket], [], [], 2)[0]:
                 data_socket.shutdown(socket.SHUT_WR)
-            # The kernel resets the connection if the server closed it with unread bytes.
+            # The kernel resets the connection if the server closed it before it had read all bytes.
             with contextlib.suppress(ConnectionResetError):
                 assert data_socket.recv(1) == b"", name
 

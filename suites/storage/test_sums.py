@@ -66,7 +66,8 @@ def test_corrupt_chunk_fails_each_read_that_contains_it(service: Service, client
             with pytest.raises(ApiError) as error:
                 read(client, file, offset_bytes=offset, length_bytes=length)
             assert error.value.errno == errno.EIO
-        # A write of a part of the chunk would compute a valid checksum of the corrupt rest, so it fails too.
+        # A write of a part of the chunk fails too. Otherwise, the server would compute a valid checksum for the corrupt
+        # bytes.
         with pytest.raises(ApiError) as error:
             write(client, file, b"x", offset_bytes=5 * CHUNK_BYTES)
         assert error.value.errno == errno.EIO
@@ -90,7 +91,7 @@ def test_change_by_another_program_is_not_corruption(service: Service, client: S
             data[20_000:20_007] = b"changed"
         assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data
         assert client.statistics()["outside_changes"] == 1
-        # A write by the server computes new checksums. Before that, it detects a change by another program.
+        # Before the server computes new checksums for a write, it detects the change by another program.
         write(client, file, b"again", offset_bytes=20_000)
         data[20_000:20_005] = b"again"
         assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data

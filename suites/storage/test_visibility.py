@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-# Prints, after each step, how often the process has flushed since the client was opened and the memory registered.
+# This program prints for each step how often the process has flushed since the memory was registered.
 PROGRAM = """
 import json, sys
 from pathlib import Path

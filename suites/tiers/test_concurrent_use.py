@@ -27,7 +27,8 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from gdrkit.tiers import Configuration
 
-# A record is a version and its bitwise inverse. If the two do not match, the read has torn the record.
+# A record is a version and its bitwise inverse. If they do not match, the read returned parts of two versions (a torn
+# record).
 RECORD = struct.Struct("=QQ")
 FILE_BYTES = 512 * KIB
 MOVE_COUNT = 24

@@ -141,7 +141,8 @@ def test_dropped_reports_are_noticed(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     with OpenReports() as reports:
         reports.add_file_system(folder)
-        # Children have different process ids, so that the kernel merges no reports.
+        # The kernel merges reports with one process id. Each child has a process id of its own, so no reports are
+        # merged.
         for _ in range(limit // len(paths) + 2):
             child = os.fork()
             if child == 0:

@@ -84,7 +84,7 @@ def test_key_with_a_flipped_bit_is_refused(nic: Nic, flipped_bits: int) -> None:
         nic.register_host(bytearray(b"\xa5" * KIB)) as local,
         nic.register_host(remote_bytes) as target_region,
     ):
-        # The changed key must not happen to be the key of the local region.
+        # The changed key must differ from the key of the local region.
         wrong_remote = replace(target_region.remote(), rkey=target_region.rkey ^ flipped_bits)
         assert wrong_remote.rkey not in {local.rkey, target_region.rkey}
         requester.post_write(local, wrong_remote, work_id=1)
