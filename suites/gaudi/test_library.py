@@ -34,8 +34,8 @@ except ApiError as error:
 ALLOCATE_EXPRESSION = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
 
 # The source of a minimal hl-thunk with one device. With -DOLD, the library has the allocation function of 2021, without
-# a page size, and a call of that function crashes. The library exports no function that is newer than 2021, so gdrkit
-# cannot detect the newer signature.
+# a page size, and a call of that function crashes. The library never exports the newer function by which gdrkit
+# recognizes the new signature.
 LIBRARY_SOURCE = """
 #include <stdint.h>
 #include <stdbool.h>

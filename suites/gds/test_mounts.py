@@ -37,5 +37,5 @@ def test_file_is_read_into_every_device_with_its_route(
                 with gds.File(path) as file:
                     result = file.read_into(memory)
                 pattern.check(memory.read(), seed=seed)
-            why = result.why_not_direct or None
-            evidence.file(device=device, mount=mount.mount_point, way=result.route, fell_back=why)
+            why_not_direct = result.why_not_direct or None
+            evidence.file(device=device, mount=mount.mount_point, way=result.route, fell_back=why_not_direct)

@@ -207,10 +207,10 @@ def imports_outside_seams(root: Path) -> Iterator[str]:
 def stand_in_words(root: Path) -> Iterator[str]:
     """Yield words such as mock and simulated in the product."""
     for path in sorted((root / "gdrkit").rglob("*.py")):
-        where = path.relative_to(root).as_posix()
-        if where != SUBSTRATE_FILE:
+        relative_path = path.relative_to(root).as_posix()
+        if relative_path != SUBSTRATE_FILE:
             for number, line in enumerate(path.read_text().splitlines(), start=1):
-                yield from (f"{where}:{number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line))
+                yield from (f"{relative_path}:{number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line))
 
 
 def replaced_functions(root: Path) -> Iterator[str]:
@@ -362,11 +362,11 @@ def unfinished_work(root: Path) -> Iterator[str]:
     """Yield the notes about unfinished work in the sources."""
     generated = ("build/", "reports/runs/")
     for path in sorted(root.rglob("*")):
-        where = path.relative_to(root).as_posix()
-        if path.suffix not in _SUFFIXES or where.startswith((".", *generated)):
+        relative_path = path.relative_to(root).as_posix()
+        if path.suffix not in _SUFFIXES or relative_path.startswith((".", *generated)):
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            yield from (f"{where}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
+            yield from (f"{relative_path}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
 
 
 def machine_paths(root: Path) -> Iterator[str]:

@@ -158,9 +158,9 @@ def _lines(root: Path) -> Iterator[tuple[str, str]]:
     for part in REWRITTEN:
         start = root / part
         for path in sorted(start.rglob("*")) if start.is_dir() else [start]:
-            where = path.relative_to(root).as_posix()
-            if where == "suites/meta/language.py" or where.startswith(_INSTALLED):
+            relative_path = path.relative_to(root).as_posix()
+            if relative_path == "suites/meta/language.py" or relative_path.startswith(_INSTALLED):
                 continue
             if path.suffix in _SUFFIXES and path.is_file():
                 for number, line in enumerate(path.read_text().splitlines(), start=1):
-                    yield f"{where}:{number}", line
+                    yield f"{relative_path}:{number}", line

@@ -97,33 +97,33 @@ def test_dnf_may_update_within_the_release_only() -> None:
 
 
 def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
-    called = tmp_path / "called"
+    calls_file = tmp_path / "called"
     write_program(tmp_path, "ofed_info", "")
-    write_program(tmp_path, "apt-get", f"echo >{called}")
+    write_program(tmp_path, "apt-get", f"echo >{calls_file}")
     result = install_with(tmp_path)
-    assert (result.returncode, called.exists()) == (3, False)
+    assert (result.returncode, calls_file.exists()) == (3, False)
     assert "ofed_info is installed" in result.stdout
 
 
 def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> None:
-    called = tmp_path / "called"
+    calls_file = tmp_path / "called"
     # The RDMA libraries, if this machine has any, come from the distribution.
     write_program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
-    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{called};; esac')
+    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{calls_file};; esac')
     result = install_with(tmp_path)
-    assert (result.returncode, called.exists()) == (3, False)
+    assert (result.returncode, calls_file.exists()) == (3, False)
     if os.geteuid() == 0:
         assert FOREIGN.removeprefix("Inst ") in result.stdout
 
 
 def test_apt_waits_for_the_lock_of_another_apt(tmp_path: Path) -> None:
-    called = tmp_path / "called"
+    calls_file = tmp_path / "called"
     write_program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
-    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{ADDED}";; *) echo "$*" >{called};; esac')
+    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{ADDED}";; *) echo "$*" >{calls_file};; esac')
     result = install_with(tmp_path)
     # Other users get the command and install nothing.
     assert result.returncode == (0 if os.geteuid() == 0 else 3), result.stdout
-    assert os.geteuid() != 0 or "DPkg::Lock::Timeout=600" in called.read_text()
+    assert os.geteuid() != 0 or "DPkg::Lock::Timeout=600" in calls_file.read_text()
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_machine_without_manager_is_told_what_to_install(tmp_path: Path, distrib
 
 @pytest.mark.parametrize(("update", "code"), [("glibc", 0), ("libibverbs", 3)])
 def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, code: int) -> None:
-    called = tmp_path / "called"
+    calls_file = tmp_path / "called"
     rows = DNF_OUTPUT.replace("\n", "\\n") if update == "libibverbs" else DNF_ADDITION.replace("\n", "\\n")
     write_program(tmp_path, "rpm", "echo libibverbs 51.0-1 Rocky Enterprise Software Foundation")
     write_program(
-        tmp_path, "dnf", f'case "$*" in *--assumeno*) printf \'{rows}\'; exit 1;; *) echo "$*" >{called};; esac'
+        tmp_path, "dnf", f'case "$*" in *--assumeno*) printf \'{rows}\'; exit 1;; *) echo "$*" >{calls_file};; esac'
     )
     result = install_with(tmp_path, "rocky")
     if os.geteuid() != 0:
@@ -158,11 +158,11 @@ def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, co
         return
     assert result.returncode == code, result.stdout
     if code:
-        assert not called.exists()
+        assert not calls_file.exists()
         assert "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos" in result.stdout
     else:
         assert "dnf updates, within this release: glibc\ndnf installs: xfsprogs glibc\n" in result.stdout
-        assert called.read_text() == "install -y --setopt=install_weak_deps=False xfsprogs gcc-c++ -q\n"
+        assert calls_file.read_text() == "install -y --setopt=install_weak_deps=False xfsprogs gcc-c++ -q\n"
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def test_verbs_twin_exports_the_imports_of_its_clients() -> None:
     clients = verbs_clients()
     assert clients
     command = ["readelf", "--wide", "--dyn-syms", *map(str, clients)]
-    imported = set(IMPORTED.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    assert len(imported) > 50
-    assert imported - contract_symbols("ibverbs.symbols") - private_verbs_symbols() == set()
+    imported_names = set(IMPORTED.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    assert len(imported_names) > 50
+    assert imported_names - contract_symbols("ibverbs.symbols") - private_verbs_symbols() == set()
 
 
 def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
@@ -58,8 +58,8 @@ def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
     assert bindings is not None
     assert bindings.origin is not None
     (module,) = Path(bindings.origin).parent.glob("_internal/driver.*.so")
-    requested = {name.decode() for name in CUDA_NAME.findall(module.read_bytes())}
-    assert requested - FOUND_BY_DLSYM == contract_symbols("cuda.symbols")
+    requested_names = {name.decode() for name in CUDA_NAME.findall(module.read_bytes())}
+    assert requested_names - FOUND_BY_DLSYM == contract_symbols("cuda.symbols")
 
 
 # gdrkit/gaudi/_hlthunk.py, the only file that loads hl-thunk, has a table of the functions that it uses, by name.
@@ -68,9 +68,13 @@ HLTHUNK_NAME = re.compile(r'^    "(hlthunk_\w+)": \(', re.MULTILINE)
 
 def test_hlthunk_twin_exports_the_functions_of_the_seam() -> None:
     seam = (CONTRACTS.parents[2] / "gdrkit" / "gaudi" / "_hlthunk.py").read_text()
-    requested = {*HLTHUNK_NAME.findall(seam), "hlthunk_device_memory_alloc", "hlthunk_get_dev_memalloc_page_orders"}
-    assert len(requested) > 12
-    assert requested - contract_symbols("hlthunk.conventions") == set()
+    requested_names = {
+        *HLTHUNK_NAME.findall(seam),
+        "hlthunk_device_memory_alloc",
+        "hlthunk_get_dev_memalloc_page_orders",
+    }
+    assert len(requested_names) > 12
+    assert requested_names - contract_symbols("hlthunk.conventions") == set()
 
 
 def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
@@ -78,9 +82,9 @@ def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
     assert bindings is not None
     assert bindings.origin is not None
     (module,) = Path(bindings.origin).parent.glob("_internal/cufile.*.so")
-    requested = {name.decode() for name in CUFILE_NAME.findall(module.read_bytes())}
-    assert requested == contract_symbols("cufile.symbols")
-    assert requested <= contract_symbols("cufile.conventions")
+    requested_names = {name.decode() for name in CUFILE_NAME.findall(module.read_bytes())}
+    assert requested_names == contract_symbols("cufile.symbols")
+    assert requested_names <= contract_symbols("cufile.conventions")
 
 
 def test_every_symbol_has_a_convention() -> None:

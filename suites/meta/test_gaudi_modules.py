@@ -58,23 +58,23 @@ def mentions() -> dict[str, int]:
     root = PROJECT_ROOT / "gdrkit"
     counts = {}
     for path in sorted(root.rglob("*.py")):
-        where = path.relative_to(root).as_posix()
+        file = path.relative_to(root).as_posix()
         count = sum(bool(WORDS.search(line)) for line in path.read_text().splitlines())
-        if count and not where.startswith("gaudi/"):
-            counts[where] = count
+        if count and not file.startswith("gaudi/"):
+            counts[file] = count
     return counts
 
 
 def test_only_listed_modules_mention_gaudi() -> None:
     counts = mentions()
     assert counts.keys() == ALLOWED.keys()
-    more = {where: count for where, count in counts.items() if count > ALLOWED[where][0]}
+    more = {file: count for file, count in counts.items() if count > ALLOWED[file][0]}
     assert not more
 
 
 @pytest.mark.parametrize("module", VENDOR_INDEPENDENT)
 def test_memory_transport_does_not_mention_gaudi(module: str) -> None:
-    assert not [where for where in mentions() if where == module or where.startswith(f"{module}/")]
+    assert not [file for file in mentions() if file == module or file.startswith(f"{module}/")]
 
 
 def test_native_parts_do_not_mention_gaudi() -> None:
@@ -86,4 +86,4 @@ def test_native_parts_do_not_mention_gaudi() -> None:
 def test_document_shows_the_list() -> None:
     text = DOCUMENT.read_text()
     rows = dict(re.findall(r"^\| `gdrkit/([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
-    assert rows == {where: purpose for where, (_, purpose) in ALLOWED.items()}
+    assert rows == {file: purpose for file, (_, purpose) in ALLOWED.items()}

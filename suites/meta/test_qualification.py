@@ -27,5 +27,5 @@ FOLDERS = {
 
 
 def test_every_transfer_folder_is_in_a_qualification() -> None:
-    listed = re.findall(r"^- `(\w+)/\S+::\S+`$", (SUITES / "README.md").read_text(), re.MULTILINE)
-    assert FOLDERS - set(listed) == set()
+    listed_folders = re.findall(r"^- `(\w+)/\S+::\S+`$", (SUITES / "README.md").read_text(), re.MULTILINE)
+    assert FOLDERS - set(listed_folders) == set()

@@ -103,11 +103,11 @@ def test_page_of_errors_has_every_class_and_reason() -> None:
 
 
 def test_every_guide_is_in_the_navigation() -> None:
-    listed = {name for names in stage.navigation().values() for name in names}
+    listed_pages = {name for names in stage.navigation().values() for name in names}
     documents = {path.relative_to(ROOT).as_posix() for path in guides() if path.parent == ROOT / "docs"}
     documents |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "tutorial").glob("*.md")}
-    assert documents - {"docs/README.md"} - listed == set()
-    assert [name for name in listed if not (ROOT / name).is_file() and "/reference/" not in name] == []
+    assert documents - {"docs/README.md"} - listed_pages == set()
+    assert [name for name in listed_pages if not (ROOT / name).is_file() and "/reference/" not in name] == []
 
 
 def test_link_of_a_document_leads_to_a_file() -> None:

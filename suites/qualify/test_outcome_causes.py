@@ -27,8 +27,8 @@ CAUSES_MAX = 5
 
 
 def fallback_record(index: int) -> Record:
-    claimed = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
-    return record_of(routes=(claimed,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
+    claimed_route = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
+    return record_of(routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
 
 
 def missed_record(need: str) -> Record:

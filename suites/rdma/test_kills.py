@@ -60,8 +60,8 @@ class Pair:
 
         Require that the other processes then end by themselves and without an error.
         """
-        alive = self.processes()
-        victim = rng.choice(alive)
+        running_ids = self.processes()
+        victim = rng.choice(running_ids)
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: not self.processes(), "the end of a pair whose process was killed", timeout_s=END_S)
         assert self._process.wait() in {0, -signal.SIGKILL}

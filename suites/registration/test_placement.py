@@ -95,8 +95,8 @@ with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() 
                 with peer_queue_pair(nic, peer) as peer_pair:
                     peer_pair.write(remote, seed=step).expect(Status.SUCCESS)
                 used.append(nic.name)
-        served = {name: row[key] - before[name][key] for name, row in traffic(Api.VERBS).items()}
-    print(json.dumps({"nics": list(manager.state.nics), "used": used, "served": served}))
+        served_bytes = {name: row[key] - before[name][key] for name, row in traffic(Api.VERBS).items()}
+    print(json.dumps({"nics": list(manager.state.nics), "used": used, "served": served_bytes}))
 """
 
 

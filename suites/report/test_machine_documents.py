@@ -97,9 +97,9 @@ ODD_TEXT = 'a "quoted" \\ name\x01\n{x="1"} 7'
 
 def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     nic = dataclasses.replace(NIC, name='mlx5"0\\')
-    claimed = ClaimedRoute(0, nic.name, 'way"')
+    claimed_route = ClaimedRoute(0, nic.name, 'way"')
     record = record_of(
-        case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed,)
+        case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed_route,)
     )
     folder = RunFolder(write_run(tmp_path, facts_of(rdma=[nic]), [record], host=ODD_TEXT))
     run = dataclasses.replace(folder.read_run(), profile=ODD_TEXT, commit='"', version="\\")

@@ -91,10 +91,10 @@ def test_export_without_cuda_fails_with_enotsup() -> None:
 def test_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
     """Finding 2: an exported handle contained only metadata, and no process could open it."""
     with device.allocate(64 * KIB) as memory:
-        imported = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
-        imported.write(seed=seed)
-        imported.check(seed=seed)
-        imported.close()
+        imported_memory = peer.device().open_ipc(export_gdr(memory)[:64], length_bytes=64 * KIB)
+        imported_memory.write(seed=seed)
+        imported_memory.check(seed=seed)
+        imported_memory.close()
 
 
 @IPC

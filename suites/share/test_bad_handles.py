@@ -56,8 +56,11 @@ def device(device: Device) -> Device:
 def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
     with message_from_peer(peer_memory, ShareKind.IPC) as message:
-        altered = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
-    for error in (raised_error(device_of, altered.handle), raised_error(import_memory, device, altered)):
+        altered_message = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
+    for error in (
+        raised_error(device_of, altered_message.handle),
+        raised_error(import_memory, device, altered_message),
+    ):
         assert type(error) is UsageError
         assert error.reason is Reason.NO_DEVICE
     peer_memory.close()
@@ -76,8 +79,8 @@ def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None
 def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Peer) -> None:
     with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
-        altered = HandleMessage(replace(message.handle, owner=owner).pack())
-    assert raised_error(import_memory, device, altered).reason is Reason.PEER_GONE
+        altered_message = HandleMessage(replace(message.handle, owner=owner).pack())
+    assert raised_error(import_memory, device, altered_message).reason is Reason.PEER_GONE
 
 
 @DMABUF
@@ -102,8 +105,8 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
     """The case runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
     with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
-        altered = HandleMessage(replace(message.handle, ipc=with_flipped_bit(message.handle.ipc, 100)).pack())
-    error = raised_error(import_memory, device, altered)
+        altered_message = HandleMessage(replace(message.handle, ipc=with_flipped_bit(message.handle.ipc, 100)).pack())
+    error = raised_error(import_memory, device, altered_message)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
@@ -111,8 +114,8 @@ def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -
 @IPC
 def test_handle_with_a_wrong_size_is_refused(device: Device, peer: Peer) -> None:
     with message_from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
-        altered = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
-    assert raised_error(import_memory, device, altered).reason is Reason.MALFORMED
+        altered_message = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
+    assert raised_error(import_memory, device, altered_message).reason is Reason.MALFORMED
 
 
 @IPC
@@ -130,14 +133,17 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
     peer_memory = peer.device().allocate(64 * KIB)
     with message_from_peer(peer_memory, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
         file.truncate(message.handle.allocation_bytes)
-        with HandleMessage(message.data, [os.dup(file.fileno())]) as altered, import_dmabuf(altered) as dmabuf:
+        with (
+            HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message,
+            import_dmabuf(altered_message) as dmabuf,
+        ):
             # Only the kernel can check whether a descriptor is a dma-buf. The check is in the registration with a NIC.
             error = raised_error(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
         file.truncate(1)
-        with HandleMessage(message.data, [os.dup(file.fileno())]) as altered:
-            assert raised_error(import_dmabuf, altered).reason is Reason.MALFORMED
+        with HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message:
+            assert raised_error(import_dmabuf, altered_message).reason is Reason.MALFORMED
         chunk = replace(
             message.handle,
             kind=ShareKind.VMM,
@@ -147,8 +153,8 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
             offset_bytes=0,
         )
         file.truncate(2 * MIB)
-        with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as altered:
-            error = raised_error(import_memory, device, altered)
+        with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as altered_message:
+            error = raised_error(import_memory, device, altered_message)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
     peer_memory.close()
@@ -176,8 +182,8 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
         export_memory(memory, kind=ShareKind.VMM) as message,
     ):
         larger = replace(message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
-        with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as altered:
-            assert isinstance(raised_error(import_memory, device, altered), ApiError)
+        with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as altered_message:
+            assert isinstance(raised_error(import_memory, device, altered_message), ApiError)
         fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as raised:
             HandleMessage(message.data, fds)

@@ -33,12 +33,12 @@ INVALID_VALUE = 1
 def test_ipc_handle_maps_the_same_memory(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as memory:
         memory.write(pattern.payload(MIB, seed=seed))
-        imported = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=MIB)
-        imported.check(seed=seed)
-        imported.write(seed=seed + 1, offset_bytes=4095, length_bytes=8193)
+        imported_memory = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=MIB)
+        imported_memory.check(seed=seed)
+        imported_memory.write(seed=seed + 1, offset_bytes=4095, length_bytes=8193)
         pattern.check(memory.read(offset_bytes=4095, length_bytes=8193), seed=seed + 1)
         pattern.check(memory.read(length_bytes=4095), seed=seed)
-        imported.close()
+        imported_memory.close()
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc)
@@ -58,8 +58,8 @@ def test_vmm_memory_has_no_ipc_handle(device: Device) -> None:
 @needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.dmabuf_export)
 def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer: Peer) -> None:
     owner = peer.device().allocate(MIB)
-    with cuda.open_handle(device, owner.export_ipc()) as imported, pytest.raises(Unsupported) as raised:
-        imported.export_dmabuf()
+    with cuda.open_handle(device, owner.export_ipc()) as imported_memory, pytest.raises(Unsupported) as raised:
+        imported_memory.export_dmabuf()
     assert raised.value.status == INVALID_VALUE
     assert "the process that allocated it" in raised.value.what_to_do
     owner.close()
@@ -72,14 +72,14 @@ def test_vmm_descriptors_map_the_same_memory(device: Device, peer: Peer, seed: i
         memory.write(pattern.payload(4 * MIB, seed=seed))
         descriptors = [memory.export_shareable(index) for index in range(memory.chunk_count)]
         try:
-            imported = peer.device().import_vmm(descriptors, chunk_bytes=memory.chunk_bytes)
+            imported_memory = peer.device().import_vmm(descriptors, chunk_bytes=memory.chunk_bytes)
         finally:
             for fd in descriptors:
                 os.close(fd)
-        imported.check(seed=seed)
-        imported.write(seed=seed + 1, offset_bytes=2 * MIB - 5, length_bytes=10)
+        imported_memory.check(seed=seed)
+        imported_memory.write(seed=seed + 1, offset_bytes=2 * MIB - 5, length_bytes=10)
         pattern.check(memory.read(offset_bytes=2 * MIB - 5, length_bytes=10), seed=seed + 1)
-        imported.close()
+        imported_memory.close()
 
 
 @DMABUF
@@ -94,9 +94,12 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
         nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as source,
     ):
         # In the peer, the memory has another address. The peer registers the dma-buf of the owner with that address.
-        imported = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
+        imported_memory = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
         region = peer.nic.register_dmabuf(
-            dmabuf.fd, offset_bytes=dmabuf.offset_bytes, length_bytes=dmabuf.length_bytes, address=imported.address
+            dmabuf.fd,
+            offset_bytes=dmabuf.offset_bytes,
+            length_bytes=dmabuf.length_bytes,
+            address=imported_memory.address,
         )
         peer_pair = peer.queue_pair()
         peer_pair.join(local_pair)
@@ -104,4 +107,4 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
         local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
         region.close()
-        imported.close()
+        imported_memory.close()

@@ -43,13 +43,13 @@ def test_ipc_import_of_interior_memory_has_the_right_offset(
         handle = ShareHandle.parse(message.data)
         evidence["allocation_bytes"] = handle.allocation_bytes
         assert (handle.offset_bytes, handle.length_bytes) == (offset_bytes, 64 * KIB)
-        imported = import_in_peer(peer.device(), message)
-        assert imported.length_bytes == 64 * KIB
-        imported.check(seed=seed, stream_offset_bytes=offset_bytes)
-        imported.write(seed=seed + 1, length_bytes=100)
+        imported_memory = import_in_peer(peer.device(), message)
+        assert imported_memory.length_bytes == 64 * KIB
+        imported_memory.check(seed=seed, stream_offset_bytes=offset_bytes)
+        imported_memory.write(seed=seed + 1, length_bytes=100)
         pattern.check(allocation.read(offset_bytes=offset_bytes, length_bytes=100), seed=seed + 1)
         pattern.check(allocation.read(length_bytes=offset_bytes), seed=seed)
-        imported.close()
+        imported_memory.close()
 
 
 @IPC
@@ -90,11 +90,11 @@ def test_export_contains_only_the_chunks_of_the_range(
         memory.write(pattern.payload(6 * MIB, seed=seed))
         with export_memory(memory, kind=ShareKind.VMM, offset_bytes=offset_bytes, length_bytes=length_bytes) as message:
             assert len(message.descriptors) == chunks_count
-            imported = import_in_peer(peer.device(), message)
-        imported.check(seed=seed, stream_offset_bytes=offset_bytes)
-        imported.write(seed=seed + 1, length_bytes=8)
+            imported_memory = import_in_peer(peer.device(), message)
+        imported_memory.check(seed=seed, stream_offset_bytes=offset_bytes)
+        imported_memory.write(seed=seed + 1, length_bytes=8)
         pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=8), seed=seed + 1)
-        imported.close()
+        imported_memory.close()
 
 
 @pytest.mark.qualify
@@ -127,8 +127,8 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         memory.write(pattern.payload(MIB, seed=seed))
         data = export_gdr(memory)
         assert (len(data), data[64:72], data[72:]) == (80, MIB.to_bytes(8, "little"), bytes(8))
-        imported = peer.request("share.import_gdr", device=peer.device().number, handle=data.hex())
-        contents = peer.request("cuda.contents", memory=imported["handle"], offset_bytes=0, length_bytes=4096)
+        imported_memory = peer.request("share.import_gdr", device=peer.device().number, handle=data.hex())
+        contents = peer.request("cuda.contents", memory=imported_memory["handle"], offset_bytes=0, length_bytes=4096)
         pattern.check(bytes.fromhex(contents), seed=seed)
         with (
             cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior,
@@ -136,7 +136,7 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         ):
             export_gdr(interior)
         assert "export_memory" in raised.value.what_to_do
-        peer.request("close", number=imported["handle"])
+        peer.request("close", number=imported_memory["handle"])
 
 
 @IPC

@@ -190,7 +190,7 @@ def test_each_invalid_operation_gets_its_own_errno(service: Service, session: St
     }
     transfers = Transfers(session.data, outstanding_max=100)
     results = transfers.run(list(expected), timeout_s=20)
-    assert [-each.result for each in results] == list(expected.values())
+    assert [-result.result for result in results] == list(expected.values())
 
 
 @needs(verbs.nic())

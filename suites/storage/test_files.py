@@ -48,7 +48,7 @@ def test_requests_create_change_and_remove_files(service: Service, client: Stora
     assert client.request(messages.HardLink("a/one", "a/two"), messages.FileStat).links == 2
     client.request(messages.Symlink("a/three", "../somewhere"), messages.FileStat)
     assert client.request(messages.Readlink("a/three"), messages.ReadlinkReply).target == "../somewhere"
-    assert [each.name for each in client.list_folder("a")] == ["one", "three", "two"]
+    assert [entry.name for entry in client.list_folder("a")] == ["one", "three", "two"]
     client.request(messages.Rename("a/two", "b"), messages.Done)
     assert refused_errno(client, messages.Rename("b", "a/one", exclusive=True)) == errno.EEXIST
     client.request(messages.Rename("b", "a", exchange=True), messages.Done)
@@ -63,7 +63,7 @@ def test_requests_create_change_and_remove_files(service: Service, client: Stora
     client.request(messages.Rmdir("b"), messages.Done)
     assert client.list_folder() == ()
     assert client.request(messages.Statfs(), messages.StatfsReply).blocks > 0
-    assert not [each for each in (service.root / ".gdrkit" / "sums").rglob("*") if each.is_file()]
+    assert not [path for path in (service.root / ".gdrkit" / "sums").rglob("*") if path.is_file()]
 
 
 @needs(verbs.nic())
@@ -71,7 +71,7 @@ def test_large_folder_is_listed_completely(service: Service, client: StorageClie
     names = sorted([f"{'long-name' * 12}-{index:04}".encode() for index in range(700)] + [b"\xff\xfe not utf-8"])
     for name in names:
         (service.root / os.fsdecode(name)).touch()
-    assert [os.fsencode(each.name) for each in client.list_folder()] == names
+    assert [os.fsencode(entry.name) for entry in client.list_folder()] == names
     assert client.stat(os.fsdecode(b"\xff\xfe not utf-8")).size_bytes == 0
 
 
@@ -81,7 +81,7 @@ def test_folder_of_names_with_long_escapes_is_listed(service: Service, client: S
     names = sorted(f"{index:02}{chr(0x1F600) * 62}" for index in range(90))
     for name in names:
         (service.root / name).touch()
-    assert [each.name for each in client.list_folder()] == names
+    assert [entry.name for entry in client.list_folder()] == names
 
 
 @needs(verbs.nic())
@@ -91,9 +91,9 @@ def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
         (service.root / "3fs-virt" / "file").touch()
         (service.root / "folder" / "3fs-virt").mkdir(parents=True)
         for path in ("", ".", "./", "./."):
-            assert [each.name for each in client.list_folder(path)] == ["folder"]
+            assert [entry.name for entry in client.list_folder(path)] == ["folder"]
         # These names are hidden only in the root of the store.
-        assert [each.name for each in client.list_folder("folder")] == ["3fs-virt"]
+        assert [entry.name for entry in client.list_folder("folder")] == ["3fs-virt"]
         for path in ("3fs-virt", "./3fs-virt", "3fs-virt/file", ".gdrkit", ".gdrkit/token"):
             assert refused_errno(client, messages.Stat(path)) == errno.ENOENT
             assert refused_errno(client, messages.Open(path)) == errno.ENOENT
@@ -129,7 +129,7 @@ def test_lone_surrogate_fails_with_an_errno(service: Service, client: StorageCli
         assert refused_errno(client, request) == errno.EINVAL
     # The session continues. A pair of surrogates in JSON is a valid character.
     client.open("\U0001f600", write=True, create=True).close()
-    assert [each.name for each in client.list_folder()] == ["\U0001f600"]
+    assert [entry.name for entry in client.list_folder()] == ["\U0001f600"]
     assert "Traceback" not in service.log_text()
 
 
@@ -190,7 +190,7 @@ def test_paths_out_of_the_store_are_refused(service: Service, client: StorageCli
     os.mkfifo(service.root / "fifo")
     assert refused_errno(client, messages.Open("fifo")) == errno.EINVAL
     assert refused_errno(client, messages.Open("fifo", write=True)) == errno.EINVAL
-    assert [each.name for each in client.list_folder()] == ["fifo", "file", "out", "own"]
+    assert [entry.name for entry in client.list_folder()] == ["fifo", "file", "out", "own"]
 
 
 @needs(verbs.nic())
@@ -304,4 +304,4 @@ def settled_descriptor_counts(service: Service) -> Counter[str]:
 
 def count_descriptors(service: Service) -> Counter[str]:
     """Count the open descriptors of the server by type, such as socket or pipe."""
-    return Counter(each.partition(":")[0] for each in service.descriptors())
+    return Counter(descriptor.partition(":")[0] for descriptor in service.descriptors())

@@ -232,7 +232,7 @@ def test_adopt_over_tcp_is_ebadf(service: Service, client: StorageClient) -> Non
     # The request Adopt needs exactly one descriptor, and TCP cannot transport descriptors.
     assert refused_errno(client, messages.Adopt()) == errno.EBADF
     assert client.list_folder() == ()
-    assert [each.name for each in service.root.iterdir()] == [".gdrkit"]
+    assert [entry.name for entry in service.root.iterdir()] == [".gdrkit"]
 
 
 def test_error_reply_names_the_cause(client: StorageClient) -> None:

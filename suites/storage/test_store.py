@@ -243,12 +243,12 @@ def test_full_reply_is_the_last_if_no_entry_is_left(store: FileStore, root: Path
     for name in names:
         (root / name).touch()
     reply = store.list("", None)
-    assert ([each.name for each in reply.entries], reply.more) == (names, False)
+    assert ([entry.name for entry in reply.entries], reply.more) == (names, False)
     (root / f"{504:046}").touch()
     reply = store.list("", None)
-    assert ([each.name for each in reply.entries], reply.more) == (names, True)
+    assert ([entry.name for entry in reply.entries], reply.more) == (names, True)
     reply = store.list("", names[-1])
-    assert ([each.name for each in reply.entries], reply.more) == ([f"{504:046}"], False)
+    assert ([entry.name for entry in reply.entries], reply.more) == ([f"{504:046}"], False)
 
 
 def test_entries_of_a_folder_have_inode_and_type(store: FileStore, root: Path) -> None:
@@ -268,8 +268,8 @@ def test_reserved_names_are_hidden_only_in_the_root(store: FileStore, root: Path
         (root / "folder" / name).mkdir(parents=True)
         assert errno_of(partial(store.stat, name)) == errno.ENOENT
         assert stat.S_ISDIR(store.stat(f"folder/{name}").mode)
-    assert [each.name for each in store.list("", None).entries] == ["folder"]
-    assert [each.name for each in store.list("folder", None).entries] == [".gdrkit", "3fs-virt"]
+    assert [entry.name for entry in store.list("", None).entries] == ["folder"]
+    assert [entry.name for entry in store.list("folder", None).entries] == [".gdrkit", "3fs-virt"]
 
 
 @pytest.mark.parametrize("path", ["/file", "..", "../file", "folder/..", "folder/../file", "/"])

@@ -128,19 +128,19 @@ def _nic(index: int, count: int) -> RdmaDevice:
 def _route_record(device: int, nic: str, outcome: int) -> Record:
     """Return a record about a registration route with one of four outcomes: pass, unproven, fallback, failure."""
     case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
-    claimed = proven_route(device, nic)
+    claimed_route = proven_route(device, nic)
     if outcome == 0:
-        return record_of(case=case, routes=(claimed,), substrate=HARDWARE)
+        return record_of(case=case, routes=(claimed_route,), substrate=HARDWARE)
     if outcome == 1:
         reason = CaseReason("the port's counter did not move")
-        return record_of(Verdict.UNPROVEN, case=case, routes=(claimed,), substrate=HARDWARE, reasons=(reason,))
+        return record_of(Verdict.UNPROVEN, case=case, routes=(claimed_route,), substrate=HARDWARE, reasons=(reason,))
     if outcome == 2:
         fallback = dataclasses.replace(
-            claimed, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
+            claimed_route, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
         )
         return record_of(case=case, routes=(fallback,), substrate=HARDWARE)
     error = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
     reason = CaseReason(f"{error}. To do: update the driver of the NIC")
     return record_of(
-        Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed,), evidence={"traceback": "line 1\nline 2"}
+        Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed_route,), evidence={"traceback": "line 1\nline 2"}
     )

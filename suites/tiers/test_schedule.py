@@ -77,44 +77,44 @@ def test_invalid_quiet_hours_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("rate_bytes_per_s", [64 * KIB, 1_000_000, 100 * MIB, 10_000 * MIB])
 def test_rate_limit_holds_and_pauses_are_short(rate_bytes_per_s: int) -> None:
-    fake = FakeTime()
-    pace = Pace(rate_bytes_per_s, wait=fake.wait, clock=fake.clock)
+    fake_time = FakeTime()
+    pace = Pace(rate_bytes_per_s, wait=fake_time.wait, clock=fake_time.clock)
     count = 50
     for _ in range(count):
         pace.spend(pace.chunk_bytes)
     # The first chunk passes without a wait.
-    assert fake.now_s - 1000.0 == pytest.approx((count - 1) * pace.chunk_bytes / rate_bytes_per_s)
-    assert max(fake.pauses_s) <= 0.1
+    assert fake_time.now_s - 1000.0 == pytest.approx((count - 1) * pace.chunk_bytes / rate_bytes_per_s)
+    assert max(fake_time.pauses_s) <= 0.1
     assert pace.chunk_bytes % (4 * KIB) == 0
     assert 0 < pace.chunk_bytes <= 4 * MIB
 
 
 def test_idle_time_gives_no_burst() -> None:
-    fake = FakeTime()
-    pace = Pace(MIB, wait=fake.wait, clock=fake.clock)
+    fake_time = FakeTime()
+    pace = Pace(MIB, wait=fake_time.wait, clock=fake_time.clock)
     pace.spend(64 * KIB)
-    fake.now_s += 3600
+    fake_time.now_s += 3600
     for _ in range(2):
         pace.spend(64 * KIB)
-    assert fake.pauses_s == [pytest.approx(1 / 16)]
+    assert fake_time.pauses_s == [pytest.approx(1 / 16)]
 
 
 def test_run_without_rate_limit_never_waits() -> None:
-    fake = FakeTime()
-    pace = Pace(None, wait=fake.wait, clock=fake.clock)
+    fake_time = FakeTime()
+    pace = Pace(None, wait=fake_time.wait, clock=fake_time.clock)
     pace.spend(1 << 40)
     pace.spend(1 << 40)
-    assert (fake.pauses_s, pace.chunk_bytes) == ([], 4 * MIB)
+    assert (fake_time.pauses_s, pace.chunk_bytes) == ([], 4 * MIB)
 
 
 def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
-    fake, progress = FakeTime(), []
+    fake_time, progress = FakeTime(), []
     data = create_file(manager, "file", 200 * KIB + 1, seed=1)
 
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
-        progress.append((phase, offset_bytes, fake.now_s))
+        progress.append((phase, offset_bytes, fake_time.now_s))
 
-    pace = Pace(100 * KIB, wait=fake.wait, clock=fake.clock)
+    pace = Pace(100 * KIB, wait=fake_time.wait, clock=fake_time.clock)
     manager.move("file", "nvme", observe=observe, pace=pace)
     assert contents(manager, "file") == data
     copied = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
@@ -123,21 +123,21 @@ def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
         assert offset_bytes <= (now_s - 1000.0) * 100 * KIB + pace.chunk_bytes + 1
     assert len(copied) == 1 + -(-len(data) // pace.chunk_bytes)
     # The rate limit applies to the copy, and then to its verification.
-    assert fake.now_s - 1000.0 == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
+    assert fake_time.now_s - 1000.0 == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
 
 
 def test_holes_are_not_charged(manager: TierManager) -> None:
-    fake = FakeTime()
+    fake_time = FakeTime()
     with manager.open("sparse", "a+") as file:
         file.write_from(b"x" * 4096, file_offset_bytes=1 << 30)
-    manager.move("sparse", "nvme", pace=Pace(64 * KIB, wait=fake.wait, clock=fake.clock))
-    assert fake.now_s - 1000.0 < 1
+    manager.move("sparse", "nvme", pace=Pace(64 * KIB, wait=fake_time.wait, clock=fake_time.clock))
+    assert fake_time.now_s - 1000.0 < 1
 
 
 def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
     create_file(manager, "file", 12 * MIB, seed=1)
-    fake = FakeTime()
-    pace = Pace(None, wait=fake.wait, clock=fake.clock)
+    fake_time = FakeTime()
+    pace = Pace(None, wait=fake_time.wait, clock=fake_time.clock)
     pace.unsynced_bytes_max = 4 * MIB
     synced: list[tuple[Phase, int]] = []
     position = (Phase.RECORD, 0)

@@ -87,7 +87,7 @@ def _valid_messages() -> list[bytes]:
     )
     messages = [
         AgentMessage(AgentRequest.HELLO, 1, protocol.pack_hello(AgentHello(0, 4711, "hf3fs_api_shared"))),
-        *(AgentMessage(AgentRequest.PUBLISH, 2, protocol.pack_publish(each), 1) for each in publications),
+        *(AgentMessage(AgentRequest.PUBLISH, 2, protocol.pack_publish(publication), 1) for publication in publications),
         AgentMessage(AgentRequest.UNPUBLISH, 3, protocol.pack_name(f"{_UUID}.w0")),
         AgentMessage(AgentRequest.BORROW, 8, protocol.pack_publish(publications[0])),
         AgentMessage(AgentRequest.RETURN_BORROWED, 9, protocol.pack_name(_UUID)),
@@ -96,7 +96,7 @@ def _valid_messages() -> list[bytes]:
         AgentMessage(AgentRequest.PUNCH_HOLE, 6, protocol.pack_punch(0, ((0, 4096), (1 << 40, (1 << 40) + 1))), 1),
         AgentMessage(AgentRequest.HARD_LINK, 7, protocol.pack_name("name"), 2),
     ]
-    return [protocol.pack(each) for each in messages]
+    return [protocol.pack(message) for message in messages]
 
 
 # Changed messages are valid more often if the fuzzer takes new bytes from the alphabet of link names.

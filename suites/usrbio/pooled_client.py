@@ -50,17 +50,17 @@ def _main(arguments: Sequence[str]) -> int:
     parser.add_argument("--hold", action="store_true")
     options = parser.parse_args(arguments)
     rng = random.Random(options.seed)
-    alive: list[Iovec] = []
+    open_iovs: list[Iovec] = []
     ids: set[str] = set()
     with cuda.Device(0) as device:
         for _ in range(options.count):
-            if len(alive) == _ALIVE_MAX or (alive and rng.random() < 0.5):
-                alive.pop(rng.randrange(len(alive))).close()
+            if len(open_iovs) == _ALIVE_MAX or (open_iovs and rng.random() < 0.5):
+                open_iovs.pop(rng.randrange(len(open_iovs))).close()
             # The logarithm of the size is uniformly distributed, so that small and large sizes are equally frequent.
             length_bytes = int(_SIZE_MIN * 2 ** rng.uniform(0, (_SIZE_MAX // _SIZE_MIN).bit_length() - 1))
-            alive.append(_make_and_check(options.mount, device, length_bytes))
-            ids.add(alive[-1].id)
-        for iov in alive:
+            open_iovs.append(_make_and_check(options.mount, device, length_bytes))
+            ids.add(open_iovs[-1].id)
+        for iov in open_iovs:
             iov.close()
         assert len(ids) == options.count
         _print_statistics()

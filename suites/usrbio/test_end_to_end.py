@@ -158,7 +158,7 @@ def test_hole_is_enodata_if_holes_are_forbidden(
         usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as ring,
     ):
         ring.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
-        assert [each.result for each in ring.submit().wait(min_results=1)] == [-errno.ENODATA]
+        assert [completed.result for completed in ring.submit().wait(min_results=1)] == [-errno.ENODATA]
 
 
 @pytest.mark.qualify
@@ -173,7 +173,7 @@ def test_64_rings_read_their_own_parts_at_once(
                 ring.prepare(application.iov[offset : offset + 8 * KIB], True, fd, offset)  # noqa: FBT003
             ring.submit()
         for ring in application.readers:
-            assert [each.result for each in ring.wait(min_results=8)] == [8 * KIB] * 8
+            assert [completed.result for completed in ring.wait(min_results=8)] == [8 * KIB] * 8
         application.check(0, 4 * MIB, seed=seed, file_offset=0)
 
 

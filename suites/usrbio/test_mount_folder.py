@@ -184,7 +184,7 @@ def test_sockets_and_links_of_a_killed_agent_are_removed(tmp_path: Path) -> None
     (virtual / "iovs" / "submit-ios").symlink_to(other_file)
     (virtual / "iovs" / str(uuid.uuid4())).symlink_to(tmp_path)
     with AgentMount(tmp_path) as mount:
-        assert sorted(each.name for each in (virtual / "iovs").iterdir()) == ["file", *sorted(SEMAPHORE_LINKS)]
+        assert sorted(entry.name for entry in (virtual / "iovs").iterdir()) == ["file", *sorted(SEMAPHORE_LINKS)]
         assert not mount.socket_path.exists()
         assert not (virtual / "server.sock").exists()
         assert not semaphore.exists()

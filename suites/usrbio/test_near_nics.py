@@ -66,8 +66,8 @@ def bytes_by_nic(mount: Path, tree: Path, *, seed: int, kind: str, rules: str = 
         timeout=120,
     )
     assert child.returncode == 0, child.stdout + child.stderr
-    served: dict[str, int] = json.loads(child.stdout)
-    return served
+    served_bytes: dict[str, int] = json.loads(child.stdout)
+    return served_bytes
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
     }
     paths = pci_paths_with_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
     tree_at(tree, nics, pci_paths=paths)
-    served = bytes_by_nic(mount, tree, seed=seed, kind="device")
-    assert {name for name, count in served.items() if count} == nearest
+    served_bytes = bytes_by_nic(mount, tree, seed=seed, kind="device")
+    assert {name for name, count in served_bytes.items() if count} == nearest
 
 
 def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], device: Device, seed: int) -> None:
@@ -103,13 +103,13 @@ def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], 
     tree_at(tree, nics, pci_paths=pci_paths_with_gpu(device.pci_bus_id))
     # twin2, the nearest NIC, registers memory and moves nothing. twin1 is the next one.
     rules = "wc.rdma_write call=* status=12 nic=twin2\nwc.rdma_read call=* status=12 nic=twin2\n"
-    served = bytes_by_nic(mount, tree, seed=seed, kind="device", rules=rules)
-    assert {name for name, count in served.items() if count} == {"twin1"}
+    served_bytes = bytes_by_nic(mount, tree, seed=seed, kind="device", rules=rules)
+    assert {name for name, count in served_bytes.items() if count} == {"twin1"}
 
 
 def test_host_memory_is_accessed_by_all_nics(folders: tuple[Path, Path], seed: int) -> None:
     mount, tree = folders
     nics = ["0000:81:00.0", "0000:06:00.0", "0000:04:00.0", "0000:41:00.0"]
     tree_at(tree, {f"twin{index}": address for index, address in enumerate(nics)}, pci_paths=PCI_PATHS)
-    served = bytes_by_nic(mount, tree, seed=seed, kind="host")
-    assert all(served.values()), served
+    served_bytes = bytes_by_nic(mount, tree, seed=seed, kind="host")
+    assert all(served_bytes.values()), served_bytes

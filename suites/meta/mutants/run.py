@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parse_arguments(arguments)
     seed = options.seed or _last_commit()
-    began = time.monotonic()
+    start_s = time.monotonic()
     try:
         mutants = _choose_mutants(options, seed)
     except PatchMismatch as error:
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    duration_s = time.monotonic() - began
+    duration_s = time.monotonic() - start_s
     if options.records is not None:
         all_arguments = sys.argv[1:] if arguments is None else list(arguments)
         command = " ".join(["nox", "-s", "mutants", "--", *_user_arguments(all_arguments)])

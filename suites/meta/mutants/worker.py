@@ -125,7 +125,7 @@ class Worker:
             self._rebuild_if_stale()
         path = self.tree / mutant.file
         original = path.read_text()
-        began = time.monotonic()
+        start_s = time.monotonic()
         self._write(path, mutant.source)
         try:
             if mutant.is_native and not self.build():
@@ -135,7 +135,7 @@ class Worker:
         finally:
             self._write(path, original)
             self._is_native_stale |= mutant.is_native
-        duration_s = round(time.monotonic() - began, 1)
+        duration_s = round(time.monotonic() - start_s, 1)
         return Result(
             mutant,
             outcome.outcome,
@@ -237,7 +237,7 @@ class Worker:
         marker = uuid.uuid4().hex
         environ = {**os.environ, _MARKER: marker}
         environ.pop("PYTHONPATH", None)  # PYTHONPATH contains the suites of the original tree.
-        began = time.monotonic()
+        start_s = time.monotonic()
         with subprocess.Popen(
             command,
             cwd=self.tree,
@@ -265,7 +265,7 @@ class Worker:
         failed = _FAILED.search(text)
         case = failed[1] if failed else f"the run ended with {child.returncode}"
         passed = child.returncode == 0 and not timed_out
-        return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - began), text
+        return CasesRun(passed, timed_out, "" if passed else case, time.monotonic() - start_s), text
 
 
 def _kill_marked_processes(marker: str) -> None:
