@@ -304,7 +304,7 @@ def test_peer_that_outlives_sigkill_is_broken() -> None:
     peer = Peer()
     peer.modules()
     with traced(peer.process_id):
-        with pytest.raises(BrokenResource, match="was sender behind") as raised:
+        with pytest.raises(BrokenResource, match="was left behind") as raised:
             peer.kill()
         assert raised.value.reason is Reason.TIMEOUT
     peer.close()
