@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PendingDeregistrations", "PendingRegistration", "PendingRegistrations", "register_allocation"]
 
-# Above every address of memory, also above those by which dma-bufs are found (DmabufMemory).
+# Above every address of memory, also above the ranges that stand for dma-bufs (see DmabufMemory).
 _ADDRESS_END = 1 << 256
 
 
@@ -53,7 +53,7 @@ class PendingRegistrations:
     def __init__(self, condition: threading.Condition) -> None:
         self._condition = condition
         self._by_key: dict[AllocationKey, PendingRegistration] = {}
-        self._pending: set[PendingRegistration] = set()  # The ones of _by_key, and the unlinked ones.
+        self._pending: set[PendingRegistration] = set()  # The registrations in _by_key, and the unlinked ones.
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -121,7 +121,7 @@ class PendingDeregistrations:
         return self.claim(entry)
 
     def claim(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Return the entry in a list if the caller has to deregister it.
+        """Claim an entry. Return it in a list if the caller has to deregister it.
 
         The list is empty if the entry is leased, or if another thread deregisters it.
         """
@@ -139,8 +139,8 @@ class PendingDeregistrations:
         failed = [entry for entry in self.failed if overlaps(entry.key, begin, end)]
         self.failed = [entry for entry in self.failed if entry not in failed]
         self.pending.update(failed)
-        # The last lease of a pending entry may have just ended in a thread that still waits for the lock. This thread
-        # then claims the entry in its place.
+        # The last lease of a pending entry may have ended in another thread, which still waits for the lock. Then this
+        # thread claims the entry.
         return failed + [claimed for entry in self.overlapping(begin, end) for claimed in self.claim(entry)]
 
     def overlapping(self, begin: int, end: int) -> list[CacheEntry]:

@@ -1,8 +1,8 @@
-"""Balance: all GPUs and all NICs transfer at the same time, and the counters of the ports say what each NIC carries.
+"""Balance: all GPUs and all NICs transfer at the same time, and the counters of the ports show what each NIC carries.
 
 Each pair of a GPU and a NIC has an initiator on this NIC, which writes to and reads from memory of the GPU in turn. So
-both directions of every link and of every path between GPU and NIC are in use. On a balanced machine, the share of a
-NIC in all bytes is the share of its link in all links.
+both directions of every link and of every path between GPU and NIC are in use. On a balanced machine, the bytes of each
+NIC are proportional to the rate of its link.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["Balance", "NicLoad", "measure_balance"]
 # A burst transfers all of the memory, so that the check after the bursts covers all of it.
 _MEMORY_BYTES, _TRANSFER_BYTES, _OPERATIONS, _DEPTH = MIB, 64 * KIB, 16, 8
 _SEED = 0x62616C
-# A NIC that carries less than this part of its share is slow.
+# A NIC is slow if its share of the bytes is less than this part of its expected share.
 _SLOW_RATIO = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class NicLoad:
-    """The load of one NIC: how many bytes it carried, and its share.
+    """The load of one NIC: how many bytes it carried, and which share of the bytes of all NICs that is.
 
     Attributes
     ----------
@@ -50,9 +50,9 @@ class NicLoad:
     moved_bytes : int
         Number of bytes that its initiators moved, in both directions.
     counted_bytes : int or None
-        Number of bytes that its port counted as sent and as received. None: the port has no byte counters.
+        Sum of the bytes that its port counted as sent and as received. None: the port has no byte counters.
     share_percent, expected_percent : float
-        Its share in the bytes of all NICs, and the share of its link in all links.
+        Its share of the bytes of all NICs, and the share of its link rate in the sum of all link rates.
     """
 
     nic: str
@@ -64,7 +64,7 @@ class NicLoad:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the NIC carries less than 70 % of the share of its link."""
+        """Whether the NIC carries less than 70 % of its expected share."""
         return self.share_percent < _SLOW_RATIO * self.expected_percent
 
 
@@ -77,7 +77,8 @@ class Balance:
     duration_s : float
         Duration in seconds.
     is_counted : bool
-        Whether the shares are those of the port counters. If not, they are those of the initiators.
+        Whether the shares come from the port counters. If a port has no byte counters, or counted nothing, they come
+        from the bytes that the initiators moved.
     loads : tuple of NicLoad
         What each NIC carried.
     gpus : tuple of str
@@ -101,7 +102,7 @@ class Balance:
 def measure_balance(
     devices: Sequence[PrimaryContext], nics: Sequence[Nic], *, duration_s: float, tree: HostTree | None = None
 ) -> Balance:
-    """Transfer between all GPUs and all NICs for a time, check the bytes, and return what each NIC carried.
+    """Transfer between all GPUs and all NICs for `duration_s`, check the bytes, and return what each NIC carried.
 
     Raises
     ------
@@ -150,7 +151,7 @@ def _are_counted(counted: Sequence[int | None]) -> bool:
 def _loads(
     nics: Sequence[Nic], rates: Sequence[float], *, moved: Sequence[int], counted: Sequence[int | None]
 ) -> tuple[NicLoad, ...]:
-    """Return the loads. If a link rate or a counter is unknown, all links or all initiators count alike."""
+    """Return the loads. If a link rate is unknown, all links count as equally fast."""
     links = rates if all(rates) else [1.0] * len(rates)
     carried = [count or 0 for count in counted] if _are_counted(counted) else moved
     return tuple(
@@ -167,7 +168,7 @@ def _loads(
 
 
 class _Worker:
-    """A thread that transfers between one GPU and one NIC. As a context manager it owns memory and connection."""
+    """A thread that transfers between one GPU and one NIC. It is the context manager of its memory and connection."""
 
     def __init__(self, device: PrimaryContext, nic: Nic) -> None:
         self.moved_bytes = 0
@@ -190,7 +191,7 @@ class _Worker:
         return self
 
     def start(self, end_s: float) -> None:
-        """Start to transfer, until this time of ``time.monotonic()``."""
+        """Start the thread, which transfers until ``time.monotonic()`` is `end_s`."""
         self._thread = threading.Thread(target=self._run, args=(end_s,), name=f"balance of {self._nic.name}")
         self._thread.start()
 

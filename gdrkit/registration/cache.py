@@ -90,7 +90,7 @@ class RegionCache:
         self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
         self._pending_registrations = PendingRegistrations(self._condition)
         self._pending_deregistrations = PendingDeregistrations(self._condition)
-        # The memory that the cache observes, each with the function that stops the observation.
+        # The memory whose owner notifies the cache before it frees the memory, with the function that ends this.
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
         # Whether the linked entries exceed a limit. This is possible, because leased entries are not evicted.
@@ -129,9 +129,9 @@ class RegionCache:
         Parameters
         ----------
         memory : DeviceBuffer
-            The memory to lease. The whole allocation under it is registered, so that later lookups of any part hit.
-            From now on the cache observes memory of gdrkit: freeing it first removes its entries, and fails while it is
-            leased.
+            The memory to lease. The whole allocation under it is registered, so that later lookups of any part hit. If
+            gdrkit owns the memory, freeing it from now on first removes its entries from the cache, and fails while it
+            is leased.
         offset_bytes, length_bytes : int
             The range in `memory`. A length of None means up to the end.
 
@@ -352,7 +352,7 @@ class RegionCache:
         return pending.entry
 
     def _link(self, entry: CacheEntry) -> list[CacheEntry]:
-        """Link an entry. Return the entries that the caller has to deregister because of it."""
+        """Link an entry. Return the entries that it replaces or evicts, which the caller has to deregister."""
         claimed_entries: list[CacheEntry] = []
         for invalid_entry in self._index.invalidated_by(entry.key):
             claimed_entries += self._unlink(invalid_entry)
@@ -405,7 +405,7 @@ class RegionCache:
     def _unlink_range(self, begin: int, end: int) -> tuple[int, list[CacheEntry]]:
         """Unlink all entries and pending registrations that overlap [begin, end).
 
-        Return the number of both, and the entries that the caller has to deregister.
+        Return how many these are together, and the entries that the caller has to deregister.
         """
         overlapping = self._index.overlapping(begin, end)
         claimed_entries = [claimed_entry for entry in overlapping for claimed_entry in self._unlink(entry)]

@@ -1,4 +1,4 @@
-"""Two connected queue pairs of this process, by which one NIC writes to and reads from memory behind a NIC."""
+"""Two connected queue pairs of this process: one NIC writes to and reads from memory that is registered with a NIC."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _RETRY_COUNT = 3
 
 
 class ConnectedPair:
-    """A queue pair that posts requests, connected to one that admits them, and registered host memory.
+    """Two connected queue pairs, one of which posts requests, and registered host memory for the bytes of the requests.
 
     Use it as a context manager.
 
     Parameters
     ----------
     responder : Nic
-        The NIC that admits the requests.
+        The NIC with which the memory is registered that the requests access.
     requester : Nic or None
-        The NIC that posts the requests. None means the responder: then the bytes stay inside one NIC (loopback).
+        The NIC that posts the requests. If it is None, the responder posts them too, and the bytes stay inside one NIC
+        (loopback).
     length_bytes : int
         Size of the host memory in bytes.
 
     Attributes
     ----------
     data : bytearray
-        The host memory, from which :meth:`write` takes its bytes and into which :meth:`read` puts them.
+        The host memory: the source of :meth:`write` and the destination of :meth:`read`.
     """
 
     def __init__(self, responder: Nic, requester: Nic | None = None, *, length_bytes: int) -> None:
@@ -41,7 +42,7 @@ class ConnectedPair:
         with ExitStack() as stack:
             requester = responder if requester is None else requester
             self._pair, other_pair = (self._queue_pair(stack, nic) for nic in (requester, responder))
-            # Few retries: two NICs of one host may be on separate networks, and nothing else is in the way.
+            # Two NICs of one host may be on separate networks. With few retries, a request between them fails soon.
             self._pair.connect(other_pair.endpoint(), retry_count=_RETRY_COUNT)
             other_pair.connect(self._pair.endpoint(), retry_count=_RETRY_COUNT)
             self.data = bytearray(length_bytes)

@@ -64,14 +64,14 @@ EXPORTS: tuple[ExportRow, ...] = (
 
 
 def export_methods(memory: MemoryKind) -> tuple[ShareKind, ...]:
-    """Return the export methods that worked for all of a memory of this kind. It is empty if none was measured."""
+    """Return the export methods that worked for the whole of a memory of this kind. The tuple is empty if none did."""
     return tuple(
         row.method for row in EXPORTS if row.memory is memory and row.part == "whole" and row.status == _SUCCESS
     )
 
 
 def sharing_advice(memory: MemoryKind) -> str:
-    """Return what the user can do instead for this kind of memory."""
+    """Return what the user can do if an export of this kind of memory is refused."""
     if memory is MemoryKind.CUDA_IMPORTED:
         return "let the process that allocated it share it"
     methods = [method.name for method in export_methods(memory)]

@@ -32,7 +32,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """The reason why direct transfers, or those of one GPU, are not possible. The fields are copied from an error."""
+    """The reason why no direct transfer is possible, or none with one GPU. The fields are copied from an error."""
 
     api: Api
     message: str
@@ -56,14 +56,14 @@ class GpuState:
     index, uuid, pci_bus_id
         Number, UUID and PCI address of the GPU.
     route : RegistrationRoute or None
-        The method by which its memory is registered. None: no NIC reaches it, and `obstacle` says why. Both are None if
-        the GPU was not tested.
+        The method by which the memory of the GPU is registered. None: no NIC reaches the memory, or the GPU was not
+        tested.
     obstacle : GdrObstacle or None
-        Why no NIC reaches the memory of the GPU.
+        Why no NIC reaches the memory of the GPU. None: a NIC reaches it, or the GPU was not tested.
     nics : tuple of str
-        Names of the NICs that reach the memory: bytes were written and read through them. Others are not used.
+        Names of the NICs that reach the memory: bytes were written and read through them. Only these NICs are used.
     reach : tuple of Reach
-        The measurement of every NIC. Its ``cause`` says why a NIC is left out.
+        The measurements of all NICs. The ``cause`` of a measurement says why its NIC is left out.
     """
 
     index: int
@@ -95,7 +95,7 @@ class GdrState:
 
     @property
     def available(self) -> bool:
-        """Whether a NIC reaches the memory of at least one GPU: a page was written and read, and every byte right."""
+        """Whether a NIC reaches the memory of at least one GPU: a page was written and read without a wrong byte."""
         return not self.obstacles
 
 
@@ -120,8 +120,8 @@ class GdrManager:
     Attributes
     ----------
     state : GdrState
-        Whether transfers are possible, or why not. Hardware or software that this machine lacks does not raise here: it
-        is reported in this state.
+        Whether transfers are possible, or why not. The constructor does not raise if hardware or software is missing:
+        the state has the reason.
     placement : Placement
         The choice of NICs.
 
@@ -146,7 +146,8 @@ class GdrManager:
         self._nics: tuple[verbs.Nic, ...] = ()
         self._devices: dict[int, cuda.Device] = {}
         self._caches_lock = threading.Lock()
-        # The caches of each GPU, by the NICs that they register with. These change when a NIC fails or works again.
+        # The caches, by GPU and by the NICs with which they register. When a NIC fails or works again, the GPU gets
+        # another cache.
         self._caches: dict[tuple[int, tuple[verbs.Nic, ...]], RegionCache] = {}
         self._failures: tuple[GdrkitError, ...] = ()  # Why the whole manager is unavailable.
         self._failure_by_gpu: dict[int, GdrkitError] = {}
@@ -218,7 +219,7 @@ class GdrManager:
         return cache.lease(memory, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def nearest_nic(self, gpu_index: int) -> verbs.Nic:
-        """Return the NIC for the next transfer of this GPU. The nearest NICs that reach it take turns."""
+        """Return the NIC for the next transfer of this GPU. The nearest NICs that reach the GPU take turns."""
         return self._choose(gpu_index, self.cache(gpu_index).nics)
 
     def _choose(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> verbs.Nic:
@@ -309,7 +310,7 @@ class GdrManager:
             try:
                 reach = self.placement.reach.measured(device, self._nics)
                 nics = self.placement.usable(device, self._nics)
-                # All of them must be able to use one method.
+                # All these NICs must register the memory by one method.
                 with device.allocate(GPU_RDMA_PAGE_BYTES) as memory, register(memory, nics) as registration:
                     route, names = registration.route, tuple(nic.name for nic in nics)
             except (ApiError, RegistrationFailed) as error:

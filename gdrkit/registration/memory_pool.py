@@ -53,7 +53,7 @@ class MemoryPoolStatistics:
     in_use_blocks, in_use_bytes : int
         Allocations that are in use, and their bytes.
     hits, misses : int
-        Number of requests that got an idle allocation, and of those that needed a new one.
+        Number of requests that got an idle allocation, and number of requests that needed a new one.
     trimmed_blocks : int
         Number of idle allocations that were freed.
     """
@@ -101,7 +101,7 @@ class MemoryPool(Closeable):
     idle_bytes_max : int
         Limit of the bytes that are not in use. Above it, the memory that is idle for the longest time is freed.
     idle_ms_max : float
-        Time after which idle memory is freed, in milliseconds. It is checked at each call of the pool.
+        Time after which idle memory is freed, in milliseconds. Only calls of the pool check the time.
 
     Raises
     ------
@@ -117,7 +117,7 @@ class MemoryPool(Closeable):
         self._idle_bytes_max = idle_bytes_max
         self._idle_s_max = idle_ms_max / 1000
         self._lock = threading.Lock()
-        # The idle allocations and the times since which they are idle. The longest idle one is the first.
+        # For each idle allocation, the time at which it became idle. The allocation that is idle longest is the first.
         self._idle: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
         self._hits = self._misses = self._trimmed = 0

@@ -1,8 +1,8 @@
 """The choice of the NICs for the memory of a GPU. Every part of gdrkit that moves such memory uses it.
 
 The order is: NICs that reach the GPU (:mod:`gdrkit.registration.reach`), then the nearest ones, then those with the
-fastest link; NICs that are equal in all of that take turns. The distances are those of :mod:`gdrkit.host.distance`, and
-they and the link rates are read from the sysfs of a :class:`HostTree`.
+fastest link; NICs that are equal in all of that take turns. Distances (:mod:`gdrkit.host.distance`) and link rates are
+read from the sysfs of a :class:`HostTree`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec")
 
 
 class Placement:
-    """The choice of NICs on one host, with the turns of equal NICs.
+    """The choice of NICs on one host. It counts the choices, so that equal NICs take turns.
 
     Parameters
     ----------
@@ -50,19 +50,19 @@ class Placement:
         self.reach = ReachTable() if reach is None else reach
         # How often one of several equally near NICs was chosen. The key has the names of these NICs.
         self._turns: dict[tuple[str, ...], int] = {}
-        # The positions of the nearest NICs in a sequence, by the address of the GPU and the names in that sequence.
+        # The results of nearest(), by the PCI address of the GPU and the names of `nics`: positions in `nics`.
         self._nearest: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         self._lock = ForkSafeLock()
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         """Return how far a GPU (its PCI address: ``0000:1b:00.0``) is from an RDMA device (its name: ``mlx5_0``).
 
-        ``Distance.UNKNOWN`` says that sysfs does not show the position of one of them.
+        The result is ``Distance.UNKNOWN`` if sysfs does not show the position of one of them.
 
         Raises
         ------
         UsageError
-            There is no RDMA device with that name in sysfs. For this host, libibverbs does not list it either.
+            There is no RDMA device with that name in sysfs, nor, if the tree is this host, in the list of libibverbs.
         """
         device_names = set(self._tree.names(_RDMA_CLASS))
         if nic_name not in device_names and self._tree.is_this_host:
@@ -85,7 +85,7 @@ class Placement:
         return 0.0 if match is None else float(match[1])
 
     def usable(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
-        """Return the NICs that reach the GPU, in the order of `nics`. What is not known yet is measured.
+        """Return the NICs that reach the GPU, in the order of `nics`. Measure those whose reach is not known.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Placement:
         return tuple(nics[position] for position in positions)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
-        """Return one of :meth:`nearest`. They take turns; each set of such NICs has its own count."""
+        """Return one of the :meth:`nearest` NICs. They take turns: each set of equally near NICs has its own count."""
         nearest = self.nearest(gpu_pci_bus_id, nics)
         names = tuple(nic.name for nic in nearest)
         with self._lock:
@@ -144,7 +144,7 @@ def _failure_of(result: Reach) -> RegistrationFailed | BrokenResource:
     if result.failure is not None:
         causes = (result.failure.clone(),)
         return RegistrationFailed(message, causes=causes, reason=causes[0].reason, what_to_do=causes[0].what_to_do)
-    # Another process measured it.
+    # The result is from the file: another process measured it, and the file has no error objects.
     return BrokenResource(f"{message}: {result.cause}", reason=Reason.NO_ROUTE)
 
 

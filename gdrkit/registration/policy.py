@@ -1,4 +1,4 @@
-"""Registration of memory with all of several NICs, or with none of them, and the choice of the method.
+"""Registration of memory with several NICs, either with all of them or with none, and the choice of the method.
 
 The policy for device memory is: use dma-buf if the memory exports one and every NIC registers it; else peer memory
 (``ibv_reg_mr`` of the device address); else raise an error with both causes. Host memory has one method, ``ibv_reg_mr``

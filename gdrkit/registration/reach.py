@@ -1,8 +1,8 @@
 """Reach: whether a NIC can move bytes to and from the memory of a GPU, measured with checked bytes and port counters.
 
-The registration of GPU memory succeeds on some machines with every NIC, while the DMA of a NIC fails. So a NIC reaches
-a GPU only if a page was registered, written through the NIC and read through it, and every byte was right. The counters
-of both ports then decide what that proves: :attr:`Reach.state`.
+On some machines, GPU memory can be registered with every NIC, but the DMA of some NICs fails. So a NIC reaches a GPU
+only if a page was registered, written and read through the NIC, and every byte was right. The counters of both ports
+then show whether that proves a direct route: :attr:`Reach.state`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNTERS_TIMEOUT_S", "Reach", "TransferPath", "measure_devices", "measure_reach", "unproven_reason"]
 
-# Size of the transfer in each direction: one page, in the size in which nvidia-peermem pins device memory.
+# Size of the transfer in each direction: one page of the size in which nvidia-peermem pins device memory.
 _PAGE_BYTES = GPU_RDMA_PAGE_BYTES
 # Seeds of the patterns: the first content of the page, the written bytes, and the bytes that are read.
 _OLD_SEED, _WRITE_SEED, _READ_SEED = 0x6F6C64, 0x777274, 0x726561
-# How long the driver of a NIC may take to update the counters of its ports.
+# Longest time in which the driver of a NIC updates the counters of its ports.
 COUNTERS_TIMEOUT_S = 0.3
 _COUNTERS_PAUSE_S = 0.01
 
@@ -44,7 +44,8 @@ _COUNTERS_PAUSE_S = 0.01
 class TransferPath(enum.Enum):
     """The path of the bytes between two NICs.
 
-    LOOPBACK: both ends are one NIC, and the bytes may never leave it. WIRE: the ends are two NICs or two hosts.
+    LOOPBACK: both ends are one NIC, and the bytes may never leave it. WIRE: the ends are two NICs, of one host or of
+    two.
     """
 
     LOOPBACK = "loopback"
@@ -53,7 +54,7 @@ class TransferPath(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The result of one measurement: one GPU, the NIC that accesses its memory, and the NIC that posts the requests.
+    """The result of one measurement: of a GPU, a NIC that accesses its memory, and the NIC that posts the requests.
 
     Attributes
     ----------
@@ -64,21 +65,22 @@ class Reach:
     peer_nic : str
         Name of the NIC that posted the requests.
     path : TransferPath
-        Whether the two ends are one NIC.
+        ``LOOPBACK`` if both NICs are the same, else ``WIRE``.
     route : RegistrationRoute or None
         The method by which the memory was registered. None: it could not be registered.
     moved : bool
         Whether a page was written and read through the NIC, and every byte was right.
     cause : str
-        Why it was not. Empty if it was.
+        Why `moved` is false. Empty if it is true.
     transfer_bytes : int
-        Number of bytes that were written, and that were read.
+        Size of the transfer in each direction, in bytes.
     nic_growth, peer_growth : PortGrowth or None
-        By how many bytes the counters of the two ports grew during the transfers. None: nothing was transferred.
+        By how many bytes the counters of the two ports grew during the transfers. None: the memory could not be
+        registered, so nothing was transferred.
     measured_s : float
         Time of the measurement, in seconds since 1970.
     failure : GdrkitError or None
-        The error of a measurement of this process that failed.
+        The error, if the measurement failed in this process. The file of results has no errors.
     """
 
     gpu_uuid: str
@@ -100,8 +102,9 @@ class Reach:
     def state(self) -> RouteOutcome:
         """The state of the route between the GPU and the NIC.
 
-        PROVEN: every byte was right, and the counters of both ports grew by at least the bytes. UNPROVEN: every byte
-        was right, and :attr:`reason` says what the counters do not show. NOT_POSSIBLE: see :attr:`cause`.
+        PROVEN: every byte was right, and the counters of both ports grew by at least the transferred bytes. UNPROVEN:
+        every byte was right, and :attr:`reason` says why the counters do not prove the route. NOT_POSSIBLE: see
+        :attr:`cause`.
         """
         if not self.moved:
             return RouteOutcome.NOT_POSSIBLE
@@ -109,26 +112,26 @@ class Reach:
 
     @property
     def reason(self) -> str:
-        """Why bytes that moved are no proof; see :func:`unproven_reason`. Empty if they are one, or did not move."""
+        """Why moved bytes do not prove the route; see :func:`unproven_reason`. Empty if they do, or if none moved."""
         if not self.moved or self.nic_growth is None or self.peer_growth is None:
             return ""
         return unproven_reason(self.path, self.transfer_bytes, self.nic_growth, self.peer_growth)
 
 
 def unproven_reason(path: TransferPath, transfer_bytes: int, *growths: PortGrowth) -> str:
-    """Return why the counters of two ports do not prove bytes that moved between them, or an empty string if they do.
+    """Return why the counters of two ports do not prove that bytes moved between them, or an empty string if they do.
 
     ``counters_missing``: a port has no byte counters. ``loopback_not_counted``: the NIC does not count bytes that stay
-    inside it. ``counters_did_not_grow``: the bytes passed two NICs, and the counters do not have them all.
+    inside it. ``counters_did_not_grow``: the bytes passed two NICs, and a counter grew by less than these bytes.
 
     Parameters
     ----------
     path : TransferPath
-        Whether both ports are that of one NIC.
+        Whether the bytes stayed inside one NIC.
     transfer_bytes : int
         Number of bytes that moved in each direction.
     growths : PortGrowth
-        By how many bytes the counters of both ports grew.
+        By how many bytes the counters of the two ports grew.
     """
     counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
     if None in counts:
@@ -156,13 +159,13 @@ def measure_reach(
     device : PrimaryContext
         The GPU.
     pairs : sequence of (Nic, Nic)
-        The NIC that accesses the memory of the GPU, and the NIC that posts the requests.
+        In each pair, first the NIC that accesses the memory of the GPU, then the NIC that posts the requests.
     tree : HostTree
         The host whose sysfs has the port counters.
     route : RegistrationRoute or None
         The only method of registration to use. With None, :func:`~gdrkit.registration.register` chooses it.
     counters_timeout_s : float
-        How long to wait for counters that grow late, in seconds.
+        Longest time to wait until the counters have grown, in seconds. Some drivers update them late.
 
     Raises
     ------
@@ -183,9 +186,10 @@ def measure_devices(
     route: RegistrationRoute | None = None,
     counters_timeout_s: float = COUNTERS_TIMEOUT_S,
 ) -> tuple[Reach, ...]:
-    """Call :func:`measure_reach` for several GPUs, and leave out pairs of NICs that are on separate networks.
+    """Call :func:`measure_reach` for one GPU after another, and leave out pairs of NICs that already failed.
 
-    A request between such NICs takes long to fail, so only the first GPU has a result of such a pair.
+    If the transfer between two NICs fails for one GPU, later GPUs have no result of this pair: the NICs are probably on
+    separate networks, where each request takes long to fail.
     """
     results: list[Reach] = []
     separate: set[tuple[Nic, Nic]] = set()
@@ -244,7 +248,6 @@ class _Measurement:
         remote = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
         before = self._counters()
         try:
-            # A failed request leaves its queue pair in the error state, so that each direction has its own pair.
             with self._connect() as pair:
                 self._write(pair, remote)
             with self._connect() as pair:

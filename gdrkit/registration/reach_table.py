@@ -40,14 +40,15 @@ _Key = tuple[str, str]  # UUID of the GPU, and GID of the NIC.
 class ReachTable:
     """The reach of GPUs and NICs, measured when it is first needed.
 
-    A NIC that reached a GPU is measured again after an hour, and one that did not after `retry_after_s`.
+    A NIC that reached a GPU is measured again after an hour. A NIC that did not is measured again after
+    `retry_after_s`.
 
     Parameters
     ----------
     tree : HostTree or None
         The host whose sysfs has the port counters. With None, this host.
     retry_after_s : float
-        After how many seconds a NIC that failed is measured again.
+        Time after which a NIC that did not reach a GPU is measured again, in seconds.
     """
 
     def __init__(self, tree: HostTree | None = None, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
@@ -58,7 +59,7 @@ class ReachTable:
         self._lock = ForkSafeLock()
 
     def measured(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Reach, ...]:
-        """Return the result for each NIC, in the order of `nics`. Results that are missing or too old are measured.
+        """Return the result for each NIC, in the order of `nics`. Measure the NICs whose result is missing or too old.
 
         Raises
         ------
@@ -106,11 +107,11 @@ class ReachTable:
         return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
 
     def _measure(self, device: PrimaryContext, due: Sequence[Nic], nics: Sequence[Nic]) -> None:
-        """Measure the NICs that are due in loopback. If that fails, measure again with a working NIC as the peer."""
+        """Measure the NICs `due` in loopback. Measure those that fail again, with a working NIC of `nics` as the peer."""
         results = dict(zip(due, measure_reach(device, [(nic, nic) for nic in due], tree=self._tree), strict=True))
         known = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
         working = next((nic for nic, result in known.items() if result.moved), None)
-        # Some NICs cannot send to themselves, and still reach others.
+        # Some NICs have no loopback, but another NIC can access the memory through them.
         retried = [nic for nic, result in results.items() if not result.moved and result.route is not None]
         if working is not None and retried:
             pairs = [(nic, working) for nic in retried]

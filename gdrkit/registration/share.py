@@ -1,6 +1,6 @@
 """Sharing of device memory between processes: export and import.
 
-There are three methods. CUDA IPC shares a whole allocation; the handle has the offset of the shared memory in it. VMM
+There are three methods. CUDA IPC shares a whole allocation, and the handle has the offset of the shared part. VMM
 shares chunks as file descriptors. A dma-buf is a file descriptor that the importer, such as the usrbio agent, registers
 with its NICs without mapping it.
 
@@ -157,7 +157,7 @@ def device_at(index: int) -> cuda.Device:
 
 
 def device_of(handle: ShareHandle) -> cuda.Device:
-    """Open the CUDA device that has the memory of a handle, found by its UUID. The caller closes it.
+    """Open the CUDA device whose UUID is in a handle. The caller closes the device.
 
     Raises
     ------
@@ -189,8 +189,8 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     BrokenResource
         PEER_GONE: the owner has ended.
     ApiError
-        The driver refused the handle: the owner is this process, or has freed the memory, or a descriptor is not of a
-        chunk.
+        The driver refused the handle: the owner is this process, or has freed the memory, or a descriptor does not
+        belong to a chunk.
     UsageError
         The handle is of the kind dma-buf. NO_DEVICE: the memory is on another device. MALFORMED: the sizes of the
         handle and of the driver differ.
@@ -204,7 +204,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     try:
         allocation = _OPENERS[handle.kind](device, handle, handle_message.descriptors)
     except ApiError as error:
-        # The owner may have ended after the check above. That is then the reason.
+        # If the owner has ended after the check above, raise that error instead.
         if is_running(handle.owner) is False:
             raise _owner_gone_error(handle) from error
         raise
@@ -234,7 +234,7 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
     Raises
     ------
     BrokenResource
-        PEER_GONE: the owner has ended, so the memory has no owner any more.
+        PEER_GONE: the owner has ended.
     ApiError
         The descriptor is not open, or lseek cannot report its size.
     UsageError
@@ -313,7 +313,7 @@ def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> 
 
 
 def _message_of(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMessage:
-    """Return the message with a dma-buf. It takes the descriptor of the range."""
+    """Return the message with a dma-buf. The message takes the descriptor out of the range."""
     handle = ShareHandle(
         kind=ShareKind.DMABUF,
         allocation_bytes=dmabuf.size_bytes,

@@ -14,8 +14,8 @@ class CacheStatistics:
     Attributes
     ----------
     hits, misses : int
-        Lookups that found a valid entry, and those that did not. A lookup that waits for the registration of another
-        thread is a miss.
+        Number of lookups that found a valid entry, and number of lookups that did not. A lookup that waits for the
+        registration of another thread is a miss.
     registrations : int
         Number of registrations that were made.
     evictions : int
