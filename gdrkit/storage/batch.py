@@ -41,7 +41,7 @@ class Batch:
     forbid_holes : bool
         Whether a read that meets a hole fails.
     checksum : bool
-        Whether a write has checksums. A read into host memory always has them, a read into device memory never.
+        Whether a write has checksums. A read has checksums only if it is into host memory.
 
     Attributes
     ----------

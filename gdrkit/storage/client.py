@@ -44,7 +44,7 @@ _Reply = TypeVar("_Reply")
 
 
 class StorageClient:
-    """A session with a storage server. It is thread-safe; calls run one after the other.
+    """A session with a storage server. It is thread-safe: concurrent calls run one after another.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ class StorageClient:
     token : str or None
         Token of the store, which is needed over TCP; see :func:`gdrkit.storage.token.read_token`.
     nics : sequence of Nic or None
-        NICs that the server can reach, with one queue pair each. The caller owns them. With None, the client opens all
-        NICs that have an active port.
+        NICs that the server can reach. The session has one queue pair for each, up to the limit of the protocol. The
+        caller owns them. With None, the client opens all NICs that have an active port.
     timeout_ms : float
         Longest time without a reply of the server, in milliseconds.
     placement : Placement or None
@@ -89,7 +89,7 @@ class StorageClient:
         self._pools: dict[Allocator, MemoryPool] = {}
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
-            # The caches of device memory, by the NICs that they register with.
+            # The caches of registered device memory, each by the NICs with which it registers.
             self._caches: dict[tuple[verbs.Nic, ...], RegionCache] = {}
             self._on_close.push(self._close_caches)
             self._orderings: dict[int, Ordering] = {}  # By the number of the GPU.
@@ -157,8 +157,8 @@ class StorageClient:
     def register(self, memory: bytearray | mmap.mmap | memoryview | DeviceBuffer) -> IOBuffer:
         """Register memory and return its buffer. Close the buffer before you free the memory.
 
-        Host memory is registered with all NICs. Memory of a GPU is registered with those that reach the GPU, and the
-        nearest of them transfer its bytes.
+        Host memory is registered with all NICs. Memory of a GPU is registered with the NICs that reach the GPU, and the
+        nearest of these NICs transfer its bytes.
 
         Raises
         ------
@@ -323,14 +323,14 @@ class StorageClient:
             yield self._queue_pair_of[nic], nic
 
     def _forget_reach(self, requests: Sequence[IORequest]) -> None:
-        """Let the NICs of a failed transfer be measured again, before memory of its GPU is registered the next time."""
+        """Forget the reach of the GPUs of a failed transfer, so that the next registration measures it again."""
         for device in _devices_of(requests):
-            # The transfer's own error is the one to raise.
+            # An error here must not replace the error of the transfer.
             with contextlib.suppress(GdrkitError):
                 self.placement.reach.forget(device.uuid, self.nics)
 
     def _make_visible(self, requests: Sequence[IORequest]) -> None:
-        """Make what the NICs wrote visible to the work of the GPUs. On most GPUs, nothing is left to do."""
+        """Make the writes of the NICs visible to kernels and copies of the GPUs. Most GPUs need no call for that."""
         for device in _devices_of(requests):
             ordering = self._orderings.get(device.index)
             if ordering is None:

@@ -186,7 +186,8 @@ class Listener:
     def _evict_if_full(self, address: str) -> None:
         """Close a waiting connection if `address`, or all addresses together, have too many.
 
-        In the first case it is the oldest connection of `address`, otherwise the oldest of the address with the most.
+        If `address` has too many, its oldest connection is closed. Otherwise the oldest connection of the address with
+        the most connections is closed.
         """
         connections = self._addresses.get(address, {})
         if len(connections) < _WAITING_PER_ADDRESS_MAX:

@@ -198,7 +198,7 @@ class StorageServer:
     def _refuse(
         connection: ControlConnection, sequence: int, error_number: int, message: str, *, logged: str = ""
     ) -> NoReturn:
-        """Reply with `message` and raise ConnectionRefused. The log gets `logged` instead, if it is set."""
+        """Reply with `message`, and raise ConnectionRefused with the text for the log: `logged`, or else `message`."""
         connection.send(
             FrameType.CONTROL_REPLY, pack_error(messages.ErrorReply(error_number, message)), sequence=sequence
         )
