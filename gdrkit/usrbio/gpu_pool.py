@@ -27,7 +27,7 @@ class GpuPoolStatistics:
     in_use_blocks, in_use_bytes : int
         Allocations that iovecs use, and their bytes.
     hits, misses : int
-        Number of iovecs that got idle memory, and of those for which the pool had none.
+        Number of iovecs that got idle memory, and number of iovecs for which the pool had no idle memory.
     trimmed_blocks : int
         Number of idle allocations that were freed.
     refused_blocks : int

@@ -208,7 +208,8 @@ def open_iovec(
 ) -> Iovec:
     """Return the iovec of memory that another process published with the id `identity`; see :func:`make_iovec`.
 
-    The publication stays when the iovec is closed. After its owner has ended it, operations fail with EACCES.
+    Closing the iovec does not end the publication. After its owner has ended the publication, operations fail with
+    EACCES.
     """
     iovec = native().open_iovec(identity, hf3fs_mount_point, length_bytes, block_size, numa)
     _count_as_open(iovec, lambda: None)

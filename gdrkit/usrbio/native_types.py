@@ -85,7 +85,7 @@ class Iovec(Protocol):
         """Make writes visible: with 0 writes of the device to NICs, with 1 writes of NICs to the device."""
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Call `action` before the memory is released. An iovec has one action."""
+        """Call `action` before the memory is released. An iovec can have only one such action."""
 
     def close(self) -> None:
         """Release the memory. A second close does nothing."""
@@ -98,7 +98,9 @@ class Iovec(Protocol):
 
 
 class Ioring(Protocol):
-    """A queue of reads or of writes. One thread may prepare and submit, and the same or another one may wait."""
+    """A queue of reads or of writes. One thread may prepare and submit operations, while one other thread waits for
+    them.
+    """
 
     @property
     def entries(self) -> int:
@@ -131,8 +133,8 @@ class Ioring(Protocol):
         Parameters
         ----------
         max_results, min_results : int
-            The result has at least `min_results` operations, unless the timeout expires, and at most the largest of
-            `max_results`, `min_results` and 1.
+            Lowest and highest number of operations in the result. The result has fewer if the timeout expires. The
+            limit is at least 1 and at least `min_results`.
         timeout : timedelta or None
             Limit of the wait. None means no limit.
         """

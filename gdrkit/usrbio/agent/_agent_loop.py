@@ -44,7 +44,7 @@ class AgentLoop(Protocol):
         keys: Sequence[tuple[int, int]],
         preferred_nics: Sequence[int],
     ) -> None:
-        """Add a buffer. `keys` has its address and key for each NIC. `preferred_nics` has indices of NICs."""
+        """Add a buffer. `keys` has its address and its key for each NIC. `preferred_nics` has indices of NICs."""
 
     def set_file(
         self, client: int, inode: int, *, read_handle: int, write_handle: int, readable: bool, writable: bool
@@ -84,9 +84,9 @@ class AgentLoop(Protocol):
     def disconnect(self) -> bool:
         """End the operations in flight. Before the call, the session's queue pairs must be in the error state.
 
-        Return whether the session ended because a NIC refused access to the memory of one operation. In that case the
-        operations on this memory complete with -EREMOTEIO, and the others wait: the next :meth:`connect` sends them
-        again, or :meth:`abandon` ends them. Otherwise all operations in flight complete with -EREMOTEIO.
+        Return whether the session ended because a NIC refused access to the memory of one operation. In that case only
+        the operations on this memory complete with -EREMOTEIO. The others wait until the next :meth:`connect` sends
+        them again, or :meth:`abandon` ends them. Otherwise all operations in flight complete with -EREMOTEIO.
         """
 
     def abandon(self) -> None:

@@ -56,17 +56,17 @@ class Agent:
     endpoint : ServerEndpoint
         The storage server. The agent closes it.
     file_access : callable
-        Called with the descriptor of a file that a client sent. It owns the descriptor, and returns the access to the
-        file.
+        Called with the descriptor of a file that a client sent. The function owns the descriptor, and returns the
+        access to the file.
     spin_us : int
         How long the loop polls for work before it sleeps, in microseconds.
     is_one_client_per_process : bool
         Whether the connections of one process are one client; see :class:`~gdrkit.usrbio.agent.service.Service`.
     silence_ms : int
-        How long the server may send no result while it has operations, in milliseconds. After that the agent ends the
-        session. The operations complete with -EREMOTEIO when the server can no longer access memory.
+        Longest time without a result from the server while it has operations, in milliseconds. After this time, the
+        agent ends the session. The operations complete with -EREMOTEIO once the server can no longer access memory.
     placement : Placement or None
-        The choice of NICs for device memory. With None, that of this machine.
+        The choice of NICs for device memory. With None, a new one for this machine.
 
     Attributes
     ----------

@@ -59,7 +59,7 @@ class Borrowers:
 
     @property
     def was_borrowed(self) -> bool:
-        """Whether a client has ever borrowed the buffer. It may still have the memory mapped."""
+        """Whether a client has ever borrowed the buffer. That client may still have the memory mapped."""
         return self._was_borrowed
 
     def borrow(self, client: int, *, uid: int, target: str) -> None:

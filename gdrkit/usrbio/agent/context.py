@@ -30,8 +30,8 @@ class AgentContext:
     root : Path
         The folder of the store, or its FUSE mount. The storage server uses paths relative to `root`.
     file_access : callable
-        Called with the descriptor of a file that a client sent. It owns the descriptor, and returns the access to the
-        file.
+        Called with the descriptor of a file that a client sent. The function owns the descriptor, and returns the
+        access to the file.
     loop : AgentLoop
         The loop that serves the rings.
     nics : Nics

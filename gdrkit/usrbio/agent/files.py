@@ -151,9 +151,10 @@ class RegisteredFile:
         self._registration_count += 1
 
     def deregister(self) -> bool:
-        """Undo one registration. Return True if it was the last one, after which the caller has to call :meth:`close`.
+        """Undo one registration. Return True if it was the last one. Then the caller has to call :meth:`close`.
 
-        All access rights stay until then, because a deregistration does not name the registration that it undoes.
+        Until the last deregistration, the client keeps all access rights, because a deregistration does not name a
+        registration.
         """
         self._registration_count -= 1
         return self._registration_count <= 0

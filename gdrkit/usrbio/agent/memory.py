@@ -1,7 +1,7 @@
 """Registration of published memory: host memory with all NICs of the agent, device memory with those that reach it.
 
-:func:`gdrkit.registration.register` chooses the method, for device memory by dma-buf or as peer memory. This module
-opens the memory of a client so that it has the interface which that function needs.
+:func:`gdrkit.registration.register` chooses the method: device memory is registered by dma-buf or as peer memory. This
+module opens the memory of a client as an object that this function accepts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PublishedDeviceMemory:
         return self._is_closed
 
     def export_dmabuf(self) -> DmabufRange:
-        """Return the client's dma-buf, with a duplicate of the descriptor. The caller closes it.
+        """Return the client's dma-buf with a duplicate of its descriptor, which the caller has to close.
 
         Raises
         ------
@@ -148,7 +148,7 @@ class PublishedDeviceMemory:
         if handle_message is not None:
             length_bytes = handle_message.handle.length_bytes
             is_dmabuf = handle_message.handle.kind is ShareKind.DMABUF
-            # An iov in memory of the client's pool is the beginning of the range in the handle.
+            # An iov from the client's pool begins where the memory of the handle begins, and may be shorter.
             if length_bytes < target.length_bytes or (length_bytes > target.length_bytes and not is_dmabuf):
                 message = f"the link says {target.length_bytes} bytes, and the share handle {length_bytes}"
                 raise AgentError(errno.EINVAL, message)
@@ -184,7 +184,7 @@ class PublishedDeviceMemory:
     def _open_ipc(self, device: Device, target: DeviceTarget, ipc_handle: bytes) -> CudaMemory:
         """Map the allocation that a link names, and return the published range of it.
 
-        The size of the allocation in the link must be that which the driver reports.
+        The link states the size of the allocation. The driver must report the same size.
         """
         allocation = cuda.open_handle(device, ipc_handle)
         self._on_close.push(allocation.close)
@@ -237,7 +237,7 @@ class Nics:
     Parameters
     ----------
     placement : Placement or None
-        The choice of NICs for device memory. With None, that of this machine.
+        The choice of NICs for device memory. With None, a new one for this machine.
 
     Attributes
     ----------
@@ -262,7 +262,7 @@ class Nics:
         self.all = verbs.open_active_nics()
         for nic in self.all:
             self._on_close.push(nic.close)
-        # A session with the server has queue pairs for these NICs.
+        # A session with the server has queue pairs for these NICs only.
         self._connected = self.all[: messages.LANES_MAX]
         if not self.all:
             message = "no NIC has an active port"
@@ -297,7 +297,7 @@ class Nics:
         Raises
         ------
         RegistrationFailed
-            NO_ROUTE: no NIC reaches the GPU, or no method is possible; `causes` has the error of each.
+            NO_ROUTE: no NIC reaches the GPU, or no method works. `causes` has the error of each NIC or method.
         AgentError, GdrkitError
             See :class:`PublishedDeviceMemory` and :func:`~gdrkit.registration.register`.
         """
@@ -334,9 +334,9 @@ class Nics:
             self.registrations += 1
 
     def measure_reach(self) -> None:
-        """Measure which NICs reach the GPUs that this process can open, so that their clients find it in the file.
+        """Measure which NICs reach the GPUs that this process can open. Clients read the results from a file.
 
-        A GPU that cannot be opened or measured is left out. It is measured when a client publishes memory of it.
+        A GPU that cannot be opened or measured now is measured when a client publishes memory of it.
         """
         with contextlib.suppress(ApiError):
             for index in range(cuda.device_count()):

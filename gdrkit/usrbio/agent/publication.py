@@ -123,10 +123,11 @@ class Publication:
         Parameters
         ----------
         remove_shared : bool
-            Whether to remove the name of the shared memory in /dev/shm too, because the client has ended.
+            Whether to remove also the name of the shared memory in /dev/shm, because the client has ended.
         kept : KeptRegistrations or None
-            Keep the registration here, for the next publication of the same dma-buf. Memory that another client
-            borrowed is not kept: its process may still have it mapped, and must not see what the next iov contains.
+            Keep the registration in this object, for the next publication of the same dma-buf. The registration is not
+            kept if another client borrowed the memory: that client may still have the memory mapped, and must not see
+            the contents of the next iov.
 
         Returns
         -------

@@ -1,8 +1,8 @@
 """The folder ``3fs-virt`` of a FUSE mount. Its entries look like files, and their creation is a request to the agent.
 
-- ``iovs`` shows the links of publications, which are in the agent's private folder. To create a link is to publish an
-  iov. If the agent refuses the publication, symlink(2) fails with the errno.
-- ``rm-rf``: to create a link is to remove the file or folder that the link names.
+- ``iovs`` shows the links of publications, which are in the agent's private folder. Creating a link publishes an iov.
+  If the agent refuses the publication, symlink(2) fails with the errno.
+- ``rm-rf``: creating a link removes the file or folder that the link names.
 - ``get-conf`` and ``set-conf`` exist for programs of 3FS that look for them. This agent has no configuration.
 - ``agent.sock`` is a link to the agent's socket.
 """
