@@ -206,7 +206,7 @@ class _Migration:
                 self._pace.spend(length_bytes)
                 if phase is Phase.COPY:
                     self._sync_if_due(self._pace, length_bytes)
-            # A program that opens the file for writing blocks until the next check. So it waits for one chunk at most.
+            # A program that opens the file for writing blocks until the next check, so for one chunk at most.
             self._guard.check()
 
         return on_chunk
@@ -224,7 +224,7 @@ class _Migration:
             # O_NOATIME: the verification must not change the access time.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
             self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder("incoming"))
-            # When the copy has its name, gdrkit may open it for writing. The lock makes such a call wait for the
+            # Once the copy has its name, a program may open it through gdrkit. The lock makes such a call wait for the
             # end of the migration.
             fcntl.flock(self._copy_fd, fcntl.LOCK_EX)
             self._record = MoveRecord.create(
@@ -253,7 +253,8 @@ class _Migration:
         with self._source.parent(self._name) as (parent_fd, base_name):
             self._guard.check()
             os.rename(base_name, self.id, src_dir_fd=parent_fd, dst_dir_fd=retired_fd)
-            # If one of the next calls fails, undo() must revert this step too. _step() appends the phase again.
+            # If one of the next calls fails, undo() must revert this step too. If none fails, _step() appends the phase
+            # again.
             self._completed.append(Phase.RETIRE)
         # Before the rename, another process may have given the name to another file, or opened the file for writing.
         if os.stat(self.id, dir_fd=retired_fd, follow_symlinks=False).st_ino != self._guard.info.st_ino:
@@ -305,7 +306,7 @@ class _Migration:
             Phase.RENAME: self._unname_copy,
             Phase.RECORD: self._remove_copy,
         }
-        # The step that creates the copy and the record may have failed in between.
+        # The step RECORD may have failed after it created the copy.
         if self._copy_fd >= 0 and Phase.RECORD not in self._completed:
             self._completed.insert(0, Phase.RECORD)
         try:

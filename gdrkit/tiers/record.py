@@ -116,7 +116,7 @@ def recorded_ids(folder: TierFolder) -> set[str]:
 
 
 def dead_records(folder: TierFolder) -> list[MoveRecord]:
-    """Return the records of processes that have died. This process has locked each record; the caller closes it."""
+    """Return the records of processes that have died, and lock them for this process. The caller closes each record."""
     records = []
     for name in folder.list_own_folder("moves"):
         try:

@@ -1,7 +1,7 @@
 """Recovery of migrations whose process died.
 
 The disks show whether the copy had already become the file (see :mod:`gdrkit.tiers.migration`). If a program wrote to
-both of them without gdrkit, the recovery does not discard either: it moves one to the ``kept`` folder and reports that.
+both without gdrkit, the recovery discards neither: it moves one to the ``kept`` folder and reports that.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
 def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalogue: Catalogue) -> Iterator[TierFinding]:
     """Recover the interrupted migrations into one tier."""
     if folder.identity is None:
-        return  # The tier is read-only: no file was ever migrated to it, and nothing can be changed now.
+        return  # This user cannot write to the tier, or cannot read its identity, so nothing can be changed.
     with folder.locked(exclusive=True) as is_locked:
         if not is_locked:
             return

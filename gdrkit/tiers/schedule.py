@@ -108,15 +108,15 @@ class RunSettings:
             raise UsageError(message)
 
     def quiet_s(self, time_s: float) -> float:
-        """Return the seconds for which no file is moved from `time_s` (seconds since 1970) on, or 0."""
+        """Return the time from `time_s` (seconds since 1970) to the end of the quiet hours, in seconds, or 0."""
         return max((hours.remaining_s(time_s) for hours in self.quiet_hours), default=0.0)
 
 
 class Pace:
     """The rate limit of the copies of a background run.
 
-    A chunk is *paid* when the time has passed that its bytes may take at the limit. The next chunk is copied when all
-    earlier chunks are paid. Time in which nothing is copied is not saved for later, so there are no bursts.
+    A chunk is *paid* when the time has passed that its bytes take at the limit. The next chunk is copied when all
+    earlier chunks are paid. An idle time gives no credit for later, so there are no bursts.
 
     Parameters
     ----------
