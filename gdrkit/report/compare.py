@@ -46,7 +46,7 @@ class Change:
     name : str
         For a number, the case and the name of the number. For a verdict, the case. For a route, its name.
     outcome : str
-        ``worse``, ``better``, ``same`` (within the noise), ``changed`` (for numbers of which neither more nor less is
+        ``worse``, ``better``, ``same`` (within the noise), ``changed`` (neither more nor less of this number is
         better), ``gone`` (only the first run has it) or ``not_comparable``.
     before, after : str
         The values of both runs as text.

@@ -1,7 +1,7 @@
 """The two matrices of the report page: the state of every path from a GPU, and the distances between devices.
 
-The first one answers what ``gdscheck -p`` and a health check answer: which GPU reaches which NIC and which mount
-directly, and if it does not, why. The second one is the matrix of ``nvidia-smi topo -m``.
+The first one answers the questions of ``gdscheck -p`` and of a health check: which GPU reaches which NIC and which
+mount directly, and why not if it does not. The second one is the matrix of ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DistanceMatrix", "PathCause", "PathCell", "PathColumn", "PathMatrix", "distance_matrix", "path_matrix"]
 
-# With more columns, a cell has only the symbol of its state, and the heads of the columns are vertical.
+# With more columns than this, a cell has only the symbol of its state, and the column headings are vertical.
 _COLUMNS_WITH_WORDS_MAX = 5
 _DISTANCE_TEXTS = {
     Distance.PIX: "at most one PCIe switch",
@@ -62,7 +62,7 @@ class PathCell:
 
 @dataclass(frozen=True, slots=True)
 class PathCause:
-    """A reason why paths are not proven, and the number of pairs of a GPU and a NIC or mount that have it."""
+    """A reason why paths are not proven, and the number of pairs (a GPU and a NIC or mount) that have this reason."""
 
     number: int
     text: str
@@ -138,7 +138,7 @@ def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[s
     case = status.fallback_case or next(iter(status.cases), "")
     cause = status.cause.removesuffix(f" ({status.fallback_case})")
     if cause.startswith(FAILED_CASE_PREFIX):
-        # The names of the failed cases differ, and the cell has a link to its case.
+        # All failed cases share one cause without their names. The cell has a link to its case.
         case, cause = cause.removeprefix(FAILED_CASE_PREFIX), "a case of this path failed"
     if cause:
         pair_counts[cause] = pair_counts.get(cause, 0) + 1

@@ -42,13 +42,14 @@ class Measurement:
     group : str
         What the case does, in words.
     quantity : str
-        The quantity and the size or depth at which the value was reached, in words. Empty if the case has only one.
+        The quantity, and the size or depth at which the value was reached, in words. Empty if the case has only one
+        number.
     value, unit : str
         The value with three significant digits, and its unit.
     range_text : str
         The lowest and the highest round. Empty if the record does not have them.
     bounds : tuple of Bound
-        The bounds with which the case compared the value. Without any, the limit of the links if it is known.
+        The bounds with which the case compared the value. If there are none, the limit of the links, if it is known.
     case : str
         The case that measured the value.
     """
@@ -95,7 +96,7 @@ def _candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
 
 
 def number_words(case: str, name: str) -> tuple[str, str]:
-    """Return as words which quantity of a case a number is, and at which size or depth. Both may be empty."""
+    """Return the quantity of a number, and the size or depth at which it was measured, as words. Both may be empty."""
     size_bytes, parameters = parse_parameters(case)
     base, depth = parse_depth(split_number(name).base)
     at = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""

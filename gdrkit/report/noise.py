@@ -1,8 +1,8 @@
 """Decision whether two measured numbers differ by more than their noise, for comparisons of runs and of hosts.
 
 A case measures a number in several rounds and records the median, the number of rounds and their spread. These give the
-standard error of the median. A difference is noise if it is at most three standard errors of the difference, or at
-most the limit that the caller passes. The larger of both is called the noise band.
+standard error of the median. A difference is noise if it is at most three standard errors of the difference, or at most
+the limit that the caller passes. The larger of these two limits is called the noise band.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def reach_as_json(results: Sequence[Reach], balance: Balance | None = None, *, c
 
 
 def _state(result: Reach, caveat: str) -> RouteOutcome:
-    # A software twin counts bytes too, and proves nothing.
+    # The counters of a software twin grow too, but they prove nothing about hardware.
     return RouteOutcome.UNPROVEN if caveat and result.state is RouteOutcome.PROVEN else result.state
 
 
@@ -101,7 +101,7 @@ def _cells(result: Reach, caveat: str) -> tuple[str, ...]:
 
 
 def _summary(results: Sequence[Reach]) -> Iterator[str]:
-    """Yield a line for each NIC that moved no byte of a GPU."""
+    """Yield a line for each GPU and each NIC that does not reach this GPU."""
     reached = {(result.gpu_uuid, result.nic) for result in results if result.moved}
     left_out = {
         (result.pci_bus_id, result.nic): None for result in results if (result.gpu_uuid, result.nic) not in reached

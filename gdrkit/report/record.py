@@ -41,7 +41,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# The key in ``evidence`` of a case that failed as the profile expects it of a machine that does not meet the need.
+# The key in ``evidence`` of a case that failed with the error that the profile expects on a machine without the need.
 REFUSED = "refused"
 
 
@@ -98,7 +98,7 @@ class SeenLibrary:
             path=install_paths().portable(library.path),
             soname=library.soname,
             build_id=library.build_id,
-            # The notes of owner GNU come from the linker. They have only the build id, which is a field here.
+            # The notes of owner GNU come from the linker. They have only the build id, which has its own field.
             notes=tuple(note for note in library.notes if note.owner != "GNU"),
             error=library.error,
         )
@@ -120,15 +120,15 @@ class ClaimedRoute:
     way : str
         The method of registration: ``dmabuf`` or ``peer_memory``.
     fell_back : str or None
-        Why the bytes took another route. None if they took this route.
+        Why the bytes took another route. None if the bytes took this route.
     path : str or None
-        ``loopback``: both ends were one NIC. ``wire``: they were two NICs or two hosts. None if the case did not say.
+        ``loopback``: both ends were one NIC. ``wire``: the ends were two NICs, of one host or of two. None if unknown.
     peer_nic : str or None
-        Name of the NIC at the other end. None if the case did not say.
+        Name of the NIC at the other end. None if unknown.
     unproven : str or None
-        Why the port counters do not prove that the bytes took this route; see
-        :attr:`gdrkit.registration.Reach.reason`. ``counters_not_read``: the case did not read them. None: those of both
-        ends grew by at least the bytes.
+        Why the port counters do not prove that the bytes took this route; see :attr:`gdrkit.registration.Reach.reason`.
+        ``counters_not_read``: the case did not read the counters. None: the counters of both ends grew by at least the
+        bytes.
     """
 
     device_index: int
@@ -142,7 +142,7 @@ class ClaimedRoute:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedFile:
-    """A route between a GPU and the files of a mount that the bytes of a case took, as the case observed.
+    """A route that the bytes of a case took between a GPU and the files of a mount, as the case observed it.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
 A route is ``proven`` if a case that tested it passed, every API that the route needs ran on hardware, and counters grew
-by at least the bytes: those of both ports for a NIC. Each other state has a cause.
+by at least the bytes: those of both ports for a NIC. A route in any other state has a cause.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class RouteStatus:
     state : RouteOutcome
         The state of the route.
     cause : str
-        Why the route is not proven.
+        Why the route is not proven. Empty if it is.
     cases : tuple of str
         The cases that tested the route.
     fallback_case : str
         The first case whose bytes took another route. Empty if there is none.
     path : str
         ``wire`` if the bytes of a passed case went from one NIC to another, ``loopback`` if they only went through this
-        one, empty if no case says it.
+        one, empty if no passed case recorded a path.
     """
 
     device_index: int
@@ -162,7 +162,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
             caveats = dict.fromkeys(_why_not_hardware(record, ("cuda",)) for record, _ in route_claims)
             caveat = "; ".join(filter(None, caveats))
             if state is RouteOutcome.FELL_BACK and caveat:
-                # A fallback of a software twin says nothing about the hardware of this machine.
+                # A fallback on a software twin proves nothing about the hardware of this machine.
                 state, cause = RouteOutcome.UNPROVEN, f"{caveat}: {cause}"
             if state is RouteOutcome.PROVEN and route not in _DIRECT_FILE_ROUTES:
                 state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {route}, which is not direct"
@@ -233,7 +233,7 @@ def _state_and_cause(
     if "" in causes:
         return RouteOutcome.PROVEN, ""
     if causes:
-        # A case that did not read the counters says less than one that did.
+        # Prefer a cause that the counters showed to the cause that a case did not read them.
         return RouteOutcome.UNPROVEN, min(causes, key=lambda cause: cause == _COUNTER_CAUSES[COUNTERS_NOT_READ])
     for record, _ in claims:
         if record.reasons:
@@ -247,7 +247,7 @@ def _fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) 
 
 
 def _path_of(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
-    """Return the path that says most among those of the passed cases."""
+    """Return ``wire`` if a passed case used two NICs, else ``loopback`` if one used a single NIC, else an empty text."""
     paths = {route.path for record, route in claims if record.verdict is Verdict.PASS}
     return next((path for path in ("wire", "loopback") if path in paths), "")
 
