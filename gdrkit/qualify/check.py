@@ -38,9 +38,9 @@ _WORDS: dict[int, str] = {
     ExitCode.NOTHING_PROVEN: "nothing proven",
 }
 _CASE = "test_every_nic_accesses_every_device"
-# The part of the time that a query of an API may take. The queries run at the same time.
+# The share of the budget that a query of an API may take. All queries run at the same time.
 _QUERY_SHARE = 0.4
-# The time that the running case has for its clean-up before its process is killed, in seconds.
+# Time for the clean-up of the running case before its process is killed, in seconds.
 _CLEAN_UP_TIMEOUT_S = 0.5
 _KILL_RESERVE_S = KILL_TIMEOUT_S + _CLEAN_UP_TIMEOUT_S
 

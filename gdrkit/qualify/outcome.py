@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "decide"]
 
-# An API that failed for one of these reasons can be repaired by an administrator, unlike missing hardware.
+# If an API failed for one of these reasons, an administrator can repair it. Missing hardware cannot be repaired.
 _SET_UP_REASONS = frozenset(
     {
         Reason.LIBRARY_MISSING,
@@ -93,7 +93,7 @@ def decide(
         )
     incomplete_outcome = _decide_on_missing_cases(profile, records, is_part=is_part)
     if incomplete_outcome is not None and not incomplete_outcome.causes:
-        # Cases that need an API do not run if it failed, so its failure is the cause.
+        # Cases that need a failed API do not run, so the failure of the API is the cause.
         incomplete_outcome = replace(
             incomplete_outcome,
             causes=tuple(dict.fromkeys(failure.message for failure in facts.failures))[:_CAUSES_MAX],

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["LineProgress", "TerminalProgress", "progress_for"]
 
 _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.UNPROVEN: "yellow", Verdict.NOT_RUN: "dim"}
-# The command must not be silent for five seconds. The thread checks twice in that time, because a line may have been
-# printed just after a check.
+# The command must print a line at least every five seconds. The thread checks twice in this time, because another line
+# may have been printed just after the last check.
 _SILENCE_MAX_S = 2.4
 _JOIN_TIMEOUT_S = 5.0
 _VERDICT_NAMES = {Verdict.PASS: "pass", Verdict.FAIL: "FAIL", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}

@@ -30,7 +30,7 @@ __all__ = ["HELLO_BYTES_MAX", "AdmittedRanks", "RankHello", "admit_ranks"]
 
 HELLO_BYTES_MAX = 4096
 _HELLO_TIMEOUT_S, _SEND_TIMEOUT_S = 10.0, 10.0
-# The most connections that have not sent the token yet.
+# Largest number of connections whose peer has not sent the token yet.
 _UNVERIFIED_MAX = 64
 _POLL_S, _ACCEPT_RETRY_S = 1.0, 0.1
 
@@ -71,7 +71,7 @@ class AdmittedRanks:
     connections: list[MessageSocket] = field(default_factory=list)
 
     def send_exit_code(self, code: int) -> None:
-        """Send all ranks the exit code of the job, with which they then exit."""
+        """Send the exit code of the job to all ranks, which then exit with this code."""
         for connection in self.connections:
             with contextlib.suppress(PeerGone, TimeoutError):  # A rank that has died needs no exit code.
                 connection.send({"exit_code": code}, timeout_s=_SEND_TIMEOUT_S)
@@ -151,8 +151,8 @@ class _Admission:
         except BlockingIOError:
             return
         except OSError:
-            # Either the peer has reset the connection, or this process has reached its limit of open descriptors. The
-            # second error ends when another connection is closed.
+            # Either the peer has reset the connection, or this process has reached its limit of open descriptors. In
+            # the second case, accept() works again when another connection is closed.
             time.sleep(_ACCEPT_RETRY_S)
             return
         deadline_s = min(self._deadline_s, time.monotonic() + _HELLO_TIMEOUT_S)

@@ -72,7 +72,7 @@ def pair_name(pair: Pair) -> str:
 
 
 def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair, ...]:
-    """Return one pair for each combination of a GPU and a NIC of one machine, which are the target.
+    """Return one pair for each combination of a GPU and a NIC of one machine. This GPU and NIC are the target.
 
     The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine. It uses the
     NIC with the same position in the list of NICs as that of the target, because such NICs are usually on the same

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PairRecorder"]
 
 _MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _ROUND_COUNT = 64 * MIB, MIB, 1024, 10
-# Smaller sizes on software twins, whose rates say nothing about a machine.
+# Smaller sizes for software, whose rates say nothing about a machine.
 _SMALL_MEMORY_BYTES, _SMALL_TRANSFER_BYTES, _SMALL_OPERATION_COUNT = 256 * KIB, 16 * KIB, 32
 _APIS = ("cuda", "verbs")
 
@@ -230,7 +230,7 @@ class PairRecorder:
 
 
 def _path_of(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferPath:
-    """Return the path between the NICs of a pair. One NIC of one machine at both ends is loopback."""
+    """Return the path between the NICs of a pair: loopback, if both ends are the same NIC of the same machine."""
     ends = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
     return TransferPath.LOOPBACK if ends[0] == ends[1] else TransferPath.WIRE
 
