@@ -227,8 +227,8 @@ def _install_native() -> None:
     ]
     expected_digest = digest([python, str(python_version(python)), *BUILD_REQUIREMENTS], sources)
     tools = ensure_build_tools()
-    # The stamp is in the build folder and not in the environment, because a new environment does not make it necessary
-    # to install the modules again: they are in this tree.
+    # The modules are installed into this tree. A new environment does not need them again, so the stamp is in the build
+    # folder and not in the environment.
     stamp = ROOT / "build" / "native" / "installed-from"
     with lock_environments():
         if stamp.exists() and stamp.read_text() == expected_digest:

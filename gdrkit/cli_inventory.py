@@ -55,7 +55,7 @@ def facts(as_json: bool, no_apis: bool, save: Path | None, replay: Path | None) 
 
     machine = _choose_machine(replay, query_apis=not no_apis, record=save is not None)
     if save is not None:
-        # A capture contains only files that were read before. Here the rules and the topology read the files they need.
+        # A capture contains only the files that were read. These calls read the files of the rules and of the topology.
         inventory.diagnose(machine)
         inventory.topology(machine)
         inventory.write_capture(save, machine.capture())
@@ -144,7 +144,7 @@ def doctor(as_json: bool, read_only: bool, verbose: bool, any_result: bool, repl
     help="Then transfer between all GPUs and all NICs at once, and show the share of each NIC.",
 )
 def reach(as_json: bool, balance_s: float) -> int:
-    """Measure which NICs reach which GPUs, and store it for the programs that choose NICs.
+    """Measure which NICs reach which GPUs, and store the results for programs that choose NICs.
 
     For each GPU and each pair of NICs, a page of the GPU is registered, written and read through the NICs. Every byte
     and the counters of both ports are compared. The path is "loopback" if both ends are one NIC, and "wire" otherwise.

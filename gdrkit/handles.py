@@ -39,8 +39,8 @@ def live() -> dict[str, int]:
         try:
             kinds = tuple(_open_kinds.values())
         except RuntimeError:
-            # A finalizer released a handle during the iteration, which changed the dict. Each handle is released only
-            # once, so the retries end.
+            # A finalizer released a handle during the iteration, which changed the dict. Try again. The number of
+            # retries is limited, because each handle is released only once.
             continue
         return dict(sorted(Counter(kinds).items()))
 

@@ -25,11 +25,12 @@ autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 python_use_unqualified_type_names = True
 napoleon_google_docstring = False
-# Attributes are fields of the description of their class. As descriptions of their own they would exist twice.
+# The description of a class lists its attributes. Without this setting, each attribute would be described a second
+# time.
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 
-# A docstring names a class or attribute of its own package, and other packages may have one with the same name.
+# Sphinx warns about a name that several packages have. A docstring means the class or attribute of its own package.
 suppress_warnings = ["ref.python"]
 
 html_theme = "furo"

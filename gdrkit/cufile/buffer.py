@@ -172,7 +172,8 @@ class RegisteredBuffer:
         UsageError
             ``BUSY``: the work of another stream is not done.
         """
-        # The lock is held during the block. Otherwise another thread could find this stream without work.
+        # The lock is held during the block. Until the transfer is queued, another thread would find no work on this
+        # stream.
         with self._lock:
             other = self._stream
             if other is not None and (other.closed or other.handle == stream.handle or other.query()):
@@ -234,7 +235,7 @@ class BufferCache:
         self._lock = forks.ForkSafeLock()
         # The registrations by the address of their first byte.
         self._entries: dict[int, _CacheEntry] = {}
-        # Memory that cuFile refused to register. It is tried again when other memory was deregistered.
+        # Memory that cuFile refused to register. The cache tries again after other memory was deregistered.
         self._refused: weakref.WeakSet[Memory] = weakref.WeakSet()
         forks.register(self)
 
@@ -334,7 +335,7 @@ class _CacheEntry:
 
 
 def _allows_compat_mode() -> bool:
-    """Return whether libcufile may copy through host memory. It may if this version does not have the parameter.
+    """Return whether libcufile may copy through host memory: yes, if this version does not have the parameter.
 
     The properties of the driver have the same flag, but their query makes transfers on streams fail
     (:meth:`gdrkit.cufile.Driver.properties`).

@@ -156,7 +156,8 @@ class CufilePath:
             try:
                 registered = self._register_memory(jobs, leases)
                 with monitor.watch(self._fd):
-                    # If a part fails, the other parts still need a proof. So no error of a part ends this block.
+                    # An error of a part does not end this block, because the other parts still need the proof of the
+                    # monitor.
                     if uses_batch:
                         self._run_batch(source, registered)
                     else:

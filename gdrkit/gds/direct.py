@@ -117,7 +117,7 @@ class FileDirectPaths:
         self._probe_lock = threading.Lock()
 
     def uses_engine(self, memory: TransferBuffer) -> bool:
-        """Return whether the copy engine is used without another probe for a direct path and without a warning."""
+        """Return whether the copy engine transfers this memory without a new probe and without a warning."""
         if self._use == "never" or (memory.is_host and self._use == "preferred"):
             return True
         result = self._results.get(memory.device_index)

@@ -160,8 +160,8 @@ class TransferSet:
 _transfers_in_progress = TransferSet()
 # In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
 _transfers_of_parent: list[Transfer] = []
-# Number of transfers in progress that each new transfer polls. Each new transfer adds only one, so with two polls all
-# transfers are polled again and again.
+# Number of transfers in progress that each new transfer polls. Each new transfer adds one and polls two, so every
+# transfer is polled again and again.
 _POLLED_COUNT = 2
 
 
@@ -210,7 +210,7 @@ class Transfer:
     def __post_init__(self) -> None:
         for group in self._groups():
             group.add(self)
-        # If a caller drops a future without a call of result(), a later transfer settles it here.
+        # A caller may drop a future without a call of result(). Then a later transfer settles the dropped one here.
         for transfer in _transfers_in_progress.rotate(_POLLED_COUNT):
             if transfer is not self and transfer.job.wait(0):
                 for group in transfer._groups():  # noqa: SLF001 - same class.

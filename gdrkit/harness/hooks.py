@@ -36,7 +36,7 @@ _RUNNING_CASE: pytest.StashKey[Case | None] = pytest.StashKey()
 # Whether the collection is complete.
 _IS_COLLECTED: pytest.StashKey[bool] = pytest.StashKey()
 
-# User properties of a pytest report. They say why the harness made the case "skipped".
+# User properties of a pytest report. They say why the harness reported the case as "skipped".
 _REFUSED_PROPERTY = ("gdrkit_refused", True)
 _NOT_RUN_PROPERTY = ("gdrkit_not_run", True)
 _FIXTURE_NAMES = frozenset(name for name in fixtures.__all__ if name.islower())

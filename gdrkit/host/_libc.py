@@ -31,7 +31,7 @@ def die_with_parent(parent: int) -> None:
     Parameters
     ----------
     parent : int
-        Process ID of the process of that thread. If it has ended already, this function kills the calling process.
+        ID of the parent process. If the parent has already ended, this function kills the calling process.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:

@@ -48,7 +48,7 @@ def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Dis
         return Distance.NODE if len(numa_nodes) == 1 else Distance.SYS
     if shared_count == 1:
         return Distance.PHB
-    # Each path ends with the device itself. The parts before it that the other path does not have are bridges.
+    # Each path ends with the device itself. The parts between the shared parts and the device are bridges.
     bridge_count = max(len(first_path), len(second_path)) - 1 - shared_count
     # A switch consists of one upstream bridge, which both paths have, and a downstream bridge for each device below it.
     return Distance.PIX if bridge_count <= 1 else Distance.PXB

@@ -1,4 +1,4 @@
-"""The measurement of all GPUs and NICs of this machine, whose results the choice of NICs reads."""
+"""The measurement of all GPUs and NICs of this machine. The choice of NICs (gdrkit.registration) uses its results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["measure_machine"]
 
 
 def measure_machine(*, balance_s: float = 0) -> tuple[tuple[Reach, ...], Balance | None]:
-    """Measure every GPU with every pair of NICs, and store the results in the file. There are none without GPU or NIC.
+    """Measure every GPU with every pair of NICs, and store and return the results: none if there is no GPU or no NIC.
 
-    If `balance_s` is above 0, then measure for so many seconds what each NIC carries when all of them transfer.
+    If `balance_s` is above 0, also measure for that time, in seconds, what each NIC carries when all of them transfer.
 
     Raises
     ------

@@ -87,7 +87,7 @@ FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "ncclMemFree": (c_void_p,),
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
-# The first version that has a function, if that is not 2.0.
+# The first version of NCCL that has the function. Functions that are not listed exist since 2.0.
 _SINCE = {"ncclCommRegister": "2.19", "ncclCommDeregister": "2.19", "ncclMemAlloc": "2.19", "ncclMemFree": "2.19"}
 
 

@@ -157,9 +157,9 @@ class CompletionQueue(Resource):
         Parameters
         ----------
         timeout_ms : float
-            How long to wait at most, in milliseconds.
+            Longest wait, in milliseconds.
         qp_number : int or None
-            Wait only for completions of this queue pair. Those of others stay in the queue, in order.
+            Wait only for completions of this queue pair. Completions of other queue pairs stay in the queue, in order.
 
         Raises
         ------
@@ -197,8 +197,8 @@ class CompletionQueue(Resource):
         """Wait for one event and acknowledge it. The caller polls afterwards.
 
         pyverbs before 59 hides the descriptor. With such a pyverbs, libibverbs itself waits, without a limit and while
-        the GIL is held. Then call this method only if an event is certain: a notification was requested, and a later
-        completion was polled.
+        the GIL is held. In that case, call this method only if an event is certain: a notification was requested, and a
+        completion that came later was polled.
 
         Raises
         ------

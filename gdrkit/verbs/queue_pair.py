@@ -137,15 +137,16 @@ class QueuePair(Resource):
         access : Access
             The operations that the other side may do. A region can only restrict them further.
         timeout_exponent : int
-            A packet without an acknowledgement is sent again after 4.096 us * 2**exponent (14: 67 ms). 0 means never.
+            The NIC sends a packet again if it was not acknowledged after 4.096 us * 2**exponent (14: 67 ms). 0: never.
         retry_count : int
-            Number of such retries, 0 to 7. After the last one, the request ends with RETRY_EXC_ERR. With 7, rxe retries
-            for ever.
+            Number of these retries, 0 to 7. If the last retry fails, the request ends with RETRY_EXC_ERR. With 7, rxe
+            retries for ever.
         rnr_retry_count : int
-            Number of retries of a send if the other side has no receive posted, 0 to 6. 7 means for ever, and hides a
-            missing receive.
+            Number of retries of a send if the other side has no receive posted, 0 to 6. With 7, the NIC retries for
+            ever, which hides a missing receive.
         rnr_timer_code : int
-            Code of the time that the other side waits before such a retry (12: 0.64 ms; table in ibv_modify_qp(3)).
+            Code of the pause before such a retry, which this side requests from the other side (12: 0.64 ms; table in
+            ibv_modify_qp(3)).
         reads_max : int
             Number of outstanding RDMA READs in each direction. Both sides pass the same number.
 
